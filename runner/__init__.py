@@ -1,0 +1,53 @@
+"""Choose and apply gradient clipping and gradient accumulation.
+
+The command is ``python -m runner``; the library is what this module exports. Names are resolved on
+first use, so that importing ``runner`` (which every ``--help`` and every refused request does) does
+not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runner.booster import (
+        Booster,
+        CosineAnnealingLR,
+        TorchDDPPlugin,
+        get_dist_logger,
+        launch_from_torch,
+    )
+    from runner.clip import GradientClipping, apply_gradient_clipping
+    from runner.models import Classifier
+    from runner.train import Trainer
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Booster": "runner.booster",
+    "Classifier": "runner.models",
+    "CosineAnnealingLR": "runner.booster",
+    "GradientClipping": "runner.clip",
+    "TorchDDPPlugin": "runner.booster",
+    "Trainer": "runner.train",
+    "apply_gradient_clipping": "runner.clip",
+    "get_dist_logger": "runner.booster",
+    "launch_from_torch": "runner.booster",
+}
+
+__all__ = [
+    "Booster",
+    "Classifier",
+    "CosineAnnealingLR",
+    "GradientClipping",
+    "TorchDDPPlugin",
+    "Trainer",
+    "apply_gradient_clipping",
+    "get_dist_logger",
+    "launch_from_torch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'runner' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,24 @@
+"""The Booster stack: model, optimizer, criterion, dataloader and scheduler under a plugin."""
+
+from runner.booster.booster import Booster
+from runner.booster.optimizer import NonFiniteGradient, OptimizerWrapper, StepOrderError
+from runner.booster.plugin import Plugin, SinglePlugin, TorchDDPPlugin
+from runner.booster.precision import LossScale, ModelWrapper
+from runner.booster.process_group import get_dist_logger, launch_from_torch
+from runner.booster.schedule import CosineAnnealingLR, LinearWarmupCosineLR
+
+__all__ = [
+    "Booster",
+    "CosineAnnealingLR",
+    "LinearWarmupCosineLR",
+    "LossScale",
+    "ModelWrapper",
+    "NonFiniteGradient",
+    "OptimizerWrapper",
+    "Plugin",
+    "SinglePlugin",
+    "StepOrderError",
+    "TorchDDPPlugin",
+    "get_dist_logger",
+    "launch_from_torch",
+]

@@ -1,0 +1,239 @@
+"""The boosted optimizer: it owns unscale, measure, clip and step, and their order.
+
+A gradient is clipped only when it is final. The wrapper keeps where a step stands
+(:class:`Stage`) and refuses what would give a wrong number: clipping an accumulating gradient,
+clipping twice, clipping nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from runner.booster.precision import LossScale
+from runner.clip import ClipMode, Layout, Number, Outcome, build, total_norm
+from runner.clip.measure import norms
+
+Nonfinite = Literal["skip", "error", "ignore"]
+
+
+class Stage(Enum):
+    """Where an optimizer step stands."""
+
+    EMPTY = "no backward pass has run since the last step"
+    ACCUMULATING = "the last backward pass ran under no_sync: its gradients are not final"
+    READY = "gradients are final"
+    CLIPPED = "gradients were clipped already in this step"
+
+
+class StepOrderError(RuntimeError):
+    """Gradients were clipped at a time when the result would be wrong."""
+
+
+class NonFiniteGradient(FloatingPointError):
+    """A gradient holds NaN or inf, and the policy is to stop."""
+
+
+class OptimizerWrapper:
+    """An optimizer whose gradients live where ``layout`` says.
+
+    Args:
+        optimizer: the user's optimizer, over the boosted model's parameters.
+        layout: where its gradients live.
+        loss_scale: the fp16 scale, or None.
+        nonfinite: what to do with a gradient that is not finite: ``skip`` the step, raise an
+            ``error``, or ``ignore`` it (the step is taken, unclipped). An fp16 overflow is skipped
+            whatever the policy, because the next, smaller scale mends it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        layout: Layout,
+        loss_scale: LossScale | None = None,
+        nonfinite: Nonfinite = "skip",
+    ) -> None:
+        self.optimizer = optimizer
+        self.layout = layout
+        self.loss_scale = loss_scale
+        self.nonfinite = nonfinite
+        self.stage = Stage.EMPTY
+        self.accumulating = False
+        self._unscaled = False
+        self._finite: bool | Tensor | None = None
+        self._fused = all(group.get("fused") for group in optimizer.param_groups)
+        self._modes: dict[tuple[str, float, float], ClipMode] = {}
+
+    # -- one step, in order -------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward pass of ``loss``, scaled under fp16."""
+        scaled = loss if self.loss_scale is None else loss * self.loss_scale.scale
+        scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+        self.stage = Stage.ACCUMULATING if self.accumulating else Stage.READY
+        self._unscaled = False
+
+    @torch.no_grad()
+    def clip(self, mode: ClipMode) -> Outcome:
+        """Unscale, measure ‖G‖, agree whether it is finite, and clip by ``mode`` in place.
+
+        Every rank decides from the same reduced norm, so all of them skip or none.
+
+        Raises:
+            StepOrderError: the gradients are not final, or were clipped already.
+            NonFiniteGradient: they are not finite and the policy is ``error``.
+        """
+        if self.stage is Stage.CLIPPED or self.stage is Stage.ACCUMULATING:
+            raise StepOrderError(f"cannot clip now: {self.stage.value}")
+        if not any(piece.param.grad is not None for piece in self.layout.pieces):
+            if self.layout.group is None:
+                raise StepOrderError(f"cannot clip now: {Stage.EMPTY.value}")
+        self.unscale()
+        norm = total_norm(self.layout, mode.norm_type)
+        self.stage = Stage.CLIPPED
+        if self._proceed(norm):
+            return mode.clip(self.layout, norm)
+        return Outcome.skipped(norm, mode.threshold)
+
+    def step(self, closure: Callable[[], float] | None = None) -> bool:
+        """Take the step, unless the gradients were found not to be finite.
+
+        Returns:
+            Whether it was taken. True on an accelerator whose fused optimizer decides for itself.
+        """
+        if self.loss_scale is not None and self._finite is None:
+            with torch.no_grad():
+                self.unscale()
+                self._finite = bool(math.isfinite(total_norm(self.layout)))
+        finite = self._finite
+        if self.loss_scale is not None:
+            self.loss_scale.update(bool(finite))
+        self.stage, self._finite, self._unscaled = Stage.EMPTY, None, False
+        if finite is False:
+            return False
+        if self._fused:
+            self._match_strides()
+        if isinstance(finite, Tensor):
+            # The fused kernels read the flag on the device: no word to the host is needed.
+            self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            try:
+                self.optimizer.step(closure)
+            finally:
+                del self.optimizer.found_inf  # type: ignore[attr-defined]
+            return True
+        self.optimizer.step(closure)
+        return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.optimizer.zero_grad(set_to_none)
+        self.stage, self._finite, self._unscaled = Stage.EMPTY, None, False
+
+    def unscale(self) -> None:
+        """Divide the gradients by the fp16 scale, once a step, in place."""
+        if self.loss_scale is None or self._unscaled:
+            return
+        _, gradients = self.layout.gradients()
+        if gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.loss_scale.scale)
+        self._unscaled = True
+
+    # -- clipping by one call, under the names of Colossal-AI's optimizer wrapper ---------------
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Limit the norm of the whole gradient to ``max_norm``.
+
+        Returns:
+            The norm before clipping: a 0-dimensional float32 tensor, the same on every rank.
+
+        Raises:
+            StepOrderError: the gradients are not final, or were clipped already.
+            NonFiniteGradient: the norm is not finite and ``error_if_nonfinite`` is set.
+        """
+        outcome = self.clip(self._mode("norm", max_norm, norm_type))
+        norm = torch.as_tensor(outcome.norm, dtype=torch.float32)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise NonFiniteGradient(f"the gradient's norm is {norm.item()}")
+        return norm
+
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clamp every element of the gradient to [-clip_value, clip_value].
+
+        Raises:
+            StepOrderError: the gradients are not final, or were clipped already.
+        """
+        self.clip(self._mode("value", clip_value, 2.0))
+
+    # -- the rest of an optimizer -----------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    def unwrap(self) -> Optimizer:
+        """The user's optimizer."""
+        return self.optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the optimizer and of the fp16 scale."""
+        scale = None if self.loss_scale is None else self.loss_scale.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "loss_scale": scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where :meth:`state_dict` left off."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def _mode(self, name: str, threshold: float, norm_type: float) -> ClipMode:
+        key = (name, threshold, norm_type)
+        if key not in self._modes:
+            self._modes[key] = build(name, threshold=threshold, norm_type=norm_type)
+        return self._modes[key]
+
+    def _proceed(self, norm: Number) -> bool:
+        """Whether the gradients may be clipped; notes whether the step may be taken."""
+        if isinstance(norm, Tensor):
+            finite = torch.isfinite(norm)
+            if self.nonfinite == "ignore" and self.loss_scale is None:
+                return True
+            if self._fused and self.loss_scale is None and self.nonfinite == "skip":
+                self._finite = finite
+                return True
+            host = bool(finite)
+        else:
+            host = math.isfinite(norm)
+        if host:
+            self._finite = True
+            return True
+        if self.loss_scale is None and self.nonfinite == "error":
+            raise NonFiniteGradient(f"the gradient's norm is {float(norm)}: {self._culprits()}")
+        self._finite = self.nonfinite == "ignore" and self.loss_scale is None
+        return False
+
+    def _culprits(self) -> str:
+        pieces, gradients = self.layout.gradients()
+        each = zip(pieces, norms(gradients), strict=True)
+        names = [piece.name for piece, norm in each if not math.isfinite(norm)]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return f"{', '.join(names[:5])}{more} (clip.nonfinite=skip leaves such steps out)"
+
+    def _match_strides(self) -> None:
+        """Give every gradient its parameter's strides.
+
+        torch's fused CPU kernels walk both in memory order and ignore strides: a channels-last
+        gradient of a contiguous parameter would move the wrong weights, in silence.
+        """
+        for piece in self.layout.pieces:
+            gradient = piece.param.grad
+            if gradient is not None and gradient.stride() != piece.param.stride():
+                piece.param.grad = torch.empty_like(piece.param).copy_(gradient)

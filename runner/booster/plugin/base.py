@@ -1,0 +1,92 @@
+"""What a plugin is: how a model and its data are spread over ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from runner.clip import Layout
+from runner.data.dataset import collate_pairs
+from runner.data.order import DealtBatches
+
+
+class Plugin(ABC):
+    """How a model, its gradients and its data are spread over ranks."""
+
+    @property
+    def rank(self) -> int:
+        """This process, of all."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of a microbatch this rank reads."""
+        return self.rank
+
+    @property
+    def data_size(self) -> int:
+        """Into how many parts a microbatch is dealt."""
+        return self.world_size
+
+    @abstractmethod
+    def configure(self, model: nn.Module) -> tuple[nn.Module, Layout]:
+        """Spread ``model``: what to run instead of it, and where its gradients live."""
+
+    @abstractmethod
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Forward and backward passes inside leave gradients unsynchronised.
+
+        Args:
+            model: what :meth:`configure` returned.
+        """
+
+    @abstractmethod
+    def sum_over_data(self, figures: Sequence[float]) -> list[float]:
+        """Sum over all data-parallel ranks, on the host; the same bits on each."""
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int = 1,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        **kwargs: Any,
+    ) -> DataLoader[Any]:
+        """A loader that gives this rank its part of every microbatch.
+
+        Which samples make up a microbatch of all ranks depends on the seed, the epoch and the
+        global batch alone.
+
+        Args:
+            dataset: map-style; one that answers ``__getitems__`` is read a batch at a time.
+            batch_size: samples of one microbatch on one data-parallel rank.
+            shuffle: permute the samples, anew each epoch.
+            seed: of the permutation.
+            drop_last: leave out a last microbatch that is not full.
+            num_workers: processes that read ahead.
+            kwargs: further arguments of :class:`torch.utils.data.DataLoader`.
+        """
+        order = DealtBatches(
+            len(dataset),  # type: ignore[arg-type]
+            batch_size,
+            rank=self.data_rank,
+            world_size=self.data_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=seed,
+        )
+        kwargs.setdefault("collate_fn", collate_pairs)
+        return DataLoader(dataset, batch_sampler=order, num_workers=num_workers, **kwargs)

@@ -1,0 +1,106 @@
+"""Mixed precision: where a forward pass runs in half precision, and the scale of an fp16 loss."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """The dtype of a forward pass under precision ``name``, None for full precision.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise ValueError(f"unknown precision {name!r}: use {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+class ModelWrapper(nn.Module):
+    """A boosted model: the forward pass runs under autocast and returns float32 outputs.
+
+    Args:
+        module: what runs, the user's model or its data-parallel wrapper.
+        model: the user's model.
+        dtype: half precision of the forward pass, or None.
+    """
+
+    def __init__(self, module: nn.Module, model: nn.Module, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.module = module
+        # In a list, so that the model is not registered a second time.
+        self._model = [model]
+        self.dtype = dtype
+
+    def unwrap(self) -> nn.Module:
+        """The user's model."""
+        return self._model[0]
+
+    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
+        """The context of a forward pass."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(device_type, self.dtype)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model. Half-precision outputs become float32, so that losses are exact."""
+        if self.dtype is None:
+            return self.module(*args, **kwargs)
+        device = next(self.module.parameters()).device.type
+        with self.autocast(device):
+            outputs = self.module(*args, **kwargs)
+        return tree_map_only(Tensor, _to_float32, outputs)
+
+
+def _to_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+@dataclass
+class LossScale:
+    """The moving scale of an fp16 loss (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
+
+    One scale holds for a whole accumulation window: it moves in :meth:`update` alone, which is
+    called once an optimizer step, after the gradients were unscaled with the scale that the
+    backward passes used.
+
+    Attributes:
+        scale: factor on the loss now.
+        growth_interval: finite steps in a row after which the scale is doubled.
+        finite_steps: finite steps since the scale last moved.
+    """
+
+    scale: float = 2.0**16
+    growth_interval: int = 2000
+    growth: float = 2.0
+    backoff: float = 0.5
+    finite_steps: int = 0
+
+    def update(self, finite: bool) -> None:
+        """Halve the scale after an overflow, double it after enough finite steps."""
+        if not finite:
+            self.scale *= self.backoff
+            self.finite_steps = 0
+            return
+        self.finite_steps += 1
+        if self.finite_steps == self.growth_interval:
+            self.scale *= self.growth
+            self.finite_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale and count of finite steps."""
+        return {"scale": self.scale, "finite_steps": self.finite_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where :meth:`state_dict` left off."""
+        self.scale, self.finite_steps = state["scale"], state["finite_steps"]

@@ -1,0 +1,96 @@
+"""Joining the ranks that torchrun, Slurm or this program's launcher started."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def launch_from_torch(
+    backend: str | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+    timeout: float = 600.0,
+) -> None:
+    """Join the process group that the environment describes (``torchrun`` sets it).
+
+    Host tensors always travel by gloo, so that counts never wait for an accelerator; tensors on a
+    GPU by nccl.
+
+    Args:
+        backend: of all tensors, instead of the above.
+        seed: of torch's random numbers on this rank.
+        verbose: say so in the log, once.
+        timeout: seconds that one collective may take.
+
+    Raises:
+        RuntimeError: the environment describes no process group.
+    """
+    missing = [name for name in REQUIRED if name not in os.environ]
+    if missing:
+        raise RuntimeError(
+            f"the environment does not describe a process group ({', '.join(missing)} not set): "
+            "start the script by torchrun --nproc_per_node=N"
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    atexit.register(leave)
+    torch.manual_seed(seed)
+    if verbose:
+        get_dist_logger().info(f"{dist.get_world_size()} ranks by {backend}", ranks=[0])
+
+
+def leave() -> None:
+    """Leave the process group, if any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class DistributedLogger:
+    """A logger that speaks on chosen ranks only."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+
+    def log(self, level: int, message: str, ranks: Sequence[int] | None = None) -> None:
+        """Log ``message`` on ``ranks``, or on all."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if ranks is None or rank in ranks:
+            self._logger.log(level, message)
+
+    def info(self, message: str, ranks: Sequence[int] | None = None) -> None:
+        """Log at level INFO."""
+        self.log(logging.INFO, message, ranks)
+
+    def warning(self, message: str, ranks: Sequence[int] | None = None) -> None:
+        """Log at level WARNING."""
+        self.log(logging.WARNING, message, ranks)
+
+    def error(self, message: str, ranks: Sequence[int] | None = None) -> None:
+        """Log at level ERROR."""
+        self.log(logging.ERROR, message, ranks)
+
+
+def get_dist_logger(name: str = "runner") -> DistributedLogger:
+    """A logger that takes ``ranks=[0]`` with each message.
+
+    It prints to standard error if nobody has set up logging.
+    """
+    logger = logging.getLogger(name)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(name)s] %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    return DistributedLogger(name)

@@ -1,0 +1,19 @@
+"""Gradient clipping over layouts: where gradients live, what they measure, and one file a mode."""
+
+from runner.clip.functional import GradientClipping, apply_gradient_clipping, build
+from runner.clip.layout import Layout, Number, Piece, Units
+from runner.clip.measure import total_norm
+from runner.clip.mode import ClipMode, Outcome
+
+__all__ = [
+    "ClipMode",
+    "GradientClipping",
+    "Layout",
+    "Number",
+    "Outcome",
+    "Piece",
+    "Units",
+    "apply_gradient_clipping",
+    "build",
+    "total_norm",
+]

@@ -1,0 +1,193 @@
+"""Where every gradient element of a model lives.
+
+Clipping knows no plugin. A plugin hands it a :class:`Layout`: for each parameter the part this rank
+holds, how that part falls into units, which ranks share a unit that a shard boundary cuts, and on
+how many ranks the same elements are held. The modes work on that alone.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Number = float | Tensor
+"""A figure on the host where looking is free (CPU), a 0-dimensional tensor elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """How a tensor falls into units, the groups of weights that feed one output.
+
+    Brock et al. 2021 (arXiv 2102.06171, section 4): a row of a matrix, the fan-in of one output
+    channel of a convolution. A transposed convolution keeps its output channels in dimension 1, and
+    its groups side by side in dimension 0. Anything with fewer than two dimensions is one unit.
+
+    Attributes:
+        dims: dimensions reduced by a unit's norm, after ``groups`` was split off.
+        groups: 0, or the number of groups to split dimension 0 into before reducing.
+    """
+
+    dims: tuple[int, ...]
+    groups: int = 0
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """``tensor`` with its groups split off; shares memory whatever the strides."""
+        if not self.groups:
+            return tensor
+        inputs, *rest = tensor.shape
+        return tensor.view(self.groups, inputs // self.groups, *rest)
+
+
+def units_of(parameter: Tensor, module: nn.Module | None = None) -> Units:
+    """Units of ``parameter``; ``module`` is its owner, where known, to tell transposed layers."""
+    n = parameter.ndim
+    if n < 2:
+        return Units(tuple(range(n)))
+    if isinstance(module, nn.modules.conv._ConvTransposeNd) and parameter is module.weight:
+        if module.groups == 1:
+            return Units((0, *range(2, n)))
+        return Units((1, *range(3, n + 1)), groups=module.groups)
+    return Units(tuple(range(1, n)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """The part of one parameter that lies on this rank.
+
+    Attributes:
+        name: the parameter's qualified name in the user's model.
+        param: the local weight; its ``grad`` is the local gradient.
+        units: how the local part falls into units.
+        holders: ranks of the layout's group that hold these same elements (replicas).
+        cut: the ranks over which each unit of this part is spread, or None where every unit lies
+            whole on this rank. All of them see the same number of units.
+    """
+
+    name: str
+    param: Tensor
+    units: Units
+    holders: int = 1
+    cut: dist.ProcessGroup | None = None
+
+
+class Layout:
+    """All parts on this rank, and the ranks that together hold the whole model.
+
+    Args:
+        pieces: one for each parameter; the same parameter twice counts once.
+        group: ranks over which figures are added up. None where this rank holds everything
+            (one process, or data-parallel replicas whose gradients were averaged).
+        head: name of the classifier head's weight, which adaptive clipping leaves out by default.
+
+    Raises:
+        TypeError: a parameter is complex.
+    """
+
+    def __init__(
+        self,
+        pieces: Iterable[Piece],
+        group: dist.ProcessGroup | None = None,
+        head: str | None = None,
+    ) -> None:
+        once: dict[int, Piece] = {}
+        for piece in pieces:
+            if piece.param.is_complex():
+                raise TypeError(f"{piece.name} is complex: clipping is defined on real parameters")
+            once.setdefault(id(piece.param), piece)
+        self.pieces = list(once.values())
+        self.group = group
+        self.head = head
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> Layout:
+        """Every parameter whole on this rank; tied parameters once, under their first name."""
+        pieces = [
+            Piece(f"{prefix}.{name}" if prefix else name, parameter, units_of(parameter, module))
+            for prefix, module in model.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
+        return cls(pieces, head=head_weight(model))
+
+    @classmethod
+    def of_parameters(cls, parameters: Iterable[Tensor] | Tensor) -> Layout:
+        """Whole tensors of unknown owners: dimension 0 of each is taken as the output unit."""
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return cls(Piece(f"parameters[{i}]", p, units_of(p)) for i, p in enumerate(listed))
+
+    def gradients(self) -> tuple[list[Piece], list[Tensor]]:
+        """Parts that have a gradient, and these gradients.
+
+        Raises:
+            TypeError: a gradient is sparse.
+        """
+        pieces, gradients = [], []
+        for piece in self.pieces:
+            gradient = piece.param.grad
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided:
+                raise TypeError(
+                    f"{piece.name} has a sparse gradient: build the layer with sparse=False"
+                )
+            pieces.append(piece)
+            gradients.append(gradient)
+        return pieces, gradients
+
+    def gather(self, figures: Sequence[Number]) -> Tensor:
+        """Figures of all ranks, one row a rank; ``(1, n)`` without a collective if all is here.
+
+        A gather rather than a sum: sums and maxima travel together, and every rank adds the same
+        rows in the same order, so that all get the same bits.
+        """
+        device = self.pieces[0].param.device if self.pieces else torch.device("cpu")
+        row = on_device(figures, device)
+        if self.group is None:
+            return row.unsqueeze(0)
+        rows = row.new_empty(self.group.size(), row.numel())
+        dist.all_gather_into_tensor(rows, row, group=self.group)
+        return rows
+
+    def matching(self, patterns: Iterable[str]) -> frozenset[str]:
+        """Names that match any glob of ``patterns``.
+
+        Raises:
+            ValueError: a pattern matches nothing; the message lists some names.
+        """
+        names = [piece.name for piece in self.pieces]
+        found: set[str] = set()
+        for pattern in patterns:
+            hits = fnmatch.filter(names, pattern)
+            if not hits:
+                some = ", ".join([*names[:3], "...", *names[-3:]] if len(names) > 7 else names)
+                raise ValueError(f"clip.exclude={pattern} matches no parameter of: {some}")
+            found.update(hits)
+        return frozenset(found)
+
+
+def on_device(figures: Sequence[Number], device: torch.device) -> Tensor:
+    """One vector of ``figures`` on ``device``, in float64 where the device has it."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if any(isinstance(figure, Tensor) for figure in figures):
+        return torch.stack([torch.as_tensor(f, dtype=dtype, device=device) for f in figures])
+    return torch.tensor(figures, dtype=dtype, device=device)
+
+
+def head_weight(model: nn.Module) -> str | None:
+    """Name of the classifier head's weight: the model's own word for it, or its last linear layer.
+
+    timm's models answer ``get_classifier``. Where the head is tied to an embedding the name is that
+    of the embedding, because the two are one parameter.
+    """
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    ask = getattr(model, "get_classifier", None)
+    head = ask() if callable(ask) else None
+    if not isinstance(head, nn.Linear):
+        head = linears[-1] if linears else None
+    if head is None:
+        return None
+    return next((name for name, p in model.named_parameters() if p is head.weight), None)

@@ -1,0 +1,127 @@
+"""The total norm of a model's gradients, accurate at any size and right over any layout.
+
+``‖G‖_p = (Σ over the world of Σ|g|^p ÷ ranks holding g)^(1/p)``; the largest |g| for p = inf.
+
+Accuracy: a float32 sum of squares loses digits as it grows (``torch.linalg.vector_norm`` on a CPU
+is off by 8e-3 at 1e8 elements). Here a long gradient is summed in rows of 16,384 elements in
+float32 and the rows in float64: 2e-8 at 1e8 elements for the price of one read. Where the squares
+leave float32's range the tensor is read once more in float64. Accelerators accumulate in float64,
+which their memory bandwidth hides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from runner.clip.layout import Layout, Number
+
+ROW = 16_384
+SHORT = 65_536
+SQUARES_VANISH = 1e-30
+SQUARES_OVERFLOW = 1e30
+"""A float32 sum of squares outside of these bounds is taken again in float64."""
+
+
+def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
+    """‖G‖ of all gradients of ``layout``; one small collective where it spans ranks.
+
+    Args:
+        layout: where the gradients live. A rank without gradients takes part with 0.
+        norm_type: p of the norm, at least 1, or inf.
+
+    Returns:
+        A float on a CPU, a 0-dimensional float64 tensor on an accelerator. NaN or inf where any
+        gradient holds one.
+    """
+    return combine(layout.gather([local_power(layout, norm_type)])[:, 0], norm_type)
+
+
+def combine(powers: Tensor, norm_type: float) -> Number:
+    """The norm, from one figure of :func:`local_power` a rank."""
+    if powers.device.type == "cpu":
+        figures: list[float] = powers.tolist()
+        if math.isinf(norm_type):
+            return math.nan if any(map(math.isnan, figures)) else max(figures)
+        return float(sum(figures) ** (1.0 / norm_type))
+    return powers.amax() if math.isinf(norm_type) else powers.sum() ** (1.0 / norm_type)
+
+
+def local_power(layout: Layout, norm_type: float) -> Number:
+    """This rank's share of ‖G‖^p (Σ|g|^p ÷ holders), or its largest |g| for p = inf."""
+    pieces, gradients = layout.gradients()
+    powers = power_sums(gradients, norm_type)
+    if isinstance(powers, Tensor):
+        if math.isinf(norm_type):
+            return powers.amax()
+        if any(piece.holders > 1 for piece in pieces):
+            powers = powers / powers.new_tensor([piece.holders for piece in pieces])
+        return powers.sum()
+    if math.isinf(norm_type):
+        # max() is not to be trusted with NaN: its answer depends on the order.
+        return math.nan if any(map(math.isnan, powers)) else max(powers, default=0.0)
+    return sum(power / piece.holders for power, piece in zip(powers, pieces, strict=True))
+
+
+def norms(gradients: Sequence[Tensor], norm_type: float = 2.0) -> list[float]:
+    """The norm of each gradient alone, on the host."""
+    powers = power_sums(gradients, norm_type)
+    figures = powers.tolist() if isinstance(powers, Tensor) else powers
+    return [p if math.isinf(norm_type) else p ** (1.0 / norm_type) for p in figures]
+
+
+def power_sums(gradients: Sequence[Tensor], norm_type: float) -> list[float] | Tensor:
+    """Σ|g|^p (max|g| for inf) of each gradient: floats on a CPU, one float64 vector elsewhere."""
+    if all(g.device.type == "cpu" for g in gradients):
+        return [_power_sum(g, norm_type) for g in gradients]
+    dtype = torch.float32 if gradients[0].device.type == "mps" else torch.float64
+    each = torch.stack(torch._foreach_norm(list(gradients), norm_type, dtype=dtype))
+    return each if math.isinf(norm_type) else each**norm_type
+
+
+def _power_sum(gradient: Tensor, norm_type: float) -> float:
+    n = gradient.numel()
+    if n == 0:
+        return 0.0
+    flat = flatten(gradient)
+    if norm_type == 2.0 and n <= SHORT and flat.dtype in (torch.float32, torch.float64):
+        power = float(torch.dot(flat, flat).item())
+    else:
+        rows = n // ROW * ROW
+        parts = [flat[:rows].view(-1, ROW)] if rows else []
+        power = _combined([*parts, flat[rows:].unsqueeze(0)], norm_type, torch.float32)
+    if math.isinf(norm_type) or SQUARES_VANISH < power < SQUARES_OVERFLOW:
+        return power
+    return _combined([flat.unsqueeze(0)], norm_type, torch.float64)
+
+
+def _combined(parts: Iterable[Tensor], norm_type: float, dtype: torch.dtype) -> float:
+    power: float = 0.0
+    for part in parts:
+        if part.numel() == 0:
+            continue
+        wide = torch.promote_types(part.dtype, dtype)
+        rows = torch.linalg.vector_norm(part, norm_type, dim=1, dtype=wide).double()
+        if math.isinf(norm_type):
+            largest = float(rows.amax().item())
+            power = largest if math.isnan(largest) else max(power, largest)
+        else:
+            power += rows.pow(norm_type).sum().item()
+        if math.isnan(power):
+            return power
+    return power
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """All elements in memory order: a view for any dense tensor (channels-last too), else a copy.
+
+    The order of the elements is that of the memory, so it means nothing to a caller but a sum.
+    """
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
+    return tensor.permute(order).reshape(-1)

@@ -1,0 +1,137 @@
+"""What every clipping mode is: options, a layout it is bound to, and one call a step."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from runner.clip.layout import Layout, Number
+from runner.clip.measure import combine, local_power
+
+
+class Outcome(NamedTuple):
+    """What clipping did in one step. Floats on a CPU, 0-dimensional tensors on an accelerator.
+
+    Attributes:
+        norm: ‖G‖ before clipping, of the synchronised, unscaled, normalised gradient.
+        norm_clipped: ‖G‖ after clipping.
+        coef: norm_clipped ÷ norm, 1 where nothing was clipped.
+        clipped: 1 if the step changed anything, else 0.
+        fraction: share clipped of what the mode clips: the step, the elements, or the units.
+        threshold: λ in force, NaN where the mode has none.
+    """
+
+    norm: Number
+    norm_clipped: Number
+    coef: Number
+    clipped: Number
+    fraction: Number
+    threshold: float
+
+    @classmethod
+    def untouched(cls, norm: Number, threshold: float | None) -> Outcome:
+        """Measured, and left as it is."""
+        return cls(norm, norm, 1.0, 0.0, 0.0, math.nan if threshold is None else threshold)
+
+    @classmethod
+    def skipped(cls, norm: Number, threshold: float | None) -> Outcome:
+        """A step that was not taken because its gradient is not finite."""
+        nan = math.nan
+        return cls(norm, nan, nan, 0.0, 0.0, nan if threshold is None else threshold)
+
+
+@dataclass
+class ClipMode(ABC):
+    """One rule of clipping. Subclasses say what it does to the gradients of a layout.
+
+    Args:
+        threshold: λ, above 0. It may be moved between steps; each step logs the one in force.
+        norm_type: p of the total norm that is measured (and that mode ``norm`` limits).
+        exclude: globs of parameter names that the mode leaves alone, or ``"auto"``: the classifier
+            head's weight. Only modes that clip parameter by parameter look at it.
+        eps: lower bound of a weight's norm in adaptive clipping.
+
+    Raises:
+        ValueError: a threshold that is not above 0, a norm_type below 1, an eps not above 0.
+    """
+
+    threshold: float | None = None
+    norm_type: float = 2.0
+    exclude: tuple[str, ...] | str = "auto"
+    eps: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.threshold is not None and not self.threshold > 0:
+            raise ValueError(f"the clipping threshold must be above 0, not {self.threshold}")
+        if not self.norm_type >= 1:
+            raise ValueError(f"norm_type must be at least 1 (or inf), not {self.norm_type}")
+        if not self.eps > 0:
+            raise ValueError(f"eps must be above 0, not {self.eps}")
+
+    @property
+    def limit(self) -> float:
+        """λ of a mode that cannot do without one.
+
+        Raises:
+            ValueError: no threshold was given.
+        """
+        if self.threshold is None:
+            raise ValueError("this clipping mode needs a threshold")
+        return self.threshold
+
+    def bind(self, layout: Layout) -> None:  # noqa: B027 (most modes have nothing to prepare)
+        """Prepare for ``layout``, once, before the first step.
+
+        Raises:
+            ValueError: the options do not fit the layout (a glob that matches nothing).
+        """
+
+    @abstractmethod
+    def clip(self, layout: Layout, norm: Number) -> Outcome:
+        """Clip the gradients of ``layout`` in place.
+
+        Args:
+            layout: the layout this mode was bound to. Gradients are final: synchronised, unscaled,
+                divided by the window's items, and finite.
+            norm: their total norm, from :func:`runner.clip.measure.total_norm`.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart."""
+        return {"threshold": self.threshold}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where :meth:`state_dict` left off."""
+        self.threshold = state["threshold"]
+
+
+def after_counting(
+    mode: ClipMode, layout: Layout, norm: Number, changed: Number, of: float
+) -> Outcome:
+    """Outcome of a mode that changes parts: counts and the new norm, in one collective.
+
+    Args:
+        mode: the mode, for its threshold and norm type.
+        layout: with its gradients already clipped.
+        norm: ‖G‖ before.
+        changed: parts (elements, units) of this rank that were changed, each ÷ its holders.
+        of: parts of this rank in all, each ÷ its holders.
+    """
+    rows = layout.gather([local_power(layout, mode.norm_type), changed, of])
+    total, everything = rows[:, 1].sum(), rows[:, 2].sum()
+    after = combine(rows[:, 0], mode.norm_type)
+    fraction = total / everything.clamp(min=1.0)
+    if isinstance(norm, float) and isinstance(after, float):
+        # The same value twice, not a quotient of two roundings, where nothing changed.
+        untouched = total.item() == 0.0
+        after = norm if untouched else after
+        coef = 1.0 if untouched or norm == 0.0 else after / norm
+        return Outcome(norm, after, coef, float(not untouched), fraction.item(), mode.limit)
+    assert isinstance(norm, Tensor)
+    clipped = (total > 0).to(norm.dtype)
+    coefficient = (after / norm).nan_to_num(nan=1.0)
+    return Outcome(norm, after, coefficient, clipped, fraction, mode.limit)

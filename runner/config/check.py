@@ -1,0 +1,175 @@
+"""The check of a composed configuration, and the typed result.
+
+It imports neither Hydra nor torch, so that every rank can afford it: a rank receives the plain dict
+and calls `parse` again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from runner.config.nearest import nearest_keys, nearest_name, or_list
+from runner.config.problem import MISSING, NOTHING, Problem, RequestError
+from runner.config.rules import Rule
+from runner.config.schema import RunConfig, Target
+
+
+class Key(NamedTuple):
+    """One key that this project owns."""
+
+    name: str  # dotted
+    rule: Rule
+    meaning: str
+
+
+def parse(plain: Mapping[str, Any]) -> RunConfig:
+    """The typed configuration that ``plain`` describes.
+
+    Args:
+        plain: the composed configuration as plain containers, interpolations resolved; ``???``
+            stands for a value that is missing.
+
+    Raises:
+        RequestError: anything is unknown, missing, of the wrong type, out of range, or cannot stand
+            together; it names every such problem.
+    """
+    problems: list[Problem] = []
+    config = _Check(plain, problems).section(RunConfig, plain, "")
+    if problems:
+        raise RequestError(problems)
+    assert isinstance(config, RunConfig)  # no problem, so the section was made
+    return config
+
+
+@cache
+def owned_keys() -> tuple[Key, ...]:
+    """Every key that this project owns, in the order of the schema."""
+    return tuple(_owned(RunConfig, ""))
+
+
+def keys_of(plain: Mapping[str, Any]) -> set[str]:
+    """Every dotted key that exists: the owned ones and those of the targets in ``plain``."""
+    return {key.name for key in owned_keys()} | set(_leaves(plain, ""))
+
+
+def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem:
+    """The problem of a key that does not exist, with the names that are near."""
+    known = set(known)
+    message = "unknown key"
+    near = nearest_keys(key, known)
+    # ``clipp.threshold`` and ``clipp=norm`` both mean a section, whatever stands behind the dot.
+    sections = {name.partition(".")[0] for name in known}
+    if not near and (section := nearest_name(key.partition(".")[0], sections - {key})):
+        near = [section]
+    if near:
+        message += f"; did you mean {or_list(near)}?"
+    section = key.rpartition(".")[0]
+    beside = sorted({name[len(section) + 1 :] for name in known if name.startswith(f"{section}.")})
+    if section and beside:
+        return Problem(key, value, f"{message}  (keys of {section}: {', '.join(beside)})")
+    return Problem(key, value, f"{message}  (keys: {', '.join(sorted(sections))})")
+
+
+class _Check:
+    """One walk over a configuration that notes each problem and goes on."""
+
+    def __init__(self, plain: Mapping[str, Any], problems: list[Problem]) -> None:
+        self.plain = plain
+        self.problems = problems
+
+    def section(self, cls: type[Any], node: Any, path: str) -> Any:
+        """The section ``cls`` that ``node`` describes, or None where it has a problem."""
+        if node == MISSING or not isinstance(node, Mapping):
+            names = ", ".join(_key(field.name) for field in fields(cls) if field.name != "arguments")
+            self._note(path, node, f"must be a section with the keys {names}")
+            return None
+        before = len(self.problems)
+        hints = get_type_hints(cls, include_extras=True)
+        is_open = issubclass(cls, Target)
+        hints.pop("arguments", None)
+        values = {}
+        for name, hint in hints.items():
+            key = _key(name)
+            where = f"{path}.{key}" if path else key
+            if is_dataclass(hint):
+                values[name] = self.section(_class(hint), node.get(key), where)
+            else:
+                values[name] = self._value(hint, node.get(key, MISSING), where)
+        others = {key: node[key] for key in node if key not in map(_key, hints)}
+        if is_open:
+            values["arguments"] = others
+            self._missing(others, path)
+        else:
+            self._unknown(others, path)
+        if len(self.problems) > before:
+            return None
+        made = cls(**values)
+        self._conflicts(made, path)
+        return made
+
+    def _value(self, hint: Any, value: Any, path: str) -> Any:
+        _, rule, meaning = get_args(hint)
+        if value == MISSING:
+            return self._note(path, value, f"no value given; must be {rule.text} ({meaning})")
+        try:
+            return rule.read(value)
+        except ValueError:
+            near = nearest_name(value, rule.names) if isinstance(value, str) else None
+            hint = f"; did you mean {near}?" if near else ""
+            return self._note(path, value, f"must be {rule.text}{hint}")
+
+    def _unknown(self, others: Mapping[str, Any], path: str) -> None:
+        known = keys_of({})  # the keys of a target are no help for a section of ours
+        for key, value in others.items():
+            where = f"{path}.{key}" if path else str(key)
+            for leaf, content in _leaves_with_values(where, value):
+                self.problems.append(unknown_key(leaf, known, content))
+
+    def _missing(self, others: Mapping[str, Any], path: str) -> None:
+        for key, value in others.items():
+            for leaf, content in _leaves_with_values(f"{path}.{key}", value):
+                if content == MISSING:
+                    self._note(leaf, content, "no value given")
+
+    def _conflicts(self, section: Any, path: str) -> None:
+        for conflict in getattr(section, "conflicts", tuple)():
+            value = getattr(section, conflict.key)
+            self._note(f"{path}.{conflict.key}", value, conflict.message)
+
+    def _note(self, key: str, value: Any, message: str) -> None:
+        self.problems.append(Problem(key, value, message))
+
+
+def _class(hint: Any) -> type[Any]:
+    assert isinstance(hint, type)
+    return hint
+
+
+def _key(field_name: str) -> str:
+    """The key of a field; the one that Hydra has named itself is spelled its way."""
+    return "_target_" if field_name == "target" else field_name
+
+
+def _owned(cls: type[Any], path: str) -> Iterator[Key]:
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        where = f"{path}.{_key(name)}" if path else _key(name)
+        if is_dataclass(hint):
+            yield from _owned(_class(hint), where)
+        elif name != "arguments":
+            _, rule, meaning = get_args(hint)
+            yield Key(where, rule, meaning)
+
+
+def _leaves(node: Any, path: str) -> Iterator[str]:
+    return (leaf for leaf, _ in _leaves_with_values(path, node) if leaf)
+
+
+def _leaves_with_values(path: str, node: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, Mapping) or not node:
+        yield path, node
+        return
+    for key, value in node.items():
+        yield from _leaves_with_values(f"{path}.{key}" if path else str(key), value)

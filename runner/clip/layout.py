@@ -120,7 +120,7 @@ class Layout:
         return cls(Piece(f"parameters[{i}]", p, units_of(p)) for i, p in enumerate(listed))
 
     def gradients(self) -> tuple[list[Piece], list[Tensor]]:
-        """Parts that have a gradient, and these gradients.
+        """Parts that have a gradient (of at least one element), and these gradients.
 
         Raises:
             TypeError: a gradient is sparse.
@@ -128,7 +128,7 @@ class Layout:
         pieces, gradients = [], []
         for piece in self.pieces:
             gradient = piece.param.grad
-            if gradient is None:
+            if gradient is None or gradient.numel() == 0:
                 continue
             if gradient.layout is not torch.strided:
                 raise TypeError(

@@ -1,0 +1,210 @@
+"""What is measured in each step, kept where it was computed, and turned into rows in bulk.
+
+A step leaves its figures here as they are: floats on a CPU, 0-dimensional tensors on an
+accelerator, which is never waited for in between. Every ``flush`` steps they travel to the host in
+one transfer, are turned into rows (one every ``interval`` steps), and go to every sink alike.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from runner.telemetry.sink import Row, Sink
+from torch import Tensor
+
+from runner.clip import Number, Outcome
+
+
+class Step(NamedTuple):
+    """The figures of one optimizer step.
+
+    Attributes:
+        step: its number, from 1.
+        loss: this rank's share of the window's loss; the mean over data ranks is the loss.
+        outcome: what clipping did.
+        lr: learning rate that the step was taken with.
+        samples: read so far, over all ranks.
+        tokens: read so far, over all ranks; 0 where there are none.
+        seconds: wall time of the step.
+        extra: further figures for this step's row (already on the host).
+    """
+
+    step: int
+    loss: Number
+    outcome: Outcome
+    lr: float
+    samples: int
+    tokens: int
+    seconds: float
+    extra: Mapping[str, float]
+
+
+@dataclass
+class Window:
+    """Sums over the steps since the last row."""
+
+    steps: int = 0
+    clipped: float = 0.0
+    norm: float = 0.0
+    norm_max: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass
+class Meter:
+    """Collects steps, writes rows, and keeps what the summary needs of every step.
+
+    Args:
+        sinks: where rows go; none on ranks other than the first.
+        interval: steps between rows.
+        flush: steps between transfers to the host.
+        mean_over_data: mean of host figures over the data-parallel ranks, where there are several.
+            All ranks flush at the same steps, so this is one collective a flush.
+    """
+
+    sinks: Sequence[Sink] = ()
+    interval: int = 1
+    flush_every: int = 50
+    mean_over_data: Callable[[list[float]], list[float]] | None = None
+    nonfinite: int = 0
+    samples: int = 0
+    last: Row = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+    _pending: list[Step] = field(default_factory=list)
+    _window: Window = field(default_factory=Window)
+    _norms: array[float] = field(default_factory=lambda: array("d"))
+    _clipped: float = 0.0
+
+    def push(self, step: Step) -> None:
+        """Take a step's figures; they leave for the host with the next flush."""
+        self._pending.append(step)
+        if len(self._pending) >= self.flush_every:
+            self.flush()
+
+    def flush(self, last: Mapping[str, float] | None = None, together: bool = True) -> None:
+        """Bring all pending figures to the host and write their rows.
+
+        Args:
+            last: further keys (an evaluation's) for the newest step, which then gets a row whatever
+                the interval.
+            together: whether the other ranks flush too. When a run breaks off they do not, and the
+                loss, which is theirs as well, is left out where there are several.
+        """
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        figures = _on_host([(step.loss, *step.outcome[:5]) for step in pending])
+        losses: list[float] | list[None] = [row[0] for row in figures]
+        if self.mean_over_data is not None:
+            alone = [None] * len(pending)
+            losses = self.mean_over_data([row[0] for row in figures]) if together else alone
+        for i, (step, loss, row) in enumerate(zip(pending, losses, figures, strict=True)):
+            newest = last if last is not None and i == len(pending) - 1 else None
+            outcome = Outcome(*row[1:], threshold=step.outcome.threshold)
+            self._take(step, loss, outcome, newest)
+
+    def summary(self) -> dict[str, Any]:
+        """Figures of the whole run: every step counts, whatever the interval between rows."""
+        norms = np.frombuffer(self._norms, dtype=np.float64) if self._norms else np.empty(0)
+        finite = norms[np.isfinite(norms)]
+        spread: dict[str, float] = {}
+        if finite.size:
+            points = np.percentile(finite, (50, 90, 95, 99))
+            spread = dict(zip(("p50", "p90", "p95", "p99"), map(float, points), strict=True))
+            spread |= {"max": float(finite.max()), "mean": float(finite.mean())}
+        steps = len(norms)
+        return {
+            "final": {key: value for key, value in self.last.items() if key != "train/step"},
+            "best": dict(self.best),
+            "grad/norm": spread,
+            "clip/ratio_total": self._clipped / steps if steps else 0.0,
+            "grad/nonfinite": self.nonfinite,
+            "steps": steps,
+            "samples": self.samples,
+        }
+
+    def _take(
+        self,
+        step: Step,
+        loss: float | None,
+        outcome: Outcome,
+        newest: Mapping[str, float] | None,
+    ) -> None:
+        norm, clipped = float(outcome.norm), float(outcome.clipped)
+        self._norms.append(norm)
+        self._clipped += clipped
+        # A step that was skipped has no clipped norm; one that was taken has.
+        self.nonfinite += math.isnan(outcome.norm_clipped)
+        self.samples = step.samples
+        window = self._window
+        window.steps += 1
+        window.clipped += clipped
+        window.norm += norm
+        window.norm_max = norm if math.isnan(norm) else max(window.norm_max, norm)
+        window.seconds += step.seconds
+        if loss is not None:
+            self._best("train/loss", loss)
+        if step.step % self.interval and newest is None:
+            return
+        row = self._row(step, loss, outcome)
+        row.update(step.extra)
+        row.update(newest or {})
+        for key, value in (newest or {}).items():
+            self._best(key, value)
+        self.last |= row
+        self._window = Window()
+        for sink in self.sinks:
+            sink.write(row)
+
+    def _row(self, step: Step, loss: float | None, outcome: Outcome) -> Row:
+        window, before = self._window, int(self.last.get("train/samples", 0))
+        row: Row = {"train/step": step.step}
+        if loss is not None:
+            row["train/loss"] = loss
+        row |= {"train/lr": step.lr, "train/samples": step.samples}
+        if step.tokens:
+            row["train/tokens"] = step.tokens
+        row |= {
+            "grad/norm": float(outcome.norm),
+            "grad/norm_clipped": float(outcome.norm_clipped),
+            "grad/norm_mean": window.norm / window.steps,
+            "grad/norm_max": window.norm_max,
+            "grad/nonfinite": self.nonfinite,
+            "clip/coef": float(outcome.coef),
+            "clip/clipped": int(outcome.clipped),
+            "clip/fraction": float(outcome.fraction),
+            "clip/ratio": window.clipped / window.steps,
+            "clip/ratio_total": self._clipped / len(self._norms),
+            "time/step_s": window.seconds / window.steps,
+            "throughput/samples_per_s": (step.samples - before) / max(window.seconds, 1e-9),
+        }
+        if not math.isnan(outcome.threshold):
+            row["clip/threshold"] = outcome.threshold
+        return row
+
+    def _best(self, key: str, value: float) -> None:
+        """Lowest loss, highest accuracy."""
+        known = self.best.get(key)
+        if math.isnan(value):
+            return
+        better = max if key.endswith("accuracy") else min
+        self.best[key] = value if known is None else better(known, value)
+
+
+def _on_host(rows: list[tuple[Number, ...]]) -> list[list[float]]:
+    """All figures as floats; those of an accelerator in one transfer."""
+    away = [f for row in rows for f in row if isinstance(f, Tensor) and f.device.type != "cpu"]
+    if not away:
+        return [[float(figure) for figure in row] for row in rows]
+    wide = torch.float32 if away[0].device.type == "mps" else torch.float64
+    here = iter(torch.stack([figure.to(wide) for figure in away]).tolist())
+    return [
+        [next(here) if isinstance(f, Tensor) and f.device.type != "cpu" else float(f) for f in row]
+        for row in rows
+    ]

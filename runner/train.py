@@ -1,0 +1,278 @@
+"""The training loop, and the Trainer that holds its parts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from runner.booster import Booster, LossScale, OptimizerWrapper, Plugin, SinglePlugin
+from runner.booster.optimizer import Nonfinite
+from runner.clip import ClipMode, GradientClipping, build
+from runner.clip.measure import norms
+from runner.config.duration import Duration
+from runner.data.order import DealtBatches
+from runner.loss import Criterion, WindowLoss
+from runner.progress import Every, Progress, Window, windows
+from runner.telemetry.meter import Meter, Step
+from runner.telemetry.sink import Sink
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains a model: microbatches, clip, step, schedule, and a record of what clipping did.
+
+    Args:
+        model: the network. With a method ``loss(outputs, batch)`` it is called with whole batches;
+            otherwise with a batch's inputs, and ``criterion`` compares outputs and targets.
+        train_dataloader: yields pairs (inputs, targets), one microbatch each.
+        max_duration: ``3ep``, ``500ba`` (optimizer steps), ``100000sp``, ``1000000tok``.
+        algorithms: :class:`runner.GradientClipping`, or clipping modes; one at most.
+        eval_dataloader: held-out pairs, or None.
+        optimizers: the optimizer; SGD with a rate of 0.1 by default.
+        schedulers: stepped once after each optimizer step that was taken.
+        criterion: mean loss of (outputs, targets); cross entropy by default.
+        plugin: how the model is spread over ranks.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        accumulation_steps: microbatches to one optimizer step.
+        eval_interval: a duration between evaluations; there is always one at the end.
+        nonfinite: what to do with a step whose gradient is not finite: skip, error or ignore.
+        loss_scale: of fp16.
+        sinks: where rows go. Give them on the first rank only.
+        log_interval: steps between rows.
+        log_flush: steps between transfers of figures to the host.
+        per_layer: also log each parameter's gradient norm.
+        probe: print so many elements of the first parameter after each microbatch.
+        say: prints for ``probe``.
+        device: the model and each batch are moved there; by default the model's own.
+
+    Raises:
+        ValueError: more than one clipping algorithm, or a malformed duration.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_dataloader: Iterable[Any],
+        max_duration: str | Duration = "1ep",
+        algorithms: Sequence[GradientClipping | ClipMode] | GradientClipping | ClipMode = (),
+        eval_dataloader: Iterable[Any] | None = None,
+        optimizers: Optimizer | None = None,
+        schedulers: Any = None,
+        criterion: Criterion | None = None,
+        *,
+        plugin: Plugin | None = None,
+        precision: str = "fp32",
+        accumulation_steps: int = 1,
+        eval_interval: str | Duration = "1ep",
+        nonfinite: Nonfinite = "skip",
+        loss_scale: LossScale | None = None,
+        sinks: Sequence[Sink] = (),
+        log_interval: int = 1,
+        log_flush: int = 50,
+        per_layer: bool = False,
+        probe: int = 0,
+        say: Callable[[str], None] = print,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if device is not None:
+            model.to(device)
+        self.device = next(model.parameters()).device
+        self.mode = _clipping(algorithms)
+        self.plugin = SinglePlugin() if plugin is None else plugin
+        self.train_dataloader = train_dataloader
+        self.eval_dataloader = eval_dataloader
+        self.max_duration = Duration.parse(max_duration)
+        self.accumulation_steps = accumulation_steps
+        self.scheduler = schedulers
+        self.window_loss = WindowLoss(model, criterion)
+        self.booster = Booster(precision, self.plugin, loss_scale, nonfinite)
+        optimizer = optimizers or torch.optim.SGD(model.parameters(), lr=0.1)
+        self.optimizer: OptimizerWrapper
+        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
+        self.mode.bind(self.optimizer.layout)
+        self.progress = Progress()
+        self.evaluates = Every(Duration.parse(eval_interval))
+        self.per_layer = per_layer
+        self.probe = probe
+        self.say = say
+        size = self.plugin.data_size
+        self.meter = Meter(sinks, log_interval, log_flush)
+        if size > 1:
+            self.meter.mean_over_data = self._mean_over_data
+        if accumulation_steps > 1 and any(
+            isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
+        ):
+            log.warning(
+                "batch norm sees one microbatch at a time: %d accumulated microbatches are not "
+                "the same as one batch of their size",
+                accumulation_steps,
+            )
+
+    def fit(self) -> dict[str, Any]:
+        """Train until ``max_duration``.
+
+        Returns:
+            The summary of the run: final and best figures, percentiles of ‖G‖, the clip ratio.
+
+        Raises:
+            NonFiniteGradient: a gradient is not finite and ``nonfinite`` is ``error``.
+        """
+        try:
+            self.model.train()
+            started = time.perf_counter()
+            for window in self._windows():
+                counts, (items, samples, tokens) = self._count(window)
+                loss = self._accumulate(window.batches, counts, items)
+                extra = self._layer_norms() if self.per_layer else {}
+                outcome = self.optimizer.clip(self.mode)
+                lr = self.optimizer.param_groups[0]["lr"]
+                if self.optimizer.step() and self.scheduler is not None:
+                    self.scheduler.step()
+                self.optimizer.zero_grad()
+                self._show(len(counts), len(counts))
+
+                at = self.progress
+                at.advance(samples, tokens, end_of_epoch=window.last)
+                seconds = time.perf_counter() - started
+                self.meter.push(
+                    Step(at.step, loss, outcome, lr, at.samples, at.tokens, seconds, extra)
+                )
+                if self.evaluates.due(at) or at.reached(self.max_duration):
+                    self.meter.flush(last=self.evaluate())
+                started = time.perf_counter()
+        except BaseException:
+            # What led up to the end is the most wanted part of the record.
+            self.meter.flush(together=False)
+            raise
+        return self.meter.summary()
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss over the items of the held-out data, and accuracy where there are classes."""
+        if self.eval_dataloader is None:
+            return {}
+        self.model.eval()
+        total, items, correct, graded = 0.0, 0, 0, True
+        order = getattr(self.eval_dataloader, "batch_sampler", None)
+        for number, host in enumerate(self.eval_dataloader):
+            if isinstance(order, DealtBatches) and order.weightless(number):
+                continue
+            batch = self._to_device(host)
+            count, _, _ = self.window_loss.items(host)
+            outputs = self.window_loss.forward(self.model, batch)
+            total += float(self.window_loss.sum(outputs, batch, count))
+            right = self.window_loss.correct(outputs, batch)
+            graded = graded and right is not None
+            items, correct = items + count, correct + (right or 0)
+        total, all_items, all_correct = self.plugin.sum_over_data([total, items, correct])
+        self.model.train()
+        figures = {"eval/loss": total / max(all_items, 1)}
+        if graded:
+            figures["eval/accuracy"] = all_correct / max(all_items, 1)
+        return figures
+
+    def _windows(self) -> Iterator[Window]:
+        """Windows of microbatches, epoch after epoch, until the duration is reached.
+
+        Raises:
+            ValueError: an epoch holds no data, so the duration would never be reached.
+        """
+        order = getattr(self.train_dataloader, "batch_sampler", None)
+        dataset = getattr(self.train_dataloader, "dataset", None)
+        while True:
+            for part in (order, dataset):
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(self.progress.epoch)
+            empty = True
+            for window in windows(self.train_dataloader, self.accumulation_steps):
+                empty = False
+                yield window
+                if self.progress.reached(self.max_duration):
+                    return
+            if empty:
+                raise ValueError("the training data holds no microbatch")
+
+    def _count(self, window: Window) -> tuple[list[int], tuple[int, int, int]]:
+        """Items of each microbatch here; items, samples and tokens of the window over all ranks.
+
+        Counted on the host, before anything moves to the device: the loss of the first microbatch
+        already needs the items of all of them.
+        """
+        counts, samples, tokens = [], 0, 0
+        order = getattr(self.train_dataloader, "batch_sampler", None)
+        for number, batch in enumerate(window.batches, window.first):
+            if isinstance(order, DealtBatches) and order.weightless(number):
+                counts.append(0)
+                continue
+            here, read, seen = self.window_loss.items(batch)
+            counts.append(here)
+            samples, tokens = samples + read, tokens + seen
+        if self.plugin.data_size == 1:
+            return counts, (sum(counts), samples, tokens)
+        everywhere = self.plugin.sum_over_data([sum(counts), samples, tokens])
+        all_items, all_samples, all_tokens = map(int, everywhere)
+        return counts, (all_items, all_samples, all_tokens)
+
+    def _accumulate(self, batches: list[Any], counts: list[int], items: int) -> Tensor:
+        """Forward and backward of every microbatch; ranks synchronise on the last one alone.
+
+        Returns:
+            This rank's sum of item losses x data ranks ÷ items: its mean over ranks is the loss.
+        """
+        # Data-parallel ranks average their gradients; the loss is divided by all items already.
+        weight = self.plugin.data_size / max(items, 1)
+        total: Tensor | None = None
+        for number, (host, count) in enumerate(zip(batches, counts, strict=True), 1):
+            final = number == len(batches)
+            held = nullcontext() if final else self.booster.no_sync(self.model, self.optimizer)
+            with held:
+                batch = self._to_device(host)
+                outputs = self.window_loss.forward(self.model, batch)
+                loss = self.window_loss.sum(outputs, batch, count) * weight
+                self.booster.backward(loss, self.optimizer)
+            total = loss.detach() if total is None else total + loss.detach()
+            if not final:
+                self._show(number, len(batches))
+        assert total is not None
+        return total
+
+    def _layer_norms(self) -> dict[str, float]:
+        self.optimizer.unscale()
+        pieces, gradients = self.optimizer.layout.gradients()
+        each = zip(pieces, norms(gradients, self.mode.norm_type), strict=True)
+        return {f"grad/norm/{piece.name}": norm for piece, norm in each}
+
+    def _show(self, number: int, of: int) -> None:
+        if not self.probe or self.plugin.rank:
+            return
+        first = next(self.model.unwrap().parameters()).detach().flatten()[: self.probe]
+        figures = " ".join(f"{x:+.6f}" for x in first.tolist())
+        self.say(f"step {self.progress.step + 1} microbatch {number}/{of}: {figures}")
+
+    def _to_device(self, batch: Any) -> Any:
+        if self.device.type == "cpu":
+            return batch
+        return tuple(part.to(self.device, non_blocking=True) for part in batch)
+
+    def _mean_over_data(self, figures: list[float]) -> list[float]:
+        size = self.plugin.data_size
+        return [figure / size for figure in self.plugin.sum_over_data(figures)]
+
+
+def _clipping(
+    algorithms: Sequence[GradientClipping | ClipMode] | GradientClipping | ClipMode,
+) -> ClipMode:
+    listed = [algorithms] if isinstance(algorithms, GradientClipping | ClipMode) else algorithms
+    if len(listed) > 1:
+        raise ValueError(f"one clipping algorithm at most, not {len(listed)}")
+    for algorithm in listed:
+        return algorithm.mode() if isinstance(algorithm, GradientClipping) else algorithm
+    return build("none")

@@ -51,6 +51,12 @@ def launch_from_torch(
         get_dist_logger().info(f"{dist.get_world_size()} ranks by {backend}", ranks=[0])
 
 
+def stand_alone() -> None:
+    """A process group of this process alone, for a data-parallel run on one rank."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def leave() -> None:
     """Leave the process group, if any."""
     if dist.is_initialized():

@@ -39,12 +39,14 @@ class TorchDDPPlugin(Plugin):
                 "and start the script by torchrun"
             )
         self.ddp_kwargs: dict[str, Any] = {
-            "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
         }
+        if not broadcast_buffers:
+            # Given only where it differs: newer versions of torch call it by another name.
+            self.ddp_kwargs["broadcast_buffers"] = False
 
     def configure(self, model: nn.Module) -> tuple[nn.Module, Layout]:
         """DDP over the model, and a layout that is whole on every rank."""

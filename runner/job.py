@@ -1,0 +1,74 @@
+"""One training job on one rank: build everything, train, and say what came out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from runner import build
+from runner.config.schema import RunConfig
+from runner.telemetry.sink import Sink
+from runner.train import Trainer
+
+
+def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
+    """Train as ``config`` says, in this process, on the ranks that already stand.
+
+    Args:
+        config: the whole configuration.
+        sinks: where rows go; none but on the first rank.
+
+    Returns:
+        The summary of the run, the same on every rank but for times.
+    """
+    started = time.perf_counter()
+    device = build.device_of(config.device)
+    plugin = build.make_plugin(config)
+    data = build.make_data(config.data)
+    # All ranks draw the same weights; afterwards (dropout) each has its own stream.
+    torch.manual_seed(config.seed)
+    model = build.maker(config.model)().to(device)
+    torch.manual_seed(config.seed + 1_000_003 * (plugin.rank + 1))
+    optimizer = build.make_optimizer(config.optimizer, model.parameters())
+    steps = build.steps_of(config, data, plugin.data_size)
+    loader_options: dict[str, Any] = {
+        "batch_size": config.data.batch_size,
+        "num_workers": config.data.num_workers,
+        "seed": config.seed,
+        "pin_memory": device.type == "cuda",
+        "persistent_workers": config.data.num_workers > 0,
+    }
+    trainer = Trainer(
+        model,
+        plugin.prepare_dataloader(
+            data.train, shuffle=True, drop_last=config.data.drop_last, **loader_options
+        ),
+        config.train.max_duration,
+        algorithms=build.make_mode(config),
+        eval_dataloader=plugin.prepare_dataloader(data.test, **loader_options),
+        optimizers=optimizer,
+        schedulers=build.make_scheduler(config.scheduler, optimizer, steps),
+        plugin=plugin,
+        precision=config.precision.name,
+        accumulation_steps=config.accumulation.steps,
+        eval_interval=config.eval.interval,
+        nonfinite=config.clip.nonfinite,
+        loss_scale=build.make_loss_scale(config),
+        sinks=sinks,
+        log_interval=config.log.interval,
+        log_flush=config.log.flush,
+        per_layer=config.telemetry.per_layer,
+        probe=config.telemetry.probe,
+        say=logging.getLogger("runner.probe").info,
+    )
+    summary = trainer.fit()
+    return summary | {
+        "wall_s": time.perf_counter() - started,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "world_size": plugin.world_size,
+        "device": str(device),
+    }

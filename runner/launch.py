@@ -1,0 +1,350 @@
+"""Starting a run: one process in place, local ranks, or the ranks that already stand.
+
+Whoever was started by the user keeps the record: it owns the run folder's status, the terminal and
+wandb, and closes them however the run ends. With local ranks this process trains nothing; it
+follows the rows that the first rank appends to ``metrics.jsonl``, so a rank that is killed takes
+none of the record with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
+
+from runner.config.check import parse
+from runner.config.schema import RunConfig
+from runner.telemetry.jsonl import JsonlSink, follow
+from runner.telemetry.record import Record, config_hash
+from runner.telemetry.sink import Row, Sink
+from runner.telemetry.terminal import TerminalSink, is_watched
+from runner.telemetry.wandb_sink import WandbSink, new_run_id
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+log = logging.getLogger(__name__)
+
+ENDING = 5
+"""Seconds that the other ranks have to end after one has failed, before they are killed."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended.
+
+    Attributes:
+        exit_code: 0 finished, 1 failed.
+        objective: the best evaluation loss; None if the run failed or never evaluated.
+    """
+
+    exit_code: int
+    objective: float | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run did not finish."""
+
+    state: Literal["failed", "interrupted"]
+    exit_code: int
+    error: str
+    rank: int | None = None
+
+
+class Terminated(BaseException):
+    """SIGTERM was received."""
+
+
+class RankFailed(Exception):
+    """A local rank failed; carries the rank and its own traceback or signal."""
+
+    def __init__(self, rank: int, error: str) -> None:
+        super().__init__(rank, error)
+        self.rank = rank
+        self.error = error
+
+
+def prepare(config: RunConfig) -> None:
+    """Start the fork server, if the run will need one, while this process goes on.
+
+    It imports torch in a process of its own; ranks then start in milliseconds.
+    """
+    if config.plugin.nproc is not None and config.plugin.nproc > 1:
+        multiprocessing.set_forkserver_preload(["runner.ranks"])
+        multiprocessing.forkserver.ensure_running()
+
+
+def run(plain: dict[str, Any], folder: Path, words: Sequence[str] = ()) -> Ended:
+    """Run one job to its end and record it in ``folder``. A failure is recorded, not raised.
+
+    Args:
+        plain: the resolved configuration, checked.
+        folder: the run's own folder, which exists.
+        words: what the user typed, for the run's name.
+
+    Raises:
+        KeyboardInterrupt: the user interrupted; it is recorded.
+        SystemExit: with 143 after SIGTERM; it is recorded.
+    """
+    config = parse(plain)
+    run_id = new_run_id() if config.tracker.name == "wandb" else None
+    record = Record(folder)
+    record.begin(plain, config_hash(plain), run_id)
+    shown: list[Sink] = [_Steps(record)]
+    summary: dict[str, Any] | None = None
+    failure: Failure | None = None
+    try:
+        with _terminated_by_sigterm():
+            shown += _sinks(config, plain, folder, run_id, words)
+            summary = _train(config, plain, folder, shown)
+    except BaseException as error:
+        failure = _why(error)
+    exit_code = 0 if failure is None else failure.exit_code
+    if summary is not None:
+        record.summary(summary)
+    for sink in shown:
+        sink.close(summary, exit_code)
+    if failure is None:
+        record.end("finished", 0, None, None, None)
+        assert summary is not None
+        return Ended(0, summary["best"].get("eval/loss"))
+    record.end(failure.state, failure.exit_code, failure.error, failure.rank, None)
+    _tell(failure, folder)
+    if failure.exit_code == 130:
+        raise KeyboardInterrupt
+    if failure.exit_code == 143:
+        raise SystemExit(143)
+    return Ended(1)
+
+
+def join() -> int:
+    """Be one of the ranks that torchrun or Slurm started, but the first: it sends what to run.
+
+    Returns:
+        The exit code.
+    """
+    import torch.distributed as dist
+
+    from runner.booster.process_group import launch_from_torch, leave
+    from runner.job import execute
+
+    try:
+        launch_from_torch(verbose=False)
+        sent: list[dict[str, Any] | None] = [None]
+        dist.broadcast_object_list(sent, src=0)
+        assert sent[0] is not None
+        execute(parse(sent[0]), [])
+    except Exception:
+        traceback.print_exc()
+        return 1
+    finally:
+        leave()
+    return 0
+
+
+def _train(
+    config: RunConfig, plain: dict[str, Any], folder: Path, shown: Sequence[Sink]
+) -> dict[str, Any]:
+    """Train in the way that ``config`` and the environment ask for; the summary of the run."""
+    from runner import build
+    from runner.booster.process_group import launch_from_torch, leave, stand_alone
+    from runner.job import execute
+
+    joined = build.joined_ranks()
+    if is_watched(sys.stderr) and build.device_of(config.device).type == "cpu":
+        plain = {**plain, "log": {**plain["log"], "flush": 1}}
+        config = parse(plain)
+    if joined is None and build.ranks_of(config) > 1:
+        return _train_on_local_ranks(plain, folder, build.ranks_of(config), shown)
+    try:
+        if joined is not None and config.plugin.name != "single":
+            import torch.distributed as dist
+
+            launch_from_torch(verbose=False, timeout=config.launch.timeout)
+            dist.broadcast_object_list([plain], src=0)
+        elif config.plugin.name != "single":
+            stand_alone()
+        return execute(config, [JsonlSink(folder / "metrics.jsonl"), *shown])
+    finally:
+        leave()
+
+
+def _train_on_local_ranks(
+    plain: dict[str, Any], folder: Path, ranks: int, shown: Sequence[Sink]
+) -> dict[str, Any]:
+    """Start ranks by torch elastic, follow the first one's rows, and wait for all.
+
+    Raises:
+        RankFailed: the first rank that failed. No rank is left behind.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    from runner.ranks import rank_main
+
+    multiprocessing.set_forkserver_preload(["runner.ranks"])
+    stopped = threading.Event()
+    follower = threading.Thread(
+        target=_feed, args=(folder / "metrics.jsonl", stopped, shown), name="rows"
+    )
+    follower.start()
+    try:
+        with tempfile.TemporaryDirectory(prefix="clip-runner-") as logs, _quiet_elastic():
+            launch = elastic_launch(_launch_config(ranks, logs), rank_main)
+            summaries: dict[int, dict[str, Any]] = launch(plain, str(folder))
+    except ChildFailedError as error:
+        rank, failed = error.get_first_failure()
+        raise RankFailed(rank, _own_words(failed.message)) from None
+    finally:
+        stopped.set()
+        follower.join()
+    return summaries[0]
+
+
+def _launch_config(ranks: int, logs: str) -> LaunchConfig:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
+        max_restarts=0,
+        monitor_interval=0.05,
+        start_method="forkserver",
+        shutdown_timeout=ENDING,
+    )
+
+
+def _own_words(message: Any) -> str:
+    """A rank's traceback, or the signal that ended it."""
+    if isinstance(message, dict):
+        words = message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
+        return str(words).strip()
+    return str(message).strip()
+
+
+def _feed(file: Path, stopped: threading.Event, sinks: Sequence[Sink]) -> None:
+    for row in follow(file, stopped):
+        for sink in sinks:
+            sink.write(row)
+
+
+def _sinks(
+    config: RunConfig,
+    plain: dict[str, Any],
+    folder: Path,
+    run_id: str | None,
+    words: Sequence[str],
+) -> list[Sink]:
+    from runner import build
+
+    data = build.make_data(config.data)
+    steps = build.steps_of(config, data, build.ranks_of(config))
+    # On a pipe a line a step would bury everything else.
+    interval = config.log.interval if config.log.interval > 1 else config.log.flush
+    sinks: list[Sink] = [TerminalSink(steps, interval, title=folder.name)]
+    if run_id is not None:
+        tracker = config.tracker
+        sinks.append(
+            WandbSink(
+                folder,
+                mode=tracker.mode,
+                project=tracker.project,
+                group=tracker.group,
+                tags=tracker.tags,
+                job_type=tracker.job_type,
+                name=" ".join(words) or folder.name,
+                run_id=run_id,
+                config=plain,
+            )
+        )
+    return sinks
+
+
+class _Steps:
+    """Keeps the step in ``status.json``."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def write(self, row: Row) -> None:
+        self._record.progress(int(row["train/step"]))
+
+    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
+        pass
+
+
+def _why(error: BaseException) -> Failure:
+    match error:
+        case RankFailed():
+            return Failure("failed", 1, error.error, error.rank)
+        case KeyboardInterrupt():
+            return Failure("interrupted", 130, "interrupted by the user")
+        case Terminated():
+            return Failure("interrupted", 143, "terminated by SIGTERM")
+        case _ if (number := getattr(error, "sigval", None)) is not None:
+            # torch elastic turns the signals it receives into an exception of its own.
+            if number == signal.SIGINT:
+                return Failure("interrupted", 130, "interrupted by the user")
+            return Failure("interrupted", 143, f"terminated by {signal.Signals(number).name}")
+    return Failure("failed", 1, "".join(traceback.format_exception(error)).strip(), 0)
+
+
+def _tell(failure: Failure, folder: Path) -> None:
+    last = failure.error.splitlines()[-1] if failure.error else "no word of why"
+    where = f"rank {failure.rank}" if failure.rank is not None else "the run"
+    log.error("%s %s: %s (see %s)", where, failure.state, last, folder / "status.json")
+
+
+@contextmanager
+def _terminated_by_sigterm() -> Iterator[None]:
+    """Raise :class:`Terminated` inside on SIGTERM; all handlers are put back afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    watched = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in watched}
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Silence torch elastic's own report of a failure: ours is shorter, and in the record."""
+    known = logging.root.manager.loggerDict
+    loggers = [logging.getLogger(name) for name in known if name.startswith("torch.distributed")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled

@@ -1,0 +1,168 @@
+"""What only torch can tell about a request, before anything is created.
+
+The device can do the precision, the ranks fit on it, every ``_target_`` exists and takes its
+arguments, the data is there and goes through the model. The model is made on torch's meta device,
+where it takes no memory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from runner import build
+from runner.clip import Layout
+from runner.config.problem import Problem, RequestError
+from runner.config.schema import RunConfig, Target
+from runner.data import Data, DataUnavailable
+from runner.loss import WindowLoss
+
+
+def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
+    """Find what is wrong with a request whose words are right.
+
+    Raises:
+        RequestError: naming everything that is wrong.
+    """
+    problems = _machine(config)
+    data = _data(config, problems)
+    model = _model(config, problems)
+    if model is not None:
+        if data is not None:
+            problems += _fit(config, model, data)
+        try:
+            build.make_mode(config).bind(Layout.of_model(model))
+        except ValueError as error:
+            problems.append(Problem("clip.exclude", list(config.clip.exclude), str(error)))
+    _optimizer_and_scheduler(config, data, problems)
+    if problems:
+        raise RequestError(problems)
+
+
+def _machine(config: RunConfig) -> list[Problem]:
+    problems = []
+    joined = build.joined_ranks()
+    if joined and joined > 1 and config.plugin.name == "single":
+        several = f"is one process, but {joined} ranks were started; plugin=ddp spreads over them"
+        problems.append(Problem("plugin", "single", several))
+    gpu = torch.cuda.is_available() and config.device != "cpu"
+    if config.device == "cuda" and not gpu:
+        problems.append(Problem("device", "cuda", "torch sees no GPU here; device=cpu or auto"))
+    if config.precision.name == "fp16" and not gpu:
+        problems.append(
+            Problem("precision", "fp16", "this run is on a CPU: fp16 needs a GPU; bf16 or fp32")
+        )
+    if config.precision.name == "bf16" and gpu and not torch.cuda.is_bf16_supported():
+        cannot = "this GPU cannot compute in bf16; fp16 or fp32"
+        problems.append(Problem("precision", "bf16", cannot))
+    ranks = build.ranks_of(config)
+    limit = torch.cuda.device_count() if gpu else max(8, 4 * (os.cpu_count() or 1))
+    if ranks > limit and joined is None:
+        per = "one rank a GPU" if gpu else "four ranks a core"
+        allowed = f"at most {limit} on this machine ({per})"
+        problems.append(Problem("plugin.nproc", ranks, allowed))
+    return problems
+
+
+def _data(config: RunConfig, problems: list[Problem]) -> Data | None:
+    try:
+        _bind(config.data)
+        return build.make_data(config.data)
+    except DataUnavailable as error:
+        problems.append(Problem("data", config.data.target, str(error)))
+    except Exception as error:
+        problems.append(_refused("data", config.data, error))
+    return None
+
+
+def _model(config: RunConfig, problems: list[Problem]) -> nn.Module | None:
+    try:
+        _bind(config.model)
+        with torch.device("meta"):
+            model = build.maker(config.model)()
+        if isinstance(model, nn.Module):
+            return model
+        problems.append(
+            Problem("model", config.model.target, f"makes a {type(model).__name__}, not a module")
+        )
+    except (RuntimeError, NotImplementedError) as error:
+        if not _about_meta(error):
+            problems.append(_refused("model", config.model, error))
+    except Exception as error:
+        problems.append(_refused("model", config.model, error))
+    return None
+
+
+def _fit(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
+    """Whether samples go through the model and its outputs fit their targets."""
+    try:
+        samples = default_collate([data.train[0], data.train[0]])
+        batch = tuple(part.to("meta") for part in samples)
+        loss = WindowLoss(model)
+        with torch.device("meta"), torch.no_grad():
+            loss.sum(loss.forward(model, batch), batch, items=1)
+    except Exception as error:
+        if _about_meta(error):
+            return []
+        shape = "x".join(map(str, samples[0].shape[1:]))
+        said = _first_line(error)
+        message = f"does not take a sample of {config.data.target} ({shape}): {said}"
+        return [Problem("model", config.model.target, message)]
+    return []
+
+
+def _optimizer_and_scheduler(config: RunConfig, data: Data | None, problems: list[Problem]) -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    try:
+        _bind(config.optimizer, [parameter])
+        optimizer = build.make_optimizer(config.optimizer, [parameter])
+    except Exception as error:
+        problems.append(_refused("optimizer", config.optimizer, error))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+    try:
+        steps = 1 if data is None else build.steps_of(config, data, build.ranks_of(config))
+        build.make_scheduler(config.scheduler, optimizer, steps)
+    except Exception as error:
+        problems.append(_refused("scheduler", config.scheduler, error))
+
+
+def _bind(target: Target, *positional: Any) -> None:
+    """Raise a TargetError that names the nearest argument, if ``target`` takes no such argument."""
+    make = build.maker(target)
+    function: Callable[..., Any] = getattr(make, "func", make)
+    try:
+        known = inspect.signature(function).parameters
+    except ValueError:
+        return
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
+        return
+    for name in target.arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            mean = f"; did you mean {near[0]}?" if near else ""
+            raise build.TargetError(
+                f"{target.target} takes no argument {name}{mean}  (it takes {', '.join(known)})"
+            )
+
+
+def _refused(key: str, target: Target, error: Exception) -> Problem:
+    about_target = isinstance(error, build.TargetError)
+    message = str(error) if about_target else f"refused its arguments: {_first_line(error)}"
+    return Problem(f"{key}._target_", target.target, message)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _about_meta(error: Exception) -> bool:
+    """Whether an error is the meta device's own: the real device may do what it cannot."""
+    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()

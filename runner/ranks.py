@@ -1,0 +1,81 @@
+"""What one rank of a local run does. Preloaded by the fork server, torch included.
+
+A rank learns all it needs from one plain dictionary and its environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.booster.process_group import launch_from_torch, leave
+from runner.config.check import parse
+from runner.job import execute
+from runner.telemetry.jsonl import JsonlSink
+
+PATIENCE = 5.0
+"""Seconds that a rank which lost its peers waits to be ended, so that theirs is the first failure.
+
+The launcher ends it at once when it has seen the peer fail."""
+
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL")
+
+
+def rank_main(plain: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Train as one of the ranks that the environment describes.
+
+    Args:
+        plain: the resolved configuration.
+        folder: of the run; the first rank writes its rows there.
+
+    Returns:
+        The summary of the run.
+    """
+    _die_with_the_launcher()
+    config = parse(plain)
+    rank, local_ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))
+    _log_to(Path(folder) / "runner.log", rank)
+    try:
+        launch_from_torch(seed=config.seed, verbose=False, timeout=config.launch.timeout)
+        sinks = [JsonlSink(Path(folder) / "metrics.jsonl")] if rank == 0 else []
+        return execute(config, sinks)
+    except Exception as error:
+        if any(sign in str(error) for sign in LOST):
+            time.sleep(PATIENCE)
+        raise
+    finally:
+        leave()
+
+
+def _die_with_the_launcher() -> None:
+    """End this rank when the process that launched it is gone, however that went."""
+    launcher = multiprocessing.parent_process()
+    if launcher is None:
+        return
+
+    def watch() -> None:
+        wait([launcher.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="launcher-watch").start()
+
+
+def _log_to(file: Path, rank: int) -> None:
+    """Everything to the run's log; what the first rank says to the terminal as well."""
+    form = f"[%(asctime)s][%(name)s][%(levelname)s] rank {rank}: %(message)s"
+    handlers: list[logging.Handler] = [logging.FileHandler(file)]
+    if rank == 0:
+        handlers.append(logging.StreamHandler())
+        handlers[-1].setFormatter(logging.Formatter("%(message)s"))
+    handlers[0].setFormatter(logging.Formatter(form))
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)

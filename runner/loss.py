@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -46,7 +47,7 @@ class WindowLoss:
             and criterion.weight is None
         ):
             self._criterion, self._sums = copy.copy(criterion), True
-            self._criterion.reduction = "sum"  # type: ignore[attr-defined]
+            self._criterion.reduction = "sum"
         else:
             self._criterion = criterion
 
@@ -56,7 +57,10 @@ class WindowLoss:
         samples = len(targets)
         if targets.is_floating_point():
             return samples, samples, 0
-        counted = int((targets != self.ignored).sum())
+        if targets.device.type == "cpu":
+            counted = int(np.count_nonzero(targets.numpy() != self.ignored))
+        else:
+            counted = int((targets != self.ignored).sum())
         return counted, samples, counted if targets.ndim > 1 else 0
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -67,9 +71,10 @@ class WindowLoss:
     def sum(self, outputs: Any, batch: Any, items: int) -> Tensor:
         """Σ item losses of a microbatch that holds ``items``; 0, with a gradient, for none."""
         if items == 0:
-            return outputs.sum() * 0.0  # type: ignore[no-any-return]
+            return outputs.sum() * 0.0
         loss = self._criterion(outputs, batch if self.takes_batch else batch[1])
-        return loss if self._sums else loss * items
+        summed: Tensor = loss if self._sums else loss * items
+        return summed
 
     def correct(self, outputs: Any, batch: Any) -> int | None:
         """Items whose largest logit is the target's; None where that has no meaning."""

@@ -89,7 +89,7 @@ class Trainer:
         self.plugin = SinglePlugin() if plugin is None else plugin
         self.train_dataloader = train_dataloader
         self.eval_dataloader = eval_dataloader
-        self.max_duration = Duration.parse(max_duration)
+        self.max_duration = _duration(max_duration)
         self.accumulation_steps = accumulation_steps
         self.scheduler = schedulers
         self.window_loss = WindowLoss(model, criterion)
@@ -99,7 +99,7 @@ class Trainer:
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         self.mode.bind(self.optimizer.layout)
         self.progress = Progress()
-        self.evaluates = Every(Duration.parse(eval_interval))
+        self.evaluates = Every(_duration(eval_interval))
         self.per_layer = per_layer
         self.probe = probe
         self.say = say
@@ -189,8 +189,9 @@ class Trainer:
         dataset = getattr(self.train_dataloader, "dataset", None)
         while True:
             for part in (order, dataset):
-                if hasattr(part, "set_epoch"):
-                    part.set_epoch(self.progress.epoch)
+                set_epoch = getattr(part, "set_epoch", None)
+                if callable(set_epoch):
+                    set_epoch(self.progress.epoch)
             empty = True
             for window in windows(self.train_dataloader, self.accumulation_steps):
                 empty = False
@@ -236,13 +237,13 @@ class Trainer:
             with held:
                 batch = self._to_device(host)
                 outputs = self.window_loss.forward(self.model, batch)
-                loss = self.window_loss.sum(outputs, batch, count) * weight
-                self.booster.backward(loss, self.optimizer)
+                loss = self.window_loss.sum(outputs, batch, count)
+                self.optimizer.backward(loss, weight)
             total = loss.detach() if total is None else total + loss.detach()
             if not final:
                 self._show(number, len(batches))
         assert total is not None
-        return total
+        return total * weight
 
     def _layer_norms(self) -> dict[str, float]:
         self.optimizer.unscale()
@@ -265,6 +266,10 @@ class Trainer:
     def _mean_over_data(self, figures: list[float]) -> list[float]:
         size = self.plugin.data_size
         return [figure / size for figure in self.plugin.sum_over_data(figures)]
+
+
+def _duration(given: str | Duration) -> Duration:
+    return given if isinstance(given, Duration) else Duration.parse(given)
 
 
 def _clipping(

@@ -72,10 +72,15 @@ class OptimizerWrapper:
 
     # -- one step, in order -------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward pass of ``loss``, scaled under fp16."""
-        scaled = loss if self.loss_scale is None else loss * self.loss_scale.scale
-        scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        """Backward pass of ``loss * weight``, scaled under fp16.
+
+        The factors start the backward pass as its gradient, so they cost no node of the graph.
+        """
+        if self.loss_scale is not None:
+            weight *= self.loss_scale.scale
+        start = None if weight == 1.0 else loss.new_full((), weight)
+        loss.backward(start)  # type: ignore[no-untyped-call]
         self.stage = Stage.ACCUMULATING if self.accumulating else Stage.READY
         self._unscaled = False
 
@@ -91,9 +96,10 @@ class OptimizerWrapper:
         """
         if self.stage is Stage.CLIPPED or self.stage is Stage.ACCUMULATING:
             raise StepOrderError(f"cannot clip now: {self.stage.value}")
-        if not any(piece.param.grad is not None for piece in self.layout.pieces):
-            if self.layout.group is None:
-                raise StepOrderError(f"cannot clip now: {Stage.EMPTY.value}")
+        here = any(piece.param.grad is not None for piece in self.layout.pieces)
+        # A rank of a model that is split may have none: its peers wait for it in the collectives.
+        if not here and self.layout.group is None:
+            raise StepOrderError(f"cannot clip now: {Stage.EMPTY.value}")
         self.unscale()
         norm = total_norm(self.layout, mode.norm_type)
         self.stage = Stage.CLIPPED

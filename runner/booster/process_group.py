@@ -54,7 +54,12 @@ def launch_from_torch(
 def stand_alone() -> None:
     """A process group of this process alone, for a data-parallel run on one rank."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        backend,
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
+    )
 
 
 def leave() -> None:

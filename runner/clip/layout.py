@@ -138,19 +138,20 @@ class Layout:
             gradients.append(gradient)
         return pieces, gradients
 
-    def gather(self, figures: Sequence[Number]) -> Tensor:
-        """Figures of all ranks, one row a rank; ``(1, n)`` without a collective if all is here.
+    def gather(self, figures: Sequence[Number]) -> list[list[Number]]:
+        """Figures of all ranks, one column a figure; no collective where all is here.
 
         A gather rather than a sum: sums and maxima travel together, and every rank adds the same
         rows in the same order, so that all get the same bits.
         """
+        if self.group is None:
+            return [[figure] for figure in figures]
         device = self.pieces[0].param.device if self.pieces else torch.device("cpu")
         row = on_device(figures, device)
-        if self.group is None:
-            return row.unsqueeze(0)
         rows = row.new_empty(self.group.size(), row.numel())
         dist.all_gather_into_tensor(rows, row, group=self.group)
-        return rows
+        columns = rows.T
+        return columns.tolist() if device.type == "cpu" else [list(column) for column in columns]
 
     def matching(self, patterns: Iterable[str]) -> frozenset[str]:
         """Names that match any glob of ``patterns``.

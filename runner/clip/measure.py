@@ -37,17 +37,22 @@ def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
         A float on a CPU, a 0-dimensional float64 tensor on an accelerator. NaN or inf where any
         gradient holds one.
     """
-    return combine(layout.gather([local_power(layout, norm_type)])[:, 0], norm_type)
+    return combine(layout.gather([local_power(layout, norm_type)])[0], norm_type)
 
 
-def combine(powers: Tensor, norm_type: float) -> Number:
+def combine(powers: Sequence[Number], norm_type: float) -> Number:
     """The norm, from one figure of :func:`local_power` a rank."""
-    if powers.device.type == "cpu":
-        figures: list[float] = powers.tolist()
+    if isinstance(powers[0], Tensor):
+        every = torch.stack(list(powers))  # type: ignore[arg-type]
         if math.isinf(norm_type):
-            return math.nan if any(map(math.isnan, figures)) else max(figures)
-        return float(sum(figures) ** (1.0 / norm_type))
-    return powers.amax() if math.isinf(norm_type) else powers.sum() ** (1.0 / norm_type)
+            return every.amax()
+        norm: Tensor = every.sum() ** (1.0 / norm_type)
+        return norm
+    if math.isinf(norm_type):
+        # max() is not to be trusted with NaN: its answer depends on the order.
+        return math.nan if any(map(math.isnan, powers)) else max(powers)
+    total: float = float(sum(powers)) ** (1.0 / norm_type)
+    return total
 
 
 def local_power(layout: Layout, norm_type: float) -> Number:
@@ -61,8 +66,7 @@ def local_power(layout: Layout, norm_type: float) -> Number:
             powers = powers / powers.new_tensor([piece.holders for piece in pieces])
         return powers.sum()
     if math.isinf(norm_type):
-        # max() is not to be trusted with NaN: its answer depends on the order.
-        return math.nan if any(map(math.isnan, powers)) else max(powers, default=0.0)
+        return combine([0.0, *powers], norm_type)
     return sum(power / piece.holders for power, piece in zip(powers, pieces, strict=True))
 
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from runner.clip.layout import Layout, Number
@@ -121,17 +122,17 @@ def after_counting(
         changed: parts (elements, units) of this rank that were changed, each ÷ its holders.
         of: parts of this rank in all, each ÷ its holders.
     """
-    rows = layout.gather([local_power(layout, mode.norm_type), changed, of])
-    total, everything = rows[:, 1].sum(), rows[:, 2].sum()
-    after = combine(rows[:, 0], mode.norm_type)
-    fraction = total / everything.clamp(min=1.0)
-    if isinstance(norm, float) and isinstance(after, float):
-        # The same value twice, not a quotient of two roundings, where nothing changed.
-        untouched = total.item() == 0.0
-        after = norm if untouched else after
-        coef = 1.0 if untouched or norm == 0.0 else after / norm
-        return Outcome(norm, after, coef, float(not untouched), fraction.item(), mode.limit)
-    assert isinstance(norm, Tensor)
-    clipped = (total > 0).to(norm.dtype)
-    coefficient = (after / norm).nan_to_num(nan=1.0)
-    return Outcome(norm, after, coefficient, clipped, fraction, mode.limit)
+    powers, changes, parts = layout.gather([local_power(layout, mode.norm_type), changed, of])
+    total, everything = sum(changes), sum(parts)
+    if isinstance(norm, Tensor):
+        after = combine(powers, mode.norm_type)
+        coef = (after / norm).nan_to_num(nan=1.0)
+        clipped = torch.as_tensor(total > 0, dtype=norm.dtype, device=norm.device)
+        fraction = total / max(float(everything), 1.0)
+        return Outcome(norm, after, coef, clipped, fraction, mode.limit)
+    if total == 0.0:
+        # The same value twice, not a quotient of two roundings.
+        return Outcome.untouched(norm, mode.limit)
+    host = float(combine(powers, mode.norm_type))
+    share = float(total) / float(everything)
+    return Outcome(norm, host, host / norm, 1.0, share, mode.limit)

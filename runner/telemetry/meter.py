@@ -106,7 +106,7 @@ class Meter:
             losses = self.mean_over_data([row[0] for row in figures]) if together else alone
         for i, (step, loss, row) in enumerate(zip(pending, losses, figures, strict=True)):
             newest = last if last is not None and i == len(pending) - 1 else None
-            outcome = Outcome(*row[1:], threshold=step.outcome.threshold)
+            outcome = Outcome._make((*row[1:], step.outcome.threshold))
             self._take(step, loss, outcome, newest)
 
     def summary(self) -> dict[str, Any]:

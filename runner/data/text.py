@@ -1,0 +1,142 @@
+"""The bytes of any file or folder as a language-modelling data set: vocabulary 256, no tokenizer.
+
+Without a path, the source files of the Python standard library that runs this: real text, a few
+megabytes of it, and present wherever Python is. It differs between Python versions.
+"""
+
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.data.dataset import IGNORED, Data, DataUnavailable
+
+PACKAGED_APART = frozenset({"site-packages", "dist-packages", "test", "tests"})
+"""Folders below the standard library that are not it, or that some systems package apart."""
+
+WAYS_FORWARD = (
+    "Set data.path to a file or folder that can be read, or data.path=null for the source files "
+    "of the Python standard library"
+)
+
+
+class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of L bytes that follow one another without overlap, each with its next bytes.
+
+    Sample i is inputs = text[i*L : i*L+L] and targets = text[i*L+1 : i*L+L+1], both int64 [L].
+    Where the text ends inside the last window, targets are `IGNORED` and inputs zero.
+
+    Args:
+        text: at least two bytes.
+        length: bytes in a window, L.
+
+    Raises:
+        ValueError: when there is no pair of a byte and its next, or the length is below one.
+    """
+
+    def __init__(self, text: bytes, length: int) -> None:
+        if len(text) < 2 or length < 1:
+            raise ValueError(f"no window of {length} bytes and their next in {len(text)} bytes")
+        count = -(-(len(text) - 1) // length)
+        # Two bytes a token hold -100 as well as 0 to 255; widening happens a batch at a time.
+        tokens = torch.full((count * length + 1,), IGNORED, dtype=torch.int16)
+        tokens[: len(text)] = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int16))
+        # A view in which neighbouring windows share the byte at their border.
+        self._windows = tokens.unfold(0, length + 1, length)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._pair(self._windows[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The batch of these windows: inputs and targets, int64 [B, L]."""
+        return self._pair(self._windows[torch.as_tensor(indices, dtype=torch.int64)])
+
+    def _pair(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        wide = windows.long()
+        return wide[..., :-1].clamp(min=0), wide[..., 1:]
+
+
+def text(path: str | None, sequence_length: int, test_fraction: float, max_bytes: int) -> Data:
+    """Bytes to predict from the bytes before them; the end of the text is held out.
+
+    A folder is read recursively, in the order of names with a folder's files before its
+    subfolders; hidden files and folders (`.git`) are left out.
+
+    Args:
+        path: a file or a folder; None for the Python standard library's `*.py`.
+        sequence_length: bytes in a sample.
+        test_fraction: share of the bytes held out, at the end, between 0 and 1.
+        max_bytes: stop reading after this many bytes.
+
+    Raises:
+        DataUnavailable: when the path is missing, cannot be read, or holds too few bytes.
+        ValueError: when a number is out of its range.
+    """
+    if sequence_length < 1 or max_bytes < 1 or not 0 < test_fraction < 1:
+        raise ValueError(
+            f"sequence_length {sequence_length} and max_bytes {max_bytes} must be at least 1, "
+            f"test_fraction {test_fraction} between 0 and 1"
+        )
+    root = Path(sysconfig.get_path("stdlib") if path is None else path).expanduser()
+    read = _read(root, standard_library=path is None, limit=max_bytes)
+    held_out = round(len(read) * test_fraction)
+    if min(held_out, len(read) - held_out) < 2:
+        raise DataUnavailable(
+            f"data.path: {root} gives {len(read)} bytes to read, too few to learn from with "
+            f"data.test_fraction={test_fraction} and data.max_bytes={max_bytes}. {WAYS_FORWARD}."
+        )
+    cut = len(read) - held_out
+    return Data(
+        train=ByteWindows(read[:cut], sequence_length),
+        test=ByteWindows(read[cut:], sequence_length),
+        items="tokens",
+        tokens_per_sample=sequence_length,
+    )
+
+
+def _read(root: Path, standard_library: bool, limit: int) -> bytes:
+    """The first `limit` bytes of the files at `root`, one after the other."""
+    if not root.exists():
+        raise DataUnavailable(f"data.path: {root} does not exist. {WAYS_FORWARD}.")
+    collected = bytearray()
+    try:
+        files = [root] if root.is_file() else _files(root, standard_library)
+        for file in files:
+            with file.open("rb") as stream:
+                collected += stream.read(limit - len(collected))
+            if len(collected) >= limit:
+                break
+    except OSError as error:
+        where = error.filename or root
+        raise DataUnavailable(
+            f"data.path: {where} cannot be read ({error.strerror}). {WAYS_FORWARD}."
+        ) from error
+    return bytes(collected)
+
+
+def _files(folder: Path, standard_library: bool) -> Iterator[Path]:
+    """Regular files below a folder, in an order that no file system changes.
+
+    Of the standard library only its own sources.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    def wanted(name: str) -> bool:
+        return not (name.startswith(".") or (standard_library and name in PACKAGED_APART))
+
+    for place, folders, names in os.walk(folder, onerror=fail):
+        # `os.walk` goes on with what is left in this list, in its order.
+        folders[:] = sorted(filter(wanted, folders))
+        for file in (Path(place, name) for name in sorted(filter(wanted, names))):
+            if file.is_file() and (file.suffix == ".py" or not standard_library):
+                yield file

@@ -1,0 +1,13 @@
+"""The networks that training is proved on, and `Classifier`, which gives a network its loss.
+
+`conf/model/*.yaml` names the networks in full (`runner.models.gpt.GPT`); any other class, of
+torchvision, timm or one's own, is named the same way.
+"""
+
+from runner.models.classifier import Classifier
+from runner.models.cnn import DigitsCNN
+from runner.models.gated_conv import GatedConvLanguageModel
+from runner.models.gpt import GPT
+from runner.models.lstm import LSTMLanguageModel
+
+__all__ = ["GPT", "Classifier", "DigitsCNN", "GatedConvLanguageModel", "LSTMLanguageModel"]

@@ -1,0 +1,45 @@
+"""A small convolutional network for 8x8 digits."""
+
+from torch import Tensor, nn
+
+PIXEL_MEAN = 0.305
+PIXEL_STD = 0.376
+"""Over all pixels of scikit-learn's digits, scaled to [0, 1]."""
+
+
+class DigitsCNN(nn.Module):
+    """Three 3x3 convolutions with ReLU, two of them followed by 2x2 max pooling, and a linear head.
+
+    It has no batch normalisation and no dropout: each sample's gradient is its own, so a batch may
+    be cut into microbatches or dealt to ranks without changing the step. Standardised inputs and
+    the initialisation of K. He et al., Delving Deep into Rectifiers, 2015, section 2.2 stand in for
+    normalisation.
+
+    Args:
+        num_classes: width of the logits.
+        width: channels of the first convolution; the others have twice as many.
+    """
+
+    def __init__(self, num_classes: int, width: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(2 * width, 2 * width, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+        )
+        self.head = nn.Linear(2 * width * 2 * 2, num_classes)
+        for layer in self.features:
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+                nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images float [B, 1, 8, 8] in [0, 1] to logits [B, num_classes]."""
+        logits: Tensor = self.head(self.features((images - PIXEL_MEAN) / PIXEL_STD))
+        return logits

@@ -1,0 +1,144 @@
+"""A compact decoder-only transformer.
+
+Source: A. Radford et al., Language Models are Unsupervised Multitask Learners, 2019 (GPT-2):
+normalisation before each sublayer and after the last, learned positions, residual branches scaled
+down at initialisation by the square root of their number (section 2.3).
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+INIT_STD = 0.02
+
+
+class Attention(nn.Module):
+    """Causal self-attention over [B, T, width], with one projection each for query, key, value.
+
+    The three are apart, and the number of heads is read off their outputs, so that a plan which
+    splits their rows over ranks leaves each rank with whole heads.
+    """
+
+    def __init__(self, width: int, heads: int, bias: bool, dropout: float) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.dropout = dropout
+        self.query = nn.Linear(width, width, bias=bias)
+        self.key = nn.Linear(width, width, bias=bias)
+        self.value = nn.Linear(width, width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, T, width] to the same; position t attends to positions 0 to t."""
+        query, key, value = (
+            projection(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
+        result: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return result
+
+
+class MLP(nn.Module):
+    """Two linear maps with GELU between them, four times as wide inside."""
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=bias)
+        self.down = nn.Linear(4 * width, width, bias=bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, T, width] to the same, each position by itself."""
+        result: Tensor = self.down(F.gelu(self.up(hidden), approximate="tanh"))
+        return result
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised before and added to what it was given."""
+
+    def __init__(self, width: int, heads: int, bias: bool, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width, bias=bias)
+        self.attention = Attention(width, heads, bias, dropout)
+        self.mlp_norm = nn.LayerNorm(width, bias=bias)
+        self.mlp = MLP(width, bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, T, width] to the same."""
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+        result: Tensor = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
+        return result
+
+
+class GPT(nn.Module):
+    """Tokens to logits of the next token at every position.
+
+    Args:
+        vocabulary: number of tokens, V.
+        context: longest sequence it takes.
+        layers: transformer blocks.
+        heads: of each attention; they divide the width.
+        width: of the residual stream.
+        tied: whether the head's weight is the token embedding's.
+        bias: whether linear maps and normalisations have biases; the head has none.
+        dropout: chance to drop an element of the embedding, of an attention and of a residual
+            branch.
+
+    Raises:
+        ValueError: when the heads do not divide the width.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        context: int,
+        layers: int,
+        heads: int,
+        width: int,
+        tied: bool,
+        bias: bool,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"{heads} heads do not divide a width of {width}")
+        self.context = context
+        self.embed = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, bias, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, bias=bias)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self._initialise(residual_branches=2 * layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens int64 [B, T] to logits [B, T, V].
+
+        Raises:
+            ValueError: when T is larger than the context.
+        """
+        length = tokens.shape[1]
+        if length > self.context:
+            raise ValueError(f"{length} tokens do not fit a context of {self.context}")
+        places = torch.arange(length, device=tokens.device)
+        hidden = self.dropout(self.embed(tokens) + self.positions(places))
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+    def _initialise(self, residual_branches: int) -> None:
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                ends_branch = name.endswith(("attention.out", "mlp.down"))
+                scale = math.sqrt(residual_branches) if ends_branch else 1.0
+                nn.init.normal_(module.weight, std=INIT_STD / scale)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -1,0 +1,58 @@
+"""A recurrent language model of long short-term memory layers.
+
+Sources: W. Zaremba et al., Recurrent Neural Network Regularization, 2014, 1409.2329 (layers, and
+dropout on everything but the recurrence); O. Press and L. Wolf, Using the Output Embedding to
+Improve Language Models, 2017, 1608.05859 (tying).
+"""
+
+from torch import Tensor, nn
+
+INIT_RANGE = 0.1
+
+
+class LSTMLanguageModel(nn.Module):
+    """Tokens to logits of the next token; each sequence starts from a state of zeros.
+
+    Args:
+        vocabulary: number of tokens, V.
+        embedding: width of the token embedding.
+        hidden: width of each layer.
+        layers: LSTM layers.
+        dropout: chance to drop an element before, between and after the layers.
+        tied: whether the head's weight is the token embedding's.
+
+    Raises:
+        ValueError: when tied and the two widths differ.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        embedding: int,
+        hidden: int,
+        layers: int,
+        dropout: float,
+        tied: bool,
+    ) -> None:
+        super().__init__()
+        if tied and embedding != hidden:
+            raise ValueError(
+                f"a tied head needs embedding {embedding} and hidden {hidden} to be equal"
+            )
+        self.embed = nn.Embedding(vocabulary, embedding)
+        self.dropout = nn.Dropout(dropout)
+        # One layer has nothing between layers to drop, and torch warns when asked to.
+        between = dropout if layers > 1 else 0.0
+        self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True, dropout=between)
+        self.head = nn.Linear(hidden, vocabulary)
+        if tied:
+            self.head.weight = self.embed.weight
+        nn.init.uniform_(self.embed.weight, -INIT_RANGE, INIT_RANGE)
+        nn.init.uniform_(self.head.weight, -INIT_RANGE, INIT_RANGE)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens int64 [B, T] to logits [B, T, V]."""
+        hidden, _ = self.lstm(self.dropout(self.embed(tokens)))
+        logits: Tensor = self.head(self.dropout(hidden))
+        return logits

@@ -148,9 +148,9 @@ class Layout:
             return [[figure] for figure in figures]
         device = self.pieces[0].param.device if self.pieces else torch.device("cpu")
         row = on_device(figures, device)
-        rows = row.new_empty(self.group.size(), row.numel())
-        dist.all_gather_into_tensor(rows, row, group=self.group)
-        columns = rows.T
+        rows = [torch.empty_like(row) for _ in range(self.group.size())]
+        dist.all_gather(rows, row, group=self.group)
+        columns = torch.stack(rows, dim=1)
         return columns.tolist() if device.type == "cpu" else [list(column) for column in columns]
 
     def matching(self, patterns: Iterable[str]) -> frozenset[str]:

@@ -119,7 +119,8 @@ def test_fp16_clips_the_unscaled_gradient(mode):
     for booster, model, optimizer in (plain, scaled):
         backward(booster, model, optimizer)
     outcomes = [
-        optimizer.clip(build(mode, threshold=0.05, exclude=())) for _, _, optimizer in (plain, scaled)
+        optimizer.clip(build(mode, threshold=0.05, exclude=()))
+        for _, _, optimizer in (plain, scaled)
     ]
     assert outcomes[0].clipped == outcomes[1].clipped == 1.0
     # Half precision rounds the forward pass; a scale left in would be off by 1024.

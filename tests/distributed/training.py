@@ -48,7 +48,14 @@ def network(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind == "tokens":
         return GPT(
-            vocabulary=16, context=12, layers=2, heads=2, width=16, tied=True, bias=True, dropout=0.0
+            vocabulary=16,
+            context=12,
+            layers=2,
+            heads=2,
+            width=16,
+            tied=True,
+            bias=True,
+            dropout=0.0,
         )
     return nn.Sequential(
         nn.Conv2d(1, 4, 3),

@@ -1,0 +1,72 @@
+"""Scripts written for Colossal-AI and for Composer run with their import lines changed."""
+
+import math
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture
+def environment(tmp_path):
+    path = os.pathsep.join([str(tmp_path), str(HERE.parents[1])])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.fixture
+def cifar(tmp_path, environment):
+    """Random images in the real format of CIFAR-10, whose checksums nobody asks for."""
+    folder = tmp_path / "data" / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+    for name in names:
+        images = rng.integers(0, 256, (20, 3072), dtype=np.uint8)
+        batch = {"data": images, "labels": rng.integers(0, 10, 20).tolist()}
+        (folder / name).write_bytes(pickle.dumps(batch))
+    classes = {"label_names": [str(i) for i in range(10)]}
+    (folder / "batches.meta").write_bytes(pickle.dumps(classes))
+    patch = "import torchvision.datasets.cifar as c\nc.check_integrity = lambda *a, **k: True\n"
+    (tmp_path / "sitecustomize.py").write_text(patch)
+    return environment | {"DATA": str(tmp_path / "data")}
+
+
+def run(words, environment):
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("ranks", "precision"), [(1, "fp32"), (2, "fp32"), (2, "fp16")])
+def test_colossal_booster(cifar, ranks, precision):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = [str(HERE / "colossal_booster.py"), precision]
+    said = run([*torchrun, f"--nproc_per_node={ranks}", *script], cifar)
+    losses = re.findall(r"iteration (\d) loss ([\d.]+) norm (\S+)", said)
+    assert [int(index) for index, _, _ in losses] == [0, 1, 2, 3]
+    # Under fp16 the first steps may overflow: they say inf or nan, and are skipped.
+    assert not any(float(norm) <= 0.1 for _, _, norm in losses)
+    assert precision == "fp16" or all(math.isfinite(float(norm)) for _, _, norm in losses)
+    sums = re.findall(r"rank \d weights (\S+)", said)
+    assert len(sums) == ranks
+    assert len(set(sums)) == 1, "replicas drifted apart"
+
+
+def test_composer_functional(environment):
+    said = run([sys.executable, str(HERE / "composer_functional.py")], environment)
+    for kind in ("norm", "value", "adaptive"):
+        first, second = map(float, re.findall(rf"{kind} epoch \d: ([\d.]+)", said))
+        assert second < first
+
+
+def test_composer_trainer(environment):
+    said = run([sys.executable, str(HERE / "composer_trainer.py")], environment)
+    assert float(re.search(r"accuracy ([\d.]+)", said)[1]) > 0.5
+    assert 0 < float(re.search(r"clipped ([\d.]+)", said)[1]) <= 1

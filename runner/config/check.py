@@ -6,7 +6,7 @@ and calls `parse` again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -36,12 +36,25 @@ def parse(plain: Mapping[str, Any]) -> RunConfig:
         RequestError: anything is unknown, missing, of the wrong type, out of range, or cannot stand
             together; it names every such problem.
     """
-    problems: list[Problem] = []
-    config = _Check(plain, problems).section(RunConfig, plain, "")
-    if problems:
+    config, problems = examine(plain)
+    if config is None:
         raise RequestError(problems)
-    assert isinstance(config, RunConfig)  # no problem, so the section was made
     return config
+
+
+def examine(
+    plain: Mapping[str, Any], unsettled: Collection[str] = ()
+) -> tuple[RunConfig | None, list[Problem]]:
+    """What `parse` does, with the problems handed back.
+
+    Args:
+        plain: as for `parse`.
+        unsettled: sections whose option was a wrong word and stands for nothing that was asked for:
+            each of their values is checked, but not whether the values can stand together.
+    """
+    check = _Check(unsettled)
+    config = check.section(RunConfig, plain, "")
+    return config, check.problems
 
 
 @cache
@@ -52,16 +65,15 @@ def owned_keys() -> tuple[Key, ...]:
 
 def keys_of(plain: Mapping[str, Any]) -> set[str]:
     """Every dotted key that exists: the owned ones and those of the targets in ``plain``."""
-    return {key.name for key in owned_keys()} | set(_leaves(plain, ""))
+    return {key.name for key in owned_keys()} | {key for key, _ in leaves("", plain) if key}
 
 
 def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem:
     """The problem of a key that does not exist, with the names that are near."""
     known = set(known)
     message = "unknown key"
-    near = nearest_keys(key, known)
-    # ``clipp.threshold`` and ``clipp=norm`` both mean a section, whatever stands behind the dot.
     sections = {name.partition(".")[0] for name in known}
+    near = nearest_keys(key, known | sections)
     if not near and (section := nearest_name(key.partition(".")[0], sections - {key})):
         near = [section]
     if near:
@@ -76,14 +88,16 @@ def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem
 class _Check:
     """One walk over a configuration that notes each problem and goes on."""
 
-    def __init__(self, plain: Mapping[str, Any], problems: list[Problem]) -> None:
-        self.plain = plain
-        self.problems = problems
+    def __init__(self, unsettled: Collection[str]) -> None:
+        self.unsettled = unsettled
+        self.problems: list[Problem] = []
 
     def section(self, cls: type[Any], node: Any, path: str) -> Any:
         """The section ``cls`` that ``node`` describes, or None where it has a problem."""
         if node == MISSING or not isinstance(node, Mapping):
-            names = ", ".join(_key(field.name) for field in fields(cls) if field.name != "arguments")
+            names = ", ".join(
+                _key(field.name) for field in fields(cls) if field.name != "arguments"
+            )
             self._note(path, node, f"must be a section with the keys {names}")
             return None
         before = len(self.problems)
@@ -107,7 +121,9 @@ class _Check:
         if len(self.problems) > before:
             return None
         made = cls(**values)
-        self._conflicts(made, path)
+        if path not in self.unsettled:
+            for conflict in getattr(made, "conflicts", tuple)():
+                self._note(f"{path}.{conflict.key}", node[conflict.key], conflict.message)
         return made
 
     def _value(self, hint: Any, value: Any, path: str) -> Any:
@@ -125,19 +141,14 @@ class _Check:
         known = keys_of({})  # the keys of a target are no help for a section of ours
         for key, value in others.items():
             where = f"{path}.{key}" if path else str(key)
-            for leaf, content in _leaves_with_values(where, value):
+            for leaf, content in leaves(where, value):
                 self.problems.append(unknown_key(leaf, known, content))
 
     def _missing(self, others: Mapping[str, Any], path: str) -> None:
         for key, value in others.items():
-            for leaf, content in _leaves_with_values(f"{path}.{key}", value):
+            for leaf, content in leaves(f"{path}.{key}", value):
                 if content == MISSING:
                     self._note(leaf, content, "no value given")
-
-    def _conflicts(self, section: Any, path: str) -> None:
-        for conflict in getattr(section, "conflicts", tuple)():
-            value = getattr(section, conflict.key)
-            self._note(f"{path}.{conflict.key}", value, conflict.message)
 
     def _note(self, key: str, value: Any, message: str) -> None:
         self.problems.append(Problem(key, value, message))
@@ -163,13 +174,10 @@ def _owned(cls: type[Any], path: str) -> Iterator[Key]:
             yield Key(where, rule, meaning)
 
 
-def _leaves(node: Any, path: str) -> Iterator[str]:
-    return (leaf for leaf, _ in _leaves_with_values(path, node) if leaf)
-
-
-def _leaves_with_values(path: str, node: Any) -> Iterator[tuple[str, Any]]:
+def leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:
+    """Each dotted key at and below ``path``, and its value; a list is one value."""
     if not isinstance(node, Mapping) or not node:
         yield path, node
         return
     for key, value in node.items():
-        yield from _leaves_with_values(f"{path}.{key}" if path else str(key), value)
+        yield from leaves(f"{path}.{key}" if path else str(key), value)

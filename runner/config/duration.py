@@ -16,9 +16,8 @@ UNITS: dict[Unit, str] = {
 }
 
 # What a duration looks like, to follow "must be".
-FORM = (
-    "a duration such as 3ep: a whole number of at least 1 and its unit, one of "
-    + ", ".join(f"{unit} ({meaning})" for unit, meaning in UNITS.items())
+FORM = "a duration such as 3ep: a whole number of at least 1 and its unit, one of " + ", ".join(
+    f"{unit} ({meaning})" for unit, meaning in UNITS.items()
 )
 
 _PATTERN = re.compile(rf"([0-9]+(?:_[0-9]+)*)({'|'.join(UNITS)})")

@@ -11,7 +11,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def find(name: str) -> Path:
-    """The folder of ``conf`` or ``recipes``: inside the package in a wheel, beside it in a checkout."""
+    """The folder ``conf`` or ``recipes``: inside the package in a wheel, beside it elsewhere."""
     bundled = _PACKAGE / f"_{name}"
     return bundled if bundled.is_dir() else _PACKAGE.parent / name
 

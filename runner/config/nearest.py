@@ -5,10 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
+# What other programs call it. Spelling would not lead there, or would lead astray (gpu: cpu).
+_ELSEWHERE = {
+    "agc": "adaptive",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "gpu": "cuda",
+    "half": "fp16",
+    "off": "none",
+    "epochs": "train.max_duration",
+    "grad_clip": "clip.threshold",
+    "gradient_accumulation_steps": "accumulation.steps",
+    "gradient_clip_val": "clip.threshold",
+    "learning_rate": "optimizer.lr",
+    "max_epochs": "train.max_duration",
+    "max_grad_norm": "clip.threshold",
+    "max_norm": "clip.threshold",
+    "max_steps": "train.max_duration",
+    "nproc_per_node": "plugin.nproc",
+    "world_size": "plugin.nproc",
+}
+
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
     """The one of ``names`` that ``name`` most likely means, or None where none is near."""
     by_lower = {other.lower(): other for other in names}
+    if (meant := _ELSEWHERE.get(name.lower())) in by_lower:
+        return meant
     found = get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
 
@@ -21,6 +45,8 @@ def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
     """
     keys = sorted(set(keys) - {key})
     last = _last(key)
+    if (meant := _ELSEWHERE.get(last)) in keys:
+        return [meant]
     here = [other for other in keys if _last(other) == last]
     if here:
         return sorted(here, key=lambda other: -_likeness(key, other))[:3]

@@ -19,7 +19,7 @@ class Rule:
     Attributes:
         text: what is allowed, to follow "must be".
         read: the value in its final type; raises ValueError where it is not allowed. It never
-            turns text into a number or a truth value into a count: what a user typed is not guessed.
+            turns text into a number or a truth value into a count: nothing typed is guessed at.
         names: where only these names are allowed, the names.
     """
 

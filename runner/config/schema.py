@@ -1,7 +1,7 @@
 """Every key that this project owns: its type, its range and what it means.
 
-Each field is ``name: Annotated[type, rule, meaning]``: the rule says what is allowed, the meaning is
-what ``--help`` prints. There are no defaults here: a default lives in one file of ``conf/``.
+Each field is ``name: Annotated[type, rule, meaning]``: the rule says what is allowed, the meaning
+is what ``--help`` prints. There are no defaults here: a default lives in one file of ``conf/``.
 A rule that concerns several keys of a section is that section's method ``conflicts``.
 """
 
@@ -99,7 +99,9 @@ class Precision:
     """What numbers the forward pass is computed in."""
 
     name: Annotated[
-        Literal["fp32", "bf16", "fp16"], one_of("fp32", "bf16", "fp16"), "numbers of the forward pass"
+        Literal["fp32", "bf16", "fp16"],
+        one_of("fp32", "bf16", "fp16"),
+        "numbers of the forward pass",
     ]
     initial_scale: Annotated[float, number(above=0), "fp16: the loss scale to begin with"]
     growth_interval: Annotated[
@@ -174,7 +176,9 @@ class Log:
     """When figures are written."""
 
     interval: Annotated[int, integer(1), "optimizer steps from one row of figures to the next"]
-    flush: Annotated[int, integer(1), "optimizer steps from one transfer off the device to the next"]
+    flush: Annotated[
+        int, integer(1), "optimizer steps from one transfer off the device to the next"
+    ]
 
 
 @dataclass(frozen=True)
@@ -225,6 +229,8 @@ class RunConfig:
     sweep: Sweep
     seed: Annotated[int, integer(0, _LARGEST_SEED), "of everything that is drawn at random"]
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], one_of("auto", "cpu", "cuda"), "auto: cuda where there is one"
+        Literal["auto", "cpu", "cuda"],
+        one_of("auto", "cpu", "cuda"),
+        "auto: cuda where there is one",
     ]
     recipe: Annotated[str, text(), "the published setting that was chosen, or none"]

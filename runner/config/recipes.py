@@ -1,0 +1,113 @@
+"""Recipes: published settings, one file each, that Hydra can choose by name.
+
+A recipe chooses options of groups and gives values. Its values for a group are for the option it
+chooses: the learning rate of a recipe that trains with SGD says nothing about AdamW. So each recipe
+is handed to Hydra in parts: the choices and the values that hold always as ``recipe/<name>``, and
+the values of each chosen group as ``hydra/recipe/<name>/<group>/<option>``, which Hydra merges as
+long as that group keeps that option. This holds for every job of a sweep by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.config.folders import find
+
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One file of ``recipes/``.
+
+    Attributes:
+        name: the file's name without its ending.
+        purpose: what the header says behind the name.
+        content: what the file holds; empty where it cannot be read.
+        error: why the file cannot be read, or None.
+    """
+
+    name: str
+    purpose: str = ""
+    content: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+def read_all() -> list[Recipe]:
+    """Every recipe, sorted by name; one that cannot be read carries its error."""
+    return [_read(file) for file in sorted(find("recipes").glob("*.yaml"))]
+
+
+def register() -> dict[str, str]:
+    """Make every recipe a choice of the group ``recipe``.
+
+    Returns:
+        Why a recipe cannot be read, by its name, for those that cannot. They are choices all the
+        same, so that only who asks for one hears of it.
+    """
+    store = ConfigStore.instance()
+    store.repo.pop("recipe", None)
+    store.repo.get("hydra", {}).pop("recipe", None)
+    store.store(group="recipe", name=NONE, node={"recipe": NONE}, package="_global_")
+    broken = {}
+    for recipe in read_all():
+        if recipe.error is not None:
+            broken[recipe.name] = recipe.error
+        _store(store, recipe)
+    return broken
+
+
+def _store(store: ConfigStore, recipe: Recipe) -> None:
+    content = dict(recipe.content)
+    sections = {
+        group: (option, content.pop(group))
+        for group, option in _choices(content.get("defaults")).items()
+        if isinstance(content.get(group), dict)
+    }
+    node = {**content, "recipe": recipe.name}
+    store.store(group="recipe", name=recipe.name, node=node, package="_global_")
+    if not sections:
+        return
+    home = f"hydra/recipe/{recipe.name}"
+    parts = [{f"optional /{home}/{group}@_global_": f"${{{group}}}"} for group in sections]
+    store.store(
+        group="hydra/recipe", name=recipe.name, node={"defaults": parts}, package="_global_"
+    )
+    for group, (option, values) in sections.items():
+        store.store(group=f"{home}/{group}", name=option, node={group: values}, package="_global_")
+
+
+def _choices(defaults: Any) -> dict[str, str]:
+    """The options that a defaults list chooses, by group: ``- override /clip: norm``."""
+    chosen = {}
+    for entry in defaults if isinstance(defaults, list) else []:
+        for key, option in entry.items() if isinstance(entry, dict) else ():
+            word, _, group = str(key).partition(" ")
+            if word == "override" and isinstance(option, str):
+                chosen[group.strip().lstrip("/")] = option
+    return chosen
+
+
+def _read(file: Path) -> Recipe:
+    try:
+        text = file.read_text(encoding="utf-8")
+        content = OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else {}
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        return Recipe(file.stem, error=f"{file} cannot be read: {place}{error.problem}")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        first = str(error).partition("\n")[0]
+        return Recipe(file.stem, error=f"{file} cannot be read: {first}")
+    if not isinstance(content, dict):
+        return Recipe(file.stem, error=f"{file} cannot be read: it must hold keys and values")
+    header = text.partition("\n")[0].lstrip("# ")
+    _, _, purpose = header.partition(":")
+    return Recipe(file.stem, purpose.strip(), {str(key): content[key] for key in content})

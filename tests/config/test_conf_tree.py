@@ -1,0 +1,98 @@
+import inspect
+import re
+import shlex
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from runner.config.compose import request
+from runner.config.folders import find, options
+
+FILES = sorted(find("conf").glob("*/*.yaml"))
+OWNED = ["plugin", "clip", "accumulation", "precision", "tracker"]
+GROUPS = [*OWNED, "model", "data", "optimizer", "scheduler"]
+
+
+def commands():
+    for file in [*FILES, *sorted(find("recipes").glob("*.yaml"))]:
+        for line in file.read_text().splitlines():
+            if found := re.match(r"#.*?python -m runner (.*)", line):
+                yield pytest.param(found[1], id=f"{file.parent.name}/{file.stem}")
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_the_command_that_a_file_shows_is_right(command):
+    words = shlex.split(command)
+    multirun = "-m" in words
+    assert request([word for word in words if word != "-m"], multirun=multirun, writes=False).jobs
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_option_of_a_group_can_be_chosen(group):
+    for option in options(group):
+        plain = request([f"{group}={option}"], writes=False).jobs[0].plain
+        written = OmegaConf.to_container(OmegaConf.load(find("conf") / group / f"{option}.yaml"))
+        fixed = {key: value for key, value in written.items() if "${" not in str(value)}
+        assert fixed.items() <= plain[group].items()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_a_file_opens_with_its_purpose(file):
+    lines = file.read_text().splitlines()
+    assert re.match("# .+", lines[0])
+    assert file.parent.name == "hydra" or any("# python -m runner" in line for line in lines)
+
+
+@pytest.mark.parametrize("group", OWNED)
+def test_options_of_a_group_have_the_same_keys(group):
+    keys = {
+        tuple(yaml.safe_load((find("conf") / group / f"{option}.yaml").read_text()))
+        for option in options(group)
+    }
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize("group", ["clip", "plugin", "precision", "tracker"])
+def test_an_option_is_called_as_its_file(group):
+    for option in options(group):
+        content = yaml.safe_load((find("conf") / group / f"{option}.yaml").read_text())
+        assert content.get("name", content.get("mode")) == option
+
+
+@pytest.mark.parametrize("option", options("optimizer"))
+def test_torch_takes_the_keys_of_an_optimizer(option):
+    torch = pytest.importorskip("torch")
+    target = request([f"optimizer={option}"], writes=False).jobs[0].config.optimizer
+    cls = getattr(torch.optim, target.target.removeprefix("torch.optim."))
+    assert target.arguments.keys() <= inspect.signature(cls).parameters.keys()
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = cls([parameter], **target.arguments)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert (parameter < 1).all()
+
+
+def test_a_constant_rate_is_exactly_constant():
+    torch = pytest.importorskip("torch")
+    target = request(["scheduler=constant"], writes=False).jobs[0].config.scheduler
+    cls = getattr(torch.optim.lr_scheduler, target.target.rpartition(".")[2])
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = cls(optimizer, **target.arguments)
+    rates = []
+    for _ in range(5):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == [0.1] * 5
+
+
+def test_the_index_gives_the_promised_defaults():
+    plain = request([], writes=False).jobs[0].plain
+    assert plain["train"] == {"max_duration": "15ep"}
+    assert plain["eval"] == {"interval": "1ep"}
+    assert plain["log"] == {"interval": 1, "flush": 50}
+    assert plain["telemetry"] == {"per_layer": False, "probe": 0}
+    assert plain["launch"] == {"timeout": 600}
+    assert (plain["seed"], plain["device"], plain["recipe"]) == (0, "auto", "none")
+    assert plain["clip"]["eps"] == 1e-3

@@ -1,0 +1,1 @@
+"""What is measured in a run, and where it goes: files, the terminal, wandb."""

@@ -311,8 +311,8 @@ def _why(error: BaseException) -> Failure:
 
 def _tell(failure: Failure, folder: Path) -> None:
     last = failure.error.splitlines()[-1] if failure.error else "no word of why"
-    where = f"rank {failure.rank}" if failure.rank is not None else "the run"
-    log.error("%s %s: %s (see %s)", where, failure.state, last, folder / "status.json")
+    what = f"rank {failure.rank} failed" if failure.rank is not None else f"run {failure.state}"
+    log.error("%s: %s (see %s)", what, last, folder / "status.json")
 
 
 @contextmanager
@@ -338,8 +338,9 @@ def _terminated_by_sigterm() -> Iterator[None]:
 @contextmanager
 def _quiet_elastic() -> Iterator[None]:
     """Silence torch elastic's own report of a failure: ours is shorter, and in the record."""
-    known = logging.root.manager.loggerDict
-    loggers = [logging.getLogger(name) for name in known if name.startswith("torch.distributed")]
+    about = ("torch.distributed", "torch.multiprocessing")
+    known = [name for name in logging.root.manager.loggerDict if name.startswith(about)]
+    loggers = [logging.getLogger(name) for name in known]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True

@@ -76,7 +76,7 @@ def _data(config: RunConfig, problems: list[Problem]) -> Data | None:
         _bind(config.data)
         return build.make_data(config.data)
     except DataUnavailable as error:
-        problems.append(Problem("data", config.data.target, str(error)))
+        problems.append(Problem("data._target_", config.data.target, str(error)))
     except Exception as error:
         problems.append(_refused("data", config.data, error))
     return None
@@ -89,9 +89,8 @@ def _model(config: RunConfig, problems: list[Problem]) -> nn.Module | None:
             model = build.maker(config.model)()
         if isinstance(model, nn.Module):
             return model
-        problems.append(
-            Problem("model", config.model.target, f"makes a {type(model).__name__}, not a module")
-        )
+        made = f"makes a {type(model).__name__}, not a torch.nn.Module"
+        problems.append(Problem("model._target_", config.model.target, made))
     except (RuntimeError, NotImplementedError) as error:
         if not _about_meta(error):
             problems.append(_refused("model", config.model, error))
@@ -114,7 +113,7 @@ def _fit(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
         shape = "x".join(map(str, samples[0].shape[1:]))
         said = _first_line(error)
         message = f"does not take a sample of {config.data.target} ({shape}): {said}"
-        return [Problem("model", config.model.target, message)]
+        return [Problem("model._target_", config.model.target, message)]
     return []
 
 

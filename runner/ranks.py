@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from multiprocessing.connection import wait
@@ -41,6 +42,8 @@ def rank_main(plain: dict[str, Any], folder: str) -> dict[str, Any]:
         The summary of the run.
     """
     _die_with_the_launcher()
+    # Ended by the launcher, a rank still writes the rows it holds back.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     config = parse(plain)
     rank, local_ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))

@@ -26,6 +26,8 @@ def digits(test_fraction: float, seed: int) -> Data:
     Raises:
         ValueError: when the fraction leaves too little on either side of the split.
     """
+    if not 0 < test_fraction < 1:
+        raise ValueError(f"test_fraction must lie between 0 and 1, not {test_fraction}")
     bunch = load_digits()
     chosen = train_test_split(
         np.arange(len(bunch.target)),

@@ -1,0 +1,37 @@
+"""A model with a planted fault, for runs that must fail."""
+
+import os
+import signal
+import time
+
+import torch
+
+from runner.models.cnn import DigitsCNN
+
+
+class Faulty(DigitsCNN):
+    """Raises, dies or hangs on one rank, in its n-th forward pass.
+
+    Args:
+        fault: ``raise``, ``kill`` (SIGKILL to itself), ``hang`` or ``none``.
+        rank: where.
+        at: in which forward pass.
+    """
+
+    def __init__(
+        self, num_classes: int, width: int, fault: str = "raise", rank: int = 0, at: int = 5
+    ) -> None:
+        super().__init__(num_classes=num_classes, width=width)
+        self.fault, self.rank, self.at, self.seen = fault, rank, at, 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.seen += images.device.type != "meta"
+        if self.seen == self.at and int(os.environ.get("RANK", 0)) == self.rank:
+            match self.fault:
+                case "raise":
+                    raise RuntimeError("planted fault")
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "hang":
+                    time.sleep(600)
+        return super().forward(images)

@@ -1,0 +1,241 @@
+"""Whole runs as a user starts them: their record, their failures, their end by a signal."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["train.max_duration=12ba", "eval.interval=12ba", "data.batch_size=16"]
+
+
+@pytest.fixture
+def environment(tmp_path):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RUNNER_"))}
+    return kept | {
+        "PYTHONPATH": str(ROOT),
+        "RUNNER_OUTPUTS": str(tmp_path / "outputs"),
+        "HOME": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "WANDB_ERROR_REPORTING": "false",
+    }
+
+
+def command(*words, before=("-m", "runner")):
+    return [sys.executable, *before, *words]
+
+
+def run(environment, *words, code=0, before=("-m", "runner")):
+    """The folder of a run, or its output where it has none."""
+    done = subprocess.run(
+        command(*words, before=before), env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return only_run(environment), done.stdout + done.stderr
+
+
+def only_run(environment):
+    (folder,) = (Path(environment["RUNNER_OUTPUTS"]) / "runs").iterdir()
+    return folder
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def read(folder, name):
+    return json.loads((folder / name).read_text())
+
+
+def marked(pid):
+    """Whether a process was started by the run of ``pid``: it carries its group."""
+    groups = subprocess.run(["ps", "-eo", "pgid="], capture_output=True, text=True).stdout.split()
+    return str(pid) in groups
+
+
+@pytest.mark.parametrize(
+    "clip", [["clip=norm", "clip.threshold=0.25"], ["clip=none"], ["clip=value"], ["clip=adaptive"]]
+)
+def test_the_record_of_a_run(environment, clip):
+    folder, _ = run(environment, *clip, *SMALL)
+    status, summary = read(folder, "status.json"), read(folder, "summary.json")
+    assert (status["state"], status["exit_code"], status["step"]) == ("finished", 0, 12)
+    assert status["error"] is None
+    assert status["wandb_run_id"]
+    rows = rows_of(folder)
+    assert [row["train/step"] for row in rows] == list(range(1, 13))
+    for row in rows:
+        product = row["clip/coef"] * row["grad/norm"]
+        assert product == pytest.approx(row["grad/norm_clipped"], rel=1e-5)
+        if clip[0] == "clip=norm":
+            assert row["clip/coef"] == pytest.approx(min(1, 0.25 / row["grad/norm"]), rel=1e-5)
+            assert row["clip/clipped"] == (row["grad/norm"] > 0.25)
+        if clip[0] == "clip=none":
+            assert row["clip/coef"] == 1
+    mean = sum(row["clip/clipped"] for row in rows) / 12
+    assert summary["clip/ratio_total"] == pytest.approx(mean)
+    assert summary["final"]["eval/accuracy"] == rows[-1]["eval/accuracy"]
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["clip"]["mode"] == clip[0].partition("=")[2]
+    assert config["data"]["batch_size"] == 16
+    assert (folder / ".hydra" / "overrides.yaml").is_file()
+    assert (folder / "runner.log").is_file()
+    assert list((folder / "wandb").glob("offline-run-*"))
+
+
+def test_two_local_ranks_are_one_process(environment, tmp_path):
+    one, _ = run(environment, *SMALL, "data.batch_size=32")
+    ranks = environment | {"RUNNER_OUTPUTS": str(tmp_path / "ranks")}
+    two, _ = run(
+        ranks, *SMALL, "plugin=ddp", "plugin.nproc=2", "accumulation=x2", "data.batch_size=8"
+    )
+    assert read(two, "summary.json")["world_size"] == 2
+    for row, wanted in zip(rows_of(two), rows_of(one), strict=True):
+        for key in ("train/loss", "grad/norm", "clip/coef"):
+            assert row[key] == pytest.approx(wanted[key], rel=1e-3), key
+        assert row["train/samples"] == wanted["train/samples"]
+    # One wandb run, written by the process the user started.
+    assert len(list((two / "wandb").glob("offline-run-*"))) == 1
+
+
+def test_torchrun_ranks_are_joined(environment):
+    before = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "runner")
+    folder, _ = run(environment, *SMALL, "plugin=ddp", before=before)
+    assert read(folder, "status.json")["state"] == "finished"
+    assert read(folder, "summary.json")["world_size"] == 2
+    assert len(rows_of(folder)) == 12
+
+
+def wandb_exit_code(folder):
+    (record,) = (folder / "wandb").glob("offline-run-*/*.wandb")
+    words = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(record)]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    return json.loads(said.stdout)["exit_code"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "cause"),
+    [
+        ("raise", 1, "RuntimeError: planted fault"),
+        ("raise", 0, "RuntimeError: planted fault"),
+        ("kill", 1, "SIGKILL"),
+        ("kill", 0, "SIGKILL"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_run(environment, fault, rank, cause):
+    words = ["plugin=ddp", "plugin.nproc=2", "train.max_duration=10000ba"]
+    words += ["model._target_=tests.faulty.Faulty", f"+model.fault={fault}", f"+model.rank={rank}"]
+    started = subprocess.Popen(
+        command(*words, "+model.at=150"),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        # The fault strikes after at least one row was written; from then on 15 s are allowed.
+        wait_for_rows(environment)
+        began = time.monotonic()
+        said, _ = started.communicate(timeout=40)
+        assert time.monotonic() - began < 15 + 5  # the steps from the first row to the fault
+        assert started.returncode == 1, said
+        folder = only_run(environment)
+        status = read(folder, "status.json")
+        assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 1, rank)
+        assert cause in status["error"]
+        assert f"rank {rank} failed" in said
+        assert "Traceback" not in said
+        assert not marked(started.pid), "a process was left behind"
+        assert wandb_exit_code(folder) == 1
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+
+
+def test_a_run_in_place_that_fails(environment):
+    words = ["model._target_=tests.faulty.Faulty", "+model.at=5"]
+    folder, said = run(environment, *words, code=1)
+    status = read(folder, "status.json")
+    assert (status["state"], status["rank"]) == ("failed", 0)
+    assert "planted fault" in status["error"]
+    assert "Traceback" in status["error"]
+    assert "Traceback" not in said
+    # The rows before the fault are not lost, though they were not due yet.
+    assert [row["train/step"] for row in rows_of(folder)] == [1, 2, 3, 4]
+    assert wandb_exit_code(folder) == 1
+
+
+def wait_for_rows(environment, limit=60):
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        files = list(Path(environment["RUNNER_OUTPUTS"]).glob("runs/*/metrics.jsonl"))
+        if files and files[0].stat().st_size:
+            return
+        time.sleep(0.1)
+    raise AssertionError("no row was written in time")
+
+
+@pytest.mark.parametrize("plugin", [["plugin=single"], ["plugin=ddp", "plugin.nproc=2"]])
+@pytest.mark.parametrize(
+    ("number", "code", "state"),
+    [
+        (signal.SIGTERM, 143, "interrupted"),
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGKILL, -9, "running"),
+    ],
+)
+def test_signals(environment, plugin, number, code, state):
+    started = subprocess.Popen(
+        command(*plugin, "train.max_duration=100000ba", "log.flush=5"),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        wait_for_rows(environment)
+        started.send_signal(number)
+        said, _ = started.communicate(timeout=30)
+        assert started.returncode == code, said
+        assert "Traceback" not in said
+        status = read(only_run(environment), "status.json")
+        assert status["state"] == state
+        deadline = time.monotonic() + 10
+        while marked(started.pid) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not marked(started.pid), "a process was left behind"
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+
+
+def test_the_recipe_accumulate_4_shows_weights_that_move_every_fourth_microbatch(environment):
+    folder, said = run(environment, "recipe=accumulate_4", "train.max_duration=3ba")
+    lines = [line.split(": ", 1) for line in said.splitlines() if " microbatch " in line]
+    values = [line[1].split() for line in lines if "/4" in line[0]]
+    assert len(values) == 12
+    assert all(len(row) == 10 for row in values)
+    moved = [before != after for before, after in pairwise(values)]
+    # The value after microbatch 4 is the one that microbatches 1 to 3 of the next step still show.
+    assert moved == [False, False, True, False, False, False, True, False, False, False, True]
+    assert len(rows_of(folder)) == 3
+
+
+def test_the_sinks_agree_on_numbers_that_are_not_finite(environment):
+    words = ["optimizer.lr=1e18", "scheduler=constant", "clip=none", *SMALL]
+    folder, _ = run(environment, *words)
+    last = rows_of(folder)[-1]
+    assert last["grad/nonfinite"] > 0
+    assert any(isinstance(row["grad/norm"], str) for row in rows_of(folder))
+    assert all(math.isfinite(float(row["clip/ratio_total"])) for row in rows_of(folder))

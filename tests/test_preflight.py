@@ -1,0 +1,83 @@
+"""What only torch can tell about a request is told before anything is created."""
+
+import json
+
+import pytest
+import torch
+
+from runner import preflight
+from runner.cli import main
+
+CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+
+WRONG = [
+    (["model._target_=runner.models.cnn.DigitsCN"], ["model._target_", "DigitsCN"]),
+    (["model._target_=no_such_package.Net"], ["model._target_", "no_such_package"]),
+    (["+model.widht=3"], ["model._target_", "widht", "did you mean width?"]),
+    (["model.width=-1"], ["model._target_", "refused its arguments"]),
+    (["model._target_=math.sqrt", "~model.width", "~model.num_classes"], ["model._target_"]),
+    (["model=gpt", "data=text", "model.heads=5"], ["model._target_", "heads"]),
+    (["model=gpt"], ["model._target_", "does not take a sample of", "digits"]),
+    (["data=text"], ["model._target_", "does not take a sample of", "text"]),
+    (["optimizer.lr=-1"], ["optimizer._target_", "learning rate"]),
+    (["optimizer._target_=torch.optim.SDG"], ["optimizer._target_", "SDG"]),
+    (["+optimizer.betas=[0.9,0.99]"], ["optimizer._target_", "betas"]),
+    (["scheduler._target_=torch.optim.lr_scheduler.StepLR"], ["scheduler._target_"]),
+    (["data=cifar10", "data.root=/no/such/folder"], ["data", "/no/such/folder", "data.download"]),
+    (["data=text", "model=gpt", "data.path=/no/such/file"], ["data", "/no/such/file"]),
+    (["data._target_=builtins.dict", "~data.seed", "~data.test_fraction"], ["data", "dict"]),
+    (["data.test_fraction=2"], ["data._target_", "test_fraction"]),
+    (["clip=adaptive", "clip.exclude=[haed.*]"], ["clip.exclude", "haed", "matches no parameter"]),
+    (["optimizer.lr=-1", "model.width=-1"], ["2 problems", "optimizer._target_", "model._target_"]),
+    (["-m", "optimizer.lr=0.1,-1"], ["optimizer._target_", "optimizer.lr=-1"]),
+]
+WRONG_ON_A_CPU = [
+    (["precision=fp16"], ["precision", "fp16", "GPU", "bf16"]),
+    (["device=cuda"], ["device=cuda", "cpu"]),
+    (["plugin=ddp", "plugin.nproc=4096"], ["plugin.nproc=4096", "at most"]),
+]
+
+
+def refused(words, said, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
+    assert main(words) == 2
+    message = capfd.readouterr().err
+    for part in said:
+        assert part in message
+    assert "Traceback" not in message
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG, ids=lambda value: " ".join(value)[:50])
+def test_wrong(words, said, tmp_path, monkeypatch, capfd):
+    refused(words, said, tmp_path, monkeypatch, capfd)
+
+
+@CPU_ONLY
+@pytest.mark.parametrize(("words", "said"), WRONG_ON_A_CPU, ids=lambda value: " ".join(value)[:50])
+def test_wrong_on_a_cpu(words, said, tmp_path, monkeypatch, capfd):
+    refused(words, said, tmp_path, monkeypatch, capfd)
+
+
+def test_one_process_under_several_ranks(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = ["plugin=single", "2 ranks", "plugin=ddp"]
+    refused(["plugin=single"], said, tmp_path, monkeypatch, capfd)
+
+
+def test_the_error_of_a_broken_model_is_its_own(monkeypatch):
+    """A model that the meta device cannot make is left to the real one."""
+
+    def unable(*args, **kwargs):
+        raise NotImplementedError("no kernel for the meta device")
+
+    from runner.config.compose import register, request
+
+    register()
+    (job,) = request([], multirun=False).jobs
+    monkeypatch.setattr(preflight.build, "maker", lambda target: unable)
+    with pytest.raises(Exception, match="kernel") as caught:
+        preflight.check(job.config, job.plain)
+    assert "model._target_" not in str(caught.value)
+    assert json.dumps(job.plain)

@@ -50,5 +50,5 @@ def test_the_seed_decides_the_split():
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, 0.0001])
 def test_a_fraction_that_leaves_a_side_empty_is_refused(fraction):
-    with pytest.raises(ValueError, match=r"test_size|classes"):
+    with pytest.raises(ValueError, match=r"test_fraction|classes"):
         digits(test_fraction=fraction, seed=0)

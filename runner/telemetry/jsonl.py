@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from runner.telemetry.sink import Row
 
-_NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NONFINITE: dict[str, Any] = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def encode(value: Any, *, indent: int | None = None) -> str:
@@ -25,7 +25,10 @@ def encode(value: Any, *, indent: int | None = None) -> str:
     Raises:
         TypeError: something inside has no JSON form (a tensor, a path).
     """
-    return json.dumps(_spelled(value), allow_nan=False, indent=indent)
+    try:
+        return json.dumps(value, allow_nan=False, indent=indent)
+    except ValueError:
+        return json.dumps(_spelled(value), allow_nan=False, indent=indent)
 
 
 def decode(line: str) -> Row:
@@ -34,7 +37,7 @@ def decode(line: str) -> Row:
     Raises:
         ValueError: the line is no JSON object.
     """
-    row = json.loads(line)
+    row: Any = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError(f"not a row: {line[:80]!r}")
     return {

@@ -27,6 +27,7 @@ from runner.config.compose import (
     VERSION_BASE,
     Request,
     Source,
+    help_text,
     register,
     request,
 )
@@ -71,17 +72,17 @@ def _run(words: list[str]) -> int:
         print(f"clip-runner {__version__} (Hydra {hydra.__version__})")
         return 0
     args, problems = _read(words)
-    register()
     if problems:
         _add_problems_of_words(args, problems)
         raise RequestError(problems)
+    if args.help or args.cfg is not None or args.info is not None:
+        return _show(args)
     if args.shell_completion or args.hydra_help:
+        register()
         return _hand_to_hydra([*_flags(args), *args.overrides])
-    shows = args.help or args.cfg is not None or args.info is not None
-    wanted = _request(args, writes=not shows)
-    if shows:
-        code = _hand_to_hydra([*_flags(args), *args.overrides])
-        return WRONG_REQUEST if code else 0
+    wanted = request(
+        args.overrides, multirun=args.multirun, source=_source(args), claims=not _joins()
+    )
     if wanted.multirun and _world_size() > 1:
         message = "a sweep starts its own ranks (plugin.nproc): run it without torchrun"
         raise RequestError([Problem("-m", NOTHING, message)])
@@ -93,23 +94,25 @@ def _run(words: list[str]) -> int:
     return _hand_to_hydra([*_flags(args), *wanted.words])
 
 
-def _request(args: argparse.Namespace, writes: bool) -> Request:
-    source = Source(
-        _path(args.config_path), args.config_name or CONFIG_NAME, _path(args.config_dir)
-    )
-    return request(
-        args.overrides,
-        multirun=args.multirun,
-        source=source,
-        writes=writes,
-        claims=not _joins(),
-    )
+def _show(args: argparse.Namespace) -> int:
+    """Answer ``--help``, ``--cfg`` or ``--info``."""
+    if args.overrides:
+        request(args.overrides, source=_source(args), writes=False)
+    if args.help:
+        print(help_text(args.overrides, _source(args)))
+        return 0
+    register()
+    return WRONG_REQUEST if _hand_to_hydra([*_flags(args), *args.overrides]) else 0
+
+
+def _source(args: argparse.Namespace) -> Source:
+    return Source(_path(args.config_path), args.config_name or CONFIG_NAME, _path(args.config_dir))
 
 
 def _add_problems_of_words(args: argparse.Namespace, problems: list[Problem]) -> None:
     """Where a flag is wrong already, say what else is."""
     try:
-        _request(args, writes=True)
+        request(args.overrides, multirun=args.multirun, source=_source(args))
     except RequestError as error:
         problems += error.problems
 
@@ -122,8 +125,13 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, list[Problem]]:
     """
     parser = get_args_parser()
     parser.exit_on_error = False  # what is wrong goes into the one message
+    spelled = []
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        spelled.append(word)
+        if word in ("--info", "-i") and "=" in following:
+            spelled.append("all")  # what it says by itself, or argparse takes the next word for it
     try:
-        args, rest = parser.parse_known_args(words)
+        args, rest = parser.parse_known_args(spelled)
     except argparse.ArgumentError as error:
         name = error.argument_name or "flags"
         raise RequestError([Problem(name, NOTHING, error.message)]) from None

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -17,11 +18,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from runner.config import diagnose, recipes, resolvers, words
 from runner.config.check import examine
-from runner.config.folders import earlier_record, find, obstacle, outputs
+from runner.config.destination import folder_problems
+from runner.config.folders import find
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.resolve import resolved
 from runner.config.schema import RunConfig
@@ -117,10 +118,25 @@ def request(
             master = composer.attempt([word for word in final if word not in lists])
         if master is not None and writes:
             kind = "sweep" if multirun else "run"
-            problems += _folder_problems(master, kind, overrides, claims)
+            problems += folder_problems(master, kind, overrides, claims)
     if problems:
         raise RequestError(_distinct(problems))
     return Request(final, multirun, tuple(jobs))
+
+
+def help_text(given: Sequence[str], source: Source | None = None) -> str:
+    """The text of ``--help``, with the values that the words ``given`` give; they are checked.
+
+    Hydra would print the same, but lists every group of its own first, which takes longer than all
+    the rest.
+    """
+    source = source or Source()
+    register()
+    with _hydra(source):
+        template: str = compose(
+            source.name, list(given), return_hydra_config=True
+        ).hydra.help.template
+    return Template(template).safe_substitute()
 
 
 @contextmanager
@@ -186,6 +202,11 @@ class _Composer:
             problems.append(Problem("recipe", plain["recipe"], error))
         return typed, plain, problems
 
+    def refuse(self, word: str) -> Problem | None:
+        """The problem of a word that chooses an option which does not exist."""
+        [override], _ = words.read([word], self.loader)
+        return diagnose.wrong_choice(override, self.loader)
+
     def _failure(self, given: Sequence[str]) -> Problem:
         """Why ``given`` does not compose, where no word is to blame but a file is."""
         try:
@@ -216,7 +237,7 @@ def _sweep(
     listed, problems = words.read(
         [f"{key}={value}" for key, value in (params or {}).items()], composer.loader
     )
-    wanted, found = words.jobs([*listed, *overrides], composer.loader)
+    wanted, found = words.jobs([*listed, *overrides], composer.loader, composer.refuse)
     problems += found
     jobs = []
     by_job: list[list[Problem]] = []
@@ -265,28 +286,3 @@ def _for_every_job(composer: _Composer, overrides: Sequence[Override]) -> tuple[
         homeless = not override.is_sweep_override() and composer.attempt([*settled, word]) is None
         final.append(f"++{word}" if sets and homeless else word)
     return tuple(final)
-
-
-def _folder_problems(
-    config: DictConfig, kind: str, overrides: Sequence[Override], claims: bool
-) -> Iterator[Problem]:
-    """Why the folder of a run or sweep cannot be written."""
-    key = f"hydra.{kind}.dir"
-    try:
-        folder = Path(_text(config, key)).absolute()
-    except (OmegaConfBaseException, ValueError) as error:
-        yield Problem(key, NOTHING, f"cannot be resolved: {diagnose.reason(error)}")
-        return
-    typed = any(override.key_or_group == key for override in overrides)
-    if message := obstacle(folder):
-        if typed or not folder.is_relative_to(outputs()):
-            yield Problem(key, str(folder), message)
-        else:
-            yield Problem("RUNNER_OUTPUTS", str(outputs()), message)
-    elif claims and (message := earlier_record(folder)):
-        yield Problem(key, str(folder), message)
-
-
-def _text(config: DictConfig, key: str) -> str:
-    value: Any = OmegaConf.select(config, key, throw_on_missing=True)
-    return str(value)

@@ -53,7 +53,7 @@ def examine(
     for override in overrides:
         if not _chooses(override, loader):
             values.append(override)
-        elif problem := _wrong_choice(override, loader):
+        elif problem := wrong_choice(override, loader):
             found.problems.append(problem)
             found.unsettled.add(override.key_or_group)
         else:
@@ -109,7 +109,10 @@ def _chooses(override: Override, loader: ConfigLoader) -> bool:
     return bool(loader.get_group_options(key)) and not isinstance(override.value(), dict)
 
 
-def _wrong_choice(override: Override, loader: ConfigLoader) -> Problem | None:
+def wrong_choice(override: Override, loader: ConfigLoader) -> Problem | None:
+    """The problem of a word about the option of a group; None also where it is about no group."""
+    if not _chooses(override, loader):
+        return None
     group = override.key_or_group
     value: Any = override.value()
     options = loader.get_group_options(group)
@@ -136,9 +139,10 @@ def _wrong_value(override: Override, base: dict[str, Any]) -> Problem | None:
     if override.is_delete() or not (override.is_add() or override.is_force_add()):
         if not exists:
             return _unknown(override, key, value, base)
-        for leaf, leaf_value in leaves(key, value):  # clip={threshold:0.1}
-            if not _look_up(base, leaf)[0]:
-                return _unknown(override, leaf, leaf_value, base)
+        if isinstance(content, dict):  # clip={threshold:0.1}
+            for leaf, leaf_value in leaves(key, value):
+                if not _look_up(base, leaf)[0]:
+                    return _unknown(override, leaf, leaf_value, base)
         return None
     if override.is_add() and exists and content is not None and not isinstance(value, dict | list):
         return Problem(override.get_key_element(), value, f"exists already; write {key}=VALUE")

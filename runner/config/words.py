@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
 from hydra.core.config_loader import ConfigLoader
@@ -37,16 +37,24 @@ def read(words: Iterable[str], loader: ConfigLoader) -> tuple[list[Override], li
     return overrides, problems
 
 
-def jobs(overrides: Sequence[Override], loader: ConfigLoader) -> tuple[list[Job], list[Problem]]:
+def jobs(
+    overrides: Sequence[Override], loader: ConfigLoader, refuse: Callable[[str], Problem | None]
+) -> tuple[list[Job], list[Problem]]:
     """The jobs of a sweep: every combination of the values that are listed.
 
     As in Hydra's own sweeper, a key that comes twice counts as it comes last.
 
+    Args:
+        overrides: the words of the sweep.
+        loader: knows the groups and their options.
+        refuse: the problem of a listed value that no job can have.
+
     Returns:
-        The words of each job, those that vary apart, and the problem of each list that is none.
+        The words of each job, those that vary apart, and the problem of each list that is none and
+        of each value that is refused.
     """
     values: dict[str, list[str]] = {}
-    problems = []
+    problems: list[Problem] = []
     for override in overrides:
         key = override.get_key_element()
         if not override.is_sweep_override():
@@ -64,7 +72,10 @@ def jobs(overrides: Sequence[Override], loader: ConfigLoader) -> tuple[list[Job]
         elif not found:
             problems.append(_no_sweep(override, _what_exists(override, loader)))
         else:
-            values[key] = [f"{key}={value}" for value in found]
+            listed = {f"{key}={value}": refuse(f"{key}={value}") for value in found}
+            problems += (problem for problem in listed.values() if problem)
+            kept = [f"{key}={value}" for value in found if not listed[f"{key}={value}"]]
+            values[key] = kept or list(listed)[:1]  # so that the other words are looked at too
     lists = [[(word, len(choices) > 1) for word in choices] for choices in values.values()]
     return [Job(combination) for combination in product(*lists)], problems
 

@@ -183,12 +183,15 @@ def test_a_threshold_belongs_to_a_mode_that_clips(plain, mode, threshold, fits):
         assert "clip=none" in problems(plain)["clip.threshold"]
 
 
-@pytest.mark.parametrize(("name", "nproc", "fits"), [
-    ("single", None, True),
-    ("single", 1, True),
-    ("single", 2, False),
-    ("ddp", 2, True),
-])
+@pytest.mark.parametrize(
+    ("name", "nproc", "fits"),
+    [
+        ("single", None, True),
+        ("single", 1, True),
+        ("single", 2, False),
+        ("ddp", 2, True),
+    ],
+)
 def test_one_process_is_not_several(plain, name, nproc, fits):
     plain["plugin"] |= {"name": name, "nproc": nproc}
     if fits:

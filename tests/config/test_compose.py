@@ -70,12 +70,6 @@ def test_a_sweep_may_be_asked_for_by_a_word():
     assert request(["hydra.mode=MULTIRUN", "seed=1,2"]).multirun
 
 
-def test_the_lists_of_a_configured_sweep_count_too():
-    words = ["hydra.mode=MULTIRUN", "+hydra.sweeper.params.seed='1,2'"]
-    assert len(request([*words, "clip=none,norm"]).jobs) == 4
-    assert problems("hydra.mode=MULTIRUN", "+hydra.sweeper.params.seed='1,-2'")
-
-
 def test_a_key_that_only_the_listed_models_have_is_forced_for_hydra():
     found = request(["model=gpt,lstm", "model.layers=2", "seed=1"], multirun=True)
     assert [job.config.model.arguments["layers"] for job in found.jobs] == [2, 2]
@@ -93,6 +87,15 @@ def test_words_of_a_sweep_stay_as_they_were_typed_where_that_will_do():
 def test_a_problem_of_some_jobs_names_one_and_of_all_jobs_none():
     found = {p.key: p.job for p in problems("seed=1,-1", "log.flush=0", multirun=True)}
     assert found == {"seed": "seed=-1", "log.flush": ""}
+
+
+def test_a_wrong_option_of_a_sweep_is_named_once():
+    found = problems("plugin=dpp,dpd", "plugin.nproc=2", "seed=1,-1", multirun=True)
+    assert [(p.key, p.value, p.job) for p in found] == [
+        ("plugin", "dpp", ""),
+        ("plugin", "dpd", ""),
+        ("seed", -1, "seed=-1"),
+    ]
 
 
 def test_a_wrong_option_does_not_hide_wrong_values_nor_invent_conflicts():

@@ -23,7 +23,21 @@ def test_reads_what_it_prints(text, value, unit):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "3", "ep", "0ep", "-1ep", "1.5ep", "3 ep", " 3ep", "3EP", "3epochs", "1__0ba", "_1ba", "1_ba"],
+    [
+        "",
+        "3",
+        "ep",
+        "0ep",
+        "-1ep",
+        "1.5ep",
+        "3 ep",
+        " 3ep",
+        "3EP",
+        "3epochs",
+        "1__0ba",
+        "_1ba",
+        "1_ba",
+    ],
 )
 def test_refuses_and_lists_the_units(text):
     with pytest.raises(ValueError, match="must be a duration") as error:

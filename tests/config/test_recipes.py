@@ -86,21 +86,26 @@ def test_a_recipe_with_an_unknown_key_is_found_like_a_word(folder):
 
 def test_a_recipe_that_chooses_what_does_not_exist_is_named(folder):
     (folder / "odd.yaml").write_text("# odd: x.\ndefaults:\n  - override /clip: nrom\n")
-    with pytest.raises(RequestError, match="recipe=odd .*clip/nrom"):
+    with pytest.raises(RequestError, match=r"recipe=odd .*clip/nrom"):
         request(["recipe=odd"], writes=False)
 
 
 def test_a_recipe_may_be_a_sweep(folder):
-    text = "# many: x.\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      clip.threshold: 0.1,1\n"
+    text = "# many: x.\nhydra: {mode: MULTIRUN, sweeper: {params: {clip.threshold: '0.1,1'}}}\n"
     (folder / "many.yaml").write_text(text)
     found = request(["recipe=many"], writes=False)
     assert found.multirun
     assert [job.config.clip.threshold for job in found.jobs] == [0.1, 1.0]
+    assert len(request(["recipe=many", "seed=1,2"], writes=False).jobs) == 4
+    with pytest.raises(RequestError, match="seed=-1"):
+        request(["recipe=many", "seed=1,-1"], writes=False)
 
 
 def test_the_purpose_stands_in_the_header(folder):
     (folder / "mine.yaml").write_text(MINE)
-    assert [(recipe.name, recipe.purpose) for recipe in recipes.read_all()] == [("mine", "a trial.")]
+    assert [(recipe.name, recipe.purpose) for recipe in recipes.read_all()] == [
+        ("mine", "a trial.")
+    ]
 
 
 def test_resnet34_is_the_published_setting():

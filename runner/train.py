@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from runner.booster import Booster, LossScale, OptimizerWrapper, Plugin, SinglePlugin
 from runner.booster.optimizer import Nonfinite
-from runner.clip import ClipMode, GradientClipping, build
+from runner.clip import ClipMode, GradientClipping, Number, build
 from runner.clip.measure import norms
 from runner.config.duration import Duration
 from runner.data.order import DealtBatches
@@ -98,6 +98,8 @@ class Trainer:
         self.optimizer: OptimizerWrapper
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         self.mode.bind(self.optimizer.layout)
+        # Without autocast the wrapper would only cost a call.
+        self._forward = self.model if self.model.dtype else self.model.module
         self.progress = Progress()
         self.evaluates = Every(_duration(eval_interval))
         self.per_layer = per_layer
@@ -167,7 +169,7 @@ class Trainer:
                 continue
             batch = self._to_device(host)
             count, _, _ = self.window_loss.items(host)
-            outputs = self.window_loss.forward(self.model, batch)
+            outputs = self.window_loss.forward(self._forward, batch)
             total += float(self.window_loss.sum(outputs, batch, count))
             right = self.window_loss.correct(outputs, batch)
             graded = graded and right is not None
@@ -222,7 +224,7 @@ class Trainer:
         all_items, all_samples, all_tokens = map(int, everywhere)
         return counts, (all_items, all_samples, all_tokens)
 
-    def _accumulate(self, batches: list[Any], counts: list[int], items: int) -> Tensor:
+    def _accumulate(self, batches: list[Any], counts: list[int], items: int) -> Number:
         """Forward and backward of every microbatch; ranks synchronise on the last one alone.
 
         Returns:
@@ -236,14 +238,14 @@ class Trainer:
             held = nullcontext() if final else self.booster.no_sync(self.model, self.optimizer)
             with held:
                 batch = self._to_device(host)
-                outputs = self.window_loss.forward(self.model, batch)
+                outputs = self.window_loss.forward(self._forward, batch)
                 loss = self.window_loss.sum(outputs, batch, count)
                 self.optimizer.backward(loss, weight)
             total = loss.detach() if total is None else total + loss.detach()
             if not final:
                 self._show(number, len(batches))
         assert total is not None
-        return total * weight
+        return total.item() * weight if self.device.type == "cpu" else total * weight
 
     def _layer_norms(self) -> dict[str, float]:
         self.optimizer.unscale()

@@ -66,6 +66,7 @@ class OptimizerWrapper:
         self.stage = Stage.EMPTY
         self.accumulating = False
         self._unscaled = False
+        self._start: tuple[float, Tensor] | None = None
         self._finite: bool | Tensor | None = None
         self._fused = all(group.get("fused") for group in optimizer.param_groups)
         self._modes: dict[tuple[str, float, float], ClipMode] = {}
@@ -79,8 +80,9 @@ class OptimizerWrapper:
         """
         if self.loss_scale is not None:
             weight *= self.loss_scale.scale
-        start = None if weight == 1.0 else loss.new_full((), weight)
-        loss.backward(start)  # type: ignore[no-untyped-call]
+        if self._start is None or self._start[0] != weight or self._start[1].dtype != loss.dtype:
+            self._start = (weight, loss.new_full((), weight))
+        loss.backward(self._start[1])  # type: ignore[no-untyped-call]
         self.stage = Stage.ACCUMULATING if self.accumulating else Stage.READY
         self._unscaled = False
 

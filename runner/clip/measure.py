@@ -21,6 +21,7 @@ from runner.clip.layout import Layout, Number
 
 ROW = 16_384
 SHORT = 65_536
+EXACT = (torch.float32, torch.float64)
 SQUARES_VANISH = 1e-30
 SQUARES_OVERFLOW = 1e30
 """A float32 sum of squares outside of these bounds is taken again in float64."""
@@ -37,7 +38,8 @@ def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
         A float on a CPU, a 0-dimensional float64 tensor on an accelerator. NaN or inf where any
         gradient holds one.
     """
-    return combine(layout.gather([local_power(layout, norm_type)])[0], norm_type)
+    local = local_power(layout, norm_type)
+    return combine([local] if layout.group is None else layout.gather([local])[0], norm_type)
 
 
 def combine(powers: Sequence[Number], norm_type: float) -> Number:
@@ -79,7 +81,7 @@ def norms(gradients: Sequence[Tensor], norm_type: float = 2.0) -> list[float]:
 
 def power_sums(gradients: Sequence[Tensor], norm_type: float) -> list[float] | Tensor:
     """Σ|g|^p (max|g| for inf) of each gradient: floats on a CPU, one float64 vector elsewhere."""
-    if all(g.device.type == "cpu" for g in gradients):
+    if not gradients or gradients[0].device.type == "cpu":
         return [_power_sum(g, norm_type) for g in gradients]
     dtype = torch.float32 if gradients[0].device.type == "mps" else torch.float64
     each = torch.stack(torch._foreach_norm(list(gradients), norm_type, dtype=dtype))
@@ -90,14 +92,14 @@ def _power_sum(gradient: Tensor, norm_type: float) -> float:
     n = gradient.numel()
     if n == 0:
         return 0.0
-    flat = flatten(gradient)
-    if norm_type == 2.0 and n <= SHORT and flat.dtype in (torch.float32, torch.float64):
-        power = float(torch.dot(flat, flat).item())
+    flat = gradient.view(-1) if gradient.is_contiguous() else flatten(gradient)
+    if norm_type == 2.0 and n <= SHORT and flat.dtype in EXACT:
+        power: float = torch.dot(flat, flat).item()
     else:
         rows = n // ROW * ROW
         parts = [flat[:rows].view(-1, ROW)] if rows else []
         power = _combined([*parts, flat[rows:].unsqueeze(0)], norm_type, torch.float32)
-    if math.isinf(norm_type) or SQUARES_VANISH < power < SQUARES_OVERFLOW:
+    if SQUARES_VANISH < power < SQUARES_OVERFLOW or math.isinf(norm_type):
         return power
     return _combined([flat.unsqueeze(0)], norm_type, torch.float64)
 
@@ -124,8 +126,6 @@ def flatten(tensor: Tensor) -> Tensor:
 
     The order of the elements is that of the memory, so it means nothing to a caller but a sum.
     """
-    if tensor.is_contiguous():
-        return tensor.view(-1)
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
     return tensor.permute(order).reshape(-1)

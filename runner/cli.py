@@ -10,7 +10,6 @@ import argparse
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,8 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except RequestError as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            traceback.print_exc()
         if not _joins():  # the first rank says it for all
             print(error, file=sys.stderr)
         return WRONG_REQUEST
@@ -102,7 +99,12 @@ def _show(args: argparse.Namespace) -> int:
         print(help_text(args.overrides, _source(args)))
         return 0
     register()
-    return WRONG_REQUEST if _hand_to_hydra([*_flags(args), *args.overrides]) else 0
+    reports, logging.raiseExceptions = logging.raiseExceptions, False  # ``--info | head``
+    try:
+        code = _hand_to_hydra([*_flags(args), *args.overrides])
+    finally:
+        logging.raiseExceptions = reports
+    return WRONG_REQUEST if code else 0
 
 
 def _source(args: argparse.Namespace) -> Source:
@@ -135,13 +137,20 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, list[Problem]]:
     except argparse.ArgumentError as error:
         name = error.argument_name or "flags"
         raise RequestError([Problem(name, NOTHING, error.message)]) from None
-    # argparse takes overrides before or after a flag, not both; here they may stand anywhere.
-    late = [word for word in rest if not word.startswith("-")]
     problems = [
         Problem(word, NOTHING, "unknown flag; --help and --hydra-help list those there are")
         for word in rest
         if word.startswith("-")
     ]
+    problems += _flag_problems(args)
+    # argparse takes overrides before or after a flag, not both; here they may stand anywhere.
+    args.overrides += [word for word in rest if not word.startswith("-")]
+    return args, problems
+
+
+def _flag_problems(args: argparse.Namespace) -> list[Problem]:
+    """Flags that exclude each other, or whose value is wrong; the latter are unset."""
+    problems = []
     modes = {
         "-m": args.multirun,
         "--run": args.run,
@@ -162,8 +171,7 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, list[Problem]]:
             flag = "--" + name.replace("_", "-")
             problems.append(Problem(flag, folder, "must be a folder that exists"))
             setattr(args, name, None)
-    args.overrides += late
-    return args, problems
+    return problems
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
@@ -258,14 +266,12 @@ def _logging_restored() -> Iterator[None]:
     """Close the log files that Hydra opens, and leave the caller's logging as it was."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
-    reports, logging.raiseExceptions = logging.raiseExceptions, False  # ``--info | head``
     try:
         yield
     finally:
         for handler in set(root.handlers) - set(handlers):
             handler.close()
         root.handlers[:] = handlers
-        logging.raiseExceptions = reports
         root.setLevel(level)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -181,6 +183,8 @@ class _Composer:
         try:
             return self(given)
         except Exception:  # Hydra and OmegaConf raise ValueError, AssertionError and more for words
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                traceback.print_exc()
             return None
 
     def check(

@@ -15,6 +15,12 @@ from runner.telemetry.sink import Sink
 from runner.train import Trainer
 
 
+def _say(text: str) -> None:
+    """To the terminal and to the run's log."""
+    print(text, flush=True)
+    logging.getLogger("runner.probe").info(text)
+
+
 def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     """Train as ``config`` says, in this process, on the ranks that already stand.
 
@@ -63,7 +69,7 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
         log_flush=config.log.flush,
         per_layer=config.telemetry.per_layer,
         probe=config.telemetry.probe,
-        say=logging.getLogger("runner.probe").info,
+        say=_say,
     )
     summary = trainer.fit()
     return summary | {

@@ -80,5 +80,6 @@ def _log_to(file: Path, rank: int) -> None:
     if rank == 0:
         handlers.append(logging.StreamHandler())
         handlers[-1].setFormatter(logging.Formatter("%(message)s"))
+        handlers[-1].setLevel(logging.WARNING)
     handlers[0].setFormatter(logging.Formatter(form))
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)

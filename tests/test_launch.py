@@ -55,10 +55,16 @@ def read(folder, name):
     return json.loads((folder / name).read_text())
 
 
-def marked(pid):
-    """Whether a process was started by the run of ``pid``: it carries its group."""
-    groups = subprocess.run(["ps", "-eo", "pgid="], capture_output=True, text=True).stdout.split()
-    return str(pid) in groups
+def left_behind(pid, seconds=5):
+    """Processes of the run of ``pid`` (they carry its group) that do not end in time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        words = ["ps", "-eo", "pgid=,stat=,args="]
+        listed = subprocess.run(words, capture_output=True, text=True).stdout.splitlines()
+        left = [line for line in listed if line.split()[0] == str(pid) and " Z" not in line]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +160,7 @@ def test_a_rank_that_fails_ends_the_run(environment, fault, rank, cause):
         assert cause in status["error"]
         assert f"rank {rank} failed" in said
         assert "Traceback" not in said
-        assert not marked(started.pid), "a process was left behind"
+        assert not left_behind(started.pid)
         assert wandb_exit_code(folder) == 1
     finally:
         if started.poll() is None:
@@ -211,10 +217,7 @@ def test_signals(environment, plugin, number, code, state):
         assert "Traceback" not in said
         status = read(only_run(environment), "status.json")
         assert status["state"] == state
-        deadline = time.monotonic() + 10
-        while marked(started.pid) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert not marked(started.pid), "a process was left behind"
+        assert not left_behind(started.pid)
     finally:
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)

@@ -34,10 +34,13 @@ class TargetError(ValueError):
 
 
 def device_of(name: str) -> torch.device:
-    """The device called ``name``; ``auto`` is the GPU of this rank where there is one."""
+    """The device called ``name``; ``auto`` is the GPU of this rank where there is one.
+
+    Asks nothing that would make a context on the GPU: the launcher of local ranks needs none.
+    """
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
 def maker(target: Target) -> Callable[..., Any]:

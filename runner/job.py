@@ -46,7 +46,6 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
         "num_workers": config.data.num_workers,
         "seed": config.seed,
         "pin_memory": device.type == "cuda",
-        "persistent_workers": config.data.num_workers > 0,
     }
     trainer = Trainer(
         model,

@@ -71,7 +71,8 @@ class WindowLoss:
     def sum(self, outputs: Any, batch: Any, items: int) -> Tensor:
         """Σ item losses of a microbatch that holds ``items``; 0, with a gradient, for none."""
         if items == 0:
-            return outputs.sum() * 0.0
+            nothing: Tensor = outputs.sum() * 0.0
+            return nothing
         loss = self._criterion(outputs, batch if self.takes_batch else batch[1])
         summed: Tensor = loss if self._sums else loss * items
         return summed

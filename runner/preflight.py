@@ -34,6 +34,8 @@ def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
     problems = _machine(config)
     data = _data(config, problems)
     model = _model(config, problems)
+    if data is not None:
+        problems += _durations(config, data)
     if model is not None:
         if data is not None:
             problems += _fit(config, model, data)
@@ -80,6 +82,26 @@ def _data(config: RunConfig, problems: list[Problem]) -> Data | None:
     except Exception as error:
         problems.append(_refused("data", config.data, error))
     return None
+
+
+def _durations(config: RunConfig, data: Data) -> list[Problem]:
+    """Whether the data has what durations count, and any whole microbatch."""
+    problems = []
+    if data.tokens_per_sample is None:
+        asked = {
+            "train.max_duration": config.train.max_duration,
+            "eval.interval": config.eval.interval,
+        }
+        for key, duration in asked.items():
+            if duration.unit == "tok":
+                message = f"{config.data.target} has no tokens; give it in ep, ba or sp"
+                problems.append(Problem(key, str(duration), message))
+    samples = len(data.train)  # type: ignore[arg-type]
+    needed = config.data.batch_size * build.ranks_of(config)
+    if samples == 0 or (config.data.drop_last and samples < needed):
+        message = f"with drop_last a microbatch of all ranks is {needed} of only {samples} samples"
+        problems.append(Problem("data.batch_size", config.data.batch_size, message))
+    return problems
 
 
 def _model(config: RunConfig, problems: list[Problem]) -> nn.Module | None:

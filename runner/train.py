@@ -165,15 +165,15 @@ class Trainer:
         total, items, correct, graded = 0.0, 0, 0, True
         order = getattr(self.eval_dataloader, "batch_sampler", None)
         for number, host in enumerate(self.eval_dataloader):
-            if isinstance(order, DealtBatches) and order.weightless(number):
-                continue
             batch = self._to_device(host)
-            count, _, _ = self.window_loss.items(host)
+            # A part without weight goes through the model all the same: other ranks may wait in it.
+            idle = isinstance(order, DealtBatches) and order.weightless(number)
+            count = 0 if idle else self.window_loss.items(host)[0]
             outputs = self.window_loss.forward(self._forward, batch)
             total += float(self.window_loss.sum(outputs, batch, count))
             right = self.window_loss.correct(outputs, batch)
             graded = graded and right is not None
-            items, correct = items + count, correct + (right or 0)
+            items, correct = items + count, correct + (0 if idle else right or 0)
         total, all_items, all_correct = self.plugin.sum_over_data([total, items, correct])
         self.model.train()
         figures = {"eval/loss": total / max(all_items, 1)}
@@ -185,7 +185,7 @@ class Trainer:
         """Windows of microbatches, epoch after epoch, until the duration is reached.
 
         Raises:
-            ValueError: an epoch holds no data, so the duration would never be reached.
+            ValueError: an epoch holds nothing that the duration counts, so it would never end.
         """
         order = getattr(self.train_dataloader, "batch_sampler", None)
         dataset = getattr(self.train_dataloader, "dataset", None)
@@ -202,6 +202,8 @@ class Trainer:
                     return
             if empty:
                 raise ValueError("the training data holds no microbatch")
+            if self.progress.of(self.max_duration.unit) == 0:
+                raise ValueError(f"this data has no tokens, so {self.max_duration} never ends")
 
     def _count(self, window: Window) -> tuple[list[int], tuple[int, int, int]]:
         """Items of each microbatch here; items, samples and tokens of the window over all ranks.

@@ -29,6 +29,9 @@ WRONG = [
     (["data.test_fraction=2"], ["data._target_", "test_fraction"]),
     (["clip=adaptive", "clip.exclude=[haed.*]"], ["clip.exclude", "haed", "matches no parameter"]),
     (["optimizer.lr=-1", "model.width=-1"], ["2 problems", "optimizer._target_", "model._target_"]),
+    (["train.max_duration=5000tok", "scheduler=constant"], ["train.max_duration=5000tok", "ba"]),
+    (["eval.interval=5tok"], ["eval.interval=5tok", "no tokens"]),
+    (["data.drop_last=true", "data.batch_size=2000"], ["data.batch_size=2000", "1437 samples"]),
     (["-m", "optimizer.lr=0.1,-1"], ["optimizer._target_", "optimizer.lr=-1"]),
 ]
 WRONG_ON_A_CPU = [

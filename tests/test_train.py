@@ -169,5 +169,7 @@ def test_wrong_arguments():
         Trainer(model, loader, algorithms=[GradientClipping("norm", 1.0)] * 2)
     with pytest.raises(ValueError, match="3 epochs"):
         Trainer(model, loader, "3 epochs")
+    with pytest.raises(ValueError, match="no tokens"):
+        Trainer(model, loader, "100tok").fit()
     with pytest.raises(ValueError, match="no microbatch"):
         Trainer(model, [], "1ep").fit()

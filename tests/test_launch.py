@@ -30,7 +30,8 @@ def environment(tmp_path):
 
 
 def command(*words, before=("-m", "runner")):
-    return [sys.executable, *before, *words]
+    # On the CPU also where there is a GPU, which could not hold two ranks.
+    return [sys.executable, *before, "device=cpu", *words]
 
 
 def run(environment, *words, code=0, before=("-m", "runner")):

@@ -1,0 +1,106 @@
+"""What an accelerator does otherwise: figures stay on it, and fused kernels read the flag."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from runner import Booster, GradientClipping, Trainer
+from runner.clip import Layout, build, total_norm
+from runner.data.dataset import TensorPairs, collate_pairs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+THRESHOLDS = {"none": None, "norm": 0.5, "value": 0.1, "adaptive": 0.05}
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(16, 1, 8, 8, generator=generator)
+    return images, torch.randint(10, (16,), generator=generator)
+
+
+@pytest.mark.parametrize("mode", THRESHOLDS)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_the_same_clip_as_on_the_cpu(mode, norm_type):
+    host = network().double()
+    images, targets = batch()
+    nn.functional.cross_entropy(host(images.double()), targets).backward()
+    device = copy.deepcopy(host)
+    for mine, other in zip(device.parameters(), host.parameters(), strict=True):
+        mine.grad = other.grad.clone()
+    device.cuda()
+    outcomes = []
+    for model in (host, device):
+        layout = Layout.of_model(model)
+        clipper = build(mode, threshold=THRESHOLDS[mode], norm_type=norm_type)
+        clipper.bind(layout)
+        outcome = clipper.clip(layout, total_norm(layout, norm_type))
+        outcomes.append([float(figure) for figure in outcome])
+    assert outcomes[1] == pytest.approx(outcomes[0], rel=1e-12, nan_ok=True)
+    for mine, other in zip(device.parameters(), host.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), other.grad, rtol=1e-10, atol=1e-14)
+
+
+def test_a_step_waits_for_nothing():
+    model = network().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    model, optimizer, *_ = Booster().boost(model, optimizer)
+    images, targets = (part.cuda() for part in batch())
+    mode = build("norm", threshold=0.5)
+
+    def step():
+        optimizer.backward(nn.functional.cross_entropy(model(images), targets))
+        outcome = optimizer.clip(mode)
+        optimizer.step()
+        optimizer.zero_grad()
+        return outcome
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outcome = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert float(outcome.norm) > 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_is_not_finite_is_skipped(fused):
+    model = network().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    model, optimizer, *_ = Booster().boost(model, optimizer)
+    images, targets = (part.cuda() for part in batch())
+    before = [p.detach().clone() for p in model.parameters()]
+    loss = nn.functional.cross_entropy(model(images), targets) * math.nan
+    optimizer.backward(loss)
+    optimizer.clip(build("norm", threshold=0.5))
+    optimizer.step()
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_training(precision):
+    data = TensorPairs(*(part.repeat(8, *[1] * (part.ndim - 1)) for part in batch()))
+    loader = torch.utils.data.DataLoader(data, 16, collate_fn=collate_pairs)
+    summary = Trainer(
+        network(),
+        loader,
+        "10ep",
+        [GradientClipping("norm", 0.5)],
+        loader,
+        precision=precision,
+        device="cuda",
+    ).fit()
+    assert summary["final"]["eval/accuracy"] > 0.9
+    assert 0 < summary["clip/ratio_total"] <= 1

@@ -136,11 +136,13 @@ class Meter:
         outcome: Outcome,
         newest: Mapping[str, float] | None,
     ) -> None:
+        if not math.isfinite(outcome.norm):
+            # An accelerator that decides for itself reports what clipping would have made of it.
+            outcome = Outcome.skipped(outcome.norm, outcome.threshold)
+            self.nonfinite += 1
         norm, clipped = float(outcome.norm), float(outcome.clipped)
         self._norms.append(norm)
         self._clipped += clipped
-        # A step that was skipped has no clipped norm; one that was taken has.
-        self.nonfinite += math.isnan(outcome.norm_clipped)
         self.samples = step.samples
         window = self._window
         window.steps += 1

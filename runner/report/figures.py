@@ -1,0 +1,141 @@
+"""The few figures that a run comes down to.
+
+``summary.json`` covers every step and is taken where it is there. A run that was killed never wrote
+one; then the same figures are taken from its rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from runner.report.rows import Floats, number
+from runner.report.run import Run
+
+PERCENTILES = ("p50", "p90", "p99", "max")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the table shows of one run; None where the run recorded nothing of the kind.
+
+    Attributes:
+        final: last value by metric.
+        best: lowest loss, highest accuracy by metric.
+        ratio: share of all steps that clipping changed.
+        norm: p50, p90, p99 and max of ‖G‖ before clipping, over the finite ones.
+        coef: mean over steps of ‖G‖ after clipping ÷ before.
+        skipped: steps whose gradient was not finite.
+        diverged_at: the step from which the loss stayed lost to the end.
+    """
+
+    final: dict[str, float]
+    best: dict[str, float]
+    ratio: float | None
+    norm: dict[str, float]
+    coef: float | None
+    skipped: int | None
+    diverged_at: int | None
+
+
+def higher_is_better(key: str) -> bool:
+    """Whether a metric is to be large. Everything but an accuracy is a loss here."""
+    return key.endswith("accuracy")
+
+
+def figures(run: Run, metrics: list[str]) -> Figures:
+    """The figures of a run.
+
+    Args:
+        run: as read.
+        metrics: the keys to give final and best values of, such as ``eval/loss``.
+    """
+    final, best = _metrics(run, metrics)
+    skipped = number(run.summary.get("grad/nonfinite"))
+    if skipped is None:
+        skipped = _last(run.of("grad/nonfinite").values)
+    coef = run.of("clip/coef").finite
+    return Figures(
+        final=final,
+        best=best,
+        ratio=_ratio(run),
+        norm=_norm(run),
+        coef=float(coef.mean()) if len(coef) else None,
+        skipped=None if skipped is None or math.isnan(skipped) else int(skipped),
+        diverged_at=diverged_at(run),
+    )
+
+
+def diverged_at(run: Run) -> int | None:
+    """The step from which the loss stayed lost, or None.
+
+    Lost is a loss that is not finite, or over twice what training began with (median of the first
+    rows). One bad step from which the run comes back is no divergence.
+    """
+    loss = run.of("train/loss")
+    if not len(loss):
+        return None
+    beginning = loss.finite[:10]
+    ceiling = 2 * float(np.median(beginning)) if len(beginning) else math.inf
+    with np.errstate(invalid="ignore"):
+        lost = ~np.isfinite(loss.values)
+        if ceiling > 0:
+            lost |= loss.values > ceiling
+    if not lost[-1]:
+        return None
+    recovered = np.flatnonzero(~lost)
+    first = int(recovered[-1]) + 1 if len(recovered) else 0
+    return int(loss.steps[first])
+
+
+def _metrics(run: Run, metrics: list[str]) -> tuple[dict[str, float], dict[str, float]]:
+    final: dict[str, float] = {}
+    best: dict[str, float] = {}
+    for key in metrics:
+        values = run.of(key).values
+        last = _summary(run, "final", key)
+        last = _last(values) if last is None else last
+        if last is not None:
+            final[key] = last
+        top = _summary(run, "best", key)
+        if top is None and len(values):
+            finite = values[np.isfinite(values)]
+            pick = np.max if higher_is_better(key) else np.min
+            top = float(pick(finite)) if len(finite) else math.nan
+        if top is not None:
+            best[key] = top
+        elif last is not None and math.isnan(last):
+            best[key] = math.nan
+    return final, best
+
+
+def _summary(run: Run, part: str, key: str) -> float | None:
+    values = run.summary.get(part)
+    return number(values.get(key)) if isinstance(values, dict) else None
+
+
+def _last(values: Floats) -> float | None:
+    return float(values[-1]) if len(values) else None
+
+
+def _ratio(run: Run) -> float | None:
+    ratio = number(run.summary.get("clip/ratio_total"))
+    if ratio is None:
+        ratio = _last(run.of("clip/ratio_total").values)
+    if ratio is None and len(run.of("clip/clipped")):
+        ratio = float(run.of("clip/clipped").values.mean())
+    return ratio
+
+
+def _norm(run: Run) -> dict[str, float]:
+    recorded = run.summary.get("grad/norm")
+    if isinstance(recorded, dict) and recorded:
+        spread = {key: number(recorded.get(key)) for key in PERCENTILES}
+        return {key: value for key, value in spread.items() if value is not None}
+    norms = run.of("grad/norm").finite
+    if not len(norms):
+        return {}
+    points = np.percentile(norms, (50, 90, 99, 100))
+    return dict(zip(PERCENTILES, map(float, points), strict=True))

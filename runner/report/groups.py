@@ -1,0 +1,195 @@
+"""Which runs are the same setting with another seed, and what tells settings apart."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from runner.report.notation import figure, value_text
+from runner.report.palette import DASHES, NEUTRAL, OTHER_DASH, ordered
+from runner.report.run import Run
+
+# Sections that say where a run is kept and shown, never what it computes.
+_ASIDE = ("hydra.", "tracker.", "sweep.", "log.", "launch.", "checkpoint.")
+ABSENT = "–"
+# Beyond so many columns a table is no longer read; what is left out is named below it.
+_COLUMNS = 8
+
+
+@dataclass(frozen=True)
+class Group:
+    """One setting: runs that differ by their seed alone.
+
+    Attributes:
+        index: place in the order of settings: by mode, then by threshold.
+        label: what tells it from the others, such as ``norm 0.25``.
+        runs: of this setting.
+        color, dash: how its curves are drawn.
+    """
+
+    index: int
+    label: str
+    runs: tuple[Run, ...]
+    color: str
+    dash: str
+
+    @property
+    def mode(self) -> str:
+        """The clipping mode."""
+        return self.runs[0].mode
+
+    @property
+    def threshold(self) -> float | None:
+        """λ, or None for ``clip=none``."""
+        return self.runs[0].threshold
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What runs differ in.
+
+    Attributes:
+        columns: keys to show, the clip's first.
+        others: differing keys that the table leaves out, because a typed choice implies them or
+            because there are too many.
+    """
+
+    columns: tuple[str, ...]
+    others: tuple[str, ...] = field(default=())
+
+
+def differences(runs: Sequence[Run]) -> Differences:
+    """The configuration keys in which runs differ.
+
+    A choice of a group (``optimizer=adam``) changes many keys at once. It is shown as one column of
+    the group's name, and the keys it brought with it are left out unless they were typed.
+    """
+    if len(runs) == 1:
+        return Differences(("clip.mode", "clip.threshold"))
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    differing = [
+        key
+        for key in keys
+        if not key.startswith(_ASIDE)
+        and len({_value(run.config.get(key)) for run in runs if run.config}) > 1
+    ]
+    typed = {key for run in runs for key in run.typed}
+    sections = {key.split(".")[0] for key in keys if "." in key}
+    chosen = [key for key in sorted(typed & sections) if key != "clip"]
+    chosen = [key for key in chosen if len({choice(run, key) for run in runs}) > 1]
+    implied = {
+        key
+        for key in differing
+        if key.split(".")[0] in (*chosen, "clip") and key not in typed and not _is_clip(key)
+    }
+    shown = sorted(
+        (*chosen, *(key for key in differing if key not in implied)),
+        # A stable sort: mode before threshold, then what was typed, in the order it was found.
+        key=lambda key: (key != "clip.mode", not _is_clip(key), key == "seed", key not in typed),
+    )
+    left = [key for key in shown[_COLUMNS:] if key != "seed"]
+    columns = [key for key in shown if key not in left]
+    return Differences(tuple(columns), (*left, *sorted(implied)))
+
+
+def choice(run: Run, key: str) -> str:
+    """What a run has for a column: a key's value, or the option chosen of a group."""
+    if key == "clip.threshold" and run.mode == "none":
+        return "none"
+    if key in run.config:
+        return value_text(run.config[key])
+    if key in run.typed:
+        return run.typed[key]
+    for inner in ("name", "mode", "_target_"):
+        value = run.config.get(f"{key}.{inner}")
+        if value is not None:
+            return str(value).rpartition(".")[2]
+    return ABSENT
+
+
+def grouped(runs: Sequence[Run], columns: Sequence[str]) -> list[Group]:
+    """Runs as settings: ordered by mode and rising threshold, ``none`` last; one colour each."""
+    buckets: dict[str, list[Run]] = {}
+    for run in runs:
+        buckets.setdefault(_setting(run), []).append(run)
+    settings = sorted(buckets.values(), key=lambda members: _order(members[0], columns))
+    palettes = {
+        mode: iter(ordered(sum(members[0].mode == mode for members in settings)))
+        for mode in {members[0].mode for members in settings}
+    }
+    return [
+        Group(
+            index=index,
+            label=label(members[0], columns),
+            runs=tuple(members),
+            color=NEUTRAL
+            if members[0].mode == "none" and len(palettes) > 1
+            else next(palettes[members[0].mode]),
+            dash=DASHES.get(members[0].mode, OTHER_DASH),
+        )
+        for index, members in enumerate(settings)
+    ]
+
+
+def label(run: Run, columns: Iterable[str]) -> str:
+    """A setting in few words: its clipping, and what else tells it apart."""
+    if not run.config and not run.mode:
+        words = " ".join(word for word in run.overrides if not word.startswith("seed="))
+        return _brief(words) or "?"
+    clip = run.mode if run.threshold is None else f"{run.mode} {figure(run.threshold)}"
+    rest = [
+        f"{key.rpartition('.')[2]}={_brief(value)}"
+        for key in columns
+        if key not in ("seed", "clip.mode", "clip.threshold")
+        for value in [choice(run, key)]
+        if value != ABSENT
+    ]
+    return ", ".join([clip, *rest])
+
+
+def natural(text: str) -> tuple[float, str]:
+    """An order in which numbers come by size, and before words."""
+    try:
+        return float(text), ""
+    except ValueError:
+        return math.inf, text
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and sample standard deviation (n − 1); the latter is None for one value.
+
+    A value that is not finite makes the mean NaN: a seed that diverged is not averaged away.
+    """
+    if not all(math.isfinite(value) for value in values):
+        return math.nan, None
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return mean, None
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:39]}…"
+
+
+def _is_clip(key: str) -> bool:
+    return key in ("clip.mode", "clip.threshold")
+
+
+def _value(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _setting(run: Run) -> str:
+    """What two runs of one setting have in common: everything but the seed."""
+    if not run.config:
+        return "\n".join(word for word in run.overrides if not word.startswith("seed="))
+    return _value({k: v for k, v in run.config.items() if k != "seed" and not k.startswith(_ASIDE)})
+
+
+def _order(run: Run, columns: Sequence[str]) -> tuple[object, ...]:
+    rest = tuple(natural(choice(run, key)) for key in columns if key != "seed")
+    threshold = math.inf if run.threshold is None else run.threshold
+    return (not run.config, run.mode == "none", run.mode, threshold, rest)

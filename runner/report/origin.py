@@ -1,0 +1,154 @@
+"""Where the figures come from: commands, versions, and the files behind the page."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import quote
+
+from runner.report.groups import choice
+from runner.report.markup import Child, Markup, join, tag
+from runner.report.notation import value_text
+from runner.report.run import Run
+from runner.report.sweep import Sweep
+
+_FILES = (
+    "metrics.jsonl",
+    "summary.json",
+    "config.yaml",
+    "status.json",
+    "runner.log",
+    "report.html",
+)
+# What a record may tell of the machine and the code, in the order it is shown.
+_TOLD = ("git", "versions", "python", "torch", "device", "world_size", "parameters", "host")
+
+
+def origin(sweep: Sweep) -> Markup:
+    """Commands, what the runs share, versions and git state, and links to the data."""
+    return join(
+        [
+            _commands(sweep),
+            _told(sweep.runs),
+            _shared(sweep.runs),
+            _runs(sweep) if sweep.runs else None,
+        ]
+    )
+
+
+def _commands(sweep: Sweep) -> Markup:
+    again = shlex.join(["python", "-m", "runner.report", _shown(sweep.folder)])
+    return join(
+        [
+            tag("p", "Made by"),
+            tag("pre", sweep.command) if sweep.command else tag("p", "a command not recorded."),
+            tag("p", "This page again"),
+            tag("pre", again),
+        ]
+    )
+
+
+def _shown(folder: Path) -> str:
+    """A folder as one would type it: from where the command runs, if it lies below."""
+    try:
+        return str(folder.relative_to(Path.cwd()))
+    except ValueError:
+        return str(folder)
+
+
+def _told(runs: tuple[Run, ...]) -> Markup | None:
+    """Each fact with all values that runs recorded of it; usually there is one."""
+    facts: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for key in _TOLD:
+            value = run.status.get(key, run.summary.get(key))
+            if value is not None and value != "":
+                facts.setdefault(key, {})[_plain(value)] = None
+        for key in ("started", "ended"):
+            value = run.status.get(key)
+            if len(runs) == 1 and value:
+                facts[key] = {str(value): None}
+    if not facts:
+        return None
+    return tag(
+        "dl",
+        *(
+            part
+            for key, values in facts.items()
+            for part in (tag("dt", key.replace("_", " ")), tag("dd", "; ".join(values)))
+        ),
+    )
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items())
+    return value_text(value) if not isinstance(value, list) else json.dumps(value, default=str)
+
+
+def _shared(runs: tuple[Run, ...]) -> Markup | None:
+    """The configuration keys that all runs have in common."""
+    known = [run for run in runs if run.config]
+    if not known:
+        return None
+    first = known[0].config
+    same = [
+        key
+        for key in first
+        if all(key in run.config and run.config[key] == first[key] for run in known[1:])
+    ]
+    lines = "\n".join(f"{key}={choice(known[0], key)}" for key in same)
+    title = "Configuration" if len(known) == 1 else "Configuration that all runs share"
+    return tag("details", tag("summary", f"{title} ({len(same)} keys)"), tag("pre", lines))
+
+
+def _runs(sweep: Sweep) -> Markup:
+    rows = [_run(sweep, run) for run in sweep.runs]
+    listing = tag(
+        "table",
+        tag("caption", "The files behind each run, beside this page.", class_="aside"),
+        tag(
+            "thead",
+            tag(
+                "tr",
+                *(tag("th", name, scope="col") for name in ("run", "command, error", "files")),
+            ),
+        ),
+        tag("tbody", *rows),
+        id="files",
+    )
+    several = len(sweep.runs) > 1
+    inner = tag("div", listing, class_="wide", tabindex=0, role="region", aria_label="Files")
+    return tag("details", tag("summary", "Runs, their commands and files"), inner, open=not several)
+
+
+def _run(sweep: Sweep, run: Run) -> Markup:
+    command = shlex.join(["python", "-m", "runner", *run.overrides])
+    hash_ = run.status.get("config_hash")
+    tracked = run.status.get("wandb_run_id")
+    facts = [f"config {hash_}" if hash_ else "", f"wandb {tracked}" if tracked else ""]
+    return tag(
+        "tr",
+        tag("th", run.number, scope="row"),
+        tag(
+            "td",
+            tag("code", command),
+            tag("div", " · ".join(fact for fact in facts if fact), class_="aside"),
+            tag("pre", run.error, class_="error") if run.error else None,
+        ),
+        tag("td", *_links(sweep, run)),
+    )
+
+
+def _links(sweep: Sweep, run: Run) -> list[Child]:
+    if run.folder is None:
+        return ["never began"]
+    base = "" if sweep.single else f"{quote(run.folder.name)}/"
+    links: list[Child] = []
+    for name in _FILES:
+        # A run's own page does not link to itself.
+        if (run.folder / name).exists() and not (sweep.single and name == "report.html"):
+            links += [tag("a", name, href=base + quote(name)), " "]
+    return links

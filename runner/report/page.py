@@ -1,0 +1,171 @@
+"""The page: one file that holds all it needs, and asks for nothing from anywhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from runner.report.curves import clip_charts, loss_charts, norm_charts
+from runner.report.findings import Findings, find
+from runner.report.groups import Group
+from runner.report.heat import heat_maps
+from runner.report.markup import Child, Markup, tag
+from runner.report.norms import histogram
+from runner.report.origin import origin
+from runner.report.sweep import Sweep, read
+from runner.report.table import omitted, table
+from runner.report.threshold import metric_charts, ratio_charts
+from runner.report.verdict import remarks, verdict
+
+NAME = "report.html"
+# Above so many settings the key to the colours folds away.
+_KEYS_SHOWN = 24
+
+
+def write(folder: Path) -> Path:
+    """Write ``report.html`` into a run folder, or into a sweep folder of any number of runs.
+
+    Args:
+        folder: of a run (it has ``status.json``), or of a sweep (numbered folders, ``sweep.json``).
+
+    Returns:
+        The file, replaced as a whole: who has the page open never sees half of it.
+
+    Raises:
+        runner.report.NoRunError: the folder is missing, or holds neither.
+        OSError: the page cannot be written there.
+    """
+    sweep = read(folder)
+    page = html(sweep)
+    target = sweep.folder / NAME
+    handle, temporary = tempfile.mkstemp(prefix=f".{NAME}-", dir=sweep.folder)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+            file.write(page)
+        # What mkstemp makes is private; a report is as readable as its neighbours.
+        Path(temporary).chmod(0o666 & ~_umask())
+        Path(temporary).replace(target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return target
+
+
+def html(sweep: Sweep) -> str:
+    """The whole page of a sweep or a run."""
+    found = find(sweep)
+    body = tag(
+        "body",
+        tag("header", tag("p", _kind(sweep), class_="aside"), tag("h1", sweep.name)),
+        tag("main", *_sections(found)),
+        Markup(f"<script>{_asset('page.js')}</script>"),
+    )
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy()),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", f"{sweep.name} · report"),
+        # An icon of its own keeps browsers from asking for one.
+        tag("link", rel="icon", href="data:,"),
+        Markup(f"<style>{_asset('page.css')}</style>"),
+    )
+    return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
+
+
+def _sections(found: Findings) -> list[Child]:
+    maps, left = heat_maps(found)
+    spread = histogram(found)
+    sections: list[Child] = [
+        tag(
+            "section",
+            tag("p", verdict(found), id="verdict"),
+            tag("ul", *(tag("li", note) for note in remarks(found)), id="remarks"),
+            table(found) if found.sweep.runs else None,
+            omitted(found),
+        ),
+        _key(found.groups),
+        _charts("Metric against threshold", metric_charts(found)),
+        _charts("Loss", loss_charts(found.groups)),
+        _charts("Gradient norm", norm_charts(found.groups)),
+        _charts("What clipping did", clip_charts(found.groups)),
+        _charts("Choosing a threshold", [*([spread] if spread else []), *ratio_charts(found)]),
+        _charts("By parameter", maps, left),
+        tag("section", tag("h2", "Origin"), origin(found.sweep), id="origin"),
+    ]
+    return sections
+
+
+def _charts(title: str, charts: Sequence[Markup], note: str | None = None) -> Markup | None:
+    if not charts:
+        return None
+    return tag(
+        "section",
+        tag("h2", title),
+        tag("div", *charts, class_="charts"),
+        tag("p", note, class_="aside") if note else None,
+    )
+
+
+def _key(groups: Sequence[Group]) -> Markup | None:
+    """Which colour is which setting; with scripts each name hides and shows its curves."""
+    if len(groups) < 2:
+        return None
+    names = [
+        tag(
+            "button",
+            _stroke(group),
+            group.label,
+            type="button",
+            aria_pressed="true",
+            data_group=group.index,
+        )
+        for group in groups
+    ]
+    inner = tag("div", *names, class_="names", role="group", aria_label="Show settings")
+    if len(groups) <= _KEYS_SHOWN:
+        return tag("nav", inner, id="key", aria_label="Settings")
+    folded = tag("details", tag("summary", f"Colours of {len(groups)} settings"), inner)
+    return tag("nav", folded, id="key", aria_label="Settings")
+
+
+def _stroke(group: Group) -> Markup:
+    line = tag(
+        "line", x1=0, x2=22, y1=5, y2=5, stroke=group.color, stroke_dasharray=group.dash or None
+    )
+    return tag("svg", line, viewBox="0 0 22 10", class_="stroke", aria_hidden="true")
+
+
+def _kind(sweep: Sweep) -> str:
+    if sweep.single:
+        return "Run"
+    count = len(sweep.runs)
+    return f"Sweep · {count} run{'' if count == 1 else 's'}"
+
+
+def _policy() -> str:
+    """What a browser may do with this page: nothing but its own script, style and pictures.
+
+    The script is named by its hash, so that no text of a configuration could run as one even if it
+    were not escaped.
+    """
+    digest = base64.b64encode(hashlib.sha256(_asset("page.js").encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _asset(name: str) -> str:
+    return files("runner.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,101 @@
+"""An axis: from values to pixels, and the values worth a tick."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from runner.report.notation import figure
+from runner.report.rows import Floats
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of a chart.
+
+    Attributes:
+        low, high: the values at its ends, ``low < high``; both above 0 where ``log``.
+        log: whether equal factors, not equal differences, lie equally far apart.
+        title: what it shows, with its unit.
+        percent: whether ticks read as percentages.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    title: str = ""
+    percent: bool = False
+
+    def place(self, values: Floats | float) -> Floats:
+        """Where values lie: 0 at ``low``, 1 at ``high``; NaN for what a log axis cannot show."""
+        given = np.asarray(values, dtype=np.float64)
+        if not self.log:
+            return (given - self.low) / (self.high - self.low)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            logs = np.where(given > 0, np.log10(given), np.nan)
+        start, end = math.log10(self.low), math.log10(self.high)
+        return np.asarray((logs - start) / (end - start))
+
+    def ticks(self, about: int = 5) -> list[tuple[float, str]]:
+        """Round values within the axis, with their text; about so many."""
+        at = _log_ticks(self, about) if self.log else _linear_ticks(self, about)
+        return [(tick, self._text(tick)) for tick in at]
+
+    def _text(self, tick: float) -> str:
+        return f"{figure(100 * tick)}\u00a0%" if self.percent else figure(tick)
+
+
+def covering(
+    values: Iterable[Floats], *, log: bool, title: str, least: float | None = None
+) -> Axis:
+    """An axis that holds all finite values (the positive ones where ``log``), with some air.
+
+    Args:
+        values: arrays of any shape; may be empty.
+        log: see `Axis`.
+        title: see `Axis`.
+        least: a value that the axis must reach down to.
+    """
+    low, high = math.inf, -math.inf
+    for array in values:
+        shown = array[np.isfinite(array) & (array > 0)] if log else array[np.isfinite(array)]
+        if len(shown):
+            low, high = min(low, float(shown.min())), max(high, float(shown.max()))
+    if least is not None:
+        low, high = min(low, least), max(high, least)
+    if low > high:
+        low, high = (0.1, 10.0) if log else (0.0, 1.0)
+    if log:
+        span = max(high / low, 1.5)
+        return Axis(low / span**0.05, high * span**0.05, True, title)
+    air = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return Axis(low if least == low else low - air, high + air, False, title)
+
+
+def _linear_ticks(axis: Axis, about: int) -> list[float]:
+    raw = (axis.high - axis.low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * 0.999)
+    first = math.ceil(axis.low / step - 1e-9)
+    last = math.floor(axis.high / step + 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def _log_ticks(axis: Axis, about: int) -> list[float]:
+    start, end = math.log10(axis.low), math.log10(axis.high)
+    if end - start < 0.7:
+        # Less than a decade: powers of ten are too few, and a log axis this short is near linear.
+        return [tick for tick in _linear_ticks(axis, about) if tick > 0]
+    decades = range(math.floor(start), math.ceil(end) + 1)
+    if end - start > about:
+        every = math.ceil((end - start) / about)
+        found = [10.0**d for d in decades if d % every == 0]
+    else:
+        leads: tuple[int, ...] = (1,)
+        if end - start < 0.9 * about:
+            leads = (1, 2, 5) if end - start < 0.6 * about else (1, 3)
+        found = [lead * 10.0**d for d in decades for lead in leads]
+    return [tick for tick in found if axis.low * 0.999 <= tick <= axis.high * 1.001]

@@ -1,0 +1,173 @@
+"""What the page says before it shows anything: one sentence, and what to mind about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from runner.report.figures import higher_is_better
+from runner.report.findings import Findings
+from runner.report.groups import Group
+from runner.report.notation import figure, percent
+from runner.report.run import Run
+from runner.report.threshold import edge_warning
+
+# States of a run whose figures are those of a whole run.
+_WHOLE = "finished"
+
+
+def verdict(found: Findings) -> str:
+    """The answer in one sentence."""
+    runs = found.sweep.runs
+    if not runs:
+        return "This sweep holds no run yet."
+    if len(runs) == 1:
+        return _of_one(found, runs[0])
+    ranked = found.ranked()
+    if not ranked:
+        reason = "recorded a metric" if found.metric is None else f"has a finite {found.metric}"
+        return f"No answer yet: none of the {len(runs)} runs {reason}."
+    if len(found.groups) == 1:
+        return f"One setting, {len(runs)} runs: {_score(found, ranked[0])}."
+    best = ranked[0]
+    word = "highest" if higher_is_better(found.metric or "") else "lowest"
+    sentence = f"{_name(best)} gave the {word} {found.metric}: {_score(found, best)}"
+    return f"{sentence}{_against(found, ranked)}{_clipped(found, best)}."
+
+
+def remarks(found: Findings) -> list[str]:
+    """What to mind: the edge of the sweep, seeds, failures, and what the runs say themselves."""
+    if not found.sweep.runs:
+        return []
+    notes = [edge_warning(found), _seeds(found), _lost(found), _modes(found)]
+    return [*(note for note in notes if note), *_states(found), *_guidance(found)]
+
+
+def _of_one(found: Findings, run: Run) -> str:
+    group = found.groups[0]
+    score = found.score(run)
+    verb = {
+        "finished": "finished after",
+        "running": "is running; so far",
+        "failed": "failed after",
+        "interrupted": "was interrupted after",
+        "killed": "was killed after",
+    }.get(run.state, f"({run.state}) took")
+    sentence = f"This run {verb} {run.steps:,} steps"
+    if score is not None:
+        final = found.figures[run.number].final.get(found.metric or "")
+        sentence += f" with a best {found.metric} of {figure(score)}"
+        sentence += "" if final is None else f" and a final one of {figure(final)}"
+    ratio = found.ratio(group)
+    if ratio is not None and group.mode != "none":
+        sentence += f"; {group.label} clipped {percent(ratio)} of its steps"
+    return sentence + "."
+
+
+def _name(group: Group) -> str:
+    return "No clipping" if group.label == "none" else f"clip={group.label}"
+
+
+def _score(found: Findings, group: Group) -> str:
+    mean, spread = found.mean(group)
+    if spread is None:
+        return figure(mean)
+    return f"{figure(mean)} ± {figure(spread, 2)} over {len(found.scores(group))} seeds"
+
+
+def _against(found: Findings, ranked: list[Group]) -> str:
+    """The comparison that matters most: with no clipping, else with the runner-up."""
+    best = ranked[0]
+    mean, spread = found.mean(best)
+    unclipped = next((group for group in ranked if group.mode == "none"), None)
+    other = unclipped if unclipped not in (None, best) else next(iter(ranked[1:]), None)
+    if other is None:
+        return ""
+    against, wide = found.mean(other)
+    name = "without clipping" if other is unclipped else f"with {other.label}, the next best"
+    text = f", against {figure(against)} {name}"
+    if spread is not None and wide is not None and abs(against - mean) < spread + wide:
+        text += " (within the spread of the seeds)"
+    return text
+
+
+def _clipped(found: Findings, group: Group) -> str:
+    ratio = found.ratio(group)
+    if ratio is None or group.mode == "none":
+        return ""
+    return f"; it clipped {percent(ratio)} of its steps"
+
+
+def _seeds(found: Findings) -> str | None:
+    if len(found.groups) < 2 or any(len(group.runs) > 1 for group in found.groups):
+        return None
+    return (
+        "Each setting ran with one seed, so small differences may be chance; "
+        "add seed=0,1,2 to see how far seeds lie apart."
+    )
+
+
+def _lost(found: Findings) -> str | None:
+    lost = [
+        f"{group.label} (run {run.number}) at step {at:,}"
+        for group in found.groups
+        for run in group.runs
+        for at in [found.figures[run.number].diverged_at]
+        if at is not None
+    ]
+    if not lost:
+        return None
+    shown = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+    return f"The loss diverged in {len(lost)} of {len(found.sweep.runs)} runs: {shown}."
+
+
+def _modes(found: Findings) -> str | None:
+    modes = sorted({group.mode for group in found.groups} - {"none", ""})
+    if len(modes) < 2:
+        return None
+    return (
+        f"Thresholds of different modes ({', '.join(modes)}) do not compare: "
+        "each mode has its own axis."
+    )
+
+
+def _states(found: Findings) -> list[str]:
+    notes = []
+    runs = found.sweep.runs
+    for run in runs:
+        if run.state in ("failed", "killed") and len(runs) > 1:
+            cause = (run.error or "").strip().splitlines()
+            last = f": {cause[-1][:300]}" if cause else ""
+            notes.append(f"Run {run.number} {_was(run.state)} at step {run.steps:,}{last}")
+    if len(notes) > 5:
+        notes = [*notes[:5], f"{len(notes) - 5} more runs failed or were killed; see the table."]
+    others = Counter(
+        run.state for run in runs if run.state not in (_WHOLE, "failed", "killed", "unknown")
+    )
+    if others and len(runs) > 1:
+        counts = ", ".join(f"{count} {state}" for state, count in others.items())
+        notes.append(f"Not all runs are through: {counts}.")
+    single = runs[0] if len(runs) == 1 else None
+    if single is not None and single.error:
+        notes.append(single.error.strip().splitlines()[-1][:300])
+    return notes
+
+
+def _was(state: str) -> str:
+    return "was killed" if state == "killed" else state
+
+
+def _guidance(found: Findings) -> list[str]:
+    """What runs say of their own threshold; the same sentence of several runs stands once."""
+    said: dict[str, list[str]] = {}
+    for group in found.groups:
+        for run in group.runs:
+            sentences = run.summary.get("guidance")
+            for sentence in sentences if isinstance(sentences, list) else []:
+                who = said.setdefault(str(sentence), [])
+                if group.label not in who:
+                    who.append(group.label)
+    several = len(found.groups) > 1
+    return [
+        f"{', '.join(who[:4])}{' …' if len(who) > 4 else ''}: {sentence}" if several else sentence
+        for sentence, who in said.items()
+    ]

@@ -144,11 +144,11 @@ class Trainer:
                 at = self.progress
                 at.advance(samples, tokens, end_of_epoch=window.last)
                 seconds = time.perf_counter() - started
+                due = self.evaluates.due(at) or at.reached(self.max_duration)
                 self.meter.push(
-                    Step(at.step, loss, outcome, lr, at.samples, at.tokens, seconds, extra)
+                    Step(at.step, loss, outcome, lr, at.samples, at.tokens, seconds, extra),
+                    self.evaluate() if due else None,
                 )
-                if self.evaluates.due(at) or at.reached(self.max_duration):
-                    self.meter.flush(last=self.evaluate())
                 started = time.perf_counter()
         except BaseException:
             # What led up to the end is the most wanted part of the record.

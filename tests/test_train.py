@@ -110,9 +110,19 @@ def test_durations(duration, steps):
     assert len(rows) == summary["steps"] == steps
 
 
-def test_evaluation_by_interval_and_at_the_end():
+@pytest.mark.parametrize("flush", [1, 5, 50])
+@pytest.mark.parametrize("interval", [1, 4])
+def test_evaluation_by_interval_and_at_the_end(flush, interval):
     model, loader = parts()
-    rows, summary = fit(model, loader, "12ba", eval_dataloader=loader, eval_interval="5ba")
+    rows, summary = fit(
+        model,
+        loader,
+        "12ba",
+        eval_dataloader=loader,
+        eval_interval="5ba",
+        log_flush=flush,
+        log_interval=interval,
+    )
     evaluated = [row["train/step"] for row in rows if "eval/loss" in row]
     assert evaluated == [5, 10, 12]
     inputs, targets = loader.dataset.tensors

@@ -81,18 +81,23 @@ class Meter:
     _norms: array[float] = field(default_factory=lambda: array("d"))
     _clipped: float = 0.0
 
-    def push(self, step: Step) -> None:
-        """Take a step's figures; they leave for the host with the next flush."""
+    def push(self, step: Step, evaluation: Mapping[str, float] | None = None) -> None:
+        """Take a step's figures; they leave for the host with the next flush.
+
+        Args:
+            step: the figures.
+            evaluation: further keys for this step, which then gets a row at once, whatever the
+                interval. Empty at the end of a run that evaluates nothing.
+        """
         self._pending.append(step)
-        if len(self._pending) >= self.flush_every:
-            self.flush()
+        if evaluation is not None or len(self._pending) >= self.flush_every:
+            self.flush(evaluation)
 
     def flush(self, last: Mapping[str, float] | None = None, together: bool = True) -> None:
         """Bring all pending figures to the host and write their rows.
 
         Args:
-            last: further keys (an evaluation's) for the newest step, which then gets a row whatever
-                the interval.
+            last: further keys for the newest step, see :meth:`push`.
             together: whether the other ranks flush too. When a run breaks off they do not, and the
                 loss, which is theirs as well, is left out where there are several.
         """

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from runner.telemetry.sink import Row
+
+REDRAW_SECONDS = 0.1
+"""Shortest time between two drawings of the bar: a step may take less than drawing does."""
 
 NARROWEST_BAR = 8
 """Columns that the bar itself keeps; figures that leave it less are dropped, last ones first."""
@@ -51,6 +55,7 @@ class TerminalSink:
         self._clipped = _Share()
         self._last: Row | None = None
         self._shown = 0
+        self._drawn = -math.inf
         self._eval: Row = {}
         self._bar = self._open_bar(self._stream) if is_watched(self._stream) else None
         self._closed = False
@@ -65,7 +70,10 @@ class TerminalSink:
         evaluated = {key: value for key, value in row.items() if key.startswith("eval/")}
         self._eval = evaluated or self._eval
         if self._bar is not None:
-            self._draw(self._bar, row, step)
+            now = time.monotonic()
+            if evaluated or now - self._drawn >= REDRAW_SECONDS:
+                self._drawn = now
+                self._draw(self._bar, row, step)
         elif step % self._interval == 0 or evaluated:
             self._print_row(row)
 
@@ -74,6 +82,8 @@ class TerminalSink:
         if self._closed:
             return
         self._closed = True
+        if self._bar is not None and self._last is not None:
+            self._draw(self._bar, self._last, int(self._last["train/step"]))
         if self._bar is not None:
             try:
                 self._bar.close()
@@ -90,7 +100,7 @@ class TerminalSink:
             total=self._total,
             file=stream,
             dynamic_ncols=True,
-            mininterval=0.1,
+            mininterval=0,
             miniters=1,
             bar_format=counted + "  {figures}",
             colour=None if os.environ.get("NO_COLOR") else "green",

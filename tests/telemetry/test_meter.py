@@ -30,7 +30,6 @@ def test_figures_in_tensors_and_on_the_host_make_the_same_rows():
             if as_tensor:
                 figures = tuple(torch.tensor(f, dtype=torch.float64) for f in figures)
             meter.push(step(number, Outcome(*figures, threshold=1.0)))
-        meter.flush(last={"eval/loss": 0.3})
         collected.append((list(rows), meter.summary()))
     assert collected[0] == collected[1]
     rows, summary = collected[0]
@@ -56,8 +55,7 @@ def test_a_step_that_an_accelerator_skipped_is_not_counted_as_clipped():
 def test_a_run_that_breaks_off_leaves_out_the_loss_that_needs_the_other_ranks():
     rows = Rows()
     meter = Meter([rows], mean_over_data=lambda figures: [figure / 2 for figure in figures])
-    meter.push(step(1, Outcome.untouched(1.0, 2.0)))
-    meter.flush(last={})
+    meter.push(step(1, Outcome.untouched(1.0, 2.0)), evaluation={})
     meter.push(step(2, Outcome.untouched(1.0, 2.0)))
     meter.flush(together=False)
     assert rows[0]["train/loss"] == 0.5

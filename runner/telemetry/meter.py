@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from runner.telemetry.sink import Row, Sink
 from torch import Tensor
 
 from runner.clip import Number, Outcome
+from runner.telemetry.sink import Row, Sink
 
 
 class Step(NamedTuple):

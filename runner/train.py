@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from runner.booster import Booster, LossScale, OptimizerWrapper, Plugin, SinglePlugin
 from runner.booster.optimizer import Nonfinite
 from runner.clip import ClipMode, GradientClipping, Number, build
+from runner.clip.layout import local
 from runner.clip.measure import norms
 from runner.config.duration import Duration
 from runner.data.order import DealtBatches
@@ -251,14 +252,13 @@ class Trainer:
 
     def _layer_norms(self) -> dict[str, float]:
         self.optimizer.unscale()
-        pieces, gradients = self.optimizer.layout.gradients()
-        each = zip(pieces, norms(gradients, self.mode.norm_type), strict=True)
-        return {f"grad/norm/{piece.name}": norm for piece, norm in each}
+        each = norms(self.optimizer.layout, self.mode.norm_type)
+        return {f"grad/norm/{name}": norm for name, norm in each.items()}
 
     def _show(self, number: int, of: int) -> None:
         if not self.probe or self.plugin.rank:
             return
-        first = next(self.model.unwrap().parameters()).detach().flatten()[: self.probe]
+        first = local(next(self.model.unwrap().parameters()).detach()).flatten()[: self.probe]
         figures = " ".join(f"{x:+.6f}" for x in first.tolist())
         self.say(f"step {self.progress.step + 1} microbatch {number}/{of}: {figures}")
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from runner.booster.optimizer import Nonfinite, OptimizerWrapper
 from runner.booster.plugin import Plugin, SinglePlugin
@@ -66,9 +66,11 @@ class Booster:
             What was given, in the same order: the model as :class:`ModelWrapper`, the optimizer (if
             any) as :class:`~runner.booster.optimizer.OptimizerWrapper`, the rest as it was.
         """
+        given = dict(model.named_parameters())
         module, layout = self.plugin.configure(model)
         boosted = None
         if optimizer is not None:
+            _rebind(optimizer, given, model)
             boosted = OptimizerWrapper(optimizer, layout, self.loss_scale, self.nonfinite)
         wrapped = ModelWrapper(module, model, self.dtype)
         return wrapped, boosted, criterion, dataloader, lr_scheduler
@@ -88,6 +90,24 @@ class Booster:
                 final.
         """
         return _accumulating(self.plugin.no_sync(model.module), optimizer)
+
+
+def _rebind(optimizer: Optimizer, given: dict[str, nn.Parameter], model: nn.Module) -> None:
+    """Let ``optimizer`` hold what the plugin put in the place of its parameters.
+
+    Raises:
+        ValueError: the optimizer has taken a step already; its state is that of whole parameters.
+    """
+    now = dict(model.named_parameters())
+    replaced = {id(old): now[name] for name, old in given.items() if now[name] is not old}
+    if not replaced:
+        return
+    if optimizer.state:
+        raise ValueError("boost the model before the first step: the optimizer has state already")
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(id(p), p) for p in group["params"]]
+        if not isinstance(optimizer, Adam):  # AdamW is one; no other fused kernel takes DTensors
+            group["fused"] = None
 
 
 @contextmanager

@@ -229,9 +229,7 @@ class OptimizerWrapper:
         return False
 
     def _culprits(self) -> str:
-        pieces, gradients = self.layout.gradients()
-        each = zip(pieces, norms(gradients), strict=True)
-        names = [piece.name for piece, norm in each if not math.isfinite(norm)]
+        names = [name for name, norm in norms(self.layout).items() if not math.isfinite(norm)]
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return f"{', '.join(names[:5])}{more} (clip.nonfinite=skip leaves such steps out)"
 

@@ -40,7 +40,7 @@ class AdaptiveClip(ClipMode):
         changed: Number = 0.0
         units = 0.0
         for piece, (weight, length) in zip(pieces, lengths, strict=True):
-            gradient = piece.param.grad
+            gradient = piece.gradient
             if gradient is None or length.numel() == 0:
                 continue
             allowed = weight.clamp(min=self.eps).mul_(self.limit)
@@ -59,8 +59,7 @@ class AdaptiveClip(ClipMode):
 
 def _lengths(piece: Piece) -> tuple[Tensor, Tensor]:
     """‖W_u‖ and ‖G_u‖ of each local unit, in float32 or better, broadcastable to the tensor."""
-    weight = piece.param.detach()
-    gradient = piece.param.grad
+    weight, gradient = piece.weight, piece.gradient
     return (
         _unit_norm(weight, piece),
         _unit_norm(torch.zeros_like(weight) if gradient is None else gradient, piece),

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 Number = float | Tensor
 """A figure on the host where looking is free (CPU), a 0-dimensional tensor elsewhere."""
@@ -61,7 +63,7 @@ class Piece:
 
     Attributes:
         name: the parameter's qualified name in the user's model.
-        param: the local weight; its ``grad`` is the local gradient.
+        param: the parameter; of a DTensor only the part on this rank is ever worked on.
         units: how the local part falls into units.
         holders: ranks of the layout's group that hold these same elements (replicas).
         cut: the ranks over which each unit of this part is spread, or None where every unit lies
@@ -73,6 +75,22 @@ class Piece:
     units: Units
     holders: int = 1
     cut: dist.ProcessGroup | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The part of the weight on this rank, a plain tensor without a history."""
+        return local(self.param.detach())
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The part of the gradient on this rank, a plain tensor; None where there is none."""
+        gradient = self.param.grad
+        return None if gradient is None else local(gradient)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of ``tensor`` lies on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Layout:
@@ -114,6 +132,25 @@ class Layout:
         return cls(pieces, head=head_weight(model))
 
     @classmethod
+    def of_sharded(cls, model: nn.Module, group: dist.ProcessGroup) -> Layout:
+        """Every parameter where its DTensor placements say; a plain one is whole on every rank.
+
+        Args:
+            model: with its parameters already spread.
+            group: all ranks that hold any part of it.
+
+        Raises:
+            TypeError: a parameter cannot be placed; the message names it.
+        """
+        world = group.size()
+        pieces = [
+            placed(f"{prefix}.{name}" if prefix else name, parameter, module, world)
+            for prefix, module in model.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
+        return cls(pieces, group, head=head_weight(model))
+
+    @classmethod
     def of_parameters(cls, parameters: Iterable[Tensor] | Tensor) -> Layout:
         """Whole tensors of unknown owners: dimension 0 of each is taken as the output unit."""
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -127,7 +164,7 @@ class Layout:
         """
         pieces, gradients = [], []
         for piece in self.pieces:
-            gradient = piece.param.grad
+            gradient = piece.gradient
             if gradient is None or gradient.numel() == 0:
                 continue
             if gradient.layout is not torch.strided:
@@ -168,6 +205,44 @@ class Layout:
                 raise ValueError(f"clip.exclude={pattern} matches no parameter of: {some}")
             found.update(hits)
         return frozenset(found)
+
+
+def placed(name: str, parameter: Tensor, module: nn.Module, world: int) -> Piece:
+    """The part of ``parameter`` on this rank of ``world``, as its placements say.
+
+    Raises:
+        TypeError: its placements leave open where its elements, or its units, lie.
+    """
+    units = units_of(parameter, module)
+    if not isinstance(parameter, DTensor):
+        return Piece(name, parameter, units, holders=world)
+    parts, cutting = 1, []
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_replicate():
+            continue
+        if not isinstance(placement, Shard):
+            raise TypeError(f"{name} is placed {placement}: neither a replica nor a shard")
+        if units.groups and placement.dim == 0:
+            raise TypeError(
+                f"{name} belongs to a transposed convolution with groups and is sharded along "
+                "them: shard it along dimension 1"
+            )
+        parts *= parameter.device_mesh.size(axis)
+        if parameter.ndim < 2 or (placement.dim + bool(units.groups)) in units.dims:
+            cutting.append(axis)
+    cut = _group(parameter.device_mesh, cutting)
+    return Piece(name, parameter, units, holders=world // parts, cut=cut)
+
+
+def _group(mesh: DeviceMesh, axes: list[int]) -> dist.ProcessGroup | None:
+    """The ranks of a mesh that differ along ``axes``."""
+    if not axes:
+        return None
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    names = mesh.mesh_dim_names
+    assert names is not None
+    return mesh[tuple(names[axis] for axis in axes)]._flatten().get_group()
 
 
 def on_device(figures: Sequence[Number], device: torch.device) -> Tensor:

@@ -72,11 +72,15 @@ def local_power(layout: Layout, norm_type: float) -> Number:
     return sum(power / piece.holders for power, piece in zip(powers, pieces, strict=True))
 
 
-def norms(gradients: Sequence[Tensor], norm_type: float = 2.0) -> list[float]:
-    """The norm of each gradient alone, on the host."""
+def norms(layout: Layout, norm_type: float = 2.0) -> dict[str, float]:
+    """The norm of each parameter's gradient alone, on the host; one collective for all of them."""
+    pieces, gradients = layout.gradients()
     powers = power_sums(gradients, norm_type)
-    figures = powers.tolist() if isinstance(powers, Tensor) else powers
-    return [p if math.isinf(norm_type) else p ** (1.0 / norm_type) for p in figures]
+    here = dict(zip(map(id, pieces), powers, strict=True))
+    share = 0 if math.isinf(norm_type) else 1
+    columns = layout.gather([here.get(id(p), 0.0) / p.holders**share for p in layout.pieces])
+    each = zip(layout.pieces, columns, strict=True)
+    return {piece.name: float(combine(column, norm_type)) for piece, column in each}
 
 
 def power_sums(gradients: Sequence[Tensor], norm_type: float) -> list[float] | Tensor:

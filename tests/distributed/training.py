@@ -1,17 +1,33 @@
 """Small training jobs that tests run in one process or on several ranks, and compare."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from runner import Trainer
-from runner.booster import SinglePlugin, TorchDDPPlugin
+from runner.booster import Plugin, SinglePlugin, TorchDDPPlugin
+from runner.booster.plugin import TorchFSDPPlugin
 from runner.clip import build
 from runner.data.dataset import IGNORED, TensorPairs
 from runner.models.gpt import GPT
 
 THRESHOLDS = {"none": None, "norm": 0.3, "value": 0.01, "adaptive": 0.02}
+
+
+PLUGINS: dict[str, Callable[[], Plugin]] = {
+    "single": SinglePlugin,
+    "ddp": TorchDDPPlugin,
+    "fsdp": TorchFSDPPlugin,
+    "hsdp": lambda: TorchFSDPPlugin(dp_replicate=2),
+}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain copy of a tensor, gathered where it is split."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 class Rows:
@@ -78,7 +94,7 @@ def train(
     epochs: int = 2,
 ) -> dict[str, Any]:
     """Rows, final weights and last clipped gradients of a short training by plain SGD."""
-    spread = TorchDDPPlugin() if plugin == "ddp" else SinglePlugin()
+    spread = PLUGINS[plugin]()
     data = images(samples) if kind == "images" else tokens(samples)
     if data.inputs.is_floating_point():
         data.inputs = data.inputs.to(dtype)
@@ -100,14 +116,14 @@ def train(
     step = trainer.optimizer.step
 
     def keep() -> bool:
-        gradients.append([p.grad.clone() for p in model.parameters()])
+        gradients.append([whole(p.grad) for p in model.parameters()])
         return step()
 
     trainer.optimizer.step = keep  # type: ignore[method-assign]
     summary = trainer.fit()
     return {
         "rows": rows.rows,
-        "weights": [p.detach().clone() for p in model.parameters()],
+        "weights": [whole(p) for p in model.parameters()],
         "gradients": gradients,
         "summary": summary,
     }

@@ -196,6 +196,22 @@ def cross(x: float, y: float, color: str, name: str, group: int) -> Markup:
     )
 
 
+def dot(x: float, y: float, color: str, name: str, group: int, whole: bool = True) -> Markup:
+    """A run as a point; hollow where it is not ``whole``."""
+    return tag(
+        "circle",
+        tag("title", name),
+        cx=x,
+        cy=y,
+        r=4.5,
+        fill=color if whole else "#fff",
+        stroke=None if whole else color,
+        class_="point" if whole else "hollow",
+        data_group=group,
+        data_tip=name,
+    )
+
+
 def _curve(curve: Curve, axes: tuple[Axis, Axis], buckets: int) -> Markup:
     xs, ys = across(axes[0], curve.xs), upward(axes[1], curve.ys)
     at = kept(ys, buckets)

@@ -46,20 +46,23 @@ def edge_warning(found: Findings) -> str | None:
     best = next(iter(found.ranked()), None)
     if best is None or best.threshold is None:
         return None
-    tried = {group.threshold for group in found.groups if group.mode == best.mode}
-    known = sorted(value for value in tried if value is not None)
+    tried = [group for group in found.groups if group.mode == best.mode]
+    # A threshold that diverged closes the range as well as one that did worse.
+    judged = [group for group in tried if found.scores(group)]
+    known = sorted(group.threshold for group in judged if group.threshold is not None)
     if len(known) < 2:
         return None
+    which = "tried" if len(judged) == len(tried) else "with a result"
     if best.threshold == known[0]:
         return (
-            f"The best threshold, {figure(known[0])}, is the lowest tried: "
+            f"The best threshold, {figure(known[0])}, is the lowest {which}: "
             f"a lower one may do better (try {figure(known[0] / 2)} and {figure(known[0] / 4)})."
         )
     # Beyond the highest threshold lies no clipping at all: where that was tried, nothing is open.
     unclipped = any(group.mode == "none" and found.scores(group) for group in found.groups)
     if best.threshold == known[-1] and not unclipped:
         return (
-            f"The best threshold, {figure(known[-1])}, is the highest tried: a higher one, or "
+            f"The best threshold, {figure(known[-1])}, is the highest {which}: a higher one, or "
             f"none, may do better (try {figure(known[-1] * 2)} and clip=none)."
         )
     return None

@@ -99,6 +99,17 @@ def test_one_run_is_a_page_too(tmp_path: Path, shown: Shown, finished: bool) -> 
     assert ("finished after 80 steps" if finished else "was killed after 80 steps") in verdict
 
 
+def test_a_single_evaluation_is_seen(tmp_path: Path, shown: Shown) -> None:
+    made = rows(steps=40, evaluations=1)
+    page = shown(write_run(tmp_path / "run", made, config()))
+    assert_quiet(page)
+    knots = "document.querySelectorAll('[data-chart=eval-loss] .knot').length"
+    assert page.ask(knots) == 1
+    page.ask("document.querySelector('[data-chart=eval-loss]').focus()")
+    page.press("ArrowRight", 39)
+    assert page.ask(READING.format("eval-loss")).startswith("norm 1: ")
+
+
 def test_no_run_is_a_page_that_says_so(tmp_path: Path, shown: Shown) -> None:
     (tmp_path / "sweep.json").write_text('{"name": "empty", "runs": []}')
     page = shown(tmp_path)
@@ -274,11 +285,11 @@ def test_paper_shows_it_all(tmp_path: Path, shown: Shown) -> None:
     assert pdf.startswith(b"%PDF")
     assert 2 <= len(re.findall(rb"/Type\s*/Page\b(?!s)", pdf)) <= 8
     page.send("Emulation.setEmulatedMedia", media="print")
-    # A4 less its margins, at 96 pixels an inch.
-    page.resize(703, 1000)
+    # A4 on its side less its margins, at 96 pixels an inch.
+    page.resize(1031, 700)
     whole = "[...document.querySelectorAll('table, figure')]"
     right = f"Math.max(...{whole}.map(one => one.getBoundingClientRect().right))"
-    assert page.ask(right) <= 703
+    assert page.ask(right) <= 1031
     # Folds open for paper, and close again.
     page.ask("dispatchEvent(new Event('beforeprint'))")
     assert page.ask("document.querySelectorAll('details:not([open])').length") == 0

@@ -90,6 +90,13 @@ def test_beyond_the_highest_threshold_lies_no_clipping(tmp_path: Path) -> None:
     assert edge_warning(found) is None
 
 
+def test_a_threshold_without_a_result_closes_no_range(tmp_path: Path) -> None:
+    made(tmp_path, ("norm", 0.1, 0.3), ("norm", 1.0, 0.1))
+    ended = rows("norm", 2.0, 5, evaluations=0)
+    write_run(tmp_path / "2", ended, config(clip__threshold=2.0), state="interrupted")
+    assert "is the highest with a result" in str(edge_warning(find(read(tmp_path))))
+
+
 def test_failures_are_named_with_their_cause(tmp_path: Path) -> None:
     notes = remarks(find(read(troubled(tmp_path / "s"))))
     assert any(note.startswith("Run 7 failed at step 120: RuntimeError") for note in notes)

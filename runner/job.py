@@ -66,6 +66,7 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
         sinks=sinks,
         log_interval=config.log.interval,
         log_flush=config.log.flush,
+        what_if=config.clip.what_if,
         per_layer=config.telemetry.per_layer,
         probe=config.telemetry.probe,
         say=_say,

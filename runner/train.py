@@ -49,6 +49,8 @@ class Trainer:
         sinks: where rows go. Give them on the first rank only.
         log_interval: steps between rows.
         log_flush: steps between transfers of figures to the host.
+        what_if: thresholds for which ``clip/what_if/<λ>`` is logged: the share of the steps so far
+            that each would have clipped, in the units of the clipping mode.
         per_layer: also log each parameter's gradient norm.
         probe: print so many elements of the first parameter after each microbatch.
         say: prints for ``probe``.
@@ -78,6 +80,7 @@ class Trainer:
         sinks: Sequence[Sink] = (),
         log_interval: int = 1,
         log_flush: int = 50,
+        what_if: Sequence[float] = (),
         per_layer: bool = False,
         probe: int = 0,
         say: Callable[[str], None] = print,
@@ -107,7 +110,7 @@ class Trainer:
         self.probe = probe
         self.say = say
         size = self.plugin.data_size
-        self.meter = Meter(sinks, log_interval, log_flush)
+        self.meter = Meter(sinks, log_interval, log_flush, what_if=what_if)
         if size > 1:
             self.meter.mean_over_data = self._mean_over_data
         if accumulation_steps > 1 and any(

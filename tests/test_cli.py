@@ -339,7 +339,7 @@ def test_a_reader_that_leaves_early_is_no_error():
     assert done.stderr == ""
 
 
-@pytest.mark.xdist_group("timing")
+@pytest.mark.timing
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="compares with torch")
 def test_what_needs_no_torch_takes_at_most_half_the_time_to_import_it(tmp_path):
     env = {**os.environ, "RUNNER_OUTPUTS": str(tmp_path / "outputs")}

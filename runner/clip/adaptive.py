@@ -7,11 +7,14 @@ start at zero move. The final classifier's weight is left out.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from runner.clip.layout import Layout, Number, Piece
+from runner.clip.measure import combine
 from runner.clip.mode import ClipMode, Outcome, after_counting
 
 
@@ -39,22 +42,26 @@ class AdaptiveClip(ClipMode):
         _complete_cut_units(pieces, lengths)
         changed: Number = 0.0
         units = 0.0
+        peaks: list[Number] = []
         for piece, (weight, length) in zip(pieces, lengths, strict=True):
             gradient = piece.gradient
             if gradient is None or length.numel() == 0:
                 continue
-            allowed = weight.clamp(min=self.eps).mul_(self.limit)
-            over = length > allowed
-            count: Number = over.sum()
-            if gradient.device.type == "cpu":
-                count = int(count)
-            if isinstance(count, Tensor) or count:
-                coef = torch.where(over, allowed / length, 1.0)
-                piece.units.view(gradient).mul_(coef)
             held = piece.holders * (piece.cut.size() if piece.cut else 1)
+            units += length.numel() / held
+            ratio = length / weight.clamp(min=self.eps)
+            peak: Number = ratio.amax()
+            if gradient.device.type == "cpu":
+                peak = float(peak)
+            peaks.append(peak)
+            if not isinstance(peak, Tensor) and peak <= self.limit:
+                continue
+            over = ratio > self.limit
+            count: Number = over.sum() if isinstance(peak, Tensor) else int(over.sum())
+            piece.units.view(gradient).mul_(torch.where(over, self.limit / ratio, 1.0))
             changed = changed + count / held
-            units += over.numel() / held
-        return after_counting(self, layout, norm, changed, units)
+        highest = combine(peaks or [0.0], math.inf)
+        return after_counting(self, layout, norm, changed, units, highest)
 
 
 def _lengths(piece: Piece) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,8 @@ class Outcome(NamedTuple):
         coef: norm_clipped ÷ norm, 1 where nothing was clipped.
         clipped: 1 if the step changed anything, else 0.
         fraction: share clipped of what the mode clips: the step, the elements, or the units.
+        peak: what the mode compares with λ, at its largest: ‖G‖, |g| of an element, or
+            ‖G_u‖/max(‖W_u‖, ε) of a unit. A threshold below it would have clipped this step.
         threshold: λ in force, NaN where the mode has none.
     """
 
@@ -31,18 +33,19 @@ class Outcome(NamedTuple):
     coef: Number
     clipped: Number
     fraction: Number
+    peak: Number
     threshold: float
 
     @classmethod
-    def untouched(cls, norm: Number, threshold: float | None) -> Outcome:
+    def untouched(cls, norm: Number, threshold: float | None, peak: Number) -> Outcome:
         """Measured, and left as it is."""
-        return cls(norm, norm, 1.0, 0.0, 0.0, math.nan if threshold is None else threshold)
+        return cls(norm, norm, 1.0, 0.0, 0.0, peak, math.nan if threshold is None else threshold)
 
     @classmethod
     def skipped(cls, norm: Number, threshold: float | None) -> Outcome:
         """A step that was not taken because its gradient is not finite."""
         nan = math.nan
-        return cls(norm, nan, nan, 0.0, 0.0, nan if threshold is None else threshold)
+        return cls(norm, nan, nan, 0.0, 0.0, nan, nan if threshold is None else threshold)
 
 
 @dataclass
@@ -111,7 +114,7 @@ class ClipMode(ABC):
 
 
 def after_counting(
-    mode: ClipMode, layout: Layout, norm: Number, changed: Number, of: float
+    mode: ClipMode, layout: Layout, norm: Number, changed: Number, of: float, peak: Number
 ) -> Outcome:
     """Outcome of a mode that changes parts: counts and the new norm, in one collective.
 
@@ -121,18 +124,21 @@ def after_counting(
         norm: ‖G‖ before.
         changed: parts (elements, units) of this rank that were changed, each ÷ its holders.
         of: parts of this rank in all, each ÷ its holders.
+        peak: what is compared with λ, at its largest on this rank.
     """
-    powers, changes, parts = layout.gather([local_power(layout, mode.norm_type), changed, of])
+    power = local_power(layout, mode.norm_type)
+    powers, changes, parts, peaks = layout.gather([power, changed, of, peak])
     total, everything = sum(changes), sum(parts)
     if isinstance(norm, Tensor):
         after = combine(powers, mode.norm_type)
         coef = (after / norm).nan_to_num(nan=1.0)
         clipped = torch.as_tensor(total > 0, dtype=norm.dtype, device=norm.device)
         fraction = total / max(float(everything), 1.0)
-        return Outcome(norm, after, coef, clipped, fraction, mode.limit)
+        return Outcome(norm, after, coef, clipped, fraction, combine(peaks, math.inf), mode.limit)
+    highest = combine(peaks, math.inf)
     if total == 0.0:
         # The same value twice, not a quotient of two roundings.
-        return Outcome.untouched(norm, mode.limit)
+        return Outcome.untouched(norm, mode.limit, highest)
     host = float(combine(powers, mode.norm_type))
     share = float(total) / float(everything)
-    return Outcome(norm, host, host / norm, 1.0, share, mode.limit)
+    return Outcome(norm, host, host / norm, 1.0, share, highest, mode.limit)

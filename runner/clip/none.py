@@ -9,7 +9,7 @@ class NoClip(ClipMode):
 
     def clip(self, layout: Layout, norm: Number) -> Outcome:
         """Report ``norm`` with a coefficient of 1."""
-        return Outcome.untouched(norm, None)
+        return Outcome.untouched(norm, None, norm)
 
 
 MODE = NoClip

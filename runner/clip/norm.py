@@ -24,14 +24,14 @@ class NormClip(ClipMode):
             if gradients:
                 torch._foreach_mul_(gradients, coef.float())
             clipped = (norm > limit).to(norm.dtype)
-            return Outcome(norm, norm * coef, coef, clipped, clipped, limit)
+            return Outcome(norm, norm * coef, coef, clipped, clipped, norm, limit)
         if norm <= limit:
-            return Outcome.untouched(norm, limit)
+            return Outcome.untouched(norm, limit, norm)
         coef_host = limit / norm
         if gradients:
             # A scalar in a tensor takes foreach's fast path on a CPU: a third of the time.
             torch._foreach_mul_(gradients, torch.tensor(coef_host, dtype=torch.float64))
-        return Outcome(norm, norm * coef_host, coef_host, 1.0, 1.0, limit)
+        return Outcome(norm, norm * coef_host, coef_host, 1.0, 1.0, norm, limit)
 
 
 MODE = NormClip

@@ -4,9 +4,12 @@ Elementwise, so a shard needs no word of the others but for the counts. Unlike s
 gradient's direction.
 """
 
+import math
+
 from torch import Tensor
 
 from runner.clip.layout import Layout, Number
+from runner.clip.measure import combine, power_sums
 from runner.clip.mode import ClipMode, Outcome, after_counting
 
 
@@ -17,17 +20,21 @@ class ValueClip(ClipMode):
         """Clamp in place and count what was changed; one collective where ranks share the model."""
         limit = self.limit
         pieces, gradients = layout.gradients()
+        peaks: list[Number] = list(power_sums(gradients, math.inf))
         changed: Number = 0.0
         elements = 0.0
-        for piece, gradient in zip(pieces, gradients, strict=True):
+        for piece, gradient, peak in zip(pieces, gradients, peaks, strict=True):
+            elements += gradient.numel() / piece.holders
+            if not isinstance(peak, Tensor) and peak <= limit:
+                continue  # To see that costs a thirtieth of counting.
             count: Number = (gradient.abs() > limit).sum()
             if gradient.device.type == "cpu":
                 count = int(count)
-            if isinstance(count, Tensor) or count:
-                gradient.clamp_(-limit, limit)
+            gradient.clamp_(-limit, limit)
             changed = changed + count / piece.holders
-            elements += gradient.numel() / piece.holders
-        return after_counting(self, layout, norm, changed, elements)
+        return after_counting(
+            self, layout, norm, changed, elements, combine(peaks or [0.0], math.inf)
+        )
 
 
 MODE = ValueClip

@@ -53,6 +53,18 @@ def number(above: float) -> Rule:
     return Rule(f"a finite number greater than {above:g}", read)
 
 
+def numbers(above: float) -> Rule:
+    """A list of finite numbers greater than ``above``; an empty one too."""
+    one = number(above)
+
+    def read(value: Any) -> list[float]:
+        if not isinstance(value, list):
+            raise ValueError
+        return [one.read(item) for item in value]
+
+    return Rule(f"a list of finite numbers greater than {above:g}, such as [0.1,1.0]", read)
+
+
 def norm_order() -> Rule:
     """1, 2 or inf; a file may write infinity as the words ``inf`` and ``.inf``."""
 

@@ -20,6 +20,7 @@ from runner.config.rules import (
     integer,
     norm_order,
     number,
+    numbers,
     one_of,
     option_of,
     optional,
@@ -75,6 +76,11 @@ class Clip:
         Literal["skip", "error", "ignore"],
         one_of("skip", "error", "ignore"),
         "what a step does whose gradient is not finite",
+    ]
+    what_if: Annotated[
+        list[float],
+        numbers(above=0),
+        "thresholds to log the share of steps of that each would clip",
     ]
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -206,6 +212,24 @@ class Sweep:
 
 
 @dataclass(frozen=True)
+class Calibrate:
+    """What `python -m runner.calibrate` does; a run takes no notice."""
+
+    steps: Annotated[int, integer(2), "optimizer steps to measure, unclipped"]
+    warmup_steps: Annotated[
+        int | None, optional(integer(0)), "first steps to describe apart; null: a tenth"
+    ]
+    output: Annotated[
+        str | None, optional(text()), "folder to write; null: a new one in outputs/calibrations"
+    ]
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Nothing but warm-up."""
+        if self.warmup_steps is not None and self.warmup_steps >= self.steps:
+            yield Conflict("warmup_steps", f"must leave some of calibrate.steps={self.steps}")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One training job, entirely.
 
@@ -227,6 +251,7 @@ class RunConfig:
     telemetry: Telemetry
     launch: Launch
     sweep: Sweep
+    calibrate: Calibrate
     seed: Annotated[int, integer(0, _LARGEST_SEED), "of everything that is drawn at random"]
     device: Annotated[
         Literal["auto", "cpu", "cuda"],

@@ -4,10 +4,24 @@
 torchvision, timm or one's own, is named the same way.
 """
 
+from runner.models.awd_lstm import AWDLSTM
 from runner.models.classifier import Classifier
 from runner.models.cnn import DigitsCNN
+from runner.models.compressive import CompressiveTransformer
 from runner.models.gated_conv import GatedConvLanguageModel
 from runner.models.gpt import GPT
 from runner.models.lstm import LSTMLanguageModel
+from runner.models.masked import MaskedLanguageModel
+from runner.models.rnn import RNNLanguageModel
 
-__all__ = ["GPT", "Classifier", "DigitsCNN", "GatedConvLanguageModel", "LSTMLanguageModel"]
+__all__ = [
+    "AWDLSTM",
+    "GPT",
+    "Classifier",
+    "CompressiveTransformer",
+    "DigitsCNN",
+    "GatedConvLanguageModel",
+    "LSTMLanguageModel",
+    "MaskedLanguageModel",
+    "RNNLanguageModel",
+]

@@ -22,6 +22,8 @@ from runner.report.thin import kept
 
 WIDTH, HEIGHT = 560, 310
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 16, 46
+# A curve of no more points than this shows each as a dot.
+_KNOTS = 30
 # The area inside the axes, in the coordinates of the drawing.
 INNER_WIDTH, INNER_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
@@ -157,16 +159,19 @@ def upward(axis: Axis, values: Floats | float) -> Floats:
 
 def path(xs: Floats, ys: Floats) -> str:
     """The ``d`` of a line through points in drawing coordinates, interrupted where y is NaN."""
-    parts = []
-    pen = "M"
+    parts: list[str] = []
+    pen, point = "M", ""
     for x, y in zip(xs.tolist(), ys.tolist(), strict=True):
-        if not math.isfinite(y):
+        if math.isfinite(y):
+            # Far outside nothing shows, and some renderers overflow.
+            point = f"{x:.1f} {min(max(y, -9999.0), 9999.0):.1f}"
+            parts.append(pen + point)
+            pen = "L"
+        elif pen == "L":
+            parts.append(f"L{point}")
             pen = "M"
-            continue
-        # Far outside nothing shows, and some renderers overflow.
-        parts.append(f"{pen}{x:.1f} {min(max(y, -9999.0), 9999.0):.1f}")
-        pen = "L"
-    return "".join(parts)
+    # A line of no length shows as a dot, so that a value between two gaps is seen.
+    return "".join(parts) + (f"L{point}" if pen == "L" else "")
 
 
 def vertical(x: float, color: str, class_: str, name: str, group: int | None = None) -> Markup:
@@ -196,10 +201,26 @@ def cross(x: float, y: float, color: str, name: str, group: int) -> Markup:
     )
 
 
+def dot(x: float, y: float, color: str, name: str, group: int, whole: bool = True) -> Markup:
+    """A run as a point; hollow where it is not ``whole``."""
+    return tag(
+        "circle",
+        tag("title", name),
+        cx=x,
+        cy=y,
+        r=4.5,
+        fill=color if whole else "#fff",
+        stroke=None if whole else color,
+        class_="point" if whole else "hollow",
+        data_group=group,
+        data_tip=name,
+    )
+
+
 def _curve(curve: Curve, axes: tuple[Axis, Axis], buckets: int) -> Markup:
     xs, ys = across(axes[0], curve.xs), upward(axes[1], curve.ys)
     at = kept(ys, buckets)
-    return tag(
+    line = tag(
         "path",
         d=path(xs[at], ys[at]),
         stroke=curve.color,
@@ -208,6 +229,14 @@ def _curve(curve: Curve, axes: tuple[Axis, Axis], buckets: int) -> Markup:
         data_group=curve.group,
         data_name=curve.name,
     )
+    if curve.kind != "curve" or len(at) > _KNOTS:
+        return line
+    knots = [
+        tag("circle", cx=x, cy=y, r=2.4, fill=curve.color, class_="knot", data_group=curve.group)
+        for x, y in zip(xs.tolist(), ys.tolist(), strict=True)
+        if math.isfinite(y)
+    ]
+    return join([line, *knots])
 
 
 def _level(level: Level, axis: Axis) -> Markup:

@@ -84,7 +84,7 @@
     const [left, top, width, height] = chart.dataset.area.split(" ").map(Number);
     const [x, y] = [axis(chart.dataset.x), axis(chart.dataset.y)];
     const reading = chart.parentElement.querySelector(".reading");
-    const ring = document.createElementNS("http://www.w3.org/2000/svg", "circle");
+    const ring = document.createElementNS(chart.namespaceURI, "circle");
     ring.setAttribute("class", "cursor away");
     ring.setAttribute("r", "4");
     chart.append(ring);

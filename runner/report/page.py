@@ -17,9 +17,10 @@ from runner.report.heat import heat_maps
 from runner.report.markup import Child, Markup, tag
 from runner.report.norms import histogram
 from runner.report.origin import origin
+from runner.report.predicted import ratio_charts
 from runner.report.sweep import Sweep, read
 from runner.report.table import omitted, table
-from runner.report.threshold import metric_charts, ratio_charts
+from runner.report.threshold import metric_charts
 from runner.report.verdict import remarks, verdict
 
 NAME = "report.html"

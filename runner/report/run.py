@@ -71,6 +71,8 @@ class Run:
     @property
     def threshold(self) -> float | None:
         """λ as configured, or as typed where there is no configuration; None for none."""
+        if self.mode == "none":
+            return None
         known = self.config or self.typed
         return _positive(known.get("clip.threshold"))
 

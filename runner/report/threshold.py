@@ -1,4 +1,4 @@
-"""Charts over the threshold: the metric it led to, and the share of steps it clipped."""
+"""The metric that each threshold led to."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from runner.report.chart import (
     TOP,
     across,
     cross,
+    dot,
     framed,
     path,
     upward,
 )
 from runner.report.curves import facets
 from runner.report.figures import higher_is_better
-from runner.report.findings import Findings, norms
+from runner.report.findings import Findings
 from runner.report.groups import Group, choice
 from runner.report.literature import PUBLISHED
 from runner.report.markup import Markup, join, tag
 from runner.report.notation import figure, percent
-from runner.report.rows import Floats, what_if
 from runner.report.scale import Axis, covering
 
 # Pixels between two texts under an axis.
@@ -41,35 +41,28 @@ def metric_charts(found: Findings) -> list[Markup]:
     return charts
 
 
-def ratio_charts(found: Findings) -> list[Markup]:
-    """The share of steps that a threshold would clip, as predicted, and as it did."""
-    charts = []
-    for mode, members in facets(found.groups):
-        groups = [g for g in members if g.mode == mode and g.threshold is not None]
-        if any(found.ratio(group) is not None for group in groups):
-            charts.append(_ratio_chart(found, mode, groups))
-    return charts
-
-
 def edge_warning(found: Findings) -> str | None:
     """That the best threshold is the lowest or highest tried, so that a better may lie beyond."""
     best = next(iter(found.ranked()), None)
     if best is None or best.threshold is None:
         return None
-    tried = {group.threshold for group in found.groups if group.mode == best.mode}
-    known = sorted(value for value in tried if value is not None)
+    tried = [group for group in found.groups if group.mode == best.mode]
+    # A threshold that diverged closes the range as well as one that did worse.
+    judged = [group for group in tried if found.scores(group)]
+    known = sorted(group.threshold for group in judged if group.threshold is not None)
     if len(known) < 2:
         return None
+    which = "tried" if len(judged) == len(tried) else "with a result"
     if best.threshold == known[0]:
         return (
-            f"The best threshold, {figure(known[0])}, is the lowest tried: "
+            f"The best threshold, {figure(known[0])}, is the lowest {which}: "
             f"a lower one may do better (try {figure(known[0] / 2)} and {figure(known[0] / 4)})."
         )
     # Beyond the highest threshold lies no clipping at all: where that was tried, nothing is open.
     unclipped = any(group.mode == "none" and found.scores(group) for group in found.groups)
     if best.threshold == known[-1] and not unclipped:
         return (
-            f"The best threshold, {figure(known[-1])}, is the highest tried: a higher one, or "
+            f"The best threshold, {figure(known[-1])}, is the highest {which}: a higher one, or "
             f"none, may do better (try {figure(known[-1] * 2)} and clip=none)."
         )
     return None
@@ -103,7 +96,7 @@ def _metric_chart(found: Findings, mode: str, groups: Sequence[Group]) -> Markup
                 y = float(upward(vertical, score))
                 whole = found.counts(run)
                 name += "" if whole else f" ({run.state})"
-                body.append(_dot(x, y, group, name, whole))
+                body.append(dot(x, y, group.color, name, group.index, whole))
             else:
                 body.append(cross(x, TOP + 8, group.color, name, group.index))
     note = f"One point a run, a line through the means; {_direction(metric)}. "
@@ -120,66 +113,6 @@ def _metric_chart(found: Findings, mode: str, groups: Sequence[Group]) -> Markup
         around=_marks(mode, axis),
         ticks=ticks,
     )
-
-
-def _ratio_chart(found: Findings, mode: str, groups: Sequence[Group]) -> Markup:
-    reference = found.reference()
-    thresholds, shares, source = _predicted(found, mode, groups, reference)
-    limits = [np.asarray([g.threshold for g in groups if g.threshold is not None]), thresholds]
-    axis = covering(limits, log=True, title="threshold")
-    vertical = Axis(-0.03, 1.03, False, "share of steps clipped", True)
-    body = []
-    if len(thresholds):
-        xs, ys = across(axis, thresholds), upward(vertical, shares)
-        body.append(
-            tag("path", d=path(xs, ys), class_="curve", stroke="#5b6470", data_name="predicted")
-        )
-    for group in groups:
-        for run in group.runs:
-            ratio = found.figures[run.number].ratio
-            if ratio is None or group.threshold is None or not math.isfinite(ratio):
-                continue
-            x, y = float(across(axis, group.threshold)), float(upward(vertical, ratio))
-            name = f"{group.label}, run {run.number}: clipped {percent(ratio)} of its steps"
-            if len(thresholds):
-                expected = float(np.interp(math.log(group.threshold), np.log(thresholds), shares))
-                name += f"; predicted {percent(expected)}"
-            body.append(_dot(x, y, group, name))
-    suffix = "" if len(facets(found.groups)) == 1 else f" · clip={mode}"
-    return framed(
-        f"predicted-{mode}",
-        f"Predicted against observed clip ratio{suffix}",
-        f"{source} Points: what runs observed. A point off the line means that clipping changed "
-        "the norms themselves.",
-        (axis, vertical),
-        join(body),
-    )
-
-
-def _predicted(
-    found: Findings, mode: str, groups: Sequence[Group], reference: Group | None
-) -> tuple[Floats, Floats, str]:
-    """Rising thresholds, the share of steps each would have clipped, and where that is from."""
-    if mode == "norm" and reference is not None:
-        measured = np.sort(norms(reference))
-        at = measured[np.linspace(0, len(measured) - 1, min(len(measured), 240)).astype(int)]
-        at = np.unique(at)
-        # Clipped is what lies above the threshold, not on it.
-        above = 1 - np.searchsorted(measured, at, side="right") / len(measured)
-        return at, above, f"Line: share of the steps of “{reference.label}” whose ‖G‖ lies above."
-    recorded = [
-        (found.ratio(group) or 0.0, run.number, shares)
-        for group in groups
-        for run in group.runs
-        for shares in [what_if(run.series)]
-        if shares
-    ]
-    if not recorded:
-        nothing = np.empty(0)
-        return nothing, nothing, "No run of this mode recorded clip.what_if, so none is predicted."
-    _, number, shares = min(recorded, key=lambda entry: entry[:2])
-    source = f"Line: what run {number} recorded by clip.what_if."
-    return np.asarray(list(shares)), np.asarray(list(shares.values())), source
 
 
 def _threshold_axis(
@@ -226,21 +159,6 @@ def _means(
         xs, ys = np.asarray(sorted(points)).T
         drawn.append(tag("path", d=path(xs, ys), class_="means"))
     return join(drawn)
-
-
-def _dot(x: float, y: float, group: Group, name: str, whole: bool = True) -> Markup:
-    return tag(
-        "circle",
-        tag("title", name),
-        cx=x,
-        cy=y,
-        r=4.5,
-        fill=group.color if whole else "#fff",
-        stroke=None if whole else group.color,
-        class_="point" if whole else "hollow",
-        data_group=group.index,
-        data_tip=name,
-    )
 
 
 def _inside(mode: str, axis: Axis) -> list[tuple[float, str]]:

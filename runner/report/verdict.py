@@ -98,7 +98,7 @@ def _clipped(found: Findings, group: Group) -> str:
 
 
 def _seeds(found: Findings) -> str | None:
-    if len(found.groups) < 2 or any(len(group.runs) > 1 for group in found.groups):
+    if len(found.ranked()) < 2 or any(len(group.runs) > 1 for group in found.groups):
         return None
     return (
         "Each setting ran with one seed, so small differences may be chance; "

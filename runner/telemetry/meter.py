@@ -66,12 +66,15 @@ class Meter:
         flush: steps between transfers to the host.
         mean_over_data: mean of host figures over the data-parallel ranks, where there are several.
             All ranks flush at the same steps, so this is one collective a flush.
+        what_if: thresholds to count the steps of that each would have clipped, had the run gone the
+            same way: those whose ``Outcome.peak`` is above it.
     """
 
     sinks: Sequence[Sink] = ()
     interval: int = 1
     flush_every: int = 50
     mean_over_data: Callable[[list[float]], list[float]] | None = None
+    what_if: Sequence[float] = ()
     nonfinite: int = 0
     samples: int = 0
     last: Row = field(default_factory=dict)
@@ -79,7 +82,13 @@ class Meter:
     _pending: list[Step] = field(default_factory=list)
     _window: Window = field(default_factory=Window)
     _norms: array[float] = field(default_factory=lambda: array("d"))
+    _peaks: array[float] = field(default_factory=lambda: array("d"))
     _clipped: float = 0.0
+    _above: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.what_if = tuple(dict.fromkeys(map(float, self.what_if)))
+        self._above = [0] * len(self.what_if)
 
     def push(self, step: Step, evaluation: Mapping[str, float] | None = None) -> None:
         """Take a step's figures; they leave for the host with the next flush.
@@ -104,7 +113,7 @@ class Meter:
         pending, self._pending = self._pending, []
         if not pending:
             return
-        figures = _on_host([(step.loss, *step.outcome[:5]) for step in pending])
+        figures = _on_host([(step.loss, *step.outcome[:6]) for step in pending])
         losses: list[float] | list[None] = [row[0] for row in figures]
         if self.mean_over_data is not None:
             alone = [None] * len(pending)
@@ -116,23 +125,34 @@ class Meter:
 
     def summary(self) -> dict[str, Any]:
         """Figures of the whole run: every step counts, whatever the interval between rows."""
-        norms = np.frombuffer(self._norms, dtype=np.float64) if self._norms else np.empty(0)
-        finite = norms[np.isfinite(norms)]
-        spread: dict[str, float] = {}
-        if finite.size:
-            points = np.percentile(finite, (50, 90, 95, 99))
-            spread = dict(zip(("p50", "p90", "p95", "p99"), map(float, points), strict=True))
-            spread |= {"max": float(finite.max()), "mean": float(finite.mean())}
-        steps = len(norms)
+        steps = len(self._norms)
         return {
             "final": {key: value for key, value in self.last.items() if key != "train/step"},
             "best": dict(self.best),
-            "grad/norm": spread,
+            "grad/norm": _spread(self._norms),
+            "clip/peak": _spread(self._peaks),
             "clip/ratio_total": self._clipped / steps if steps else 0.0,
+            **self._shares(),
             "grad/nonfinite": self.nonfinite,
             "steps": steps,
             "samples": self.samples,
         }
+
+    @property
+    def norms(self) -> list[float]:
+        """‖G‖ before clipping of every step that has left the device."""
+        return self._norms.tolist()
+
+    @property
+    def peaks(self) -> list[float]:
+        """``Outcome.peak`` of the same steps, NaN where a step was skipped."""
+        return self._peaks.tolist()
+
+    def _shares(self) -> dict[str, float]:
+        """Share of the steps so far that each threshold of ``what_if`` would have clipped."""
+        steps = max(len(self._peaks), 1)
+        each = zip(self.what_if, self._above, strict=True)
+        return {f"clip/what_if/{threshold}": above / steps for threshold, above in each}
 
     def _take(
         self,
@@ -147,6 +167,10 @@ class Meter:
             self.nonfinite += 1
         norm, clipped = float(outcome.norm), float(outcome.clipped)
         self._norms.append(norm)
+        peak = float(outcome.peak)
+        self._peaks.append(peak)
+        for i, threshold in enumerate(self.what_if):
+            self._above[i] += peak > threshold
         self._clipped += clipped
         self.samples = step.samples
         window = self._window
@@ -193,6 +217,8 @@ class Meter:
         }
         if not math.isnan(outcome.threshold):
             row["clip/threshold"] = outcome.threshold
+        if self.what_if:
+            row |= self._shares()
         return row
 
     def _best(self, key: str, value: float) -> None:
@@ -202,6 +228,17 @@ class Meter:
             return
         better = max if key.endswith("accuracy") else min
         self.best[key] = value if known is None else better(known, value)
+
+
+def _spread(figures: array[float]) -> dict[str, float]:
+    """Percentiles, largest and mean of the finite ones; empty where there is none."""
+    every = np.asarray(figures, dtype=np.float64)
+    finite = every[np.isfinite(every)]
+    if not finite.size:
+        return {}
+    points = np.percentile(finite, (50, 90, 95, 99))
+    spread = dict(zip(("p50", "p90", "p95", "p99"), map(float, points), strict=True))
+    return spread | {"max": float(finite.max()), "mean": float(finite.mean())}
 
 
 def _on_host(rows: list[tuple[Number, ...]]) -> list[list[float]]:

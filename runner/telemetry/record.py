@@ -18,8 +18,8 @@ from runner.telemetry.jsonl import encode
 PROGRESS_SECONDS = 1.0
 """Shortest time between two updates of the step in ``status.json``."""
 
-NOT_HASHED = ("tracker", "log")
-"""Sections of a config that decide where figures go and how often, never what is trained; two runs
+NOT_HASHED = ("tracker", "log", "calibrate")
+"""Sections of a config that never decide what a run trains; two runs
 that differ in these alone are the same experiment and share a hash."""
 
 

@@ -21,7 +21,11 @@ def step(number, outcome, loss=1.0):
 
 
 def test_figures_in_tensors_and_on_the_host_make_the_same_rows():
-    outcomes = [(2.0, 1.0, 0.5, 1.0, 1.0), (0.5, 0.5, 1.0, 0.0, 0.0), (4.0, 1.0, 0.25, 1.0, 1.0)]
+    outcomes = [
+        (2.0, 1.0, 0.5, 1.0, 1.0, 2.0),
+        (0.5, 0.5, 1.0, 0.0, 0.0, 0.5),
+        (4.0, 1.0, 0.25, 1.0, 1.0, 4.0),
+    ]
     collected = []
     for as_tensor in (False, True):
         rows = Rows()
@@ -44,7 +48,7 @@ def test_a_step_that_an_accelerator_skipped_is_not_counted_as_clipped():
     rows = Rows()
     meter = Meter([rows], flush_every=1)
     # λ/inf and inf·0, as a device computes them without looking.
-    meter.push(step(1, Outcome(math.inf, math.nan, 0.0, 1.0, 1.0, threshold=1.0)))
+    meter.push(step(1, Outcome(math.inf, math.nan, 0.0, 1.0, 1.0, peak=math.inf, threshold=1.0)))
     assert rows[0]["clip/clipped"] == 0
     assert rows[0]["grad/norm"] == math.inf
     assert math.isnan(rows[0]["clip/coef"])
@@ -55,8 +59,8 @@ def test_a_step_that_an_accelerator_skipped_is_not_counted_as_clipped():
 def test_a_run_that_breaks_off_leaves_out_the_loss_that_needs_the_other_ranks():
     rows = Rows()
     meter = Meter([rows], mean_over_data=lambda figures: [figure / 2 for figure in figures])
-    meter.push(step(1, Outcome.untouched(1.0, 2.0)), evaluation={})
-    meter.push(step(2, Outcome.untouched(1.0, 2.0)))
+    meter.push(step(1, Outcome.untouched(1.0, 2.0, 1.0)), evaluation={})
+    meter.push(step(2, Outcome.untouched(1.0, 2.0, 1.0)))
     meter.flush(together=False)
     assert rows[0]["train/loss"] == 0.5
     assert "train/loss" not in rows[1]

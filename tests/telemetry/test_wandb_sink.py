@@ -185,6 +185,7 @@ def test_two_runs_in_one_process_are_two_runs_even_at_once(
     assert told == {"first": (1, 1, 0), "second": (2, 2, 1), "third": (3, 3, 0)}
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("fault", [401, 403, 500, "hang", "refused"])
 def test_a_server_that_does_not_take_the_run_leaves_an_offline_record(
     fault: int | str,
@@ -216,6 +217,7 @@ def test_a_server_that_does_not_take_the_run_leaves_an_offline_record(
     assert _one(records, "exit").get("exit_code", 0) == 0
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("fault", "more"),
     [
@@ -249,6 +251,7 @@ def test_a_server_that_fails_later_holds_nothing_up(
     assert _one(records, "exit")["exit_code"] == 1
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("how", ["hangs", "is gone"])
 def test_a_server_that_fails_under_a_flood_of_rows_holds_nothing_up(
     how: str,
@@ -382,6 +385,7 @@ def test_a_process_of_wandb_that_breaks_off_is_one_warning(
     assert len(_warnings(caplog)) == 1
 
 
+@pytest.mark.timing
 def test_a_process_of_wandb_that_stands_still_is_given_up(
     own_home: Path,
     tmp_path: Path,

@@ -1,0 +1,36 @@
+"""A simple recurrent language model.
+
+Source: T. Mikolov et al., Recurrent neural network based language model, 2010 (Interspeech), an
+Elman network: one hidden layer that sees the token and its own last state. The gradient through
+time is a product of as many Jacobians as there are steps, which is what made clipping necessary.
+"""
+
+from torch import Tensor, nn
+
+INIT_STD = 0.1
+
+
+class RNNLanguageModel(nn.Module):
+    """Tokens to logits of the next token; each sequence starts from a state of zeros.
+
+    h(t) = tanh(U x(t) + W h(t-1) + b), where U x(t) is an embedding as wide as the layer.
+
+    Args:
+        vocabulary: number of tokens, V.
+        hidden: width of the layer.
+    """
+
+    def __init__(self, vocabulary: int, hidden: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, hidden)
+        self.rnn = nn.RNN(hidden, hidden, batch_first=True)
+        self.head = nn.Linear(hidden, vocabulary)
+        for weight in (self.embed.weight, self.head.weight):
+            nn.init.normal_(weight, std=INIT_STD)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens int64 [B, T] to logits [B, T, V]."""
+        hidden, _ = self.rnn(self.embed(tokens))
+        logits: Tensor = self.head(hidden)
+        return logits

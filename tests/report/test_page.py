@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.report import read_run, write
+from runner.report.__main__ import main
+from tests.report.examples import NORM, config, rows, sweep, troubled, write_run
+
+
+class Table(HTMLParser):
+    """The values of the table of runs: by run, by key."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.keys: list[str] = []
+        self.values: dict[str, dict[str, str]] = {}
+        self._row: list[str] = []
+        self._run: str | None = None
+        self._inside = False
+        self.feed(page)
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, Any]]) -> None:
+        of = dict(attributes)
+        if name == "table":
+            self._inside = of.get("id") == "runs"
+        if not self._inside:
+            return
+        if name == "th" and "data-key" in of:
+            self.keys.append(of["data-key"])
+        if name == "tr":
+            self._run, self._row = of.get("data-run"), []
+        if name in ("th", "td") and "data-value" in of:
+            self._row.append(of["data-value"])
+
+    def handle_endtag(self, name: str) -> None:
+        if name == "table":
+            self._inside = False
+        if name == "tr" and self._inside and self._run is not None:
+            self.values[self._run] = dict(zip(self.keys, self._row, strict=True))
+
+
+def test_the_table_agrees_with_every_runs_summary_and_the_sweeps_record(tmp_path: Path) -> None:
+    folder = sweep(tmp_path / "s", [*NORM, ("none", None)], steps=100)
+    table = Table(write(folder).read_text()).values
+    record = json.loads((folder / "sweep.json").read_text())
+    assert len(table) == 5
+    for entry in record["runs"]:
+        row = table[str(entry["number"])]
+        summary = json.loads((folder / entry["folder"] / "summary.json").read_text())
+        assert float(row["best eval/loss"]) == summary["best"]["eval/loss"] == entry["objective"]
+        assert float(row["final eval/loss"]) == summary["final"]["eval/loss"]
+        assert float(row["clip/ratio_total"]) == summary["clip/ratio_total"]
+        for name in ("p50", "p90", "p99", "max"):
+            assert float(row[f"grad/norm {name}"]) == summary["grad/norm"][name]
+        assert float(row["seconds"]) == summary["wall_s"]
+        assert row["state"] == entry["state"]
+
+
+def test_the_page_is_one_file_that_names_no_other_host(tmp_path: Path) -> None:
+    page = write(sweep(tmp_path / "s", NORM, steps=50)).read_text()
+    for outward in ("http://", "https://", "//cdn", "@import", "url(http"):
+        assert outward not in page
+    assert page.count("<script>") == 1
+    assert "default-src 'none'" in unescape(page)
+
+
+def test_links_lead_to_files_that_are_there(tmp_path: Path) -> None:
+    folder = troubled(tmp_path / "s")
+    page = write(folder).read_text()
+    links: list[str] = []
+
+    class Links(HTMLParser):
+        def handle_starttag(self, name: str, attributes: list[tuple[str, Any]]) -> None:
+            links.extend(value for key, value in attributes if name == "a" and key == "href")
+
+    Links().feed(page)
+    assert "6/metrics.jsonl" in links
+    assert all((folder / link).exists() for link in links)
+
+
+def test_writing_again_replaces_the_page_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", rows(steps=10), config())
+    before = set(folder.iterdir())
+    first = write(folder).read_text()
+    assert write(folder).read_text() == first
+    assert set(folder.iterdir()) - before == {folder / "report.html"}
+
+
+def test_a_page_that_cannot_be_made_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run", rows(steps=10), config())
+    page = write(folder)
+    old = page.read_text()
+
+    def refuse(self: Path, target: Path) -> Path:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(OSError, match="no space left"):
+        write(folder)
+    assert page.read_text() == old
+    assert not list(folder.glob(".report*"))
+
+
+@pytest.mark.parametrize(
+    ("runs", "steps", "seconds", "megabytes"), [(16, 10_000, 10, 2.5), (256, 1_000, 30, 10)]
+)
+def test_large_sweeps_stay_within_time_and_size(
+    tmp_path: Path, runs: int, steps: int, seconds: float, megabytes: float
+) -> None:
+    made = [json.dumps(row) + "\n" for row in rows(steps=steps, evaluations=50)]
+    for number in range(runs):
+        threshold = 0.1 * (number + 1)
+        folder = write_run(tmp_path / str(number), [], config(clip__threshold=threshold))
+        # The same figures a little later each time: random lines without drawing each anew.
+        shift = number * 7
+        moved = [
+            line.replace(f'"train/step": {i + 1 + shift},', f'"train/step": {i + 1},', 1)
+            for i, line in enumerate(made[shift:])
+        ]
+        (folder / "metrics.jsonl").write_text("".join(moved))
+    began = time.perf_counter()
+    page = write(tmp_path)
+    took = time.perf_counter() - began
+    assert page.stat().st_size <= megabytes * 1e6
+    assert took <= seconds
+
+
+def test_reading_needs_neither_torch_nor_the_rest_of_the_project() -> None:
+    code = (
+        "import sys, runner.report.__main__;"
+        "print(*{n.split('.')[0] for n in sys.modules} & {'torch', 'hydra', 'wandb', 'omegaconf'},"
+        "*(n for n in sys.modules if n.startswith('runner.') and n.split('.')[1] != 'report'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_the_command_writes_the_page_and_prints_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", rows(steps=10), config())
+    assert main([str(folder)]) == 0
+    assert Path(capsys.readouterr().out.strip()) == folder / "report.html"
+
+
+@pytest.mark.parametrize("name", ["missing", "empty", "file"])
+def test_a_folder_without_runs_is_one_message_and_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    assert main([str(tmp_path / name)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert name in printed.err
+
+
+def test_open_shows_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
+    folder = write_run(tmp_path / "run", rows(steps=10), config())
+    assert main([str(folder), "--open"]) == 0
+    assert opened == [(folder / "report.html").as_uri()]
+
+
+def test_a_report_can_be_made_while_a_run_writes(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", rows(steps=50), config(), state="running", torn=True)
+    assert write(folder).is_file()
+    assert read_run(folder).steps == 50

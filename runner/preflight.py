@@ -65,6 +65,9 @@ def _machine(config: RunConfig) -> list[Problem]:
         cannot = "this GPU cannot compute in bf16; fp16 or fp32"
         problems.append(Problem("precision", "bf16", cannot))
     ranks = build.ranks_of(config)
+    if ranks % config.plugin.dp_replicate:
+        uneven = f"does not divide the {ranks} ranks (plugin.nproc)"
+        problems.append(Problem("plugin.dp_replicate", config.plugin.dp_replicate, uneven))
     limit = torch.cuda.device_count() if gpu else max(8, 4 * (os.cpu_count() or 1))
     if ranks > limit and joined is None:
         per = "one rank a GPU" if gpu else "four ranks a core"

@@ -98,11 +98,12 @@ def test_the_record_of_a_run(environment, clip):
     assert list((folder / "wandb").glob("offline-run-*"))
 
 
-def test_two_local_ranks_are_one_process(environment, tmp_path):
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+def test_two_local_ranks_are_one_process(environment, tmp_path, plugin):
     one, _ = run(environment, *SMALL, "data.batch_size=32")
     ranks = environment | {"RUNNER_OUTPUTS": str(tmp_path / "ranks")}
     two, _ = run(
-        ranks, *SMALL, "plugin=ddp", "plugin.nproc=2", "accumulation=x2", "data.batch_size=8"
+        ranks, *SMALL, f"plugin={plugin}", "plugin.nproc=2", "accumulation=x2", "data.batch_size=8"
     )
     assert read(two, "summary.json")["world_size"] == 2
     for row, wanted in zip(rows_of(two), rows_of(one), strict=True):

@@ -35,6 +35,10 @@ WRONG = [
     (["-m", "optimizer.lr=0.1,-1"], ["optimizer._target_", "optimizer.lr=-1"]),
 ]
 WRONG_ON_A_CPU = [
+    (
+        ["plugin=fsdp", "plugin.nproc=4", "plugin.dp_replicate=3"],
+        ["plugin.dp_replicate=3", "4 ranks"],
+    ),
     (["precision=fp16"], ["precision", "fp16", "GPU", "bf16"]),
     (["device=cuda"], ["device=cuda", "cpu"]),
     (["plugin=ddp", "plugin.nproc=4096"], ["plugin.nproc=4096", "at most"]),

@@ -50,6 +50,12 @@ class Plugin:
     find_unused_parameters: Annotated[
         bool, switch(), "ddp: look for parameters that took no part in the loss"
     ]
+    reshard_after_forward: Annotated[
+        bool, switch(), "fsdp: gather a block's parameters anew for its backward pass"
+    ]
+    dp_replicate: Annotated[
+        int, integer(1), "fsdp: replicas, each sharded over its share of the ranks"
+    ]
 
     def conflicts(self) -> Iterator[Conflict]:
         """Several ranks under a plugin of one process."""

@@ -48,7 +48,8 @@ class TorchFSDPPlugin(Plugin):
     def configure(self, model: nn.Module) -> tuple[nn.Module, Layout]:
         """Shard each block (each element of a ModuleList), then the rest of the model."""
         device = next(model.parameters()).device.type
-        shape, names = (self.world_size,), ("dp_shard",)
+        shape: tuple[int, ...] = (self.world_size,)
+        names: tuple[str, ...] = ("dp_shard",)
         if self.dp_replicate > 1:
             shape = (self.dp_replicate, self.world_size // self.dp_replicate)
             names = ("dp_replicate", "dp_shard")

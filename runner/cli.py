@@ -10,22 +10,23 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config import Problem, RequestError
 from runner.config.compose import (
     CONFIG_NAME,
     VERSION_BASE,
+    Job,
     Request,
-    Source,
     help_text,
     register,
     request,
@@ -49,10 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     _exit_codes.clear()
+    return guarded(lambda: _run(words))
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """What ``command`` returns; the exit code of a wrong request, an interrupt or a broken pipe."""
     try:
-        return _run(words)
+        return command()
     except RequestError as error:
-        if not _joins():  # the first rank says it for all
+        if not joins():  # the first rank says it for all
             print(error, file=sys.stderr)
         return WRONG_REQUEST
     except KeyboardInterrupt:
@@ -62,13 +68,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def single(words: Sequence[str], purpose: str) -> Job:
+    """The one job that ``words`` ask for, checked as a run is; nothing is created.
+
+    Args:
+        words: overrides, and the flags that say where the configuration is read.
+        purpose: what the job is for, to tell why it must be one.
+
+    Raises:
+        RequestError: anything is wrong; it names all of it.
+    """
+    args, problems = flags.read(words)
+    plain = ("--config-path", "--config-name", "--config-dir")
+    problems += [
+        Problem(flag, NOTHING, f"does not go with {purpose}")
+        for flag in flags.words_of(args)
+        if flag.startswith("--") and flag not in plain
+    ]
+    if problems:
+        _add_problems_of_words(args, problems)
+        raise RequestError(problems)
+    wanted = request(args.overrides, source=flags.source_of(args), writes=False)
+    if wanted.multirun:
+        message = f"{purpose} is of one run: leave out what makes a sweep of it"
+        raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
+    _preflight(wanted)
+    return wanted.jobs[0]
+
+
 def _run(words: list[str]) -> int:
     if "--version" in words:
         from runner import __version__
 
         print(f"clip-runner {__version__} (Hydra {hydra.__version__})")
         return 0
-    args, problems = _read(words)
+    args, problems = flags.read(words)
     if problems:
         _add_problems_of_words(args, problems)
         raise RequestError(problems)
@@ -76,136 +110,70 @@ def _run(words: list[str]) -> int:
         return _show(args)
     if args.shell_completion or args.hydra_help:
         register()
-        return _hand_to_hydra([*_flags(args), *args.overrides])
+        return _hand_to_hydra([*flags.words_of(args), *args.overrides])
     wanted = request(
-        args.overrides, multirun=args.multirun, source=_source(args), claims=not _joins()
+        args.overrides, multirun=args.multirun, source=flags.source_of(args), claims=not joins()
     )
     if wanted.multirun and _world_size() > 1:
         message = "a sweep starts its own ranks (plugin.nproc): run it without torchrun"
         raise RequestError([Problem("-m", NOTHING, message)])
     _preflight(wanted)
-    if _joins():
+    if joins():
         from runner import launch
 
         return launch.join()
-    return _hand_to_hydra([*_flags(args), *wanted.words])
+    return _hand_to_hydra([*flags.words_of(args), *wanted.words])
+
+
+def _sweep(wanted: Request, args: argparse.Namespace, typed: Sequence[str]) -> int:
+    """Run what is left of a sweep."""
+    from runner import sweep
+
+    if _world_size() > 1:
+        message = "a sweep starts its own ranks (plugin.nproc): run it without torchrun"
+        raise RequestError([Problem("-m", NOTHING, message)])
+    given = [word for word in flags.words_of(args) if word != "--multirun"]
+    return sweep.conduct(
+        wanted, typed, _preflight, lambda words: _hand_to_hydra([*given, "--multirun", *words])
+    )
 
 
 def _show(args: argparse.Namespace) -> int:
     """Answer ``--help``, ``--cfg`` or ``--info``."""
     if args.overrides:
-        request(args.overrides, source=_source(args), writes=False)
+        request(args.overrides, source=flags.source_of(args), writes=False)
     if args.help:
-        print(help_text(args.overrides, _source(args)))
+        print(help_text(args.overrides, flags.source_of(args)))
         return 0
     register()
     reports, logging.raiseExceptions = logging.raiseExceptions, False  # ``--info | head``
     try:
-        code = _hand_to_hydra([*_flags(args), *args.overrides])
+        code = _hand_to_hydra([*flags.words_of(args), *args.overrides])
     finally:
         logging.raiseExceptions = reports
     return WRONG_REQUEST if code else 0
 
 
-def _source(args: argparse.Namespace) -> Source:
-    return Source(_path(args.config_path), args.config_name or CONFIG_NAME, _path(args.config_dir))
-
-
 def _add_problems_of_words(args: argparse.Namespace, problems: list[Problem]) -> None:
     """Where a flag is wrong already, say what else is."""
     try:
-        request(args.overrides, multirun=args.multirun, source=_source(args))
+        request(args.overrides, multirun=args.multirun, source=flags.source_of(args))
     except RequestError as error:
         problems += error.problems
 
 
-def _read(words: Sequence[str]) -> tuple[argparse.Namespace, list[Problem]]:
-    """Hydra's own flags and the overrides, and what is wrong with the flags.
-
-    Raises:
-        RequestError: the flags cannot be read at all.
-    """
-    parser = get_args_parser()
-    parser.exit_on_error = False  # what is wrong goes into the one message
-    spelled = []
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        spelled.append(word)
-        if word in ("--info", "-i") and "=" in following:
-            spelled.append("all")  # what it says by itself, or argparse takes the next word for it
-    try:
-        args, rest = parser.parse_known_args(spelled)
-    except argparse.ArgumentError as error:
-        name = error.argument_name or "flags"
-        raise RequestError([Problem(name, NOTHING, error.message)]) from None
-    problems = [
-        Problem(word, NOTHING, "unknown flag; --help and --hydra-help list those there are")
-        for word in rest
-        if word.startswith("-")
-    ]
-    problems += _flag_problems(args)
-    # argparse takes overrides before or after a flag, not both; here they may stand anywhere.
-    args.overrides += [word for word in rest if not word.startswith("-")]
-    return args, problems
-
-
-def _flag_problems(args: argparse.Namespace) -> list[Problem]:
-    """Flags that exclude each other, or whose value is wrong; the latter are unset."""
-    problems = []
-    modes = {
-        "-m": args.multirun,
-        "--run": args.run,
-        "--cfg": args.cfg is not None,
-        "--info": args.info is not None,
-    }
-    chosen = [flag for flag, is_set in modes.items() if is_set]
-    if len(chosen) > 1:
-        problems.append(Problem(" ".join(chosen), NOTHING, "only one of these can be asked for"))
-    if args.resolve and args.cfg is None and not args.help:
-        problems.append(Problem("--resolve", NOTHING, "goes with --cfg or --help"))
-    if args.experimental_rerun is not None:
-        message = "is not supported; the words of a run are in its .hydra/overrides.yaml"
-        problems.append(Problem("--experimental-rerun", args.experimental_rerun, message))
-    for name in ("config_dir", "config_path"):
-        folder = getattr(args, name)
-        if folder is not None and not os.path.isdir(folder):
-            flag = "--" + name.replace("_", "-")
-            problems.append(Problem(flag, folder, "must be a folder that exists"))
-            setattr(args, name, None)
-    return problems
-
-
-def _flags(args: argparse.Namespace) -> list[str]:
-    """The flags that were given, as words for Hydra."""
-    flags = []
-    for name in ("help", "hydra_help", "shell_completion", "resolve", "run", "multirun"):
-        if getattr(args, name):
-            flags.append("--" + name.replace("_", "-"))
-    valued = {
-        "--cfg": args.cfg,
-        "--package": args.package,
-        "--info": args.info,
-        "--config-path": _path(args.config_path),
-        "--config-name": args.config_name,
-        "--config-dir": _path(args.config_dir),
-    }
-    for flag, value in valued.items():
-        if value is not None:
-            flags += [flag, str(value)]
-    return flags
-
-
-def _preflight(wanted: Request) -> None:
+def _preflight(jobs: Sequence[Job]) -> None:
     """Check what needs torch: targets, data and device of each distinct job."""
     from runner import launch
 
     if _world_size() == 1:
-        for job in wanted.jobs:
+        for job in jobs:
             launch.prepare(job.config)  # ranks get ready while this process imports torch itself
     from runner import preflight
 
     problems: list[Problem] = []
     seen: list[dict[str, Any]] = []
-    for job in wanted.jobs:
+    for job in jobs:
         if job.plain in seen:
             continue
         seen.append(job.plain)
@@ -232,6 +200,8 @@ def job(config: DictConfig) -> float | None:
     assert isinstance(content, dict)
     plain = {str(key): value for key, value in content.items()}
     settings = HydraConfig.get()
+    if settings.mode == RunMode.MULTIRUN:
+        return _job_of_sweep(plain, settings)
     try:
         outcome = launch.run(
             plain, Path(settings.runtime.output_dir), list(settings.overrides.task)
@@ -242,6 +212,20 @@ def job(config: DictConfig) -> float | None:
         return None
     _exit_codes.append(outcome.exit_code)
     return outcome.objective if outcome.exit_code == 0 else None
+
+
+def _job_of_sweep(plain: dict[str, Any], settings: DictConfig) -> float | None:
+    from runner import launch, sweep
+
+    return sweep.run_job(
+        partial(launch.run, tells=False),
+        Path(settings.sweep.dir),
+        settings.job.num,
+        plain,
+        Path(settings.runtime.output_dir),
+        list(settings.overrides.task),
+        in_process=settings.launcher._target_.endswith(".BasicLauncher"),
+    )
 
 
 def _hand_to_hydra(words: Sequence[str]) -> int:
@@ -275,14 +259,10 @@ def _logging_restored() -> Iterator[None]:
         root.setLevel(level)
 
 
-def _joins() -> bool:
+def joins() -> bool:
     """Whether an outer launcher started this process as a rank other than the first."""
     return _world_size() > 1 and int(os.environ.get("RANK") or 0) > 0
 
 
 def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1) if "RANK" in os.environ else 1
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text).absolute()

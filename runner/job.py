@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from runner import build
+from runner.clip import ClipMode
+from runner.config.duration import Duration
 from runner.config.schema import RunConfig
+from runner.telemetry import guidance
 from runner.telemetry.sink import Sink
 from runner.train import Trainer
 
@@ -32,6 +35,38 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
         The summary of the run, the same on every rank but for times.
     """
     started = time.perf_counter()
+    trainer = make_trainer(config, sinks)
+    summary = trainer.fit()
+    parameters = sum(parameter.numel() for parameter in trainer.model.unwrap().parameters())
+    optimizer, clip = trainer.optimizer.unwrap(), config.clip
+    invariant = guidance.invariant(optimizer, clip.threshold, parameters)
+    setting = guidance.Setting(clip.mode, clip.threshold, clip.nonfinite, invariant)
+    return summary | {
+        "guidance": guidance.guidance(summary, setting),
+        "wall_s": time.perf_counter() - started,
+        "parameters": parameters,
+        "world_size": trainer.plugin.world_size,
+        "device": str(trainer.device),
+    }
+
+
+def make_trainer(
+    config: RunConfig,
+    sinks: Sequence[Sink],
+    *,
+    mode: ClipMode | None = None,
+    max_duration: Duration | None = None,
+    evaluates: bool = True,
+) -> Trainer:
+    """What trains as ``config`` says, but for what is given here.
+
+    Args:
+        config: the whole configuration.
+        sinks: where rows go; none but on the first rank.
+        mode: instead of the clipping mode of ``config``.
+        max_duration: where to stop instead; the schedule stays that of the whole run.
+        evaluates: whether held-out data is looked at.
+    """
     device = build.device_of(config.device)
     plugin = build.make_plugin(config)
     data = build.make_data(config.data)
@@ -47,14 +82,15 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
         "seed": config.seed,
         "pin_memory": device.type == "cuda",
     }
-    trainer = Trainer(
+    held_out = plugin.prepare_dataloader(data.test, **loader_options) if evaluates else None
+    return Trainer(
         model,
         plugin.prepare_dataloader(
             data.train, shuffle=True, drop_last=config.data.drop_last, **loader_options
         ),
-        config.train.max_duration,
-        algorithms=build.make_mode(config),
-        eval_dataloader=plugin.prepare_dataloader(data.test, **loader_options),
+        max_duration or config.train.max_duration,
+        algorithms=mode or build.make_mode(config),
+        eval_dataloader=held_out,
         optimizers=optimizer,
         schedulers=build.make_scheduler(config.scheduler, optimizer, steps),
         plugin=plugin,
@@ -71,10 +107,3 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
         probe=config.telemetry.probe,
         say=_say,
     )
-    summary = trainer.fit()
-    return summary | {
-        "wall_s": time.perf_counter() - started,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "world_size": plugin.world_size,
-        "device": str(device),
-    }

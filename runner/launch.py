@@ -17,7 +17,7 @@ import tempfile
 import threading
 import traceback
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 log = logging.getLogger(__name__)
+
+Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]
+"""What a rank does with the configuration; rows go to the sinks, which the first rank has."""
 
 ENDING = 5
 """Seconds that the other ranks have to end after one has failed, before they are killed."""
@@ -106,12 +109,16 @@ def run(plain: dict[str, Any], folder: Path, words: Sequence[str] = ()) -> Ended
     shown: list[Sink] = [_Steps(record)]
     summary: dict[str, Any] | None = None
     failure: Failure | None = None
-    try:
-        with _terminated_by_sigterm():
-            shown += _sinks(config, plain, folder, run_id, words)
-            summary = _train(config, plain, folder, shown)
-    except BaseException as error:
-        failure = _why(error)
+
+    def show_and_train() -> dict[str, Any]:
+        shown.extend(_sinks(config, plain, folder, run_id, words))
+        return train(config, plain, folder, shown)
+
+    ended = attempt(show_and_train)
+    if isinstance(ended, Failure):
+        failure = ended
+    else:
+        summary = ended
     exit_code = 0 if failure is None else failure.exit_code
     if summary is not None:
         record.summary(summary)
@@ -130,8 +137,20 @@ def run(plain: dict[str, Any], folder: Path, words: Sequence[str] = ()) -> Ended
     return Ended(1)
 
 
-def join() -> int:
+def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
+    """What ``work`` returns, or why it did not get there; SIGTERM ends it like any failure."""
+    try:
+        with _terminated_by_sigterm():
+            return work()
+    except BaseException as error:
+        return _why(error)
+
+
+def join(work: Work | None = None) -> int:
     """Be one of the ranks that torchrun or Slurm started, but the first: it sends what to run.
+
+    Args:
+        work: what each rank does; a run's training by default.
 
     Returns:
         The exit code.
@@ -146,7 +165,7 @@ def join() -> int:
         sent: list[dict[str, Any] | None] = [None]
         dist.broadcast_object_list(sent, src=0)
         assert sent[0] is not None
-        execute(parse(sent[0]), [])
+        (work or execute)(parse(sent[0]), [])
     except Exception:
         traceback.print_exc()
         return 1
@@ -155,10 +174,26 @@ def join() -> int:
     return 0
 
 
-def _train(
-    config: RunConfig, plain: dict[str, Any], folder: Path, shown: Sequence[Sink]
+def train(
+    config: RunConfig,
+    plain: dict[str, Any],
+    folder: Path,
+    shown: Sequence[Sink],
+    work: Work | None = None,
 ) -> dict[str, Any]:
-    """Train in the way that ``config`` and the environment ask for; the summary of the run."""
+    """Train in the way that ``config`` and the environment ask for.
+
+    Args:
+        config: the configuration.
+        plain: the same as plain containers.
+        folder: for rows and the log of ranks.
+        shown: where rows go besides.
+        work: what each rank does, a function of a module that ranks can import; a run's training by
+            default.
+
+    Returns:
+        What the first rank's work returned: the summary of a run.
+    """
     from runner import build
     from runner.booster.process_group import launch_from_torch, leave, stand_alone
     from runner.job import execute
@@ -168,7 +203,7 @@ def _train(
         plain = {**plain, "log": {**plain["log"], "flush": 1}}
         config = parse(plain)
     if joined is None and build.ranks_of(config) > 1:
-        return _train_on_local_ranks(plain, folder, build.ranks_of(config), shown)
+        return _train_on_local_ranks(plain, folder, build.ranks_of(config), shown, work)
     try:
         if joined is not None and config.plugin.name != "single":
             import torch.distributed as dist
@@ -177,13 +212,13 @@ def _train(
             dist.broadcast_object_list([plain], src=0)
         elif config.plugin.name != "single":
             stand_alone()
-        return execute(config, [JsonlSink(folder / "metrics.jsonl"), *shown])
+        return (work or execute)(config, [JsonlSink(folder / "metrics.jsonl"), *shown])
     finally:
         leave()
 
 
 def _train_on_local_ranks(
-    plain: dict[str, Any], folder: Path, ranks: int, shown: Sequence[Sink]
+    plain: dict[str, Any], folder: Path, ranks: int, shown: Sequence[Sink], work: Work | None
 ) -> dict[str, Any]:
     """Start ranks by torch elastic, follow the first one's rows, and wait for all.
 
@@ -204,7 +239,7 @@ def _train_on_local_ranks(
     try:
         with tempfile.TemporaryDirectory(prefix="clip-runner-") as logs, _quiet_elastic():
             launch = elastic_launch(_launch_config(ranks, logs), rank_main)
-            summaries: dict[int, dict[str, Any]] = launch(plain, str(folder))
+            summaries: dict[int, dict[str, Any]] = launch(plain, str(folder), work)
     except ChildFailedError as error:
         rank, failed = error.get_first_failure()
         raise RankFailed(rank, _own_words(failed.message)) from None

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ import torch
 
 from runner.booster.process_group import launch_from_torch, leave
 from runner.config.check import parse
+from runner.config.schema import RunConfig
 from runner.job import execute
 from runner.telemetry.jsonl import JsonlSink
+from runner.telemetry.sink import Sink
 
 PATIENCE = 5.0
 """Seconds that a rank which lost its peers waits to be ended, so that theirs is the first failure.
@@ -31,15 +34,20 @@ The launcher ends it at once when it has seen the peer fail."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL")
 
 
-def rank_main(plain: dict[str, Any], folder: str) -> dict[str, Any]:
+def rank_main(
+    plain: dict[str, Any],
+    folder: str,
+    work: Callable[[RunConfig, Sequence[Sink]], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """Train as one of the ranks that the environment describes.
 
     Args:
         plain: the resolved configuration.
         folder: of the run; the first rank writes its rows there.
+        work: what to do; a run's training by default.
 
     Returns:
-        The summary of the run.
+        What the work returned: the summary of a run.
     """
     _die_with_the_launcher()
     # Ended by the launcher, a rank still writes the rows it holds back.
@@ -51,7 +59,7 @@ def rank_main(plain: dict[str, Any], folder: str) -> dict[str, Any]:
     try:
         launch_from_torch(seed=config.seed, verbose=False, timeout=config.launch.timeout)
         sinks = [JsonlSink(Path(folder) / "metrics.jsonl")] if rank == 0 else []
-        return execute(config, sinks)
+        return (work or execute)(config, sinks)
     except Exception as error:
         if any(sign in str(error) for sign in LOST):
             time.sleep(PATIENCE)

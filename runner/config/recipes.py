@@ -68,7 +68,7 @@ def _store(store: ConfigStore, recipe: Recipe) -> None:
     content = dict(recipe.content)
     sections = {
         group: (option, content.pop(group))
-        for group, option in _choices(content.get("defaults")).items()
+        for group, option in choices(content.get("defaults")).items()
         if isinstance(content.get(group), dict)
     }
     node = {**content, "recipe": recipe.name}
@@ -84,7 +84,7 @@ def _store(store: ConfigStore, recipe: Recipe) -> None:
         store.store(group=f"{home}/{group}", name=option, node={group: values}, package="_global_")
 
 
-def _choices(defaults: Any) -> dict[str, str]:
+def choices(defaults: Any) -> dict[str, str]:
     """The options that a defaults list chooses, by group: ``- override /clip: norm``."""
     chosen = {}
     for entry in defaults if isinstance(defaults, list) else []:

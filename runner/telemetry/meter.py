@@ -84,6 +84,7 @@ class Meter:
     _norms: array[float] = field(default_factory=lambda: array("d"))
     _peaks: array[float] = field(default_factory=lambda: array("d"))
     _clipped: float = 0.0
+    _fraction: float = 0.0
     _above: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -132,6 +133,7 @@ class Meter:
             "grad/norm": _spread(self._norms),
             "clip/peak": _spread(self._peaks),
             "clip/ratio_total": self._clipped / steps if steps else 0.0,
+            "clip/fraction": self._fraction / steps if steps else 0.0,
             **self._shares(),
             "grad/nonfinite": self.nonfinite,
             "steps": steps,
@@ -172,6 +174,7 @@ class Meter:
         for i, threshold in enumerate(self.what_if):
             self._above[i] += peak > threshold
         self._clipped += clipped
+        self._fraction += float(outcome.fraction)
         self.samples = step.samples
         window = self._window
         window.steps += 1

@@ -78,7 +78,7 @@ class TerminalSink:
             self._print_row(row)
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        """Leave the terminal as it was found and say in at most three lines how it went."""
+        """Leave the terminal as it was found; say in three lines how it went, then any guidance."""
         if self._closed:
             return
         self._closed = True
@@ -165,6 +165,8 @@ class TerminalSink:
             spread.append(f"clipped {_percent(summary['clip/ratio_total'])} of the steps")
         if spread:
             yield "  ".join([self._norm_sign(), *spread])
+        for sentence in summary.get("guidance", ()):
+            yield sentence.replace("‖G‖", self._norm_sign()).replace("‖", self._norm_sign()[0])
 
     def _norm_sign(self) -> str:
         encoding = getattr(self._stream, "encoding", None) or "ascii"

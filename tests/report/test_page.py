@@ -112,6 +112,7 @@ def test_a_page_that_cannot_be_made_leaves_the_old_one(
     assert not list(folder.glob(".report*"))
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("runs", "steps", "seconds", "megabytes"), [(16, 10_000, 10, 2.5), (256, 1_000, 30, 10)]
 )

@@ -118,6 +118,7 @@ class Layout:
                 raise TypeError(f"{piece.name} is complex: clipping is defined on real parameters")
             once.setdefault(id(piece.param), piece)
         self.pieces = list(once.values())
+        self._plain = not any(isinstance(piece.param, DTensor) for piece in self.pieces)
         self.group = group
         self.head = head
 
@@ -164,7 +165,7 @@ class Layout:
         """
         pieces, gradients = [], []
         for piece in self.pieces:
-            gradient = piece.gradient
+            gradient = piece.param.grad if self._plain else piece.gradient
             if gradient is None or gradient.numel() == 0:
                 continue
             if gradient.layout is not torch.strided:

@@ -60,13 +60,19 @@ def distribution(figures: Iterable[float]) -> Distribution:
     """Describe ``figures``, one a step."""
     every = np.asarray(list(figures), dtype=np.float64)
     finite = every[np.isfinite(every)]
-    points = np.percentile(finite, POINTS) if finite.size else [math.nan] * len(POINTS)
+    if not finite.size:
+        finite = np.array([math.nan])
+    p50, p75, p90, p95, p99 = map(float, np.percentile(finite, POINTS))
     return Distribution(
-        len(every),
-        len(every) - len(finite),
-        float(finite.mean()) if finite.size else math.nan,
-        *map(float, points),
-        float(finite.max()) if finite.size else math.nan,
+        steps=len(every),
+        nonfinite=int(np.count_nonzero(~np.isfinite(every))),
+        mean=float(finite.mean()),
+        p50=p50,
+        p75=p75,
+        p90=p90,
+        p95=p95,
+        p99=p99,
+        max=float(finite.max()),
     )
 
 

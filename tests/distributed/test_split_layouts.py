@@ -1,7 +1,7 @@
 """A mode is written once: gradients split over ranks by hand are clipped like whole ones.
 
-Rows over ranks (units whole), columns over ranks (units cut), a cut vector, uneven and empty shards,
-replicas, and a rank that has no gradient.
+Rows over ranks (units whole), columns over ranks (units cut), a cut vector, uneven and empty
+shards, replicas, and a rank that has no gradient.
 """
 
 import math

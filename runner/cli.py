@@ -21,6 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from runner import flags
 from runner.config import Problem, RequestError
 from runner.config.compose import (
     CONFIG_NAME,
@@ -92,7 +93,7 @@ def single(words: Sequence[str], purpose: str) -> Job:
     if wanted.multirun:
         message = f"{purpose} is of one run: leave out what makes a sweep of it"
         raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
-    _preflight(wanted)
+    _preflight(wanted.jobs)
     return wanted.jobs[0]
 
 
@@ -114,10 +115,9 @@ def _run(words: list[str]) -> int:
     wanted = request(
         args.overrides, multirun=args.multirun, source=flags.source_of(args), claims=not joins()
     )
-    if wanted.multirun and _world_size() > 1:
-        message = "a sweep starts its own ranks (plugin.nproc): run it without torchrun"
-        raise RequestError([Problem("-m", NOTHING, message)])
-    _preflight(wanted)
+    if wanted.sweep is not None:
+        return _sweep(wanted, args, words)
+    _preflight(wanted.jobs)
     if joins():
         from runner import launch
 
@@ -214,7 +214,7 @@ def job(config: DictConfig) -> float | None:
     return outcome.objective if outcome.exit_code == 0 else None
 
 
-def _job_of_sweep(plain: dict[str, Any], settings: DictConfig) -> float | None:
+def _job_of_sweep(plain: dict[str, Any], settings: Any) -> float | None:
     from runner import launch, sweep
 
     return sweep.run_job(

@@ -25,9 +25,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.config.check import parse
+from runner.config.identity import config_hash
 from runner.config.schema import RunConfig
+from runner.sweep.objective import objective_of
+from runner.sweep.page import write_page
 from runner.telemetry.jsonl import JsonlSink, follow
-from runner.telemetry.record import Record, config_hash
+from runner.telemetry.record import Record
 from runner.telemetry.sink import Row, Sink
 from runner.telemetry.terminal import TerminalSink, is_watched
 from runner.telemetry.wandb_sink import WandbSink, new_run_id
@@ -50,7 +53,7 @@ class Ended:
 
     Attributes:
         exit_code: 0 finished, 1 failed.
-        objective: the best evaluation loss; None if the run failed or never evaluated.
+        objective: ``sweep.objective`` at its best; None if the run failed or did not record it.
     """
 
     exit_code: int
@@ -90,13 +93,16 @@ def prepare(config: RunConfig) -> None:
         multiprocessing.forkserver.ensure_running()
 
 
-def run(plain: dict[str, Any], folder: Path, words: Sequence[str] = ()) -> Ended:
+def run(
+    plain: dict[str, Any], folder: Path, words: Sequence[str] = (), *, tells: bool = True
+) -> Ended:
     """Run one job to its end and record it in ``folder``. A failure is recorded, not raised.
 
     Args:
         plain: the resolved configuration, checked.
         folder: the run's own folder, which exists.
         words: what the user typed, for the run's name.
+        tells: whether to say on the terminal that it failed.
 
     Raises:
         KeyboardInterrupt: the user interrupted; it is recorded.
@@ -126,10 +132,12 @@ def run(plain: dict[str, Any], folder: Path, words: Sequence[str] = ()) -> Ended
         sink.close(summary, exit_code)
     if failure is None:
         record.end("finished", 0, None, None, None)
+        write_page(folder)
         assert summary is not None
-        return Ended(0, summary["best"].get("eval/loss"))
+        return Ended(0, objective_of(summary, config.sweep.objective))
     record.end(failure.state, failure.exit_code, failure.error, failure.rank, None)
-    _tell(failure, folder)
+    write_page(folder)
+    _tell(failure, folder, logging.ERROR if tells else logging.INFO)
     if failure.exit_code == 130:
         raise KeyboardInterrupt
     if failure.exit_code == 143:
@@ -344,10 +352,10 @@ def _why(error: BaseException) -> Failure:
     return Failure("failed", 1, "".join(traceback.format_exception(error)).strip(), 0)
 
 
-def _tell(failure: Failure, folder: Path) -> None:
+def _tell(failure: Failure, folder: Path, level: int) -> None:
     last = failure.error.splitlines()[-1] if failure.error else "no word of why"
     what = f"rank {failure.rank} failed" if failure.rank is not None else f"run {failure.state}"
-    log.error("%s: %s (see %s)", what, last, folder / "status.json")
+    log.log(level, "%s: %s (see %s)", what, last, folder / "status.json")
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Fakes:
         if problems := self.refuse(config):
             raise RequestError(problems)
 
-    def run(self, plain, folder, words):
+    def run(self, plain, folder, words, tells=True):
         self.runs.append((plain, folder, words))
         return self.behave(plain)
 

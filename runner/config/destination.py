@@ -16,14 +16,28 @@ from runner.config.problem import NOTHING, Problem
 
 
 def folder_problems(
-    config: DictConfig, kind: str, overrides: Sequence[Override], claims: bool
+    config: DictConfig,
+    kind: str,
+    overrides: Sequence[Override],
+    claims: bool,
+    tries: bool = True,
 ) -> Iterator[Problem]:
-    """Why the folder of a run or sweep cannot be written."""
+    """Why the folder of a run or sweep cannot be written.
+
+    Args:
+        config: the composition, Hydra's part included.
+        kind: ``run`` or ``sweep``.
+        overrides: the words that gave it.
+        claims: whether the folder must hold no earlier record.
+        tries: whether to try it, or only to resolve its name.
+    """
     key = f"hydra.{kind}.dir"
     try:
         folder = Path(_text(config, key)).absolute()
     except (OmegaConfBaseException, ValueError) as error:
         yield Problem(key, NOTHING, f"cannot be resolved: {reason(error)}")
+        return
+    if not tries:
         return
     typed = any(override.key_or_group == key for override in overrides)
     if message := obstacle(folder):

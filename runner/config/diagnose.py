@@ -21,6 +21,9 @@ Attempt = Callable[[Sequence[str]], DictConfig | None]
 # Sections that hand any key on to their target.
 _OPEN = ("model", "data", "optimizer", "scheduler")
 
+# Options that another package brings.
+_EXTRAS = {("hydra/sweeper", "optuna"): "pip install 'clip-runner[optuna]'"}
+
 
 @dataclass
 class Findings:
@@ -127,6 +130,8 @@ def wrong_choice(override: Override, loader: ConfigLoader) -> Problem | None:
         return Problem(override.get_key_element(), value, f"must be {group}=OPTION  {allowed}")
     if isinstance(value, str) and value in options:
         return None
+    if isinstance(value, str) and (group, value) in _EXTRAS:
+        return Problem(group, value, f"needs {_EXTRAS[group, value]}  {allowed}")
     near = nearest_name(value, options) if isinstance(value, str) else None
     hint = f"; did you mean {near}?" if near else ""
     return Problem(group, value, f"unknown option{hint}  {allowed}")

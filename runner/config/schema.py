@@ -214,7 +214,28 @@ class Launch:
 class Sweep:
     """A Hydra multirun."""
 
-    name: Annotated[str | None, optional(folder_name()), "folder of a sweep; null: date and time"]
+    name: Annotated[
+        str | None,
+        optional(folder_name()),
+        "its folder; null: named after what varies, the same for the same jobs",
+    ]
+    objective: Annotated[str, text(), "the metric that runs are compared by, at its best"]
+    direction: Annotated[
+        Literal["minimize", "maximize"] | None,
+        optional(one_of("minimize", "maximize")),
+        "which objective is better; null: the lower, of an accuracy the higher",
+    ]
+    max_failures: Annotated[
+        int | None, optional(integer(0)), "failed runs it goes on after; null: any number"
+    ]
+    zip: Annotated[list[str], texts(), "keys whose lists advance together, not as a product"]
+
+    @property
+    def maximizes(self) -> bool:
+        """Whether a higher objective is better."""
+        if self.direction is None:
+            return self.objective.endswith("accuracy")
+        return self.direction == "maximize"
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import product
+from itertools import chain, product
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
 from runner.config.nearest import or_list
@@ -38,7 +38,12 @@ def read(words: Iterable[str], loader: ConfigLoader) -> tuple[list[Override], li
 
 
 def jobs(
-    overrides: Sequence[Override], loader: ConfigLoader, refuse: Callable[[str], Problem | None]
+    overrides: Sequence[Override],
+    loader: ConfigLoader,
+    refuse: Callable[[str], Problem | None],
+    *,
+    together: Sequence[str] = (),
+    enumerated: bool = True,
 ) -> tuple[list[Job], list[Problem]]:
     """The jobs of a sweep: every combination of the values that are listed.
 
@@ -48,6 +53,9 @@ def jobs(
         overrides: the words of the sweep.
         loader: knows the groups and their options.
         refuse: the problem of a listed value that no job can have.
+        together: keys whose lists advance together instead.
+        enumerated: whether the jobs are all combinations. Where a sweeper chooses some as it goes,
+            each value comes once, and of an interval both ends.
 
     Returns:
         The words of each job, those that vary apart, and the problem of each list that is none and
@@ -61,13 +69,15 @@ def jobs(
             values[key] = [plain_word(override)]
             continue
         try:
-            found = [] if override.is_interval_sweep() else list(override.sweep_string_iterator())
+            found = _listed(override)
         except (HydraException, ValueError, ArithmeticError) as error:
             problems.append(Problem(key, override.get_value_string(), f"cannot be read: {error}"))
             continue
         if override.is_hydra_override():
             problems.append(_no_sweep(override, "one value: Hydra's own keys cannot be swept over"))
-        elif override.is_interval_sweep():
+        elif override.key_or_group.partition(".")[0] == "sweep":
+            problems.append(_no_sweep(override, "one value: all runs of a sweep share it"))
+        elif override.is_interval_sweep() and enumerated:
             problems.append(_no_sweep(override, "a list of values, or range(start,stop,step)"))
         elif not found:
             problems.append(_no_sweep(override, _what_exists(override, loader)))
@@ -76,8 +86,61 @@ def jobs(
             problems += (problem for problem in listed.values() if problem)
             kept = [f"{key}={value}" for value in found if not listed[f"{key}={value}"]]
             values[key] = kept or list(listed)[:1]  # so that the other words are looked at too
-    lists = [[(word, len(choices) > 1) for word in choices] for choices in values.values()]
-    return [Job(combination) for combination in product(*lists)], problems
+    if together and (problem := _not_together(values, together, enumerated)):
+        return [], [*problems, problem]
+    if not enumerated:
+        return _one_by_one(values), problems
+    return _combinations(values, together), problems
+
+
+def _listed(override: Override) -> list[str]:
+    """The values of a list; of an interval, both ends."""
+    if override.is_interval_sweep():
+        interval = override.value()
+        assert isinstance(interval, IntervalSweep)
+        return [str(interval.start), str(interval.end)]
+    return list(override.sweep_string_iterator())
+
+
+def _combinations(values: dict[str, list[str]], together: Sequence[str]) -> list[Job]:
+    """Every combination; the keys of ``together`` take one place, that of the first."""
+    lists: list[list[list[tuple[str, bool]]]] = []
+    zipped = [key for key in values if key in together]
+    for key, choices in values.items():
+        if key in zipped[1:]:
+            continue
+        keys = zipped if key in zipped else [key]
+        rows = zip(*(values[one] for one in keys), strict=True)
+        lists.append([[(word, len(choices) > 1) for word in row] for row in rows])
+    return [Job(chain.from_iterable(combination)) for combination in product(*lists)]
+
+
+def _one_by_one(values: dict[str, list[str]]) -> list[Job]:
+    """The first value of every list, and then each other value in its place."""
+    first = {key: choices[0] for key, choices in values.items()}
+    varied = [{**first, key: word} for key, choices in values.items() for word in choices[1:]]
+    return [
+        Job((word, len(values[key]) > 1) for key, word in chosen.items())
+        for chosen in [first, *varied]
+    ]
+
+
+def _not_together(
+    values: dict[str, list[str]], together: Sequence[str], enumerated: bool
+) -> Problem | None:
+    """Why the lists of some keys cannot advance together."""
+    shown = list(together)
+    if not enumerated:
+        return Problem("sweep.zip", shown, "goes with Hydra's own sweeper, hydra/sweeper=basic")
+    if missing := [key for key in together if len(values.get(key, ())) < 2]:
+        lists = ", ".join(key for key, choices in values.items() if len(choices) > 1) or "none"
+        message = f"no list is given for {', '.join(missing)}  (lists: {lists})"
+        return Problem("sweep.zip", shown, message)
+    lengths = {key: len(values[key]) for key in together}
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{key} has {length}" for key, length in lengths.items())
+        return Problem("sweep.zip", shown, f"these lists must be equally long: {said}")
+    return None
 
 
 class Job:
@@ -85,13 +148,15 @@ class Job:
 
     Attributes:
         words: all of them.
-        label: those that set it apart from the other jobs, as one line.
+        apart: those that set it apart from the other jobs.
+        label: the same, as one line.
     """
 
     def __init__(self, combination: Iterable[tuple[str, bool]]) -> None:
         combination = list(combination)
         self.words = [word for word, _ in combination]
-        self.label = " ".join(word for word, varies in combination if varies)
+        self.apart = [word for word, varies in combination if varies]
+        self.label = " ".join(self.apart)
 
 
 def plain_word(override: Override) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import socket
 import time
@@ -17,21 +15,6 @@ from runner.telemetry.jsonl import encode
 
 PROGRESS_SECONDS = 1.0
 """Shortest time between two updates of the step in ``status.json``."""
-
-NOT_HASHED = ("tracker", "log", "calibrate")
-"""Sections of a config that never decide what a run trains; two runs
-that differ in these alone are the same experiment and share a hash."""
-
-
-def config_hash(config: dict[str, Any]) -> str:
-    """16 hexadecimal digits that name what a resolved config asks for.
-
-    SHA-256 of canonical JSON (sorted keys, no spaces) without the sections in ``NOT_HASHED``, so
-    the order of keys does not matter.
-    """
-    kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -66,7 +49,7 @@ class Record:
 
         Args:
             config: the resolved config in plain containers.
-            config_hash: what :func:`config_hash` made of it.
+            config_hash: what :func:`runner.config.identity.config_hash` made of it.
             wandb_run_id: None where wandb records nothing.
         """
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)

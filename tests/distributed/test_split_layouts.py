@@ -94,6 +94,7 @@ def test_a_rank_without_a_gradient_takes_part(mode, silent):
     results = run_ranks(clip_split, 2, mode, 2.0, silent)
     for rank, (outcome, parts) in enumerate(results):
         assert outcome[:4] == pytest.approx(tuple(expected)[:4], rel=1e-12)
+        assert outcome[5] == pytest.approx(expected.peak, rel=1e-12)
         for name, part in parts.items():
             if part is not None:
                 wanted = own_part(name, gradients[name], rank, 2)

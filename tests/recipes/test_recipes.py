@@ -175,6 +175,12 @@ def test_the_adaptive_sweep_is_by_batch_size():
     assert [job.config.data.batch_size for job in jobs] == [32] * 5 + [256] * 5
 
 
+def test_the_accumulation_sweep_keeps_the_effective_batch():
+    jobs = request(["recipe=sweep_accumulation"], writes=False).jobs
+    assert [job.config.accumulation.steps for job in jobs] == [1, 2, 4, 8]
+    assert {job.config.accumulation.steps * job.config.data.batch_size for job in jobs} == {64}
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_it_runs_twenty_steps_to_the_end(name, tmp_path):
     if name.startswith("nf_"):

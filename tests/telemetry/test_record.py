@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from runner.telemetry import record as module
-from runner.telemetry.record import Record, config_hash, write_text
+from runner.telemetry.record import Record, write_text
 
 CONFIG: dict[str, Any] = {
     "seed": 0,
@@ -120,15 +120,3 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
         write_text(path, "\ud800")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_hash_names_the_experiment() -> None:
-    plain = config_hash(CONFIG)
-    assert len(plain) == 16
-    assert int(plain, 16) >= 0
-    backwards = dict(reversed(CONFIG.items()))
-    elsewhere = {**CONFIG, "tracker": {"mode": "offline"}, "log": {"interval": 9}}
-    other = {**CONFIG, "clip": {**CONFIG["clip"], "threshold": 0.5}}
-    assert config_hash(backwards) == plain
-    assert config_hash(elsewhere) == plain
-    assert config_hash(other) != plain

@@ -1,0 +1,185 @@
+"""``python -m runner.calibrate <the words of a run>``: words in, thresholds out.
+
+The words are those of ``python -m runner`` and are checked in the same way. Nothing is left under
+``outputs/runs``; ``calibrate.json`` is written to a folder of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from runner import cli
+from runner.calibrate import candidates, distribution, suggest, would_clip
+from runner.calibrate.published import nearest
+from runner.calibrate.text import lines
+from runner.config import Problem, RequestError
+from runner.config.compose import Job
+from runner.config.folders import obstacle, outputs
+
+FILE = "calibrate.json"
+
+USAGE = """\
+python -m runner.calibrate [GROUP=OPTION ...] [KEY=VALUE ...]
+
+Trains calibrate.steps optimizer steps without clipping, as the words say, throws the weights away,
+and tells how large the gradient was and which clip.threshold to begin with. clip=value and
+clip=adaptive are measured in their own units. `python -m runner --help` lists the words.
+
+  calibrate.steps=200          optimizer steps to measure
+  calibrate.warmup_steps=20    first steps to describe apart; a tenth by default
+  calibrate.output=FOLDER      where to write calibrate.json
+
+Exit codes: 0 measured   1 training failed   2 the request was wrong   130, 143 interrupted"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Calibrate for the words ``argv`` (``sys.argv[1:]`` by default).
+
+    Returns:
+        0, 1 where training failed, 2 where the request was wrong (one message on stderr, nothing
+        created), 130 where it was interrupted, 143 where it was terminated.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in words or "-h" in words:
+        print(USAGE)
+        return 0
+    return cli.guarded(functools.partial(_run, words))
+
+
+def _run(words: list[str]) -> int:
+    job = cli.single(words, "a calibration")
+    folder = _folder(job)
+    from runner import launch
+    from runner.calibrate.measure import end_of, execute
+    from runner.telemetry.jsonl import encode
+    from runner.telemetry.record import write_text
+    from runner.telemetry.terminal import TerminalSink
+
+    if cli.joins():
+        return launch.join(execute)
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = end_of(job.config).value
+    shown = TerminalSink(steps, job.config.log.flush, title="calibration")
+    measured = launch.attempt(lambda: launch.train(job.config, job.plain, folder, [shown], execute))
+    if isinstance(measured, launch.Failure):
+        shown.close(None, measured.exit_code)
+        print(f"clip-runner: {measured.error}", file=sys.stderr)
+        return measured.exit_code
+    shown.close(None, 0)
+    found = describe(job, measured, words)
+    write_text(folder / FILE, encode(found, indent=2) + "\n")
+    print()
+    for line in lines(found):
+        _print(line)
+    print(f"\n{folder / FILE}")
+    return 0
+
+
+def describe(job: Job, measured: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """What ``calibrate.json`` holds.
+
+    Args:
+        job: what was asked for.
+        measured: from :func:`runner.calibrate.measure.execute`.
+        words: as typed.
+    """
+    clip, asked = job.config.clip, job.config.calibrate
+    mode = "norm" if clip.mode == "none" else clip.mode
+    norms, peaks = measured["norms"], measured["peaks"]
+    steps = len(norms)
+    first = steps // 10 if asked.warmup_steps is None else min(asked.warmup_steps, steps - 1)
+    suggested = suggest(distribution(peaks[first:]))
+    listed = candidates(mode, suggested, (*clip.what_if, clip.threshold))
+    near = nearest(mode, measured["kind"], suggested.start if suggested else None)
+    found: dict[str, Any] = {
+        "words": list(words),
+        "mode": mode,
+        "norm_type": clip.norm_type,
+        "steps": steps,
+        "warmup_steps": first,
+        "nonfinite": distribution(norms).nonfinite,
+        "loss": measured["loss"],
+        "norm": _parts(norms, first),
+    }
+    if mode != "norm":
+        found["peak"] = _parts(peaks, first)
+    return found | {
+        "suggested": asdict(suggested) if suggested else None,
+        "would_clip": {str(threshold): would_clip(peaks, threshold) for threshold in listed},
+        "kind": measured["kind"],
+        "published": [
+            {**asdict(one), "would_clip": would_clip(peaks, one.threshold)} for one in near
+        ],
+        "next": commands(words, mode, suggested.start if suggested else None),
+        "norms": norms,
+        "peaks": peaks,
+    }
+
+
+def commands(words: Sequence[str], mode: str, start: float | None) -> dict[str, str]:
+    """The run, and the sweep, to type next; none without a threshold to begin with.
+
+    Args:
+        words: of the calibration.
+        mode: of clipping.
+        start: the threshold to begin with.
+    """
+    if start is None:
+        return {}
+    keys = [word.lstrip("+~").partition("=")[0] for word in words]
+    settled = ("clip", "clip.threshold", "clip.what_if")
+    kept = [
+        word
+        for word, key in zip(words, keys, strict=True)
+        if key not in settled and not key.startswith("calibrate.")
+    ]
+    grid = [float(f"{start * factor:.3g}") for factor in (0.25, 0.5, 1, 2, 4)]
+    base = [*kept, f"clip={mode}"]
+    others = ",".join(f"{x:g}" for x in grid if x != start)
+    run = ["python", "-m", "runner", *base, f"clip.threshold={start:g}", f"clip.what_if=[{others}]"]
+    each = ",".join(f"{x:g}" for x in grid)
+    sweep = ["python", "-m", "runner", "-m", *base, f"clip.threshold={each}"]
+    return {"run": shlex.join(run), "sweep": shlex.join(sweep)}
+
+
+def _parts(figures: Sequence[float], first: int) -> dict[str, Any]:
+    return {
+        "warm_up": asdict(distribution(figures[:first])),
+        "after_warm_up": asdict(distribution(figures[first:])),
+    }
+
+
+def _folder(job: Job) -> Path:
+    """The folder to write, which is not there yet or holds no calibration.
+
+    Raises:
+        RequestError: it cannot be written, or holds one.
+    """
+    given = job.config.calibrate.output
+    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
+    folder = Path(given).absolute() if given else outputs() / "calibrations" / name
+    message = obstacle(folder)
+    if message is None and (folder / FILE).exists():
+        message = f"holds an earlier calibration ({FILE}); choose another name or remove it"
+    if message is None:
+        return folder
+    key, value = ("calibrate.output", given) if given else ("RUNNER_OUTPUTS", str(outputs()))
+    raise RequestError([Problem(key, value, message)])
+
+
+def _print(line: str) -> None:
+    """Print, in plain letters where the terminal has no others."""
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        line.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        line = line.replace("‖", "|").encode("ascii", "replace").decode("ascii")
+    print(line)

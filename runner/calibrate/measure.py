@@ -1,0 +1,67 @@
+"""The job of a calibration on one rank: the request's own training, measured and not clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from runner import build
+from runner.clip import ClipMode
+from runner.config.duration import Duration
+from runner.config.schema import RunConfig
+from runner.job import make_trainer
+from runner.telemetry.sink import Sink
+
+NEVER = 1e30
+"""A threshold that no gradient of a training that goes on reaches, and that float32 can hold."""
+
+
+def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
+    """Train for ``calibrate.steps``, or to the end of a shorter run, and keep what was measured.
+
+    Weights, order of the data and schedule are those that ``python -m runner`` would have; the mode
+    measures in its own units and never clips.
+
+    Args:
+        config: the whole configuration.
+        sinks: where rows go; none but on the first rank.
+
+    Returns:
+        ``norms`` and ``peaks`` of every step (see :class:`runner.clip.Outcome`), the ``loss`` of
+        the last one, and the ``kind`` of data: ``language``, ``vision`` or ``other``.
+    """
+    trainer = make_trainer(
+        config, sinks, mode=unclipped(config), max_duration=end_of(config), evaluates=False
+    )
+    trainer.fit()
+    meter = trainer.meter
+    return {
+        "norms": meter.norms,
+        "peaks": meter.peaks,
+        "loss": meter.last["train/loss"],
+        "kind": _kind(config),
+    }
+
+
+def unclipped(config: RunConfig) -> ClipMode:
+    """The clipping mode of ``config`` with a threshold that never binds."""
+    if config.clip.threshold is None:
+        return build.make_mode(config)
+    return build.make_mode(replace(config, clip=replace(config.clip, threshold=NEVER)))
+
+
+def end_of(config: RunConfig) -> Duration:
+    """When a calibration ends: after ``calibrate.steps``, or with the run if that is shorter."""
+    data = build.make_data(config.data)
+    whole = build.steps_of(config, data, build.ranks_of(config))
+    steps = config.calibrate.steps
+    return Duration(steps if whole is None else min(steps, whole), "ba")
+
+
+def _kind(config: RunConfig) -> str:
+    data = build.make_data(config.data)
+    if data.tokens_per_sample is not None:
+        return "language"
+    inputs = data.train[0][0]
+    return "vision" if getattr(inputs, "ndim", 0) == 3 else "other"

@@ -1,0 +1,13 @@
+"""A sweep: its record, what is left of it to do, and what is said while it runs.
+
+The record, ``sweep.json``, and the folders of the runs are the only truth, so that a sweep that was
+killed, and runs that a launcher starts in other processes, are understood alike.
+"""
+
+from runner.sweep.control import conduct
+from runner.sweep.job import run_job
+from runner.sweep.objective import objective_of
+from runner.sweep.record import Entry, SweepRecord
+from runner.sweep.resume import lay_out
+
+__all__ = ["Entry", "SweepRecord", "conduct", "lay_out", "objective_of", "run_job"]

@@ -1,0 +1,159 @@
+"""A sweep from its request to its table: what is done already, what runs, how it ended."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from filelock import FileLock, Timeout
+
+from runner.config.compose import Job, Request
+from runner.config.problem import Problem, RequestError
+from runner.config.sweeps import Sweep
+from runner.sweep import live
+from runner.sweep.page import write_page
+from runner.sweep.record import Entry, SweepRecord, changed, now
+from runner.sweep.resume import EARLIER, finished_search, lay_out, look, move_aside
+
+_RELEASED = 8
+"""Seconds in which the helpers of a killed sweep end and let go of its folder."""
+
+
+def conduct(
+    request: Request,
+    typed: Sequence[str],
+    check: Callable[[Sequence[Job]], None],
+    hand_over: Callable[[Sequence[str]], int],
+) -> int:
+    """Run what is left of a sweep. Where nothing is, neither ``check`` nor ``hand_over`` is called.
+
+    Args:
+        request: the sweep.
+        typed: the words of the command.
+        check: raises what only torch can find wrong with jobs that will run.
+        hand_over: lets Hydra do what words ask for; its exit code.
+
+    Returns:
+        0 where every run finished, 1 where one failed.
+
+    Raises:
+        RequestError: a job is wrong, or another process runs this very sweep.
+        KeyboardInterrupt: the user interrupted; it is recorded.
+        SystemExit: with 143 after SIGTERM; it is recorded.
+    """
+    sweep = request.sweep
+    assert sweep is not None
+    if left := _left(request, lay_out(request)):
+        check(left)
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    with _claimed(sweep):
+        entries = lay_out(request)
+        left = _left(request, entries)
+        if not left:
+            return _show(sweep.folder, SweepRecord.read(sweep.folder))
+        _begin(request, entries, typed)
+        code, interrupted = 1, True
+        try:
+            with _terminable():
+                code = hand_over(sweep.words)
+            interrupted = code in (130, 143)
+        finally:
+            record = _end(sweep.folder, code, interrupted, search=sweep.trials is not None)
+            failed = _show(sweep.folder, record)
+        return max(code, failed)
+
+
+def _left(request: Request, entries: Sequence[Entry]) -> list[Job]:
+    """The jobs that have to run; of a search that is not over, those that stand for them."""
+    sweep = request.sweep
+    assert sweep is not None
+    if sweep.trials is not None:
+        return [] if finished_search(sweep.folder) else list(request.jobs)
+    waiting = [entry.config_hash for entry in entries if entry.state == "waiting"]
+    return [job for job in request.jobs if job.hash in waiting]
+
+
+@contextmanager
+def _claimed(sweep: Sweep) -> Iterator[None]:
+    """Keep other processes off a sweep. The claim ends with this process, however it ends."""
+    try:
+        with FileLock(sweep.folder / ".sweep.lock", timeout=_RELEASED):
+            yield
+    except Timeout:
+        message = f"another process is running this sweep in {sweep.folder}"
+        raise RequestError([Problem("sweep.name", sweep.name, message)]) from None
+
+
+def _begin(request: Request, entries: list[Entry], typed: Sequence[str]) -> None:
+    """Clear the places of the runs that will run, and write the record."""
+    sweep = request.sweep
+    assert sweep is not None
+    settings = request.jobs[0].config.sweep
+    if sweep.trials is not None:  # a search learns from its first run on, so it starts afresh
+        begun = [one.name for one in sweep.folder.iterdir() if one.is_dir() and one.name != EARLIER]
+        move_aside(sweep.folder, begun)
+    move_aside(sweep.folder, (one.folder for one in entries if one.state == "waiting"))
+    record = SweepRecord(
+        name=sweep.name,
+        words=list(typed),
+        request=sweep.identity,
+        objective=settings.objective,
+        maximizes=settings.maximizes,
+        max_failures=settings.max_failures,
+        total=len(entries) if sweep.trials is None else sweep.trials,
+        started=now(),
+        entries=entries,
+    )
+    with suppress(FileNotFoundError):
+        record.started = SweepRecord.read(sweep.folder).started
+    record.write(sweep.folder)
+
+
+def _end(folder: Path, code: int, interrupted: bool, search: bool) -> SweepRecord:
+    """Write how the sweep ended."""
+    with changed(folder) as record:
+        for entry in record.entries:
+            if entry.state == "running":
+                look(entry, folder, record.objective)
+            if entry.state == "running":  # its process ended without a word
+                entry.state = "interrupted" if interrupted else "failed"
+        states = {entry.state for entry in record.entries}
+        if interrupted or "interrupted" in states:
+            record.state = "interrupted"
+        elif (search and code == 0) or (states <= {"finished"} and code == 0):
+            record.state = "finished"
+        else:
+            record.state = "failed"
+        record.ended = now()
+    return record
+
+
+def _show(folder: Path, record: SweepRecord) -> int:
+    """Write the page, print the table; 1 where a run failed, else 0."""
+    page = write_page(folder)
+    print(live.table(record))
+    print(f"{page or folder}", flush=True)
+    return int(any(entry.state == "failed" for entry in record.entries))
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """End with 143 on SIGTERM between runs too, so that the record says so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(143)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

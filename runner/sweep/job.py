@@ -1,0 +1,123 @@
+"""One run as a part of a sweep: announced, run, and noted in the record."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from runner.config.identity import config_hash
+from runner.sweep import live
+from runner.sweep.record import Entry, SweepRecord, changed
+from runner.sweep.resume import look
+
+_LONGEST_TAG = 64  # wandb's own limit
+
+
+class Outcome(Protocol):
+    """How a run ended."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 where it finished."""
+        ...
+
+    @property
+    def objective(self) -> float | None:
+        """What runs are compared by."""
+        ...
+
+
+def run_job(
+    run: Callable[[dict[str, Any], Path, Sequence[str]], Outcome],
+    sweep: Path,
+    number: int,
+    plain: dict[str, Any],
+    folder: Path,
+    words: Sequence[str],
+    *,
+    in_process: bool,
+) -> float | None:
+    """Run one job of a sweep. That it fails is said and noted, not raised.
+
+    Args:
+        run: runs a job: its configuration, its folder, its words.
+        sweep: the folder of the sweep, whose record is there.
+        number: of the run.
+        plain: the resolved configuration.
+        folder: the run's own folder.
+        words: that make the run.
+        in_process: whether the sweeper is in this process, so that it can be ended from here.
+
+    Returns:
+        The objective, for a sweeper that learns from it; None where the run failed or its
+        objective is not finite, which no sweeper could learn from.
+
+    Raises:
+        SystemExit: with 1, where more runs failed than the sweep may go on after; with 143 after
+            SIGTERM.
+        KeyboardInterrupt: the user interrupted.
+    """
+    with changed(sweep) as record:
+        if _gives_up(record):
+            return None
+        entry = _entry(record, number, plain, words)
+        entry.folder, entry.state = str(folder.relative_to(sweep)), "running"
+    print(live.beginning(record, entry), file=sys.stderr, flush=True)
+    try:
+        outcome = run(_grouped(plain, record.name), folder, words)
+        entry.exit_code, entry.objective = outcome.exit_code, outcome.objective
+        entry.state = "finished" if outcome.exit_code == 0 else "failed"
+    except Exception as error:  # of this run alone: the others may do better
+        entry.state, entry.exit_code, entry.error = "failed", 1, _last_line(error)
+    except BaseException as error:
+        entry.state, entry.exit_code = "interrupted", getattr(error, "code", 130)
+        raise
+    finally:
+        look(entry, sweep, record.objective)
+        record = _note(sweep, entry)
+    if entry.state == "failed":
+        print(live.failure(record, entry), file=sys.stderr, flush=True)
+        if _gives_up(record) and in_process:
+            raise SystemExit(1)
+        return None
+    objective = entry.objective
+    return objective if objective is not None and math.isfinite(objective) else None
+
+
+def _entry(record: SweepRecord, number: int, plain: dict[str, Any], words: Sequence[str]) -> Entry:
+    """The run's place in the record; a sweeper that chooses jobs as it goes has none before."""
+    try:
+        return record.of(number)
+    except KeyError:
+        apart = [word for word in words if word not in record.words]
+        entry = Entry(number, str(number), apart, list(words), config_hash(plain))
+        record.entries.append(entry)
+        return entry
+
+
+def _note(sweep: Path, entry: Entry) -> SweepRecord:
+    """Put ``entry`` in the place of the run's in the record."""
+    with changed(sweep) as record:
+        record.entries = [entry if one.number == entry.number else one for one in record.entries]
+        record.failures += entry.state == "failed"
+    return record
+
+
+def _gives_up(record: SweepRecord) -> bool:
+    return record.max_failures is not None and record.failures > record.max_failures
+
+
+def _grouped(plain: dict[str, Any], name: str) -> dict[str, Any]:
+    """The configuration with the sweep as group and tag, where the user gave none."""
+    tracker = dict(plain["tracker"])
+    tracker["group"] = tracker.get("group") or name
+    tracker["tags"] = tracker.get("tags") or [name[:_LONGEST_TAG]]
+    return {**plain, "tracker": tracker}
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__

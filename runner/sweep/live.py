@@ -1,0 +1,72 @@
+"""What is said of a sweep: a line before each run, a line when one fails, a table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+
+from runner.sweep.objective import best
+from runner.sweep.record import Entry, SweepRecord
+
+_LONGEST_ERROR = 80
+
+
+def beginning(record: SweepRecord, entry: Entry) -> str:
+    """Which run of how many begins, the best so far, and the time left."""
+    parts = [_title(record, entry)]
+    leader = best(record.entries, record.maximizes)
+    if leader is not None:
+        parts.append(f"best so far {leader.objective:.4g} ({leader.label or leader.number})")
+    seconds = [one.seconds for one in record.entries if one.state == "finished" and one.seconds]
+    if seconds:
+        begun = sum(one.state not in ("waiting", "running") for one in record.entries)
+        parts.append(f"about {clock(mean(seconds) * max(record.total - begun, 1))} left")
+    return "   ".join(parts)
+
+
+def failure(record: SweepRecord, entry: Entry) -> str:
+    """That a run failed, and why."""
+    return f"{_title(record, entry)}   failed: {entry.error or 'no word of why'}"
+
+
+def table(record: SweepRecord) -> str:
+    """Every run: what sets it apart, how it ended, its figures."""
+    leader = best(record.entries, record.maximizes)
+    rows = [("run", "", "state", record.objective, "clipped", "seconds", "error")]
+    for entry in record.entries:
+        figure = "" if entry.objective is None else f"{entry.objective:.4g}"
+        rows.append(
+            (
+                str(entry.number),
+                entry.label,
+                entry.state,
+                figure + (" *" if entry is leader else ""),
+                "" if entry.clip_ratio is None else f"{entry.clip_ratio:.0%}",
+                "" if entry.seconds is None else f"{entry.seconds:.1f}",
+                (entry.error or "")[:_LONGEST_ERROR],
+            )
+        )
+    return columns(rows)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text as aligned columns; a column that is empty throughout is left out."""
+    kept = [column for column in zip(*rows, strict=True) if any(column[1:]) or len(rows) == 1]
+    widths = [max(map(len, column)) for column in kept]
+    lines = zip(*kept, strict=True)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def clock(seconds: float) -> str:
+    """``m:ss``, or ``h:mm:ss``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _title(record: SweepRecord, entry: Entry) -> str:
+    title = f"run {entry.number + 1} of {record.total}"
+    return f"{title}: {entry.label}" if entry.label else title

@@ -1,0 +1,25 @@
+"""The page that is written when a run or a sweep ends."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+def write_page(folder: Path) -> Path | None:
+    """Write ``report.html`` into the folder of a run or sweep.
+
+    Whatever goes wrong with it is a warning: a run is what its record says, page or none.
+
+    Returns:
+        The file; None where it could not be written.
+    """
+    try:
+        from runner import report
+
+        return report.write(folder)
+    except Exception as error:
+        log.warning("the page of %s could not be written: %r", folder, error)
+        return None

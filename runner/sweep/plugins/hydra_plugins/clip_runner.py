@@ -1,0 +1,83 @@
+"""Hydra's sweeper for a sweep whose jobs are already known: it runs those its record waits for.
+
+Hydra's own can neither leave out jobs that are done, nor advance two lists together. It is chosen
+by the command, not by hand: ``hydra/sweeper=clip_runner``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+Waiting = tuple[int, Sequence[str]]
+
+
+# What Hydra's own sweeper takes; the jobs were made of it before.
+ConfigStore.instance().store(
+    group="hydra/sweeper",
+    name="clip_runner",
+    node={
+        "_target_": "hydra_plugins.clip_runner.RecordSweeper",
+        "max_batch_size": None,
+        "params": None,
+    },
+    provider="clip_runner",
+)
+
+
+class RecordSweeper(Sweeper):  # type: ignore[misc, unused-ignore]
+    """Launches the runs that wait in the ``sweep.json`` of ``hydra.sweep.dir``."""
+
+    def __init__(
+        self, max_batch_size: int | None = None, params: dict[str, str] | None = None
+    ) -> None:
+        self.max_batch_size = max_batch_size
+        self.config: DictConfig | None = None
+        self.launcher: Launcher | None = None
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Called by Hydra."""
+        self.config = config
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> Any:
+        """Called by Hydra; what the jobs returned."""
+        from runner.sweep.record import SweepRecord, writes
+
+        assert self.config is not None
+        assert self.launcher is not None
+        folder = Path(self.config.hydra.sweep.dir)
+        with writes(folder / "multirun.yaml") as temporary:
+            OmegaConf.save(self.config, temporary)
+        entries = SweepRecord.read(folder).entries
+        waiting = [(entry.number, entry.words) for entry in entries if entry.state == "waiting"]
+        returned = []
+        for batch in _batches(waiting, self.max_batch_size):
+            results = self.launcher.launch([words for _, words in batch], batch[0][0])
+            returned.append([result.return_value for result in results])  # raises what a job raised
+        return returned
+
+
+def _batches(waiting: Sequence[Waiting], largest: int | None) -> Iterator[list[Waiting]]:
+    """Runs to launch at once: Hydra numbers those of one launch without a gap."""
+    batch: list[Waiting] = list(waiting[:1])
+    for before, job in pairwise(waiting):
+        if job[0] != before[0] + 1 or len(batch) == largest:
+            yield batch
+            batch = []
+        batch.append(job)
+    if batch:
+        yield batch

@@ -1,0 +1,149 @@
+"""``sweep.json``: what a sweep was asked for, and how each of its runs stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from runner.config.sweeps import RECORD
+from runner.telemetry.jsonl import decode, encode
+from runner.telemetry.record import write_text
+
+
+@dataclass
+class Entry:
+    """One run of a sweep.
+
+    Attributes:
+        number: from 0, as in the name of its folder.
+        folder: relative to that of the sweep.
+        overrides: the words that set it apart from the other runs.
+        words: all the words that make it.
+        config_hash: what it asks for.
+        state: waiting, running, finished, failed or interrupted.
+        exit_code: 0 finished, 1 failed, 130 interrupted, 143 terminated; None before the end.
+        error: the last line of what went wrong.
+        objective: what runs are compared by; may be NaN or infinite.
+        clip_ratio: share of its steps that were clipped.
+        seconds: wall time from its beginning to its end.
+    """
+
+    number: int
+    folder: str
+    overrides: list[str]
+    words: list[str]
+    config_hash: str
+    state: str = "waiting"
+    exit_code: int | None = None
+    error: str | None = None
+    objective: float | None = None
+    clip_ratio: float | None = None
+    seconds: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The words that set it apart, as one line."""
+        return " ".join(self.overrides)
+
+
+@dataclass
+class SweepRecord:
+    """The content of ``sweep.json``.
+
+    Attributes:
+        name: of the sweep.
+        words: what was typed.
+        request: what names the set of its jobs.
+        objective: the metric runs are compared by.
+        maximizes: whether the higher one is better.
+        max_failures: failed runs it goes on after; None for any number.
+        total: how many runs there will be.
+        state: running, finished, failed or interrupted.
+        entries: its runs, in the order of their numbers.
+        failures: runs that failed since the command was typed.
+    """
+
+    name: str
+    words: list[str]
+    request: str
+    objective: str
+    maximizes: bool
+    max_failures: int | None
+    total: int
+    state: str = "running"
+    started: str = ""
+    ended: str | None = None
+    failures: int = 0
+    entries: list[Entry] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> SweepRecord:
+        """The record in the folder of a sweep.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is no record of a sweep.
+        """
+        content: dict[str, Any] = dict(decode((folder / RECORD).read_text(encoding="utf-8")))
+        known = {one.name for one in fields(cls)} - {"entries"}
+        listed: Any = content.pop("runs", [])
+        try:
+            entries = [Entry(**{**run, "objective": _number(run["objective"])}) for run in listed]
+            return cls(**{key: content[key] for key in known if key in content}, entries=entries)
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{folder / RECORD} is no record of a sweep: {error}") from None
+
+    def write(self, folder: Path) -> None:
+        """Put the record in place, as a whole."""
+        content = asdict(self)
+        content["runs"] = content.pop("entries")
+        write_text(folder / RECORD, encode(content, indent=2) + "\n")
+
+    def of(self, number: int) -> Entry:
+        """The run with a number.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for entry in self.entries:
+            if entry.number == number:
+                return entry
+        raise KeyError(number)
+
+
+@contextmanager
+def changed(folder: Path) -> Iterator[SweepRecord]:
+    """The record of a sweep, to change: it is written when the block ends.
+
+    Other processes wait meanwhile, since a launcher may run several jobs at once.
+    """
+    with FileLock(folder / f".{RECORD}.lock"):
+        record = SweepRecord.read(folder)
+        yield record
+        record.write(folder)
+
+
+@contextmanager
+def writes(path: Path) -> Iterator[Path]:
+    """A temporary file that takes the place of ``path`` when the block ends without an error."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def now() -> str:
+    """The time, as records give it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)  # float() reads the words of strict JSON too

@@ -1,0 +1,127 @@
+"""What is left to do of a sweep that ran before."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from runner.config.compose import Request
+from runner.sweep.objective import objective_of
+from runner.sweep.record import Entry, SweepRecord
+
+EARLIER = "earlier"
+"""Folder of a sweep that keeps what unfinished runs left before they ran again."""
+
+
+def lay_out(request: Request) -> list[Entry]:
+    """The runs of a sweep, each with the state that its folder records; the disk is only read.
+
+    Runs that were recorded before keep their number and folder, whatever the order of the words is
+    now: they are known by the hash of their configuration. A sweep whose sweeper chooses the jobs
+    as it goes has no runs before it starts.
+    """
+    sweep = request.sweep
+    assert sweep is not None
+    if sweep.trials is not None:
+        return []
+    before: dict[str, list[Entry]] = defaultdict(list)
+    for entry in recorded(sweep.folder):
+        before[entry.config_hash].append(entry)
+    made = []
+    homeless = []
+    for job in request.jobs:
+        own = [word for word in job.words if not _is_hydras(word)]
+        entry = Entry(-1, "", list(job.apart), own, job.hash)
+        if before[job.hash]:
+            known = before[job.hash].pop(0)
+            entry.number, entry.folder = known.number, known.folder
+        else:
+            homeless.append(entry)
+        made.append(entry)
+    taken = {entry.number for entry in made}
+    free = (number for number in count() if number not in taken)
+    for entry in homeless:
+        entry.number = next(free)
+        entry.folder = str(entry.number)
+    made.sort(key=lambda entry: entry.number)
+    for entry in made:
+        look(entry, sweep.folder, request.jobs[0].config.sweep.objective)
+        if entry.state != "finished":
+            _forget(entry)
+    return made
+
+
+def recorded(folder: Path) -> list[Entry]:
+    """The runs in the record of a sweep; none where there is no record."""
+    try:
+        return SweepRecord.read(folder).entries
+    except FileNotFoundError:
+        return []
+
+
+def finished_search(folder: Path) -> bool:
+    """Whether a sweeper that chooses jobs as it goes has come to its end."""
+    try:
+        return SweepRecord.read(folder).state == "finished"
+    except FileNotFoundError:
+        return False
+
+
+def look(entry: Entry, sweep: Path, objective: str) -> None:
+    """Take over what a run's own folder says of it; nothing where it says nothing of this run."""
+    folder = sweep / entry.folder
+    status = _read(folder / "status.json")
+    if status.get("config_hash") != entry.config_hash:
+        return
+    entry.state = str(status.get("state"))
+    entry.exit_code = status.get("exit_code")
+    error = str(status.get("error") or "").strip().splitlines()
+    entry.error = error[-1] if error else None
+    entry.seconds = _seconds(status)
+    if entry.state == "finished":
+        summary = _read(folder / "summary.json")
+        entry.objective = objective_of(summary, objective)
+        entry.clip_ratio = objective_of(summary, "clip/ratio_total")
+
+
+def move_aside(sweep: Path, folders: Iterable[str]) -> None:
+    """Move what unfinished runs left to ``earlier/<number>-<k>``, so that they start afresh."""
+    for name in folders:
+        folder = sweep / name
+        if not folder.exists():
+            continue
+        home = sweep / EARLIER
+        home.mkdir(exist_ok=True)
+        free = (home / f"{name.replace('/', '-')}-{k}" for k in count(1))
+        folder.rename(next(place for place in free if not place.exists()))
+
+
+def _is_hydras(word: str) -> bool:
+    """Whether a word is about Hydra itself, and so the same for all jobs."""
+    return word.lstrip("+~").startswith(("hydra.", "hydra/"))
+
+
+def _forget(entry: Entry) -> None:
+    entry.state = "waiting"
+    entry.exit_code = entry.error = entry.objective = entry.seconds = entry.clip_ratio = None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _seconds(status: dict[str, Any]) -> float | None:
+    try:
+        began, ended = (datetime.fromisoformat(status[key]) for key in ("started", "ended"))
+    except (KeyError, TypeError, ValueError):
+        return None
+    return round((ended - began).total_seconds(), 3)

@@ -69,6 +69,30 @@ def guarded(command: Callable[[], int]) -> int:
         return 0
 
 
+def read(words: Sequence[str], purpose: str, also: Sequence[str] = ()) -> argparse.Namespace:
+    """The overrides in ``words``, and the flags that say where the configuration is read.
+
+    Args:
+        words: of another command of this project.
+        purpose: what that command makes, to tell which flags do not go with it.
+        also: further flags that do.
+
+    Raises:
+        RequestError: a flag is wrong; it names all that is.
+    """
+    args, problems = flags.read(words)
+    plain = ("--config-path", "--config-name", "--config-dir", *also)
+    problems += [
+        Problem(flag, NOTHING, f"does not go with {purpose}")
+        for flag in flags.words_of(args)
+        if flag.startswith("--") and flag not in plain
+    ]
+    if problems:
+        _add_problems_of_words(args, problems)
+        raise RequestError(problems)
+    return args
+
+
 def single(words: Sequence[str], purpose: str) -> Job:
     """The one job that ``words`` ask for, checked as a run is; nothing is created.
 
@@ -79,21 +103,12 @@ def single(words: Sequence[str], purpose: str) -> Job:
     Raises:
         RequestError: anything is wrong; it names all of it.
     """
-    args, problems = flags.read(words)
-    plain = ("--config-path", "--config-name", "--config-dir")
-    problems += [
-        Problem(flag, NOTHING, f"does not go with {purpose}")
-        for flag in flags.words_of(args)
-        if flag.startswith("--") and flag not in plain
-    ]
-    if problems:
-        _add_problems_of_words(args, problems)
-        raise RequestError(problems)
+    args = read(words, purpose)
     wanted = request(args.overrides, source=flags.source_of(args), writes=False)
     if wanted.multirun:
         message = f"{purpose} is of one run: leave out what makes a sweep of it"
         raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
-    _preflight(wanted.jobs)
+    check_jobs(wanted.jobs)
     return wanted.jobs[0]
 
 
@@ -117,7 +132,7 @@ def _run(words: list[str]) -> int:
     )
     if wanted.sweep is not None:
         return _sweep(wanted, args, words)
-    _preflight(wanted.jobs)
+    check_jobs(wanted.jobs)
     if joins():
         from runner import launch
 
@@ -134,7 +149,7 @@ def _sweep(wanted: Request, args: argparse.Namespace, typed: Sequence[str]) -> i
         raise RequestError([Problem("-m", NOTHING, message)])
     given = [word for word in flags.words_of(args) if word != "--multirun"]
     return sweep.conduct(
-        wanted, typed, _preflight, lambda words: _hand_to_hydra([*given, "--multirun", *words])
+        wanted, typed, check_jobs, lambda words: _hand_to_hydra([*given, "--multirun", *words])
     )
 
 
@@ -162,7 +177,7 @@ def _add_problems_of_words(args: argparse.Namespace, problems: list[Problem]) ->
         problems += error.problems
 
 
-def _preflight(jobs: Sequence[Job]) -> None:
+def check_jobs(jobs: Sequence[Job]) -> None:
     """Check what needs torch: targets, data and device of each distinct job."""
     from runner import launch
 

@@ -60,6 +60,7 @@ class Sweep:
         folder: where it is written.
         identity: what :func:`runner.config.identity.request_hash` made of it.
         trials: how many jobs a sweeper will choose as it goes; None where they are known already.
+        keys: what is listed, and so may vary.
         words: what to hand to Hydra.
     """
 
@@ -67,6 +68,7 @@ class Sweep:
     folder: Path
     identity: str
     trials: int | None
+    keys: tuple[str, ...]
     words: tuple[str, ...]
 
 
@@ -98,6 +100,14 @@ class Lists:
         return str(self.master.hydra.sweeper._target_) == _BASIC
 
     @property
+    def params(self) -> list[str]:
+        """The lists that files give, as words."""
+        given: Any = None
+        if self.master is not None:
+            given = OmegaConf.select(self.master, "hydra.sweeper.params")
+        return [f"{key}={value}" for key, value in (given or {}).items()]
+
+    @property
     def together(self) -> list[str]:
         """The keys whose lists advance together."""
         keys: Any = None
@@ -124,11 +134,7 @@ def jobs(composer: Composer, lists: Lists) -> tuple[list[Job], list[Problem]]:
     Where a sweeper chooses jobs as it goes, these stand for them: one for each value of each list,
     and for either end of each interval.
     """
-    master = lists.master
-    params = OmegaConf.select(master, "hydra.sweeper.params") if master is not None else None
-    listed, problems = words.read(
-        [f"{key}={value}" for key, value in (params or {}).items()], composer.loader
-    )
+    listed, problems = words.read(lists.params, composer.loader)
     wanted, found = words.jobs(
         [*listed, *lists.overrides],
         composer.loader,
@@ -182,7 +188,9 @@ def placed(lists: Lists, made: Sequence[Job], writes: bool) -> tuple[Sweep | Non
         return None, [Problem("sweep.name", name, message)]
     trials = None if lists.enumerated else int(master.hydra.sweeper.get("n_trials") or 0)
     final = _for_hydra(lists, folder, made[0].config.sweep.maximizes)
-    return Sweep(name, folder, identity, trials, final), []
+    keys = [*(word.partition("=")[0] for word in lists.params)]
+    keys += [override.get_key_element() for override in typed]
+    return Sweep(name, folder, identity, trials, tuple(dict.fromkeys(keys)), final), []
 
 
 def _taken(folder: Path, identity: str) -> str | None:

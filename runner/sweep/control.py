@@ -106,6 +106,7 @@ def _begin(request: Request, entries: list[Entry], typed: Sequence[str]) -> None
         objective=settings.objective,
         maximizes=settings.maximizes,
         max_failures=settings.max_failures,
+        keys=list(sweep.keys),
         total=len(entries) if sweep.trials is None else sweep.trials,
         started=now(),
         entries=entries,

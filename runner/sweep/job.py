@@ -81,6 +81,8 @@ def run_job(
     if entry.state == "failed":
         print(live.failure(record, entry), file=sys.stderr, flush=True)
         if _gives_up(record) and in_process:
+            stop = f"the sweep stops: sweep.max_failures={record.max_failures}"
+            print(stop, file=sys.stderr, flush=True)
             raise SystemExit(1)
         return None
     objective = entry.objective
@@ -92,7 +94,7 @@ def _entry(record: SweepRecord, number: int, plain: dict[str, Any], words: Seque
     try:
         return record.of(number)
     except KeyError:
-        apart = [word for word in words if word not in record.words]
+        apart = [word for word in words if word.partition("=")[0] in record.keys]
         entry = Entry(number, str(number), apart, list(words), config_hash(plain))
         record.entries.append(entry)
         return entry

@@ -63,6 +63,7 @@ class SweepRecord:
         objective: the metric runs are compared by.
         maximizes: whether the higher one is better.
         max_failures: failed runs it goes on after; None for any number.
+        keys: what its lists vary.
         total: how many runs there will be.
         state: running, finished, failed or interrupted.
         entries: its runs, in the order of their numbers.
@@ -75,6 +76,7 @@ class SweepRecord:
     objective: str
     maximizes: bool
     max_failures: int | None
+    keys: list[str]
     total: int
     state: str = "running"
     started: str = ""

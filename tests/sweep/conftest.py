@@ -1,0 +1,56 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Command:
+    """The command as a user types it, with outputs of its own."""
+
+    def __init__(self, folder: Path):
+        self.sweeps = folder / "outputs" / "sweeps"
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RUNNER_"))}
+        self.environment = kept | {
+            "PYTHONPATH": str(ROOT),
+            "RUNNER_OUTPUTS": str(folder / "outputs"),
+            "HOME": str(folder),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def start(self, *words, before=("-m", "runner")):
+        return subprocess.Popen(
+            [sys.executable, *before, *words],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __call__(self, *words, code=0, before=("-m", "runner")):
+        """What it says, on stdout and on stderr."""
+        started = self.start(*words, before=before)
+        out, err = started.communicate(timeout=150)
+        assert started.returncode == code, out + err
+        return out, err
+
+    @property
+    def folder(self) -> Path:
+        (folder,) = self.sweeps.iterdir()
+        return folder
+
+    def record(self):
+        return json.loads((self.folder / "sweep.json").read_text())
+
+    def states(self):
+        return [run["state"] for run in self.record()["runs"]]
+
+
+@pytest.fixture
+def command(tmp_path):
+    return Command(tmp_path)

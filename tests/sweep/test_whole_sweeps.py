@@ -1,0 +1,166 @@
+"""Whole sweeps as a user starts them, kills them, and starts them again."""
+
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+
+SMALL = ["tracker=none", "data.batch_size=16", "eval.interval=100ba"]
+SIX = [*SMALL, "train.max_duration=6ba"]
+FLAKY = ["model._target_=tests.sweep.flaky.Flaky"]
+
+# Runs the command, and fails where it had to import torch.
+WITHOUT_TORCH = (
+    "import sys; from runner.cli import main; code = main(sys.argv[1:]); "
+    "sys.exit(99 if 'torch' in sys.modules else code)"
+)
+
+
+def until(true, process, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def has_rows(command, number):
+    return any(file.stat().st_size for file in command.sweeps.glob(f"*/{number}/metrics.jsonl"))
+
+
+def begun(err):
+    """The numbers of the runs that began."""
+    return [int(number) for number in re.findall(r"^run (\d+) of \d+(?!.*failed)", err, re.M)]
+
+
+def read(folder, name):
+    return json.loads((folder / name).read_text())
+
+
+def test_a_killed_sweep_is_finished_by_the_same_command(command):
+    words = ["recipe=sweep_norm", *SMALL, "train.max_duration=150ba", "log.flush=1"]
+    started = command.start(*words)
+    until(lambda: has_rows(command, 2), started)
+    os.killpg(started.pid, signal.SIGKILL)
+    started.communicate()
+    assert command.states() == ["finished", "finished", "running", "waiting"]
+    assert read(command.folder / "2", "status.json")["state"] == "running"
+    before = read(command.folder / "0", "status.json")
+
+    out, err = command(*words)
+    assert begun(err) == [3, 4], err
+    assert "best so far" in err
+    assert command.states() == ["finished"] * 4
+    assert read(command.folder / "0", "status.json") == before
+    rows = (command.folder / "2" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(row)["train/step"] for row in rows]
+    assert steps == list(range(1, 151))  # nothing of the run that was killed
+    assert read(command.folder / "earlier" / "2-1", "status.json")["state"] == "running"
+
+    record = command.record()
+    assert record["state"] == "finished"
+    assert record["words"] == words
+    for run in record["runs"]:
+        summary = read(command.folder / run["folder"], "summary.json")
+        assert run["objective"] == summary["best"]["eval/loss"]
+        assert f"{run['objective']:.4g}" in out
+        assert (
+            run["config_hash"] == read(command.folder / run["folder"], "status.json")["config_hash"]
+        )
+    assert (command.folder / "report.html").stat().st_size > 10_000
+    assert (command.folder / "multirun.yaml").is_file()
+    assert (command.folder / "3" / ".hydra" / "overrides.yaml").is_file()
+
+    page = (command.folder / "report.html").stat().st_mtime_ns
+    clock = time.monotonic()
+    again, err = command(*words, before=("-c", WITHOUT_TORCH))
+    assert time.monotonic() - clock < 15
+    assert begun(err) == []
+    assert again == out
+    assert (command.folder / "report.html").stat().st_mtime_ns > page
+    assert command.record()["runs"] == record["runs"]
+
+
+def test_failures_are_told_at_once_counted_and_tried_again(command):
+    words = ["-m", "+model.trial=0,1,2", "+model.fails=1", *FLAKY, *SIX]
+    out, err = command(*words, "sweep.max_failures=0", code=1)
+    assert begun(err) == [1, 2], err
+    told = [line for line in err.splitlines() if "planted fault" in line]
+    assert told == ["run 2 of 3: +model.trial=1   failed: RuntimeError: planted fault"]
+    assert command.states() == ["finished", "failed", "waiting"]
+    assert re.search(r"^1 .*failed .*RuntimeError: planted fault$", out, re.M)
+
+    out, err = command(*words, code=1)  # another limit is the same sweep
+    assert begun(err) == [2, 3], err
+    assert command.states() == ["finished", "failed", "finished"]
+    record = command.record()
+    assert record["state"] == "failed"
+    assert record["runs"][1]["error"] == "RuntimeError: planted fault"
+    assert record["runs"][1]["exit_code"] == 1
+    assert "planted fault" in (command.folder / "report.html").read_text()
+
+
+def test_an_interrupt_ends_a_sweep_at_once(command):
+    words = ["-m", "seed=1,2", *SMALL, "train.max_duration=100000ba", "log.flush=1"]
+    started = command.start(*words)
+    until(lambda: has_rows(command, 0), started)
+    started.send_signal(signal.SIGINT)
+    assert started.wait(timeout=30) == 130
+    started.communicate()
+    assert command.record()["state"] == "interrupted"
+    assert command.states() == ["interrupted", "waiting"]
+    assert command.record()["runs"][0]["exit_code"] == 130
+
+
+def test_two_processes_never_run_one_sweep(command):
+    words = ["-m", "seed=1,2", *SMALL, "train.max_duration=100000ba", "log.flush=1"]
+    started = command.start(*words)
+    try:
+        until(lambda: has_rows(command, 0), started)
+        _, err = command(*words, code=2)
+        assert "another process is running this sweep" in err
+    finally:
+        os.killpg(started.pid, signal.SIGKILL)
+        started.communicate()
+
+
+def test_one_sweep_runs_plugins_of_both_kinds(command):
+    command("-m", "plugin=single,ddp", *SIX)
+    assert command.states() == ["finished", "finished"]
+    one, two = (read(command.folder / name, "summary.json") for name in "01")
+    assert one["best"]["eval/loss"] == pytest.approx(two["best"]["eval/loss"], rel=1e-3)
+
+
+def test_a_wrong_value_in_any_run_is_found_before_the_first(command):
+    _, err = command("-m", "seed=1,2", "model=cnn,gpt", *SIX, code=2)
+    assert "(in the job" in err
+    assert not command.sweeps.exists()
+
+
+def test_a_search_learns_from_runs_that_went_well(command):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    words = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=8"]
+    words += ["hydra.sweeper.sampler.seed=1", "clip.threshold=tag(log,interval(0.1,4))", *SIX]
+    words += [*FLAKY, "+model.trial=${hydra:job.num}", "+model.fails=2", "+model.nan=5"]
+    out, err = command(*words, code=1)
+    assert begun(err) == list(range(1, 9))
+    assert "Traceback" not in err
+    record = command.record()
+    states = command.states()
+    assert states == ["finished"] * 2 + ["failed"] + ["finished"] * 5
+    assert record["runs"][5]["objective"] == "NaN"
+    best = min(
+        (run for number, run in enumerate(record["runs"]) if number not in (2, 5)),
+        key=lambda run: run["objective"],
+    )
+    results = (command.folder / "optimization_results.yaml").read_text()
+    assert f"best_value: {best['objective']}" in results
+    assert re.search(rf"^{best['number']} .*\*", out, re.M)
+    assert best["overrides"][0].startswith("clip.threshold=")
+    assert len(best["overrides"]) == 1
+
+    _, err = command(*words, code=1, before=("-c", WITHOUT_TORCH))  # it came to its end
+    assert begun(err) == []

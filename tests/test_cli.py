@@ -88,6 +88,20 @@ def test_a_sweep_runs_every_job_in_its_own_folder(fakes, tmp_path):
     assert len(fakes.checked) == 2
 
 
+def test_runs_of_a_sweep_share_group_and_tag(fakes):
+    cli.main(["-m", "seed=1,2", "sweep.name=mine"])
+    trackers = [run[0]["tracker"] for run in fakes.runs]
+    assert [(tracker["group"], tracker["tags"]) for tracker in trackers] == [("mine", ["mine"])] * 2
+
+
+def test_a_group_and_tags_that_were_typed_stay(fakes):
+    cli.main(["-m", "seed=1,2", "tracker.group=ours", "tracker.tags=[a,b]"])
+    trackers = [run[0]["tracker"] for run in fakes.runs]
+    assert [(tracker["group"], tracker["tags"]) for tracker in trackers] == [
+        ("ours", ["a", "b"])
+    ] * 2
+
+
 def test_flags_may_stand_anywhere(fakes):
     assert cli.main(["seed=1", "-m", "clip=none,norm"]) == 0
     assert len(fakes.runs) == 2

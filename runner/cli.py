@@ -56,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def guarded(command: Callable[[], int]) -> int:
     """What ``command`` returns; the exit code of a wrong request, an interrupt or a broken pipe."""
+    # Threads of torch that wait in sleep: spinning ones make a small net's step ten times slower
+    # as soon as anything else wants a core. Read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         return command()
     except RequestError as error:

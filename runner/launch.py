@@ -128,14 +128,17 @@ def run(
     exit_code = 0 if failure is None else failure.exit_code
     if summary is not None:
         record.summary(summary)
+    # First of all: closing wandb may take seconds, in which the user may interrupt again.
+    if failure is None:
+        record.end("finished", 0, None, None, None)
+    else:
+        record.end(failure.state, failure.exit_code, failure.error, failure.rank, None)
     for sink in shown:
         sink.close(summary, exit_code)
     if failure is None:
-        record.end("finished", 0, None, None, None)
         write_page(folder)
         assert summary is not None
         return Ended(0, objective_of(summary, config.sweep.objective))
-    record.end(failure.state, failure.exit_code, failure.error, failure.rank, None)
     write_page(folder)
     _tell(failure, folder, logging.ERROR if tells else logging.INFO)
     if failure.exit_code == 130:

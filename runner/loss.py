@@ -8,6 +8,7 @@ and the window's items divide it, before the backward pass and therefore before 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -33,8 +34,11 @@ class WindowLoss:
 
     def __init__(self, model: nn.Module, criterion: Criterion | None = None) -> None:
         own = getattr(model, "loss", None)
-        self.takes_batch = criterion is None and callable(own)
-        self.ignored = getattr(criterion, "ignore_index", IGNORED)
+        self.takes_batch = criterion is None and inspect.ismethod(own)
+        given = getattr(criterion, "keywords", {}).get("ignore_index", IGNORED)
+        self.ignored = getattr(criterion, "ignore_index", given)
+        if getattr(criterion, "reduction", "mean") != "mean":
+            raise ValueError("the criterion must be a mean: Trainer weighs it by the items itself")
         self._sums = False
         if self.takes_batch:
             assert callable(own)
@@ -80,7 +84,9 @@ class WindowLoss:
     def correct(self, outputs: Any, batch: Any) -> int | None:
         """Items whose largest logit is the target's; None where that has no meaning."""
         targets = batch[1]
-        if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
+        if not isinstance(outputs, Tensor) or targets.is_floating_point():
+            return None
+        if outputs.shape[:-1] != targets.shape:
             return None
         right = (outputs.argmax(-1) == targets) & (targets != self.ignored)
         return int(right.sum())

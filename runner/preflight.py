@@ -79,7 +79,12 @@ def _machine(config: RunConfig) -> list[Problem]:
 def _data(config: RunConfig, problems: list[Problem]) -> Data | None:
     try:
         _bind(config.data)
-        return build.make_data(config.data)
+        data = build.make_data(config.data)
+        for part in ("train", "test"):
+            if not hasattr(getattr(data, part), "__len__"):
+                endless = f"its {part} data has no length: a map-style data set is needed"
+                raise build.TargetError(f"{config.data.target}: {endless}")
+        return data
     except DataUnavailable as error:
         problems.append(Problem("data._target_", config.data.target, str(error)))
     except Exception as error:
@@ -126,8 +131,12 @@ def _model(config: RunConfig, problems: list[Problem]) -> nn.Module | None:
 
 def _fit(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
     """Whether samples go through the model and its outputs fit their targets."""
+    if len(data.train) == 0:  # type: ignore[arg-type]
+        return []
+    shape = "of unknown shape"
     try:
         samples = default_collate([data.train[0], data.train[0]])
+        shape = "x".join(map(str, samples[0].shape[1:]))
         batch = tuple(part.to("meta") for part in samples)
         loss = WindowLoss(model)
         with torch.device("meta"), torch.no_grad():
@@ -135,7 +144,6 @@ def _fit(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
     except Exception as error:
         if _about_meta(error):
             return []
-        shape = "x".join(map(str, samples[0].shape[1:]))
         said = _first_line(error)
         message = f"does not take a sample of {config.data.target} ({shape}): {said}"
         return [Problem("model._target_", config.model.target, message)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from runner.booster import Booster, LossScale, OptimizerWrapper, Plugin, SinglePlugin
 from runner.booster.optimizer import Nonfinite
@@ -155,8 +156,10 @@ class Trainer:
                 )
                 started = time.perf_counter()
         except BaseException:
-            # What led up to the end is the most wanted part of the record.
-            self.meter.flush(together=False)
+            # What led up to the end is the most wanted part of the record; but what ended the run
+            # is not to be replaced by a disk that is full as well.
+            with suppress(Exception):
+                self.meter.flush(together=False)
             raise
         return self.meter.summary()
 
@@ -180,9 +183,11 @@ class Trainer:
             items, correct = items + count, correct + (0 if idle else right or 0)
         total, all_items, all_correct = self.plugin.sum_over_data([total, items, correct])
         self.model.train()
-        figures = {"eval/loss": total / max(all_items, 1)}
+        if not all_items:
+            return {}
+        figures = {"eval/loss": total / all_items}
         if graded:
-            figures["eval/accuracy"] = all_correct / max(all_items, 1)
+            figures["eval/accuracy"] = all_correct / all_items
         return figures
 
     def _windows(self) -> Iterator[Window]:
@@ -192,9 +197,10 @@ class Trainer:
             ValueError: an epoch holds nothing that the duration counts, so it would never end.
         """
         order = getattr(self.train_dataloader, "batch_sampler", None)
+        sampler = getattr(self.train_dataloader, "sampler", None)
         dataset = getattr(self.train_dataloader, "dataset", None)
-        while True:
-            for part in (order, dataset):
+        while not self.progress.reached(self.max_duration):
+            for part in (order, sampler, dataset):
                 set_epoch = getattr(part, "set_epoch", None)
                 if callable(set_epoch):
                     set_epoch(self.progress.epoch)
@@ -226,8 +232,13 @@ class Trainer:
             samples, tokens = samples + read, tokens + seen
         if self.plugin.data_size == 1:
             return counts, (sum(counts), samples, tokens)
-        everywhere = self.plugin.sum_over_data([sum(counts), samples, tokens])
-        all_items, all_samples, all_tokens = map(int, everywhere)
+        everywhere = self.plugin.sum_over_data([sum(counts), samples, tokens, window.last])
+        all_items, all_samples, all_tokens, ended = map(int, everywhere)
+        if 0 < ended < self.plugin.data_size:
+            raise ValueError(
+                f"the data of {ended} of {self.plugin.data_size} ranks has ended before that of "
+                "the others: make the loader by plugin.prepare_dataloader"
+            )
         return counts, (all_items, all_samples, all_tokens)
 
     def _accumulate(self, batches: list[Any], counts: list[int], items: int) -> Number:
@@ -268,7 +279,7 @@ class Trainer:
     def _to_device(self, batch: Any) -> Any:
         if self.device.type == "cpu":
             return batch
-        return tuple(part.to(self.device, non_blocking=True) for part in batch)
+        return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
 
     def _mean_over_data(self, figures: list[float]) -> list[float]:
         size = self.plugin.data_size

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -47,6 +49,22 @@ def test_sum_over_items_is_the_mean(criterion):
     assert tokens == 0
     total = loss.sum(outputs, (None, targets), items)
     torch.testing.assert_close(total / items, criterion(outputs, targets))
+
+
+def test_what_a_function_was_told_to_ignore_is_no_item():
+    targets = torch.tensor([0, 0, 2, 3])
+    criterion = partial(F.cross_entropy, ignore_index=0)
+    loss, outputs = WindowLoss(nn.Identity(), criterion), logits(4, 5)
+    items, _, _ = loss.items((None, targets))
+    assert items == 2
+    torch.testing.assert_close(
+        loss.sum(outputs, (None, targets), items) / items, criterion(outputs, targets)
+    )
+
+
+def test_a_criterion_that_sums_is_refused():
+    with pytest.raises(ValueError, match="must be a mean"):
+        WindowLoss(nn.Identity(), nn.CrossEntropyLoss(reduction="sum"))
 
 
 def test_a_regression_counts_samples():

@@ -10,6 +10,7 @@ from runner.cli import main
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 
+BARE = ["~data.seed", "~data.test_fraction"]
 WRONG = [
     (["model._target_=runner.models.cnn.DigitsCN"], ["model._target_", "DigitsCN"]),
     (["model._target_=no_such_package.Net"], ["model._target_", "no_such_package"]),
@@ -32,6 +33,9 @@ WRONG = [
     (["train.max_duration=5000tok", "scheduler=constant"], ["train.max_duration=5000tok", "ba"]),
     (["eval.interval=5tok"], ["eval.interval=5tok", "no tokens"]),
     (["data.drop_last=true", "data.batch_size=2000"], ["data.batch_size=2000", "1437 samples"]),
+    (["data._target_=tests.odd_data.pictures", *BARE], ["model._target_", "PIL"]),
+    (["data._target_=tests.odd_data.endless", *BARE], ["data._target_", "has no length"]),
+    (["data._target_=tests.odd_data.nothing", *BARE], ["data.batch_size", "0 samples"]),
     (["-m", "optimizer.lr=0.1,-1"], ["optimizer._target_", "optimizer.lr=-1"]),
 ]
 WRONG_ON_A_CPU = [

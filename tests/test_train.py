@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from runner import GradientClipping, Trainer
 from runner.booster import NonFiniteGradient
@@ -171,6 +172,44 @@ def test_half_precision_trains(precision):
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
     full, _ = fit(*parts(), "4ep")
     assert rows[0]["grad/norm"] == pytest.approx(full[0]["grad/norm"], rel=0.05)
+
+
+def test_a_sampler_of_the_users_is_told_the_epoch():
+    _, loader = parts()
+    sampler = DistributedSampler(loader.dataset, 1, 0, shuffle=True)
+    seen = []
+    set_epoch = sampler.set_epoch
+    sampler.set_epoch = lambda epoch: (seen.append(epoch), set_epoch(epoch))
+    model, _ = parts()
+    fit(model, DataLoader(loader.dataset, 8, sampler=sampler), "3ep")
+    assert seen == [0, 1, 2]
+
+
+def test_a_trainer_that_is_done_does_no_more():
+    model, loader = parts()
+    trainer = Trainer(model, loader, "1ep")
+    assert trainer.fit()["steps"] == 5
+    assert trainer.fit()["steps"] == 5
+
+
+def test_an_evaluation_without_data_is_no_perfect_one():
+    model, loader = parts()
+    rows, summary = fit(model, loader, "1ep", eval_dataloader=[])
+    assert not any("eval/loss" in row for row in rows)
+    assert "eval/loss" not in summary["best"]
+
+
+def test_rows_before_a_collective_that_fails_are_written():
+    def lost(figures):
+        raise RuntimeError("peer is gone")
+
+    rows = Rows()
+    model, loader = parts()
+    trainer = Trainer(model, loader, "1ep", sinks=[rows], log_flush=3)
+    trainer.meter.mean_over_data = lost
+    with pytest.raises(RuntimeError, match="peer is gone"):
+        trainer.fit()
+    assert [row["train/step"] for row in rows.rows] == [1, 2, 3]
 
 
 def test_wrong_arguments():

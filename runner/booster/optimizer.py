@@ -77,12 +77,18 @@ class OptimizerWrapper:
         """Backward pass of ``loss * weight``, scaled under fp16.
 
         The factors start the backward pass as its gradient, so they cost no node of the graph.
+
+        Raises:
+            StepOrderError: the gradients of this step were unscaled or clipped already.
         """
+        if self._unscaled or self.stage is Stage.CLIPPED:
+            raise StepOrderError(f"cannot accumulate now: {self.stage.value}")
         if self.loss_scale is not None:
             weight *= self.loss_scale.scale
-        if self._start is None or self._start[0] != weight or self._start[1].dtype != loss.dtype:
-            self._start = (weight, loss.new_full((), weight))
-        loss.backward(self._start[1])  # type: ignore[no-untyped-call]
+        start = self._start
+        if start is None or start[0] != weight or start[1].dtype != loss.dtype:
+            start = self._start = (weight, loss.new_full(loss.shape, weight))
+        loss.backward(start[1])  # type: ignore[no-untyped-call]
         self.stage = Stage.ACCUMULATING if self.accumulating else Stage.READY
         self._unscaled = False
 
@@ -141,6 +147,12 @@ class OptimizerWrapper:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         self.optimizer.zero_grad(set_to_none)
+        # Also those of parameters that no group of the optimizer holds: they would pile up.
+        for piece in self.layout.pieces:
+            if set_to_none:
+                piece.param.grad = None
+            elif piece.param.grad is not None:
+                piece.param.grad.zero_()
         self.stage, self._finite, self._unscaled = Stage.EMPTY, None, False
 
     def unscale(self) -> None:
@@ -212,8 +224,6 @@ class OptimizerWrapper:
         """Whether the gradients may be clipped; notes whether the step may be taken."""
         if isinstance(norm, Tensor):
             finite = torch.isfinite(norm)
-            if self.nonfinite == "ignore" and self.loss_scale is None:
-                return True
             if self._fused and self.loss_scale is None and self.nonfinite == "skip":
                 self._finite = finite
                 return True

@@ -13,6 +13,10 @@ from torch.utils._pytree import tree_map_only
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+SMALLEST_SCALE = 2.0**-24
+"""Of an fp16 loss: the smallest fp16 number. Below, a loss that is never finite would reach 0."""
+
+
 def dtype_of(name: str | None) -> torch.dtype | None:
     """The dtype of a forward pass under precision ``name``, None for full precision.
 
@@ -89,7 +93,7 @@ class LossScale:
     def update(self, finite: bool) -> None:
         """Halve the scale after an overflow, double it after enough finite steps."""
         if not finite:
-            self.scale *= self.backoff
+            self.scale = max(self.scale * self.backoff, SMALLEST_SCALE)
             self.finite_steps = 0
             return
         self.finite_steps += 1

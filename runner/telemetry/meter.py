@@ -111,7 +111,7 @@ class Meter:
             together: whether the other ranks flush too. When a run breaks off they do not, and the
                 loss, which is theirs as well, is left out where there are several.
         """
-        pending, self._pending = self._pending, []
+        pending = self._pending
         if not pending:
             return
         figures = _on_host([(step.loss, *step.outcome[:6]) for step in pending])
@@ -119,6 +119,7 @@ class Meter:
         if self.mean_over_data is not None:
             alone = [None] * len(pending)
             losses = self.mean_over_data([row[0] for row in figures]) if together else alone
+        self._pending = []
         for i, (step, loss, row) in enumerate(zip(pending, losses, figures, strict=True)):
             newest = last if last is not None and i == len(pending) - 1 else None
             outcome = Outcome._make((*row[1:], step.outcome.threshold))

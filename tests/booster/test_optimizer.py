@@ -52,6 +52,35 @@ def test_clipping_twice_in_a_step_is_an_error():
     optimizer.clip_grad_by_norm(1.0)
 
 
+def test_accumulating_onto_a_clipped_gradient_is_an_error():
+    booster, model, optimizer = boosted()
+    backward(booster, model, optimizer)
+    optimizer.clip_grad_by_norm(1.0)
+    with pytest.raises(StepOrderError, match="cannot accumulate now"):
+        backward(booster, model, optimizer)
+
+
+def test_gradients_that_the_optimizer_does_not_hold_do_not_pile_up():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    held = torch.optim.SGD(module[1].parameters(), lr=0.1)
+    booster = Booster()
+    model, optimizer, *_ = booster.boost(module, held)
+    backward(booster, model, optimizer)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in module.parameters())
+    backward(booster, model, optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad.abs().sum() == 0 for p in module.parameters())
+
+
+def test_a_loss_that_never_gets_finite_keeps_a_scale():
+    scale = LossScale(scale=4.0)
+    for _ in range(2000):
+        scale.update(finite=False)
+    assert scale.scale > 0
+
+
 def test_clipping_an_accumulating_gradient_is_an_error():
     booster, model, optimizer = boosted()
     with booster.no_sync(model, optimizer):

@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 
 import torch
-from runner.telemetry.jsonl import JsonlSink
 from torch import nn
 from torch.utils.data import DataLoader
 
 from runner import GradientClipping, Trainer
 from runner.data.dataset import TensorPairs, collate_pairs
+from runner.telemetry.jsonl import JsonlSink
 
 STEPS, BATCH, THRESHOLD = 200, 64, 0.25
 

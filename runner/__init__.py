@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         Booster,
         CosineAnnealingLR,
         TorchDDPPlugin,
+        TorchFSDPPlugin,
         get_dist_logger,
         launch_from_torch,
     )
@@ -28,6 +29,7 @@ _HOME = {
     "CosineAnnealingLR": "runner.booster",
     "GradientClipping": "runner.clip",
     "TorchDDPPlugin": "runner.booster",
+    "TorchFSDPPlugin": "runner.booster",
     "Trainer": "runner.train",
     "apply_gradient_clipping": "runner.clip",
     "get_dist_logger": "runner.booster",
@@ -40,6 +42,7 @@ __all__ = [
     "CosineAnnealingLR",
     "GradientClipping",
     "TorchDDPPlugin",
+    "TorchFSDPPlugin",
     "Trainer",
     "apply_gradient_clipping",
     "get_dist_logger",

@@ -30,6 +30,7 @@ from runner.config.schema import RunConfig
 from runner.sweep.objective import objective_of
 from runner.sweep.page import write_page
 from runner.telemetry.jsonl import JsonlSink, follow
+from runner.telemetry.provenance import provenance
 from runner.telemetry.record import Record
 from runner.telemetry.sink import Row, Sink
 from runner.telemetry.terminal import TerminalSink, is_watched
@@ -124,7 +125,7 @@ def run(
     if isinstance(ended, Failure):
         failure = ended
     else:
-        summary = ended
+        summary = ended | provenance()
     exit_code = 0 if failure is None else failure.exit_code
     if summary is not None:
         record.summary(summary)

@@ -248,7 +248,7 @@ def test_help_names_groups_keys_recipes_and_exit_codes(words, fakes, capsys):
     for part in ("adaptive, none, norm, value", "clip.threshold=", "train.max_duration=15ep"):
         assert part in out
     for part in (
-        "cifar10_resnet34  ResNet-34",
+        "cifar10_resnet34 ",
         "accumulate_4",
         "143 terminated",
         "python -m runner -m",

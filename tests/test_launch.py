@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,6 +91,7 @@ def test_the_record_of_a_run(environment, clip):
     mean = sum(row["clip/clipped"] for row in rows) / 12
     assert summary["clip/ratio_total"] == pytest.approx(mean)
     assert summary["final"]["eval/accuracy"] == rows[-1]["eval/accuracy"]
+    assert f"torch {torch.__version__.partition('+')[0]}" in summary["versions"]
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["clip"]["mode"] == clip[0].partition("=")[2]
     assert config["data"]["batch_size"] == 16

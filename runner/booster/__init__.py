@@ -2,7 +2,7 @@
 
 from runner.booster.booster import Booster
 from runner.booster.optimizer import NonFiniteGradient, OptimizerWrapper, StepOrderError
-from runner.booster.plugin import Plugin, SinglePlugin, TorchDDPPlugin
+from runner.booster.plugin import Plugin, SinglePlugin, TorchDDPPlugin, TorchFSDPPlugin
 from runner.booster.precision import LossScale, ModelWrapper
 from runner.booster.process_group import get_dist_logger, launch_from_torch
 from runner.booster.schedule import CosineAnnealingLR, LinearWarmupCosineLR
@@ -19,6 +19,7 @@ __all__ = [
     "SinglePlugin",
     "StepOrderError",
     "TorchDDPPlugin",
+    "TorchFSDPPlugin",
     "get_dist_logger",
     "launch_from_torch",
 ]

@@ -49,7 +49,7 @@ WRONG = [
     ("+clip=norm", ["+clip=norm", "leave out the +"]),
     ("~clip", ["~clip", "adaptive, none, norm, value"]),
     ("cilp=norm", ["cilp=norm", "unknown key", "clip?"]),
-    ("plugin=dpp plugin.nproc=2", ["(1 problem)", "plugin=dpp", "ddp?", "ddp, single"]),
+    ("plugin=dpp plugin.nproc=2", ["(1 problem)", "plugin=dpp", "ddp?", "ddp, fsdp, single"]),
     ("accumulation=x3", ["accumulation=x3", "none, x2, x4, x8"]),
     ("precision=half", ["precision=half", "fp16?", "bf16, fp16, fp32"]),
     ("optimizer=adma", ["optimizer=adma", "adam", "adagrad, adam, adamw, rmsprop, sgd"]),

@@ -155,14 +155,25 @@ def _optimizer_and_scheduler(config: RunConfig, data: Data | None, problems: lis
     try:
         _bind(config.optimizer, [parameter])
         optimizer = build.make_optimizer(config.optimizer, [parameter])
+        _steps_unasked(config.optimizer, optimizer)
     except Exception as error:
         problems.append(_refused("optimizer", config.optimizer, error))
         optimizer = torch.optim.SGD([parameter], lr=0.1)
     try:
         steps = 1 if data is None else build.steps_of(config, data, build.ranks_of(config))
-        build.make_scheduler(config.scheduler, optimizer, steps)
+        _steps_unasked(config.scheduler, build.make_scheduler(config.scheduler, optimizer, steps))
     except Exception as error:
         problems.append(_refused("scheduler", config.scheduler, error))
+
+
+def _steps_unasked(target: Target, made: Any) -> None:
+    """Raise a TargetError if a step needs an argument: the loop has none to give."""
+    for name, parameter in inspect.signature(made.step).parameters.items():
+        if (
+            parameter.default is parameter.empty
+            and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ):
+            raise build.TargetError(f"{target.target} cannot be used: its step asks for {name}")
 
 
 def _bind(target: Target, *positional: Any) -> None:

@@ -10,6 +10,7 @@ from runner.cli import main
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 
+LBFGS = ["~optimizer.weight_decay", "~optimizer.nesterov"]
 BARE = ["~data.seed", "~data.test_fraction"]
 WRONG = [
     (["model._target_=runner.models.cnn.DigitsCN"], ["model._target_", "DigitsCN"]),
@@ -36,6 +37,14 @@ WRONG = [
     (["data._target_=tests.odd_data.pictures", *BARE], ["model._target_", "PIL"]),
     (["data._target_=tests.odd_data.endless", *BARE], ["data._target_", "has no length"]),
     (["data._target_=tests.odd_data.nothing", *BARE], ["data.batch_size", "0 samples"]),
+    (
+        ["optimizer._target_=torch.optim.LBFGS", "~optimizer.momentum", *LBFGS],
+        ["optimizer._target_", "closure"],
+    ),
+    (
+        ["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau", "~scheduler.eta_min"],
+        ["scheduler._target_", "asks for metrics"],
+    ),
     (["-m", "optimizer.lr=0.1,-1"], ["optimizer._target_", "optimizer.lr=-1"]),
 ]
 WRONG_ON_A_CPU = [

@@ -63,7 +63,7 @@ class Meter:
     Args:
         sinks: where rows go; none on ranks other than the first.
         interval: steps between rows.
-        flush: steps between transfers to the host.
+        flush_every: steps between transfers to the host.
         mean_over_data: mean of host figures over the data-parallel ranks, where there are several.
             All ranks flush at the same steps, so this is one collective a flush.
         what_if: thresholds to count the steps of that each would have clipped, had the run gone the

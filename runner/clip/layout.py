@@ -8,7 +8,7 @@ how many ranks the same elements are held. The modes work on that alone.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,9 +126,8 @@ class Layout:
     def of_model(cls, model: nn.Module) -> Layout:
         """Every parameter whole on this rank; tied parameters once, under their first name."""
         pieces = [
-            Piece(f"{prefix}.{name}" if prefix else name, parameter, units_of(parameter, module))
-            for prefix, module in model.named_modules()
-            for name, parameter in module.named_parameters(recurse=False)
+            Piece(name, parameter, units_of(parameter, module))
+            for name, parameter, module in _owned(model)
         ]
         return cls(pieces, head=head_weight(model))
 
@@ -145,9 +144,7 @@ class Layout:
         """
         world = group.size()
         pieces = [
-            placed(f"{prefix}.{name}" if prefix else name, parameter, module, world)
-            for prefix, module in model.named_modules()
-            for name, parameter in module.named_parameters(recurse=False)
+            placed(name, parameter, module, world) for name, parameter, module in _owned(model)
         ]
         return cls(pieces, group, head=head_weight(model))
 
@@ -206,6 +203,13 @@ class Layout:
                 raise ValueError(f"clip.exclude={pattern} matches no parameter of: {some}")
             found.update(hits)
         return frozenset(found)
+
+
+def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+    """Every parameter under its qualified name, with the module that owns it."""
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{prefix}.{name}" if prefix else name, parameter, module
 
 
 def placed(name: str, parameter: Tensor, module: nn.Module, world: int) -> Piece:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -14,6 +15,19 @@ from torch.utils.data import DataLoader, Dataset
 from runner.clip import Layout
 from runner.data.dataset import collate_pairs
 from runner.data.order import DealtBatches
+
+
+def require_process_group(plugin: str) -> None:
+    """Refuse to go on alone.
+
+    Raises:
+        RuntimeError: there is no process group; the message says how to get one.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{plugin} needs a process group: call runner.launch_from_torch() first, "
+            "and start the script by torchrun"
+        )
 
 
 class Plugin(ABC):
@@ -51,9 +65,14 @@ class Plugin(ABC):
             model: what :meth:`configure` returned.
         """
 
-    @abstractmethod
     def sum_over_data(self, figures: Sequence[float]) -> list[float]:
-        """Sum over all data-parallel ranks, on the host; the same bits on each."""
+        """Sum over all data-parallel ranks, on the host; the same bits on each.
+
+        One reduction of host memory (gloo), so that no accelerator is waited for.
+        """
+        buffer = torch.tensor(figures, dtype=torch.float64)
+        dist.all_reduce(buffer)
+        return buffer.tolist()
 
     def prepare_dataloader(
         self,

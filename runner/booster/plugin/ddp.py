@@ -6,16 +6,13 @@ needs no further collective. ``no_sync`` has to hold forward and backward alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runner.booster.plugin.base import Plugin
+from runner.booster.plugin.base import Plugin, require_process_group
 from runner.clip import Layout
 
 
@@ -33,11 +30,7 @@ class TorchDDPPlugin(Plugin):
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
     ) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "TorchDDPPlugin needs a process group: call runner.launch_from_torch() first, "
-                "and start the script by torchrun"
-            )
+        require_process_group("TorchDDPPlugin")
         self.ddp_kwargs: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
@@ -59,12 +52,6 @@ class TorchDDPPlugin(Plugin):
         """DDP's own: gradients stay local until a backward pass outside."""
         assert isinstance(model, DistributedDataParallel)
         return model.no_sync()
-
-    def sum_over_data(self, figures: Sequence[float]) -> list[float]:
-        """One reduction of host memory (gloo), so that no accelerator is waited for."""
-        buffer = torch.tensor(figures, dtype=torch.float64)
-        dist.all_reduce(buffer)
-        return buffer.tolist()
 
 
 PLUGIN = TorchDDPPlugin

@@ -7,17 +7,16 @@ shard of every gradient, so a norm is a sum over ranks, and a vector is a unit c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from runner.booster.plugin.base import Plugin
+from runner.booster.plugin.base import Plugin, require_process_group
 from runner.clip import Layout
 
 
@@ -35,11 +34,7 @@ class TorchFSDPPlugin(Plugin):
     """
 
     def __init__(self, reshard_after_forward: bool = True, dp_replicate: int = 1) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "TorchFSDPPlugin needs a process group: call runner.launch_from_torch() first, "
-                "and start the script by torchrun"
-            )
+        require_process_group("TorchFSDPPlugin")
         if self.world_size % dp_replicate:
             raise ValueError(f"{dp_replicate} replicas do not divide {self.world_size} ranks")
         self.reshard_after_forward = reshard_after_forward
@@ -64,12 +59,6 @@ class TorchFSDPPlugin(Plugin):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Gradients stay whole and local until a backward pass outside."""
         return _held(model)
-
-    def sum_over_data(self, figures: Sequence[float]) -> list[float]:
-        """One reduction of host memory (gloo), so that no accelerator is waited for."""
-        buffer = torch.tensor(figures, dtype=torch.float64)
-        dist.all_reduce(buffer)
-        return buffer.tolist()
 
 
 @contextmanager

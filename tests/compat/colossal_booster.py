@@ -69,7 +69,8 @@ def main() -> None:
             break
 
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    print(f"rank {os.environ['RANK']} weights {weights.double().sum().item():.12e}", flush=True)
+    # One write a line: both ranks share the pipe, and print() may send the end of line apart.
+    os.write(1, f"rank {os.environ['RANK']} weights {weights.double().sum().item():.12e}\n".encode())
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from runner.clip import ClipMode
 from runner.clip import build as build_mode
 from runner.config.schema import Data as DataConfig
 from runner.config.schema import RunConfig, Target
+from runner.config.sizes import least_ranks, may_grow
 from runner.data import Data
 from runner.progress import total_steps
 
@@ -146,7 +147,8 @@ def make_loss_scale(config: RunConfig) -> LossScale | None:
 def make_plugin(config: RunConfig) -> Plugin:
     """The plugin: ``PLUGIN`` of the file ``runner/booster/plugin/<name>.py``.
 
-    Its constructor is given the keys of the section that it knows.
+    Its constructor is given the keys of the section that it knows; a size that is left open is
+    None, for the plugin to fill with the ranks that stand.
     """
     kind = import_module(f"runner.booster.plugin.{config.plugin.name}").PLUGIN
     known = inspect.signature(kind).parameters
@@ -178,12 +180,16 @@ def joined_ranks() -> int | None:
 
 
 def ranks_of(config: RunConfig) -> int:
-    """Ranks of the run: those that stand already, those asked for, or one a GPU."""
+    """Ranks of the run: those that stand already, those asked for, or one a GPU.
+
+    Where a size is left open and no number of ranks is given, GPUs that the other sizes leave idle
+    are taken up by it.
+    """
     joined = joined_ranks()
     if joined is not None:
         return joined
-    if config.plugin.nproc is not None:
-        return config.plugin.nproc
-    if config.plugin.name != "single" and config.device != "cpu":
-        return max(1, torch.cuda.device_count())
-    return 1
+    least = least_ranks(config.plugin)
+    if not may_grow(config.plugin) or config.device == "cpu":
+        return least
+    devices = torch.cuda.device_count()
+    return max(least, devices - devices % least)

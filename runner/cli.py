@@ -34,6 +34,7 @@ from runner.config.compose import (
 )
 from runner.config.folders import find
 from runner.config.problem import NOTHING
+from runner.config.tensor_plan import settled
 
 WRONG_REQUEST = 2
 INTERRUPTED = 130
@@ -216,7 +217,7 @@ def job(config: DictConfig) -> float | None:
 
     content = OmegaConf.to_container(config, resolve=True)
     assert isinstance(content, dict)
-    plain = {str(key): value for key, value in content.items()}
+    plain = settled({str(key): value for key, value in content.items()})
     settings = HydraConfig.get()
     if settings.mode == RunMode.MULTIRUN:
         return _job_of_sweep(plain, settings)

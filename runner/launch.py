@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from runner.config.check import parse
 from runner.config.identity import config_hash
 from runner.config.schema import RunConfig
+from runner.config.sizes import least_ranks
 from runner.sweep.objective import objective_of
 from runner.sweep.page import write_page
 from runner.telemetry.jsonl import JsonlSink, follow
@@ -89,7 +90,7 @@ def prepare(config: RunConfig) -> None:
 
     It imports torch in a process of its own; ranks then start in milliseconds.
     """
-    if config.plugin.nproc is not None and config.plugin.nproc > 1:
+    if least_ranks(config.plugin) > 1:
         multiprocessing.set_forkserver_preload(["runner.ranks"])
         multiprocessing.forkserver.ensure_running()
 

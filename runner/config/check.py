@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from runner.config.nearest import nearest_keys, nearest_name, or_list
 from runner.config.problem import MISSING, NOTHING, Problem, RequestError
-from runner.config.rules import Rule
+from runner.config.rules import Refusal, Rule
 from runner.config.schema import RunConfig, Target
 
 
@@ -50,7 +51,8 @@ def examine(
     Args:
         plain: as for `parse`.
         unsettled: sections whose option was a wrong word and stands for nothing that was asked for:
-            each of their values is checked, but not whether the values can stand together.
+            each of their values is checked, but not whether the values can stand together, nor
+            with those of other sections.
     """
     check = _Check(unsettled)
     config = check.section(RunConfig, plain, "")
@@ -121,9 +123,12 @@ class _Check:
         if len(self.problems) > before:
             return None
         made = cls(**values)
-        if path not in self.unsettled:
+        # What several sections say together is settled once each of them is.
+        if not (path in self.unsettled if path else self.unsettled):
             for conflict in getattr(made, "conflicts", tuple)():
-                self._note(f"{path}.{conflict.key}", node[conflict.key], conflict.message)
+                where = f"{path}.{conflict.key}" if path else conflict.key
+                value = reduce(getitem, conflict.key.split("."), node)
+                self._note(where, value, conflict.message)
         return made
 
     def _value(self, hint: Any, value: Any, path: str) -> Any:
@@ -132,6 +137,8 @@ class _Check:
             return self._note(path, value, f"no value given; must be {rule.text} ({meaning})")
         try:
             return rule.read(value)
+        except Refusal as refusal:
+            return self._note(path, value, str(refusal))
         except ValueError:
             near = nearest_name(value, rule.names) if isinstance(value, str) else None
             hint = f"; did you mean {near}?" if near else ""

@@ -25,6 +25,7 @@ from runner.config.folders import find
 from runner.config.problem import NOTHING, Problem
 from runner.config.resolve import resolved
 from runner.config.schema import RunConfig
+from runner.config.tensor_plan import settled
 
 VERSION_BASE = "1.3"
 CONFIG_NAME = "config"
@@ -99,6 +100,7 @@ class Composer:
             if config is None:
                 return None, {}, found.problems or [self._failure(found.good)]
         plain, unresolved = resolved(config, number)
+        plain = settled(plain)
         typed, wrong = examine(plain, found.unsettled)
         known = {problem.key for problem in (*found.problems, *unresolved)}
         problems = found.problems + unresolved

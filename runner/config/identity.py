@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-NOT_HASHED = ("tracker", "log", "sweep", "calibrate")
+NOT_HASHED = ("tracker", "log", "sweep", "calibrate", "verify")
 """Sections of a config that decide where figures go, how often, and what is done about a failure,
 never what is trained; two runs that differ in these alone are the same experiment."""
 

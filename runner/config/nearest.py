@@ -7,23 +7,36 @@ from difflib import SequenceMatcher, get_close_matches
 
 # What other programs call it. Spelling would not lead there, or would lead astray (gpu: cpu).
 _ELSEWHERE = {
+    "3d": "hybrid",
     "agc": "adaptive",
     "bfloat16": "bf16",
+    "column": "colwise",
+    "deepspeed": "zero",
+    "ep": "moe",
     "float16": "fp16",
     "float32": "fp32",
     "gpu": "cuda",
     "half": "fp16",
     "off": "none",
+    "pp": "pipeline",
+    "row": "rowwise",
+    "tp": "tensor",
+    "data_parallel_size": "plugin.dp_size",
     "epochs": "train.max_duration",
+    "expert_parallel_size": "plugin.ep_size",
     "grad_clip": "clip.threshold",
     "gradient_accumulation_steps": "accumulation.steps",
     "gradient_clip_val": "clip.threshold",
     "learning_rate": "optimizer.lr",
+    "lr": "optimizer.lr",
     "max_epochs": "train.max_duration",
     "max_grad_norm": "clip.threshold",
     "max_norm": "clip.threshold",
     "max_steps": "train.max_duration",
+    "microbatches": "plugin.num_microbatches",
     "nproc_per_node": "plugin.nproc",
+    "pipeline_parallel_size": "plugin.pp_size",
+    "tensor_parallel_size": "plugin.tp_size",
     "world_size": "plugin.nproc",
 }
 
@@ -45,9 +58,10 @@ def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
     """
     keys = sorted(set(keys) - {key})
     last = _last(key)
-    if (meant := _ELSEWHERE.get(last)) in keys:
-        return [meant]
     here = [other for other in keys if _last(other) == last]
+    # What other programs mean by a name counts where nothing else in ``key`` tells.
+    if (meant := _ELSEWHERE.get(last)) in keys and ("." not in key or not here):
+        return [meant]
     if here:
         return sorted(here, key=lambda other: -_likeness(key, other))[:3]
     scored = [(max(_likeness(key, other), _tail_likeness(key, other)), other) for other in keys]

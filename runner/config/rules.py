@@ -18,14 +18,19 @@ class Rule:
 
     Attributes:
         text: what is allowed, to follow "must be".
-        read: the value in its final type; raises ValueError where it is not allowed. It never
-            turns text into a number or a truth value into a count: nothing typed is guessed at.
+        read: the value in its final type; raises ValueError where it is not allowed, `Refusal`
+            where there is more to say than ``text``. It never turns text into a number or a
+            truth value into a count: nothing typed is guessed at.
         names: where only these names are allowed, the names.
     """
 
     text: str
     read: Callable[[Any], Any]
     names: tuple[str, ...] = ()
+
+
+class Refusal(ValueError):
+    """A value that is refused for a reason which the rule's text does not tell; its own does."""
 
 
 def integer(least: int, most: int | None = None) -> Rule:
@@ -110,6 +115,18 @@ def texts() -> Rule:
         return [one.read(item) for item in value]
 
     return Rule("a list of texts, such as [a,b]", read)
+
+
+def names_of(*names: str) -> Rule:
+    """A list of some of ``names``, one at least."""
+    one = one_of(*names)
+
+    def read(value: Any) -> list[str]:
+        if not isinstance(value, list) or not value:
+            raise ValueError
+        return [one.read(item) for item in value]
+
+    return Rule(f"a list of some of {', '.join(names)}, such as [{names[0]}]", read)
 
 
 def folder_name() -> Rule:

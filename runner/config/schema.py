@@ -2,7 +2,8 @@
 
 Each field is ``name: Annotated[type, rule, meaning]``: the rule says what is allowed, the meaning
 is what ``--help`` prints. There are no defaults here: a default lives in one file of ``conf/``.
-A rule that concerns several keys of a section is that section's method ``conflicts``.
+A rule that concerns several keys of a section is that section's method ``conflicts``; one that
+concerns several sections is `RunConfig`'s.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from runner.config.duration import Duration
+from runner.config.folders import options
+from runner.config.parallel import Plugin, pipeline_microbatches
+from runner.config.problem import Conflict
 from runner.config.rules import (
     dotted_name,
     duration,
     either,
     folder_name,
     integer,
+    names_of,
     norm_order,
     number,
     numbers,
@@ -31,36 +36,6 @@ from runner.config.rules import (
 
 # Seeds of numpy and scikit-learn end here; torch takes more.
 _LARGEST_SEED = 2**32 - 1
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """Values of one section that cannot stand together: the key to change, and why."""
-
-    key: str
-    message: str
-
-
-@dataclass(frozen=True)
-class Plugin:
-    """How model and optimizer are spread over ranks."""
-
-    name: Annotated[str, option_of("plugin"), "the plugin"]
-    nproc: Annotated[int | None, optional(integer(1)), "ranks on this machine; null: one"]
-    find_unused_parameters: Annotated[
-        bool, switch(), "ddp: look for parameters that took no part in the loss"
-    ]
-    reshard_after_forward: Annotated[
-        bool, switch(), "fsdp: gather a block's parameters anew for its backward pass"
-    ]
-    dp_replicate: Annotated[
-        int, integer(1), "fsdp: replicas, each sharded over its share of the ranks"
-    ]
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """Several ranks under a plugin of one process."""
-        if self.name == "single" and self.nproc not in (None, 1):
-            yield Conflict("nproc", "plugin=single is one process; plugin=ddp spreads over ranks")
 
 
 @dataclass(frozen=True)
@@ -257,6 +232,34 @@ class Calibrate:
 
 
 @dataclass(frozen=True)
+class Verify:
+    """What `python -m runner.verify` does; a run takes no notice."""
+
+    steps: Annotated[int, integer(1), "optimizer steps to compare"]
+    dtype: Annotated[
+        Literal["float64", "float32"], one_of("float64", "float32"), "numbers of both sides"
+    ]
+    tolerance: Annotated[
+        float | None,
+        optional(number(above=0)),
+        "largest relative error; null: 1e-9 in float64, 1e-5 in float32",
+    ]
+    lr: Annotated[float, number(above=0), "learning rate of the plain SGD that both sides step by"]
+    modes: Annotated[
+        list[str] | None,
+        optional(names_of(*options("clip"))),
+        "clipping modes to compare; null: the one that is chosen",
+    ]
+
+    @property
+    def bound(self) -> float:
+        """The largest relative error that is taken for rounding."""
+        if self.tolerance is not None:
+            return self.tolerance
+        return 1e-9 if self.dtype == "float64" else 1e-5
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One training job, entirely.
 
@@ -279,6 +282,7 @@ class RunConfig:
     launch: Launch
     sweep: Sweep
     calibrate: Calibrate
+    verify: Verify
     seed: Annotated[int, integer(0, _LARGEST_SEED), "of everything that is drawn at random"]
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
@@ -286,3 +290,10 @@ class RunConfig:
         "auto: cuda where there is one",
     ]
     recipe: Annotated[str, text(), "the published setting that was chosen, or none"]
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A batch that a pipeline cannot be filled with."""
+        parts = pipeline_microbatches(self.plugin)
+        if parts is not None and self.data.batch_size < parts:
+            filled = f"to fill {parts} microbatches of a pipeline (plugin.num_microbatches)"
+            yield Conflict("data.batch_size", f"must be {parts} or more, {filled}")

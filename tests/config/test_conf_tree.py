@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from runner.config.compose import request
 from runner.config.folders import find, options
+from runner.config.parallel import USES
 
 FILES = sorted(find("conf").glob("*/*.yaml"))
 OWNED = ["plugin", "clip", "accumulation", "precision", "tracker"]
@@ -33,6 +34,7 @@ def test_every_option_of_a_group_can_be_chosen(group):
     for option in options(group):
         plain = request([f"{group}={option}"], writes=False).jobs[0].plain
         written = OmegaConf.to_container(OmegaConf.load(find("conf") / group / f"{option}.yaml"))
+        written.pop("defaults", None)
         fixed = {key: value for key, value in written.items() if "${" not in str(value)}
         assert fixed.items() <= plain[group].items()
 
@@ -47,7 +49,7 @@ def test_a_file_opens_with_its_purpose(file):
 @pytest.mark.parametrize("group", OWNED)
 def test_options_of_a_group_have_the_same_keys(group):
     keys = {
-        tuple(yaml.safe_load((find("conf") / group / f"{option}.yaml").read_text()))
+        tuple(request([f"{group}={option}"], writes=False).jobs[0].plain[group])
         for option in options(group)
     }
     assert len(keys) == 1
@@ -58,6 +60,24 @@ def test_an_option_is_called_as_its_file(group):
     for option in options(group):
         content = yaml.safe_load((find("conf") / group / f"{option}.yaml").read_text())
         assert content.get("name", content.get("mode")) == option
+
+
+PLUGINS = options("plugin")
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_plugin_shows_the_keys_that_it_uses_each_with_a_comment(plugin):
+    text = (find("conf") / "plugin" / f"{plugin}.yaml").read_text()
+    shown = yaml.safe_load(text).keys() - {"defaults", "name", "nproc"}
+    assert shown == {key for key, use in USES.items() if plugin in use.options}
+    values = text.partition("_self_\n")[2].strip().splitlines()
+    assert all("#" in line for line in values if not line.startswith("name:"))
+
+
+def test_the_keys_that_plugins_share_ask_for_nothing():
+    shared = yaml.safe_load((find("conf") / "plugin_keys.yaml").read_text())
+    asked = {key: shared[key] for key in shared if key not in ("name", "nproc")}
+    assert asked == {key: use.neutral for key, use in USES.items()}
 
 
 @pytest.mark.parametrize("option", options("optimizer"))
@@ -94,5 +114,12 @@ def test_the_index_gives_the_promised_defaults():
     assert plain["log"] == {"interval": 1, "flush": 50}
     assert plain["telemetry"] == {"per_layer": False, "probe": 0}
     assert plain["launch"] == {"timeout": 600}
+    assert plain["verify"] == {
+        "steps": 4,
+        "dtype": "float64",
+        "tolerance": None,
+        "lr": 0.1,
+        "modes": None,
+    }
     assert (plain["seed"], plain["device"], plain["recipe"]) == (0, "auto", "none")
     assert plain["clip"]["eps"] == 1e-3

@@ -14,6 +14,8 @@ KEYS = [key.name for key in owned_keys()] + ["optimizer.lr", "optimizer.momentum
         ("CLIP.Threshold", "clip.threshold"),
         ("optimizer.threshold", "clip.threshold"),
         ("lr", "optimizer.lr"),
+        ("verfy.lr", "verify.lr"),
+        ("tensor_parallel_size", "plugin.tp_size"),
         ("sed", "seed"),
         ("train.max_durtion", "train.max_duration"),
         ("accumulation.step", "accumulation.steps"),

@@ -1,0 +1,234 @@
+"""Section ``plugin``: how model and optimizer are spread over ranks.
+
+Every option has every key, so that a sweep over plugins or a recipe may set any of them where they
+mean something. A key that is set where nothing would use it is a problem: whoever wrote it expects
+something that would not happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+from runner.config.nearest import or_list
+from runner.config.problem import Conflict
+from runner.config.rules import integer, one_of, option_of, optional, switch, texts
+from runner.config.sizes import SizeError, Sizes, least_ranks, may_grow, sizes
+from runner.config.tensor_plan import tensor_plan
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+
+# Schedules by which a rank holds two stages, and those that begin with a microbatch in each stage.
+_TWO_STAGES_A_RANK = ("interleaved_1f1b", "zero_bubble")
+_FILLS_EVERY_STAGE = ("1f1b", "interleaved_1f1b")
+
+
+class Use(NamedTuple):
+    """What a key is for.
+
+    Attributes:
+        neutral: its value where nothing is asked of it.
+        options: the plugins that use it.
+        gives: what these do with it, to follow their names.
+    """
+
+    neutral: Any
+    options: tuple[str, ...]
+    gives: str
+
+
+_DATA = ("tensor", "pipeline", "moe", "hybrid")
+_TENSOR = ("tensor", "hybrid")
+_PIPELINE = ("pipeline", "hybrid")
+_SHARDED = ("fsdp", "zero")
+
+USES = {
+    "find_unused_parameters": Use(False, ("ddp",), "looks for parameters out of use"),
+    "reshard_after_forward": Use(True, _SHARDED, "gathers parameters for each block"),
+    "dp_replicate": Use(1, ("fsdp",), "has replicas that are sharded"),
+    "dp_size": Use(None, _DATA, "has ranks that are not all data-parallel"),
+    "tp_size": Use(1, _TENSOR, "has tensor parallelism"),
+    "pp_size": Use(1, _PIPELINE, "has pipeline stages"),
+    "ep_size": Use(1, ("moe", "hybrid"), "spreads experts"),
+    "zero_stage": Use(0, ("zero", "moe", "hybrid"), "shards the optimizer state of replicas"),
+    "sequence_parallel": Use(False, _TENSOR, "has tensor parallelism"),
+    "tp_plan": Use(None, _TENSOR, "has tensor parallelism"),
+    "schedule": Use("1f1b", _PIPELINE, "has pipeline stages"),
+    "num_microbatches": Use(None, _PIPELINE, "has pipeline stages"),
+    "split": Use(None, _PIPELINE, "has pipeline stages"),
+    "param_dtype": Use(None, _SHARDED, "gathers parameters in a type of their own"),
+    "cpu_offload": Use(False, _SHARDED, "keeps shards in host memory"),
+}
+"""Keys that not every plugin uses."""
+
+_JUDGED = {"single", "ddp"}.union(*(use.options for use in USES.values()))
+
+# The option under which null, for a size, means all the ranks there are.
+_OWN = {"tp_size": "tensor", "pp_size": "pipeline", "ep_size": "moe"}
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """How model and optimizer are spread over ranks."""
+
+    name: Annotated[str, option_of("plugin"), "the plugin"]
+    nproc: Annotated[
+        int | None, optional(integer(1)), "ranks on this machine; null: what the sizes ask for"
+    ]
+    find_unused_parameters: Annotated[
+        bool, switch(), "ddp: look for parameters that took no part in the loss"
+    ]
+    reshard_after_forward: Annotated[
+        bool, switch(), "fsdp, zero stage 3: gather a block's parameters anew for its backward pass"
+    ]
+    dp_replicate: Annotated[
+        int, integer(1), "fsdp: replicas, each sharded over its share of the ranks"
+    ]
+    dp_size: Annotated[
+        int | None, optional(integer(1)), "data-parallel ranks; null: what the other sizes leave"
+    ]
+    tp_size: Annotated[
+        int | None, optional(integer(1)), "ranks that share a layer's weights; null: all"
+    ]
+    pp_size: Annotated[
+        int | None, optional(integer(1)), "ranks that hold a part of the layers each; null: all"
+    ]
+    ep_size: Annotated[
+        int | None, optional(integer(1)), "data-parallel ranks that share experts; null: all"
+    ]
+    zero_stage: Annotated[
+        int, integer(0, 3), "what data-parallel ranks share: 1 optimizer state, 2 gradients, 3 all"
+    ]
+    sequence_parallel: Annotated[
+        bool, switch(), "tensor: norms and dropout work on a part of the sequence"
+    ]
+    schedule: Annotated[
+        Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"],
+        one_of(*SCHEDULES),
+        "pipeline: the order of its forward and backward passes",
+    ]
+    num_microbatches: Annotated[
+        int | None,
+        optional(integer(1)),
+        "pipeline: parts a batch goes through it in; null: as many as stages",
+    ]
+    split: Annotated[
+        list[str] | None,
+        optional(texts()),
+        "pipeline: modules that further stages begin at; null: the model's own, or by size",
+    ]
+    tp_plan: Annotated[
+        dict[str, str] | None,
+        optional(tensor_plan()),
+        "tensor: patterns of modules and their styles, or a YAML file; null: the model's own",
+    ]
+    param_dtype: Annotated[
+        Literal["bf16", "fp16"] | None,
+        optional(one_of("bf16", "fp16")),
+        "fsdp, zero: gather and compute parameters in it; gradients are reduced in float32",
+    ]
+    cpu_offload: Annotated[bool, switch(), "fsdp, zero: keep shards in host memory between uses"]
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Keys that nothing uses; sizes that do not multiply; a pipeline that cannot be filled."""
+        if self.name not in _JUDGED:  # another's plugin: its own constructor knows
+            return
+        unused = list(self._unused())
+        yield from unused
+        if unused:
+            return
+        if self.name == "zero":
+            yield from self._of_zero()
+        dealt = None
+        if (ranks := _known_ranks(self)) is not None:
+            try:
+                dealt = sizes(self, ranks)
+            except SizeError as error:
+                yield Conflict(error.key, str(error))
+        tensor = self.tp_size if dealt is None else dealt.tp
+        if self.sequence_parallel and tensor == 1:
+            message = "splits the sequence over plugin.tp_size ranks, which must be 2 or more"
+            yield Conflict("sequence_parallel", message)
+        stages = _stages(self, dealt)
+        if stages is not None:
+            yield from self._of_pipeline(stages)
+
+    def _unused(self) -> Iterator[Conflict]:
+        if self.name == "single" and self.nproc not in (None, 1):
+            yield Conflict("nproc", "plugin=single is one process; plugin=ddp spreads over ranks")
+        for key, use in USES.items():
+            value = getattr(self, key)
+            if self.name in use.options:
+                if value is None and self.name != _OWN.get(key, self.name):
+                    message = f"must be a number here; null means all ranks for plugin={_OWN[key]}"
+                    yield Conflict(key, message)
+                continue
+            if value == use.neutral or (key == "dp_size" and value == 1 and self.name == "single"):
+                continue
+            message = f"has no meaning under plugin={self.name}"
+            if key == "dp_size" and self.name != "single":
+                message += f", where all ranks are data-parallel: give plugin.nproc={value}"
+            else:
+                options = or_list(f"plugin={option}" for option in use.options)
+                message += f"; {options} {use.gives}"
+            yield Conflict(key, message)
+
+    def _of_zero(self) -> Iterator[Conflict]:
+        stage = self.zero_stage
+        if stage == 0:
+            yield Conflict("zero_stage", "must be 1, 2 or 3 under plugin=zero; plugin=ddp is 0")
+        if stage != 3 and not self.reshard_after_forward:
+            message = f"has no meaning with plugin.zero_stage={stage}; stage 3 shards parameters"
+            yield Conflict("reshard_after_forward", message)
+        for key in ("param_dtype", "cpu_offload"):
+            if stage < 2 and getattr(self, key) != USES[key].neutral:
+                message = f"has no meaning with plugin.zero_stage={stage}; stages 2 and 3 use it"
+                yield Conflict(key, message)
+
+    def _of_pipeline(self, stages: int) -> Iterator[Conflict]:
+        ranks = stages // _stages_a_rank(self)
+        given = f"plugin.pp_size={ranks} with plugin.schedule={self.schedule} is {stages} stages"
+        many = self.num_microbatches
+        if many is not None and self.schedule in _FILLS_EVERY_STAGE:
+            if many < stages:
+                way = f"give {stages} or more, or plugin.schedule=gpipe"
+                message = f"{given}, each of which needs a microbatch: {way}"
+                yield Conflict("num_microbatches", message)
+            elif self.schedule == "interleaved_1f1b" and many % (rounds := many // ranks):
+                fitting = [str(ranks * rounds), str(ranks * (rounds + 1))]
+                message = f"{given}, in which {many} microbatches make no equal rounds: "
+                yield Conflict("num_microbatches", message + f"give {or_list(fitting)}")
+        if self.split is not None and len(self.split) != stages - 1:
+            message = f"{given}, so it must name {stages - 1} of them, all but the first"
+            yield Conflict("split", message)
+
+
+def pipeline_microbatches(plugin: Plugin) -> int | None:
+    """Parts that a batch goes through the pipeline in; None without one, or where ranks decide."""
+    if plugin.name not in _PIPELINE:
+        return None
+    ranks = _known_ranks(plugin)
+    stages = _stages(plugin, None if ranks is None else sizes(plugin, ranks))
+    if plugin.num_microbatches is not None and (stages is not None or plugin.name == "pipeline"):
+        return plugin.num_microbatches
+    return stages
+
+
+def _known_ranks(plugin: Plugin) -> int | None:
+    """Ranks that the section itself tells; None where those that there will be decide."""
+    return None if may_grow(plugin) else least_ranks(plugin)
+
+
+def _stages(plugin: Plugin, dealt: Sizes | None) -> int | None:
+    """Stages of the pipeline; None where there is none, or where the ranks decide."""
+    ranks = plugin.pp_size if dealt is None else dealt.pp
+    if plugin.name not in _PIPELINE or ranks is None:
+        return None
+    if plugin.name == "hybrid" and ranks == 1:
+        return None
+    return ranks * _stages_a_rank(plugin)
+
+
+def _stages_a_rank(plugin: Plugin) -> int:
+    return 2 if plugin.schedule in _TWO_STAGES_A_RANK else 1

@@ -1,0 +1,106 @@
+"""Plans of tensor parallelism: which modules are split, and how.
+
+A plan maps patterns of module names to styles, such as ``blocks.*.up: colwise``. A person may give
+the path of a YAML file instead; the file is read while a request is checked, so that ranks and the
+record have the plan itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runner.config.nearest import nearest_name
+from runner.config.problem import shown
+from runner.config.rules import Refusal, Rule
+
+STYLES = (
+    "colwise",
+    "rowwise",
+    "colwise_rep",
+    "embedding_rowwise",
+    "sequence_parallel",
+    "split_sequence",
+    "whole_sequence",
+)
+
+EXAMPLE = '{"blocks.*.up":colwise}'
+
+
+def tensor_plan() -> Rule:
+    """A plan, or the path of a file that holds one."""
+    text = f"the path of a YAML file, or patterns of module names with their styles as {EXAMPLE}"
+    return Rule(text, read_plan)
+
+
+def read_plan(value: Any) -> dict[str, str]:
+    """The plan that ``value`` is, or that the file of that path holds.
+
+    Raises:
+        Refusal: there is no such file, it holds something else, or a style is unknown; it names
+            every style that is.
+        ValueError: ``value`` is neither text nor a mapping.
+    """
+    if isinstance(value, str):
+        file = Path(value).expanduser()
+        content = _load(file)
+        if not isinstance(content, Mapping):
+            raise Refusal(f"{file} must hold patterns of module names with their styles")
+        return _checked(content, f"{file}: ")
+    if not isinstance(value, Mapping):
+        raise ValueError
+    return _checked(value, "")
+
+
+def settled(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """A composed configuration with the plan itself where it gives the path of one.
+
+    A path that cannot be read stays, for the check to refuse.
+    """
+    section = plain.get("plugin")
+    if isinstance(section, Mapping) and isinstance(section.get("tp_plan"), str):
+        try:
+            return {**plain, "plugin": {**section, "tp_plan": read_plan(section["tp_plan"])}}
+        except Refusal:
+            pass
+    return dict(plain)
+
+
+def _checked(plan: Mapping[Any, Any], where: str) -> dict[str, str]:
+    if not plan:
+        raise Refusal(f"{where}must hold one pattern at least, such as {EXAMPLE}")
+    wrong = []
+    for pattern, style in plan.items():
+        if not isinstance(pattern, str) or not pattern.strip():
+            wrong.append(f"{shown(pattern)} is no pattern of module names")
+        elif style not in STYLES:
+            near = nearest_name(style, STYLES) if isinstance(style, str) else None
+            hint = f"; did you mean {near}?" if near else ""
+            wrong.append(f"{pattern} has the unknown style {shown(style)}{hint}")
+    if wrong:
+        raise Refusal(f"{where}{', '.join(wrong)}  (styles: {', '.join(STYLES)})")
+    return {str(pattern): str(style) for pattern, style in plan.items()}
+
+
+def _load(file: Path) -> Any:
+    # Where a plan is given as such, as to every rank, none of these has to be imported.
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        # OmegaConf's reader refuses a key that stands twice; yaml's own takes the last one.
+        text = file.read_text(encoding="utf-8")
+        return OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else {}
+    except FileNotFoundError:
+        raise Refusal(f"there is no file {file.absolute()}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise Refusal(f"{file} cannot be read: {place}{error.problem}") from None
+    except OSError as error:
+        raise Refusal(f"{file} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        first = str(error).partition("\n")[0]
+        raise Refusal(f"{file} cannot be read: {first}") from None

@@ -129,7 +129,7 @@ class _Check:
                 where = f"{path}.{conflict.key}" if path else conflict.key
                 value = reduce(getitem, conflict.key.split("."), node)
                 self._note(where, value, conflict.message)
-        return made
+        return made if len(self.problems) == before else None
 
     def _value(self, hint: Any, value: Any, path: str) -> Any:
         _, rule, meaning = get_args(hint)

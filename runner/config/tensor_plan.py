@@ -25,12 +25,12 @@ STYLES = (
     "whole_sequence",
 )
 
-EXAMPLE = '{"blocks.*.up":colwise}'
+EXAMPLE = "{blocks.*.up:colwise}"
 
 
 def tensor_plan() -> Rule:
     """A plan, or the path of a file that holds one."""
-    text = f"the path of a YAML file, or patterns of module names with their styles as {EXAMPLE}"
+    text = f"the path of a YAML file, or patterns of modules with their styles, {EXAMPLE}"
     return Rule(text, read_plan)
 
 
@@ -91,8 +91,7 @@ def _load(file: Path) -> Any:
 
     try:
         # OmegaConf's reader refuses a key that stands twice; yaml's own takes the last one.
-        text = file.read_text(encoding="utf-8")
-        return OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else {}
+        return OmegaConf.to_container(OmegaConf.load(file))
     except FileNotFoundError:
         raise Refusal(f"there is no file {file.absolute()}") from None
     except yaml.MarkedYAMLError as error:
@@ -100,7 +99,7 @@ def _load(file: Path) -> Any:
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise Refusal(f"{file} cannot be read: {place}{error.problem}") from None
     except OSError as error:
-        raise Refusal(f"{file} cannot be read: {error.strerror}") from None
+        raise Refusal(f"{file} cannot be read: {error.strerror or error}") from None
     except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         first = str(error).partition("\n")[0]
         raise Refusal(f"{file} cannot be read: {first}") from None

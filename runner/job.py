@@ -37,14 +37,13 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     started = time.perf_counter()
     trainer = make_trainer(config, sinks)
     summary = trainer.fit()
-    parameters = sum(parameter.numel() for parameter in trainer.model.unwrap().parameters())
     optimizer, clip = trainer.optimizer.unwrap(), config.clip
-    invariant = guidance.invariant(optimizer, clip.threshold, parameters)
+    invariant = guidance.invariant(optimizer, clip.threshold, trainer.parameters)
     setting = guidance.Setting(clip.mode, clip.threshold, clip.nonfinite, invariant)
     return summary | {
         "guidance": guidance.guidance(summary, setting),
         "wall_s": time.perf_counter() - started,
-        "parameters": parameters,
+        "parameters": trainer.parameters,
         "world_size": trainer.plugin.world_size,
         "device": str(trainer.device),
     }
@@ -70,10 +69,10 @@ def make_trainer(
     device = build.device_of(config.device)
     plugin = build.make_plugin(config)
     data = build.make_data(config.data)
-    # All ranks draw the same weights; afterwards (dropout) each has its own stream.
+    # All ranks draw the same weights; afterwards (dropout) each data part has its own stream.
     torch.manual_seed(config.seed)
     model = build.maker(config.model)().to(device)
-    torch.manual_seed(config.seed + 1_000_003 * (plugin.rank + 1))
+    torch.manual_seed(config.seed + 1_000_003 * (plugin.data_rank + 1))
     optimizer = build.make_optimizer(config.optimizer, model.parameters())
     steps = build.steps_of(config, data, plugin.data_size)
     loader_options: dict[str, Any] = {

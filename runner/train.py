@@ -98,11 +98,14 @@ class Trainer:
         self.accumulation_steps = accumulation_steps
         self.scheduler = schedulers
         self.window_loss = WindowLoss(model, criterion)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.booster = Booster(precision, self.plugin, loss_scale, nonfinite)
         optimizer = optimizers or torch.optim.SGD(model.parameters(), lr=0.1)
         self.optimizer: OptimizerWrapper
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         self.mode.bind(self.optimizer.layout)
+        if self.model.pipeline is not None and self.window_loss.takes_batch:
+            raise ValueError("a model that computes its own loss cannot be cut into stages")
         # Without autocast the wrapper would only cost a call.
         self._forward = self.model if self.model.dtype else self.model.module
         self.progress = Progress()
@@ -110,9 +113,8 @@ class Trainer:
         self.per_layer = per_layer
         self.probe = probe
         self.say = say
-        size = self.plugin.data_size
         self.meter = Meter(sinks, log_interval, log_flush, what_if=what_if)
-        if size > 1:
+        if self.plugin.data_size > 1 or self.model.pipeline is not None:
             self.meter.mean_over_data = self._mean_over_data
         if accumulation_steps > 1 and any(
             isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
@@ -169,24 +171,28 @@ class Trainer:
         if self.eval_dataloader is None:
             return {}
         self.model.eval()
-        total, items, correct, graded = 0.0, 0, 0, True
+        total, items, correct, ungraded = 0.0, 0, 0, False
         order = getattr(self.eval_dataloader, "batch_sampler", None)
         for number, host in enumerate(self.eval_dataloader):
             batch = self._to_device(host)
             # A part without weight goes through the model all the same: other ranks may wait in it.
             idle = isinstance(order, DealtBatches) and order.weightless(number)
             count = 0 if idle else self.window_loss.items(host)[0]
-            outputs = self.window_loss.forward(self._forward, batch)
+            items += count
+            outputs = self._outputs(batch)
+            if outputs is None:
+                continue  # They come out on another rank, which has the loss.
             total += float(self.window_loss.sum(outputs, batch, count))
             right = self.window_loss.correct(outputs, batch)
-            graded = graded and right is not None
-            items, correct = items + count, correct + (0 if idle else right or 0)
-        total, all_items, all_correct = self.plugin.sum_over_data([total, items, correct])
+            ungraded = ungraded or right is None
+            correct += 0 if idle else right or 0
+        figures_here = [total, items, correct, ungraded]
+        total, all_items, all_correct, unknown = self.plugin.sum_over_data(figures_here)
         self.model.train()
         if not all_items:
             return {}
         figures = {"eval/loss": total / all_items}
-        if graded:
+        if not unknown:
             figures["eval/accuracy"] = all_correct / all_items
         return figures
 
@@ -254,15 +260,37 @@ class Trainer:
             final = number == len(batches)
             held = nullcontext() if final else self.booster.no_sync(self.model, self.optimizer)
             with held:
-                batch = self._to_device(host)
-                outputs = self.window_loss.forward(self._forward, batch)
-                loss = self.window_loss.sum(outputs, batch, count)
-                self.optimizer.backward(loss, weight)
-            total = loss.detach() if total is None else total + loss.detach()
+                loss = self._pass(host, count, weight)
+            total = loss if total is None else total + loss
             if not final:
                 self._show(number, len(batches))
         assert total is not None
         return total.item() * weight if self.device.type == "cpu" else total * weight
+
+    def _pass(self, host: Any, count: int, weight: float) -> Tensor:
+        """Forward and backward of a microbatch; its summed loss, 0 where that is another rank's."""
+        batch = self._to_device(host)
+        if self.model.pipeline is None:
+            outputs = self.window_loss.forward(self._forward, batch)
+            loss = self.window_loss.sum(outputs, batch, count)
+            self.optimizer.backward(loss, weight)
+            return loss.detach()
+        factor = self.optimizer.begin_backward(weight)
+
+        def summed(outputs: Tensor, at: slice) -> Tensor:
+            part = [half[at] for half in batch]
+            items = self.window_loss.items([half[at] for half in host])[0] if count else 0
+            return self.window_loss.sum(outputs, part, items) * factor
+
+        total = self.model.pipeline.train(batch[0], summed) / factor
+        self.optimizer.end_backward()
+        return total
+
+    def _outputs(self, batch: Any) -> Any:
+        """Outputs of a batch without a backward pass; None where they are another rank's."""
+        if self.model.pipeline is not None:
+            return self.model.pipeline.evaluate(batch[0])
+        return self.window_loss.forward(self._forward, batch)
 
     def _layer_norms(self) -> dict[str, float]:
         self.optimizer.unscale()

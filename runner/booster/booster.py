@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
 from runner.booster.optimizer import Nonfinite, OptimizerWrapper
-from runner.booster.plugin import Plugin, SinglePlugin
+from runner.booster.parallel.gathering import gathered
+from runner.booster.plugin import Plugin, SinglePlugin, Spread
 from runner.booster.precision import LossScale, ModelWrapper, dtype_of
 
 
@@ -51,6 +53,7 @@ class Booster:
         if self.loss_scale is None and mixed_precision == "fp16":
             self.loss_scale = LossScale()
         self.nonfinite = nonfinite
+        self.renamed: Mapping[str, str] = {}
 
     def boost(
         self,
@@ -67,12 +70,22 @@ class Booster:
             any) as :class:`~runner.booster.optimizer.OptimizerWrapper`, the rest as it was.
         """
         given = dict(model.named_parameters())
-        module, layout = self.plugin.configure(model)
+        spread = self.plugin.configure(model)
         boosted = None
         if optimizer is not None:
-            _rebind(optimizer, given, model)
-            boosted = OptimizerWrapper(optimizer, layout, self.loss_scale, self.nonfinite)
-        wrapped = ModelWrapper(module, model, self.dtype)
+            _rebind(optimizer, given, model, spread)
+            boosted = OptimizerWrapper(
+                optimizer,
+                spread.layout,
+                self.loss_scale,
+                self.nonfinite,
+                finish=spread.finish,
+                publish=spread.publish,
+            )
+        if spread.pipeline is not None:
+            spread.pipeline.autocast(self.dtype)
+        self.renamed = spread.renamed
+        wrapped = ModelWrapper(spread.module, model, self.dtype, spread.pipeline)
         return wrapped, boosted, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: Tensor, optimizer: OptimizerWrapper) -> None:
@@ -91,23 +104,91 @@ class Booster:
         """
         return _accumulating(self.plugin.no_sync(model.module), optimizer)
 
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: ModelWrapper,
+        criterion: Callable[[Tensor, Any], Tensor],
+        optimizer: OptimizerWrapper | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Run the next batch through the stages: forward and, given an optimizer, backward.
 
-def _rebind(optimizer: Optimizer, given: dict[str, nn.Parameter], model: nn.Module) -> None:
-    """Let ``optimizer`` hold what the plugin put in the place of its parameters.
+        Args:
+            data_iter: yields pairs (inputs [B, ...], targets [B, ...]), the same on all ranks of a
+                pipeline.
+            model: the boosted model.
+            criterion: mean loss of (outputs, targets); taken of each microbatch and weighed by its
+                samples.
+            optimizer: the boosted optimizer. None: forward passes alone.
+            return_loss: whether the loss is wanted.
+            return_outputs: whether outputs are wanted; a further forward pass when training.
+
+        Returns:
+            ``loss``, the mean over the batch, and ``outputs`` [B, ...]: on the last stage, None on
+            the others and where they are not wanted.
+
+        Raises:
+            RuntimeError: the model is not cut into stages.
+            StepOrderError: the gradients of this step were made final or clipped already.
+        """
+        pipeline = model.pipeline
+        if pipeline is None:
+            raise RuntimeError("the plugin cuts no model into stages: use PipelineParallelPlugin")
+        inputs, targets = next(data_iter)
+        samples = len(inputs)
+        loss: Tensor | None = None
+        outputs: Tensor | None = None
+        if optimizer is not None:
+            factor = optimizer.begin_backward(1.0 / samples)
+            summed = pipeline.train(
+                inputs,
+                lambda out, at: criterion(out, targets[at]) * (len(targets[at]) * factor),
+            )
+            optimizer.end_backward()
+            loss = summed / (factor * samples) if pipeline.last else None
+        if optimizer is None or return_outputs:
+            outputs = pipeline.evaluate(inputs)
+            if optimizer is None and outputs is not None:
+                loss = criterion(outputs, targets)
+        return {
+            "loss": loss if return_loss else None,
+            "outputs": outputs if return_outputs else None,
+        }
+
+    def state_dict(self, model: ModelWrapper) -> dict[str, Tensor]:
+        """All parameters and buffers, whole, on the host; every rank has to call it.
+
+        Returns:
+            Tensors by their names in the user's model, on the first rank; nothing on the others.
+        """
+        return gathered(model.unwrap(), self.renamed)
+
+
+def _rebind(
+    optimizer: Optimizer, given: dict[str, nn.Parameter], model: nn.Module, spread: Spread
+) -> None:
+    """Let ``optimizer`` hold what this rank steps of what took the place of its parameters.
 
     Raises:
         ValueError: the optimizer has taken a step already; its state is that of whole parameters.
     """
-    now = dict(model.named_parameters())
-    replaced = {id(old): now[name] for name, old in given.items() if now[name] is not old}
-    if not replaced:
+    names = {id(old): name for name, old in given.items()}
+    now: dict[str, list[nn.Parameter]] = {}
+    for own, parameter in model.named_parameters():
+        if spread.steps is None or id(parameter) in spread.steps:
+            now.setdefault(spread.renamed.get(own, own), []).append(parameter)
+    replaced = {key: now.get(name, []) for key, name in names.items()}
+    if all([id(p) for p in new] == [old] for old, new in replaced.items()):
         return
     if optimizer.state:
         raise ValueError("boost the model before the first step: the optimizer has state already")
+    split = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     for group in optimizer.param_groups:
-        group["params"] = [replaced.get(id(p), p) for p in group["params"]]
-        if not isinstance(optimizer, Adam):  # AdamW is one; no other fused kernel takes DTensors
-            group["fused"] = None
+        group["params"] = [new for p in group["params"] for new in replaced.get(id(p), [p])]
+        if split and not isinstance(optimizer, Adam):
+            group["fused"] = None  # AdamW is an Adam; no other fused kernel takes DTensors.
 
 
 @contextmanager

@@ -23,6 +23,10 @@ from runner.clip.measure import norms
 Nonfinite = Literal["skip", "error", "ignore"]
 
 
+def nothing() -> None:
+    """Where nothing is to be done."""
+
+
 class Stage(Enum):
     """Where an optimizer step stands."""
 
@@ -50,6 +54,8 @@ class OptimizerWrapper:
         nonfinite: what to do with a gradient that is not finite: ``skip`` the step, raise an
             ``error``, or ``ignore`` it (the step is taken, unclipped). An fp16 overflow is skipped
             whatever the policy, because the next, smaller scale mends it.
+        finish: makes the gradients final, on every rank, once a step before they are looked at.
+        publish: called on every rank after the optimizer has stepped.
     """
 
     def __init__(
@@ -58,6 +64,8 @@ class OptimizerWrapper:
         layout: Layout,
         loss_scale: LossScale | None = None,
         nonfinite: Nonfinite = "skip",
+        finish: Callable[[], None] = nothing,
+        publish: Callable[[], None] = nothing,
     ) -> None:
         self.optimizer = optimizer
         self.layout = layout
@@ -65,6 +73,9 @@ class OptimizerWrapper:
         self.nonfinite = nonfinite
         self.stage = Stage.EMPTY
         self.accumulating = False
+        self._finish = finish
+        self._publish = publish
+        self._final = False
         self._unscaled = False
         self._start: tuple[float, Tensor] | None = None
         self._finite: bool | Tensor | None = None
@@ -79,18 +90,28 @@ class OptimizerWrapper:
         The factors start the backward pass as its gradient, so they cost no node of the graph.
 
         Raises:
-            StepOrderError: the gradients of this step were unscaled or clipped already.
+            StepOrderError: the gradients of this step were made final or clipped already.
         """
-        if self._unscaled or self.stage is Stage.CLIPPED:
-            raise StepOrderError(f"cannot accumulate now: {self.stage.value}")
-        if self.loss_scale is not None:
-            weight *= self.loss_scale.scale
+        weight = self.begin_backward(weight)
         start = self._start
         if start is None or start[0] != weight or start[1].dtype != loss.dtype:
             start = self._start = (weight, loss.new_full(loss.shape, weight))
         loss.backward(start[1])  # type: ignore[no-untyped-call]
+        self.end_backward()
+
+    def begin_backward(self, weight: float = 1.0) -> float:
+        """What a loss is multiplied with before its backward pass, for whoever runs that himself.
+
+        Raises:
+            StepOrderError: as :meth:`backward`.
+        """
+        if self._final or self.stage is Stage.CLIPPED:
+            raise StepOrderError(f"cannot accumulate now: {self.stage.value}")
+        return weight if self.loss_scale is None else weight * self.loss_scale.scale
+
+    def end_backward(self) -> None:
+        """Note that a backward pass was run."""
         self.stage = Stage.ACCUMULATING if self.accumulating else Stage.READY
-        self._unscaled = False
 
     @torch.no_grad()
     def clip(self, mode: ClipMode) -> Outcome:
@@ -125,10 +146,11 @@ class OptimizerWrapper:
             with torch.no_grad():
                 self.unscale()
                 self._finite = bool(math.isfinite(total_norm(self.layout)))
+        self._make_final()
         finite = self._finite
         if self.loss_scale is not None:
             self.loss_scale.update(bool(finite))
-        self.stage, self._finite, self._unscaled = Stage.EMPTY, None, False
+        self._forget()
         if finite is False:
             return False
         if self._fused:
@@ -140,8 +162,9 @@ class OptimizerWrapper:
                 self.optimizer.step(closure)
             finally:
                 del self.optimizer.found_inf  # type: ignore[attr-defined]
-            return True
-        self.optimizer.step(closure)
+        else:
+            self.optimizer.step(closure)
+        self._publish()
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -153,10 +176,11 @@ class OptimizerWrapper:
                 piece.param.grad = None
             elif piece.param.grad is not None:
                 piece.param.grad.zero_()
-        self.stage, self._finite, self._unscaled = Stage.EMPTY, None, False
+        self._forget()
 
     def unscale(self) -> None:
-        """Divide the gradients by the fp16 scale, once a step, in place."""
+        """Make the gradients final and divide them by the fp16 scale, once a step, in place."""
+        self._make_final()
         if self.loss_scale is None or self._unscaled:
             return
         _, gradients = self.layout.gradients()
@@ -213,6 +237,15 @@ class OptimizerWrapper:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def _make_final(self) -> None:
+        if not self._final:
+            self._finish()
+            self._final = True
+
+    def _forget(self) -> None:
+        self.stage, self._finite = Stage.EMPTY, None
+        self._final = self._unscaled = False
 
     def _mode(self, name: str, threshold: float, norm_type: float) -> ClipMode:
         key = (name, threshold, norm_type)

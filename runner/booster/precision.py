@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from runner.booster.parallel.pipeline import Pipeline
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,11 +40,19 @@ class ModelWrapper(nn.Module):
         module: what runs, the user's model or its data-parallel wrapper.
         model: the user's model.
         dtype: half precision of the forward pass, or None.
+        pipeline: runs batches instead, where the model is cut into stages.
     """
 
-    def __init__(self, module: nn.Module, model: nn.Module, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        pipeline: Pipeline | None = None,
+    ) -> None:
         super().__init__()
         self.module = module
+        self.pipeline = pipeline
         # In a list, so that the model is not registered a second time.
         self._model = [model]
         self.dtype = dtype
@@ -57,7 +68,13 @@ class ModelWrapper(nn.Module):
         return torch.autocast(device_type, self.dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. Half-precision outputs become float32, so that losses are exact."""
+        """Run the model. Half-precision outputs become float32, so that losses are exact.
+
+        Raises:
+            RuntimeError: the model is cut into stages; no rank has all of it.
+        """
+        if self.pipeline is not None:
+            raise RuntimeError("this model is cut into stages: call booster.execute_pipeline")
         if self.dtype is None:
             return self.module(*args, **kwargs)
         device = next(self.module.parameters()).device.type

@@ -32,36 +32,51 @@ class AdaptiveClip(ClipMode):
             self._excluded = layout.matching(globs)
 
     def clip(self, layout: Layout, norm: Number) -> Outcome:
-        """Scale in place; one collective for each group that shares units, one for the counts."""
+        """Scale in place.
+
+        Collectives: one for each group that shares the units of a matrix (tensor parallelism has
+        one), one for all vectors that are spread over ranks, one for the counts.
+        """
         pieces = [
             piece
             for piece in layout.pieces
-            if piece.name not in self._excluded and (piece.cut or piece.param.grad is not None)
+            if piece.name not in self._excluded
+            and (piece.cut or piece.scattered or piece.param.grad is not None)
         ]
         lengths = [_lengths(piece) for piece in pieces]
-        _complete_cut_units(pieces, lengths)
-        changed: Number = 0.0
-        units = 0.0
-        peaks: list[Number] = []
+        _complete_rows(pieces, lengths)
+        ratios = _complete_vectors(layout, pieces, lengths, self.eps)
+        # What all ranks know alike is counted by the first of them.
+        first = layout.group is None or layout.group.rank() == 0
+        changed: Number = (ratios > self.limit).sum() if first else 0.0
+        units = float(ratios.numel()) if first else 0.0
+        peaks: list[Number] = list(ratios.detach().tolist() if _on_host(ratios) else ratios)
         for piece, (weight, length) in zip(pieces, lengths, strict=True):
             gradient = piece.gradient
             if gradient is None or length.numel() == 0:
                 continue
-            held = piece.holders * (piece.cut.size() if piece.cut else 1)
-            units += length.numel() / held
             ratio = length / weight.clamp(min=self.eps)
             peak: Number = ratio.amax()
-            if gradient.device.type == "cpu":
+            if _on_host(gradient):
                 peak = float(peak)
-            peaks.append(peak)
+            held = piece.holders * (piece.cut.size() if piece.cut else 1)
+            if not piece.scattered:
+                units += length.numel() / held
+                peaks.append(peak)
             if not isinstance(peak, Tensor) and peak <= self.limit:
                 continue
             over = ratio > self.limit
-            count: Number = over.sum() if isinstance(peak, Tensor) else int(over.sum())
             piece.units.view(gradient).mul_(torch.where(over, self.limit / ratio, 1.0))
-            changed = changed + count / held
+            if not piece.scattered:
+                count: Number = over.sum() if isinstance(peak, Tensor) else int(over.sum())
+                changed = changed + count / held
         highest = combine(peaks or [0.0], math.inf)
         return after_counting(self, layout, norm, changed, units, highest)
+
+
+def _on_host(tensor: Tensor) -> bool:
+    """Whether looking at a figure of ``tensor`` is free."""
+    return tensor.device.type == "cpu"
 
 
 def _lengths(piece: Piece) -> tuple[Tensor, Tensor]:
@@ -82,8 +97,8 @@ def _unit_norm(tensor: Tensor, piece: Piece) -> Tensor:
     return norm
 
 
-def _complete_cut_units(pieces: list[Piece], lengths: list[tuple[Tensor, Tensor]]) -> None:
-    """Complete the units that a shard boundary cuts: one flat buffer for each group of ranks.
+def _complete_rows(pieces: list[Piece], lengths: list[tuple[Tensor, Tensor]]) -> None:
+    """Complete the rows that a shard boundary cuts: one flat buffer for each group of ranks.
 
     Whether a rank has a gradient plays no part in which collectives run: an absent one adds zeros.
     """
@@ -102,6 +117,39 @@ def _complete_cut_units(pieces: list[Piece], lengths: list[tuple[Tensor, Tensor]
                 next(whole).view_as(weight).to(weight.dtype),
                 next(whole).view_as(gradient).to(gradient.dtype),
             )
+
+
+def _complete_vectors(
+    layout: Layout, pieces: list[Piece], lengths: list[tuple[Tensor, Tensor]], eps: float
+) -> Tensor:
+    """Complete the vectors that are spread over ranks: one flat buffer with a place for each name.
+
+    Returns:
+        ‖G_u‖/max(‖W_u‖, ε) of every such vector of the model that has a gradient anywhere, the
+        same on all ranks.
+    """
+    places = {name: i for i, name in enumerate(layout.scattered)}
+    if not places:
+        return torch.zeros(0)
+    here = [i for i, piece in enumerate(pieces) if piece.scattered]
+    device = layout.pieces[0].param.device if layout.pieces else torch.device("cpu")
+    flat = torch.zeros(3, len(places), dtype=torch.float64, device=device)
+    if here:
+        at = torch.tensor([places[pieces[i].name] for i in here], device=device)
+        for row in (0, 1):
+            powers = [lengths[i][row].reshape(()).double() ** 2 / pieces[i].holders for i in here]
+            flat[row].index_add_(0, at, torch.stack(powers))
+        there = [float(pieces[i].gradient is not None) for i in here]
+        flat[2].index_add_(0, at, torch.tensor(there, dtype=torch.float64, device=device))
+    dist.all_reduce(flat, group=layout.group)
+    weight, gradient, present = flat[0].sqrt(), flat[1].sqrt(), flat[2] > 0
+    for i in here:
+        place = places[pieces[i].name]
+        lengths[i] = (
+            weight[place].view_as(lengths[i][0]).to(lengths[i][0].dtype),
+            gradient[place].view_as(lengths[i][1]).to(lengths[i][1].dtype),
+        )
+    return (gradient / weight.clamp(min=eps))[present]
 
 
 MODE = AdaptiveClip

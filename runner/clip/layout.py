@@ -8,14 +8,14 @@ how many ranks the same elements are held. The modes work on that alone.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 Number = float | Tensor
 """A figure on the host where looking is free (CPU), a 0-dimensional tensor elsewhere."""
@@ -68,6 +68,8 @@ class Piece:
         holders: ranks of the layout's group that hold these same elements (replicas).
         cut: the ranks over which each unit of this part is spread, or None where every unit lies
             whole on this rank. All of them see the same number of units.
+        scattered: the parameter is one unit (a vector) whose elements lie on several ranks of the
+            layout's group. Its figures are added up under its name.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Piece:
     units: Units
     holders: int = 1
     cut: dist.ProcessGroup | None = None
+    scattered: bool = False
 
     @property
     def weight(self) -> Tensor:
@@ -93,6 +96,10 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+class LayoutError(ValueError):
+    """A layout that does not account for every element of a model exactly once."""
+
+
 class Layout:
     """All parts on this rank, and the ranks that together hold the whole model.
 
@@ -101,6 +108,9 @@ class Layout:
         group: ranks over which figures are added up. None where this rank holds everything
             (one process, or data-parallel replicas whose gradients were averaged).
         head: name of the classifier head's weight, which adaptive clipping leaves out by default.
+        names: of all parameters of the model, also those that lie on other ranks alone, in one
+            order for all ranks; by default those of ``pieces``.
+        scattered: names of all parameters that are one unit spread over ranks, likewise.
 
     Raises:
         TypeError: a parameter is complex.
@@ -111,6 +121,8 @@ class Layout:
         pieces: Iterable[Piece],
         group: dist.ProcessGroup | None = None,
         head: str | None = None,
+        names: Sequence[str] | None = None,
+        scattered: Sequence[str] | None = None,
     ) -> None:
         once: dict[int, Piece] = {}
         for piece in pieces:
@@ -121,6 +133,10 @@ class Layout:
         self._plain = not any(isinstance(piece.param, DTensor) for piece in self.pieces)
         self.group = group
         self.head = head
+        here = dict.fromkeys(piece.name for piece in self.pieces)
+        self.names = list(here if names is None else names)
+        vectors = dict.fromkeys(piece.name for piece in self.pieces if piece.scattered)
+        self.scattered = list(vectors if scattered is None else scattered)
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Layout:
@@ -132,21 +148,45 @@ class Layout:
         return cls(pieces, head=head_weight(model))
 
     @classmethod
-    def of_sharded(cls, model: nn.Module, group: dist.ProcessGroup) -> Layout:
-        """Every parameter where its DTensor placements say; a plain one is whole on every rank.
+    def of_sharded(
+        cls,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        whole: Mapping[str, int] | None = None,
+        ranks: Callable[[str], int] | None = None,
+        renamed: Mapping[str, str] | None = None,
+        head: str | None = None,
+    ) -> Layout:
+        """Every parameter where its DTensor placements say; a plain one is whole where it is.
+
+        One collective, once: all ranks compare what they hold, and every element of the model has
+        to be accounted for exactly once.
 
         Args:
-            model: with its parameters already spread.
+            model: what this rank holds of the model, its parameters already spread.
             group: all ranks that hold any part of it.
+            whole: elements of each parameter of the whole model, by name; by default those of
+                ``model``.
+            ranks: on how many ranks a parameter, by its name, lies at all, in parts or repeated;
+                by default on all of ``group``.
+            renamed: the name of a tied parameter by that of its copy, where it has copies.
+            head: see :class:`Layout`.
 
         Raises:
             TypeError: a parameter cannot be placed; the message names it.
+            LayoutError: the parts that the ranks hold do not add up to the model.
         """
-        world = group.size()
-        pieces = [
-            placed(name, parameter, module, world) for name, parameter, module in _owned(model)
-        ]
-        return cls(pieces, group, head=head_weight(model))
+        known = renamed or {}
+        once: dict[int, Piece] = {}
+        for own, parameter, module in _owned(model):
+            if id(parameter) not in once:
+                spread = group.size() if ranks is None else ranks(own)
+                once[id(parameter)] = placed(known.get(own, own), parameter, module, spread)
+        pieces = list(once.values())
+        if whole is None:
+            whole = {piece.name: piece.param.numel() for piece in pieces}
+        names, scattered = _account(pieces, group, whole)
+        return cls(pieces, group, head or head_weight(model), names, scattered)
 
     @classmethod
     def of_parameters(cls, parameters: Iterable[Tensor] | Tensor) -> Layout:
@@ -165,6 +205,10 @@ class Layout:
             gradient = piece.param.grad if self._plain else piece.gradient
             if gradient is None or gradient.numel() == 0:
                 continue
+            if isinstance(piece.param.grad, DTensor) and any(
+                placement.is_partial() for placement in piece.param.grad.placements
+            ):
+                raise TypeError(f"{piece.name} has a gradient that its ranks have not added up yet")
             if gradient.layout is not torch.strided:
                 raise TypeError(
                     f"{piece.name} has a sparse gradient: build the layer with sparse=False"
@@ -194,7 +238,7 @@ class Layout:
         Raises:
             ValueError: a pattern matches nothing; the message lists some names.
         """
-        names = [piece.name for piece in self.pieces]
+        names = self.names
         found: set[str] = set()
         for pattern in patterns:
             hits = fnmatch.filter(names, pattern)
@@ -212,31 +256,69 @@ def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
             yield f"{prefix}.{name}" if prefix else name, parameter, module
 
 
-def placed(name: str, parameter: Tensor, module: nn.Module, world: int) -> Piece:
-    """The part of ``parameter`` on this rank of ``world``, as its placements say.
+def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Piece:
+    """The part of ``parameter`` on this rank, as its placements say, if it lies on ``ranks`` ranks.
 
     Raises:
         TypeError: its placements leave open where its elements, or its units, lie.
+        LayoutError: its parts do not divide ``ranks``.
     """
     units = units_of(parameter, module)
     if not isinstance(parameter, DTensor):
-        return Piece(name, parameter, units, holders=world)
+        return Piece(name, parameter, units, holders=ranks)
     parts, cutting = 1, []
     for axis, placement in enumerate(parameter.placements):
-        if placement.is_replicate():
+        size = parameter.device_mesh.size(axis)
+        if placement.is_replicate() or size == 1:
             continue
-        if not isinstance(placement, Shard):
+        dim = getattr(placement, "dim", None)
+        if dim is None:
             raise TypeError(f"{name} is placed {placement}: neither a replica nor a shard")
-        if units.groups and placement.dim == 0:
+        if units.groups and dim == 0:
             raise TypeError(
                 f"{name} belongs to a transposed convolution with groups and is sharded along "
                 "them: shard it along dimension 1"
             )
-        parts *= parameter.device_mesh.size(axis)
-        if parameter.ndim < 2 or (placement.dim + bool(units.groups)) in units.dims:
+        parts *= size
+        if (dim + bool(units.groups)) in units.dims:
             cutting.append(axis)
+    if ranks % parts:
+        raise LayoutError(f"{name} is split in {parts}, which does not divide its {ranks} ranks")
+    if parameter.ndim < 2:
+        return Piece(name, parameter, units, holders=ranks // parts, scattered=parts > 1)
     cut = _group(parameter.device_mesh, cutting)
-    return Piece(name, parameter, units, holders=world // parts, cut=cut)
+    return Piece(name, parameter, units, holders=ranks // parts, cut=cut)
+
+
+def _account(
+    pieces: Sequence[Piece], group: dist.ProcessGroup, whole: Mapping[str, int]
+) -> tuple[list[str], list[str]]:
+    """Names of all parameters, and of the scattered ones, if the parts add up to ``whole``.
+
+    Raises:
+        LayoutError: they do not.
+    """
+    here = [(p.name, p.weight.numel() / p.holders, p.scattered) for p in pieces]
+    everywhere: list[list[tuple[str, float, bool]]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everywhere, here, group=group)
+    found: dict[str, float] = {}
+    scattered: dict[str, None] = {}
+    for rank in everywhere:
+        for name, share, spread in rank:
+            found[name] = found.get(name, 0.0) + share
+            if spread:
+                scattered[name] = None
+    unknown = sorted(found.keys() - whole.keys())
+    if unknown:
+        raise LayoutError(f"{', '.join(unknown)}: no such parameter in the whole model")
+    for name, elements in whole.items():
+        counted = found.get(name, 0.0)
+        if abs(counted - elements) > 1e-6 * max(elements, 1):
+            raise LayoutError(
+                f"{name} has {elements} elements, but the ranks account for {counted:g}: its parts "
+                "or its replicas are not what the layout takes them for"
+            )
+    return list(found), list(scattered)
 
 
 def _group(mesh: DeviceMesh, axes: list[int]) -> dist.ProcessGroup | None:

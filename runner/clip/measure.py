@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from runner.clip.layout import Layout, Number
+from runner.clip.layout import Layout, Number, on_device
 
 ROW = 16_384
 SHORT = 65_536
@@ -44,8 +44,9 @@ def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
 
 def combine(powers: Sequence[Number], norm_type: float) -> Number:
     """The norm, from one figure of :func:`local_power` a rank."""
-    if isinstance(powers[0], Tensor):
-        every = torch.stack(list(powers))  # type: ignore[arg-type]
+    device = next((power.device for power in powers if isinstance(power, Tensor)), None)
+    if device is not None:
+        every = on_device(powers, device)
         if math.isinf(norm_type):
             return every.amax()
         norm: Tensor = every.sum() ** (1.0 / norm_type)
@@ -76,11 +77,15 @@ def norms(layout: Layout, norm_type: float = 2.0) -> dict[str, float]:
     """The norm of each parameter's gradient alone, on the host; one collective for all of them."""
     pieces, gradients = layout.gradients()
     powers = power_sums(gradients, norm_type)
-    here = dict(zip(map(id, pieces), powers, strict=True))
-    share = 0 if math.isinf(norm_type) else 1
-    columns = layout.gather([here.get(id(p), 0.0) / p.holders**share for p in layout.pieces])
-    each = zip(layout.pieces, columns, strict=True)
-    return {piece.name: float(combine(column, norm_type)) for piece, column in each}
+    highest = math.isinf(norm_type)
+    here: dict[str, Number] = dict.fromkeys(layout.names, 0.0)
+    for piece, power in zip(pieces, powers, strict=True):
+        share = power if highest else power / piece.holders
+        # A tied parameter may lie here twice.
+        here[piece.name] = combine([here[piece.name], share], math.inf if highest else 1.0)
+    columns = layout.gather(list(here.values()))
+    each = zip(here, columns, strict=True)
+    return {name: float(combine(column, norm_type)) for name, column in each}
 
 
 def power_sums(gradients: Sequence[Tensor], norm_type: float) -> list[float] | Tensor:

@@ -113,6 +113,11 @@ class ClipMode(ABC):
         self.threshold = state["threshold"]
 
 
+def _whole(count: Number) -> Number:
+    """A count that ranks added up from their shares, without the rounding of the shares."""
+    return count.round() if isinstance(count, Tensor) else float(round(count))
+
+
 def after_counting(
     mode: ClipMode, layout: Layout, norm: Number, changed: Number, of: float, peak: Number
 ) -> Outcome:
@@ -128,7 +133,7 @@ def after_counting(
     """
     power = local_power(layout, mode.norm_type)
     powers, changes, parts, peaks = layout.gather([power, changed, of, peak])
-    total, everything = sum(changes), sum(parts)
+    total, everything = _whole(sum(changes)), _whole(sum(parts))
     if isinstance(norm, Tensor):
         after = combine(powers, mode.norm_type)
         coef = (after / norm).nan_to_num(nan=1.0)

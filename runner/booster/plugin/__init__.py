@@ -1,8 +1,24 @@
 """How a model is spread over ranks: one file a plugin."""
 
-from runner.booster.plugin.base import Plugin
+from runner.booster.plugin.base import Plugin, Spread
 from runner.booster.plugin.ddp import TorchDDPPlugin
 from runner.booster.plugin.fsdp import TorchFSDPPlugin
+from runner.booster.plugin.hybrid import HybridParallelPlugin
+from runner.booster.plugin.moe import MoeHybridParallelPlugin
+from runner.booster.plugin.pipeline import PipelineParallelPlugin
 from runner.booster.plugin.single import SinglePlugin
+from runner.booster.plugin.tensor import TensorParallelPlugin
+from runner.booster.plugin.zero import LowLevelZeroPlugin
 
-__all__ = ["Plugin", "SinglePlugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
+__all__ = [
+    "HybridParallelPlugin",
+    "LowLevelZeroPlugin",
+    "MoeHybridParallelPlugin",
+    "PipelineParallelPlugin",
+    "Plugin",
+    "SinglePlugin",
+    "Spread",
+    "TensorParallelPlugin",
+    "TorchDDPPlugin",
+    "TorchFSDPPlugin",
+]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from runner.booster.optimizer import nothing
+from runner.booster.parallel.pipeline import Pipeline
 from runner.clip import Layout
 from runner.data.dataset import collate_pairs
 from runner.data.order import DealtBatches
@@ -30,8 +33,51 @@ def require_process_group(plugin: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Spread:
+    """A model that was spread over ranks, and what an optimizer step has to do for it.
+
+    Attributes:
+        module: what to run instead of the model.
+        layout: where its gradients live.
+        finish: makes gradients final; called once a step, on every rank, before they are looked at.
+        publish: called after the optimizer has stepped, on every rank.
+        steps: ids of the parameters that this rank's optimizer steps; None for all.
+        pipeline: runs a batch, where the model is cut into stages.
+        renamed: the name of a parameter in the whole model, by another one that it has here.
+    """
+
+    module: nn.Module
+    layout: Layout
+    finish: Callable[[], None] = nothing
+    publish: Callable[[], None] = nothing
+    steps: frozenset[int] | None = None
+    pipeline: Pipeline | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+
 class Plugin(ABC):
     """How a model, its gradients and its data are spread over ranks."""
+
+    speaks: bool = True
+    """Whether this rank's figures count among those of the data-parallel ranks. Of the ranks that
+    read the same samples one speaks: it has the loss."""
+
+    @classmethod
+    def problems(
+        cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
+    ) -> list[tuple[str, Any, str]]:
+        """What will not work, before any rank starts.
+
+        Args:
+            model: the whole model, on any device (``meta`` too).
+            ranks: in all.
+            options: arguments of the constructor.
+
+        Returns:
+            Argument, its value, and what is wrong with it.
+        """
+        return []
 
     @property
     def rank(self) -> int:
@@ -54,15 +100,15 @@ class Plugin(ABC):
         return self.world_size
 
     @abstractmethod
-    def configure(self, model: nn.Module) -> tuple[nn.Module, Layout]:
-        """Spread ``model``: what to run instead of it, and where its gradients live."""
+    def configure(self, model: nn.Module) -> Spread:
+        """Spread ``model`` over the ranks, in place."""
 
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Forward and backward passes inside leave gradients unsynchronised.
 
         Args:
-            model: what :meth:`configure` returned.
+            model: the ``module`` that :meth:`configure` returned.
         """
 
     def sum_over_data(self, figures: Sequence[float]) -> list[float]:
@@ -70,7 +116,8 @@ class Plugin(ABC):
 
         One reduction of host memory (gloo), so that no accelerator is waited for.
         """
-        buffer = torch.tensor(figures, dtype=torch.float64)
+        mine = figures if self.speaks else [0.0] * len(figures)
+        buffer = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(buffer)
         return buffer.tolist()
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runner.booster.plugin.base import Plugin, require_process_group
+from runner.booster.plugin.base import Plugin, Spread, require_process_group
 from runner.clip import Layout
 
 
@@ -41,12 +41,12 @@ class TorchDDPPlugin(Plugin):
             # Given only where it differs: newer versions of torch call it by another name.
             self.ddp_kwargs["broadcast_buffers"] = False
 
-    def configure(self, model: nn.Module) -> tuple[nn.Module, Layout]:
+    def configure(self, model: nn.Module) -> Spread:
         """DDP over the model, and a layout that is whole on every rank."""
         device = next(model.parameters()).device
         ids = [device.index] if device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids=ids, **self.ddp_kwargs)
-        return wrapped, Layout.of_model(model)
+        return Spread(wrapped, Layout.of_model(model))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """DDP's own: gradients stay local until a backward pass outside."""

@@ -7,16 +7,17 @@ shard of every gradient, so a norm is a sum over ranks, and a vector is a unit c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from runner.booster.plugin.base import Plugin, require_process_group
+from runner.booster.parallel.sharding import Sharding, shard, unsynchronised
+from runner.booster.parallel.sync import alike
+from runner.booster.plugin.base import Plugin, Spread, require_process_group
 from runner.clip import Layout
 
 
@@ -27,48 +28,55 @@ class TorchFSDPPlugin(Plugin):
         reshard_after_forward: give the gathered parameters of a block back after its forward pass
             and gather them again for its backward pass; less memory, more traffic.
         dp_replicate: number of replicas; each is sharded over world size ÷ ``dp_replicate`` ranks.
+        param_dtype: ``bf16`` or ``fp16``: parameters are gathered and computed in it, gradients are
+            reduced in float32. None: as they are.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory between uses.
 
     Raises:
         RuntimeError: there is no process group.
         ValueError: ``dp_replicate`` does not divide the ranks.
     """
 
-    def __init__(self, reshard_after_forward: bool = True, dp_replicate: int = 1) -> None:
+    def __init__(
+        self,
+        reshard_after_forward: bool = True,
+        dp_replicate: int = 1,
+        param_dtype: str | None = None,
+        cpu_offload: bool = False,
+    ) -> None:
         require_process_group("TorchFSDPPlugin")
         if self.world_size % dp_replicate:
             raise ValueError(f"{dp_replicate} replicas do not divide {self.world_size} ranks")
-        self.reshard_after_forward = reshard_after_forward
+        self.sharding = Sharding(reshard_after_forward, param_dtype, cpu_offload)
         self.dp_replicate = dp_replicate
 
-    def configure(self, model: nn.Module) -> tuple[nn.Module, Layout]:
+    @classmethod
+    def problems(
+        cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
+    ) -> list[tuple[str, Any, str]]:
+        """Replicas that do not divide the ranks."""
+        replicas = options.get("dp_replicate", 1)
+        if ranks % replicas:
+            return [("dp_replicate", replicas, f"does not divide the {ranks} ranks (plugin.nproc)")]
+        return []
+
+    def configure(self, model: nn.Module) -> Spread:
         """Shard each block (each element of a ModuleList), then the rest of the model."""
+        assert dist.group.WORLD is not None
+        whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        alike(model, dist.group.WORLD)
         device = next(model.parameters()).device.type
         shape: tuple[int, ...] = (self.world_size,)
         names: tuple[str, ...] = ("dp_shard",)
         if self.dp_replicate > 1:
             shape = (self.dp_replicate, self.world_size // self.dp_replicate)
             names = ("dp_replicate", "dp_shard")
-        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-        for module in model.modules():
-            for block in module if isinstance(module, nn.ModuleList) else ():
-                fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
-        fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
-        assert dist.group.WORLD is not None
-        return model, Layout.of_sharded(model, dist.group.WORLD)
+        shard(model, init_device_mesh(device, shape, mesh_dim_names=names), self.sharding)
+        return Spread(model, Layout.of_sharded(model, dist.group.WORLD, whole))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Gradients stay whole and local until a backward pass outside."""
-        return _held(model)
-
-
-@contextmanager
-def _held(model: nn.Module) -> Iterator[None]:
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
+        return unsynchronised([model])
 
 
 PLUGIN = TorchFSDPPlugin

@@ -1,0 +1,356 @@
+"""Pipeline parallelism: runs of layers on different ranks, by torch's schedules.
+
+A model that can be cut is a chain: it has a method ``pipeline()`` that lists its parts, each with
+the names of the modules it uses and what it does to the one tensor that goes through; or it is a
+:class:`torch.nn.Sequential`. Every rank keeps the parameters of its own stages alone.
+
+Schedules: GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B and interleaved 1F1B (Narayanan et al.
+2021, arXiv 2104.04473), zero bubble in its V form (Qi et al. 2023, arXiv 2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+
+LossOf = Callable[[Tensor, slice], Tensor]
+"""The summed loss of some samples: given their outputs, and where they lie in the batch."""
+
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2}
+_SCHEDULES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleZBVZeroBubble,
+}
+
+
+class CutError(ValueError):
+    """A model cannot be cut into stages as asked."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One link of the chain.
+
+    Attributes:
+        modules: qualified names of the modules it uses.
+        run: what it does.
+    """
+
+    modules: tuple[str, ...]
+    run: Callable[[Tensor], Tensor]
+
+
+def parts_of(model: nn.Module) -> list[Part]:
+    """The chain that ``model`` is.
+
+    Raises:
+        CutError: it is none.
+    """
+    listed = getattr(model, "pipeline", None)
+    if callable(listed):
+        return [Part(tuple(modules), run) for modules, run in listed()]
+    if isinstance(model, nn.Sequential):
+        return [Part((name,), module) for name, module in model.named_children()]
+    raise CutError(
+        f"{type(model).__name__} cannot be cut into stages: it is no torch.nn.Sequential and has "
+        "no method pipeline() that lists its parts"
+    )
+
+
+def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> list[list[Part]]:
+    """The parts of each stage, in order.
+
+    Args:
+        model: the whole model.
+        stages: how many.
+        starts: names of the modules with which the second and each further stage begins; by default
+            the stages have about as many parameters each.
+
+    Raises:
+        CutError: there are fewer parts than stages, or a name is none of a part's.
+    """
+    parts = parts_of(model)
+    if stages > len(parts):
+        raise CutError(
+            f"{stages} stages, but {type(model).__name__} has only {len(parts)} parts to cut "
+            "between: choose a smaller pp_size, or a schedule with one stage a rank"
+        )
+    bounds = _balanced(model, parts, stages) if starts is None else _named(parts, stages, starts)
+    return [parts[a:b] for a, b in zip([0, *bounds], [*bounds, len(parts)], strict=True)]
+
+
+def _named(parts: Sequence[Part], stages: int, starts: Sequence[str]) -> list[int]:
+    if len(starts) != stages - 1:
+        raise CutError(f"{stages} stages have {stages - 1} cuts, but {len(starts)} names are given")
+    first = {part.modules[0]: i for i, part in enumerate(parts)}
+    unknown = [name for name in starts if name not in first]
+    if unknown:
+        raise CutError(
+            f"no part begins with {', '.join(unknown)}; parts begin with {', '.join(first)}"
+        )
+    bounds = [first[name] for name in starts]
+    if bounds != sorted(set(bounds)) or 0 in bounds:
+        raise CutError(f"{', '.join(starts)} are not in the order of the model: {', '.join(first)}")
+    return bounds
+
+
+def _balanced(model: nn.Module, parts: Sequence[Part], stages: int) -> list[int]:
+    """Cuts for which the largest stage is smallest, counted in parameters."""
+    costs = [
+        1 + sum(p.numel() for name in part.modules for p in model.get_submodule(name).parameters())
+        for part in parts
+    ]
+    n = len(costs)
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[k][i]: the largest of k stages that hold the first i parts, and where the last begins.
+    best = [[(float(sums[i]), 0) for i in range(n + 1)]]
+    for k in range(2, stages + 1):
+        row = [(float("inf"), 0)] * (n + 1)
+        for i in range(k, n + 1):
+            row[i] = min((max(best[-1][j][0], sums[i] - sums[j]), j) for j in range(k - 1, i))
+        best.append(row)
+    bounds, end = [], n
+    for row in reversed(best[1:]):
+        end = row[end][1]
+        bounds.append(end)
+    return bounds[::-1]
+
+
+def stages_on(rank: int, ranks: int, schedule: str) -> list[int]:
+    """Which stages a rank of the pipeline holds, in order."""
+    if schedule == "zero_bubble":
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank + ranks * i for i in range(STAGES_PER_RANK[schedule])]
+
+
+class Stage(nn.Module):
+    """Some parts of a model, run one after the other.
+
+    Args:
+        model: whose parts they are.
+        parts: of this stage.
+    """
+
+    def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
+        super().__init__()
+        self.parts = [part.run for part in parts]
+        names = [name for part in parts for name in part.modules]
+        self.held = nn.ModuleList(model.get_submodule(name) for name in names)
+        self.dtype: torch.dtype | None = None
+        self.ends = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """What the first stage gets of the batch, or the stage before put out, to this one's."""
+        on = hidden.device.type
+        with torch.autocast(on, self.dtype) if self.dtype is not None else nullcontext():
+            for part in self.parts:
+                hidden = part(hidden)
+        half = hidden.dtype in (torch.float16, torch.bfloat16)
+        return hidden.float() if self.ends and half else hidden
+
+
+class Pipeline:
+    """The stages on this rank, and the schedules that run them.
+
+    Args:
+        stages: by their number.
+        count: stages in all.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b`` or ``zero_bubble``.
+        microbatches: parts that a batch is split into.
+        group: the ranks of the pipeline.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        count: int,
+        schedule: str,
+        microbatches: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.stages = stages
+        self.count = count
+        self.schedule = schedule
+        self.microbatches = microbatches
+        self.group = group
+        self.device = device
+        self._made: dict[tuple[Any, ...], Any] = {}
+        self._loss_of: LossOf | None = None
+        if self.last:
+            stages[count - 1].ends = True
+
+    @property
+    def first(self) -> bool:
+        """Whether batches enter here."""
+        return 0 in self.stages
+
+    @property
+    def last(self) -> bool:
+        """Whether outputs come out here."""
+        return self.count - 1 in self.stages
+
+    def autocast(self, dtype: torch.dtype | None) -> None:
+        """Run all stages here in half precision ``dtype``; None: as they are."""
+        for stage in self.stages.values():
+            stage.dtype = dtype
+
+    def train(self, inputs: Tensor, loss_of: LossOf) -> Tensor:
+        """Forward and backward passes of a batch; gradients are added up.
+
+        Args:
+            inputs: [B, ...], the same on all ranks of the pipeline.
+            loss_of: what the backward pass starts from, a sum over samples.
+
+        Returns:
+            The sum of what ``loss_of`` returned on the last stage; 0 on the others.
+        """
+        padded, rows = self._padded(inputs)
+        losses: list[Tensor] = []
+        self._loss_of = loss_of
+        try:
+            self._run_of(padded, training=True).step(
+                *([padded] if self.first else []),
+                target=rows if self.last else None,
+                losses=losses if self.last else None,
+                return_outputs=False,
+            )
+        finally:
+            self._loss_of = None
+        if not losses:
+            return torch.zeros((), device=self.device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor) -> Tensor | None:
+        """Outputs [B, ...] of a batch on the last stage, None on the others."""
+        padded, _ = self._padded(inputs)
+        outputs: Tensor | None = self._run_of(padded, training=False).eval(
+            *([padded] if self.first else [])
+        )
+        return outputs[: len(inputs)] if outputs is not None and self.last else None
+
+    def _padded(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """A batch that splits evenly, and the sample each row is, on the host; -1 where none."""
+        n = len(inputs)
+        size = -(-n // self.microbatches) * self.microbatches
+        rows = torch.arange(size)
+        rows[n:] = -1
+        if size == n:
+            return inputs, rows
+        return torch.cat([inputs, inputs[:1].expand(size - n, *inputs.shape[1:])]), rows
+
+    def _loss(self, outputs: Tensor, rows: Tensor) -> Tensor:
+        assert self._loss_of is not None
+        real = int((rows >= 0).sum())
+        if real == 0:
+            nothing: Tensor = outputs.sum() * 0.0
+            return nothing
+        start = int(rows[0])
+        return self._loss_of(outputs[:real], slice(start, start + real))
+
+    def _run_of(self, inputs: Tensor, training: bool) -> Any:
+        """The schedule for batches of this shape. torch's stages know one shape each."""
+        key = (tuple(inputs.shape), inputs.dtype, training)
+        if key not in self._made:
+            stages = [
+                PipelineStage(stage, number, self.count, self.device, group=self.group)
+                for number, stage in self.stages.items()
+            ]
+            kind: Any = _SCHEDULES[self.schedule]
+            several = STAGES_PER_RANK[self.schedule] > 1
+            self._made[key] = kind(
+                stages if several else stages[0],
+                self.microbatches,
+                loss_fn=self._loss if training else None,
+                scale_grads=False,
+            )
+        return self._made[key]
+
+
+def untie(model: nn.Module, stages: Sequence[Sequence[Part]]) -> dict[str, str]:
+    """Give each stage its own copy of a parameter that several stages use.
+
+    Args:
+        model: the whole model; its modules get copies in place.
+        stages: from :func:`cut`.
+
+    Returns:
+        The parameter's name in the whole model, by each other name that it or a copy of it has.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    renamed: dict[str, str] = {}
+    seen: dict[int, int] = {}
+    for number, parts in enumerate(stages):
+        copies: dict[int, nn.Parameter] = {}
+        for prefix in (name for part in parts for name in part.modules):
+            for path, module in model.get_submodule(prefix).named_modules(prefix=prefix):
+                for key, parameter in list(module._parameters.items()):
+                    if parameter is None:
+                        continue
+                    if names[id(parameter)] != f"{path}.{key}":
+                        renamed[f"{path}.{key}"] = names[id(parameter)]
+                    if seen.setdefault(id(parameter), number) == number:
+                        continue
+                    if id(parameter) not in copies:
+                        copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                        copies[id(parameter)] = copy
+                    module._parameters[key] = copies[id(parameter)]
+    return renamed
+
+
+def users_of(
+    model: nn.Module, stages: Sequence[Sequence[Part]], renamed: Mapping[str, str]
+) -> dict[str, list[int]]:
+    """The stages that use a parameter, by its name, for those that several stages use.
+
+    Args:
+        model: after :func:`untie`, before :func:`keep`.
+        stages: from :func:`cut`.
+        renamed: from :func:`untie`.
+    """
+    users: dict[str, list[int]] = {}
+    for number, parts in enumerate(stages):
+        for prefix in (name for part in parts for name in part.modules):
+            for own, _ in model.get_submodule(prefix).named_parameters(prefix=prefix):
+                known = users.setdefault(renamed.get(own, own), [])
+                if number not in known:
+                    known.append(number)
+    return {name: numbers for name, numbers in users.items() if len(numbers) > 1}
+
+
+def keep(model: nn.Module, stages: Sequence[Sequence[Part]]) -> None:
+    """Drop from ``model`` the parameters and buffers that none of ``stages`` uses."""
+    used = {
+        id(tensor)
+        for parts in stages
+        for part in parts
+        for name in part.modules
+        for tensor in (
+            *model.get_submodule(name).parameters(),
+            *model.get_submodule(name).buffers(),
+        )
+    }
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in used:
+                    tensors[key] = None

@@ -1,0 +1,100 @@
+"""Sharding over data-parallel ranks by torch's ``fully_shard`` (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from runner.booster.parallel.experts import mixtures
+from runner.booster.precision import dtype_of
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How parameters are gathered and given back.
+
+    Attributes:
+        reshard_after_forward: give the gathered parameters of a block back after its forward pass
+            and gather them again for its backward pass; less memory, more traffic.
+        param_dtype: ``bf16`` or ``fp16``: parameters are gathered and computed in it, gradients are
+            reduced in float32. None: as they are.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory between uses.
+    """
+
+    reshard_after_forward: bool = True
+    param_dtype: str | None = None
+    cpu_offload: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of ``fully_shard``."""
+        dtype = dtype_of(self.param_dtype)
+        policy = MixedPrecisionPolicy()
+        if dtype is not None:
+            policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
+        offload: OffloadPolicy = OffloadPolicy()
+        if self.cpu_offload:
+            offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        return {
+            "reshard_after_forward": self.reshard_after_forward,
+            "mp_policy": policy,
+            "offload_policy": offload,
+        }
+
+
+def shard(
+    root: nn.Module,
+    mesh: DeviceMesh,
+    sharding: Sharding,
+    experts: DeviceMesh | None = None,
+) -> None:
+    """Shard each block (each element of a ModuleList) of ``root``, then the rest of it.
+
+    Args:
+        root: the model, or what this rank has of it.
+        mesh: the data-parallel ranks; two axes replicate over the first and shard over the second.
+        sharding: how.
+        experts: the ranks that hold the same experts, where experts are spread over ranks.
+    """
+    options = sharding.options()
+    apart: set[int] = set()
+    for _, mixture in mixtures(root) if experts is not None else ():
+        for expert in mixture.get_submodule("experts").children():
+            apart.update(map(id, expert.modules()))
+            if any(True for _ in expert.parameters()):
+                fully_shard(expert, mesh=experts, **options)
+                assert isinstance(expert, FSDPModule)
+                # Their gradients have gathered those of several data parts on the way here.
+                expert.set_gradient_divide_factor(float(mesh.size()))
+                expert.set_force_sum_reduction_for_comms(True)
+    for module in list(root.modules()):
+        if isinstance(module, nn.ModuleList) and id(module) not in apart:
+            for block in module:
+                if id(block) not in apart and not isinstance(block, FSDPModule):
+                    fully_shard(block, mesh=mesh, **options)
+    fully_shard(root, mesh=mesh, **options)
+
+
+@contextmanager
+def unsynchronised(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Gradients of sharded ``modules`` stay whole and local inside."""
+    sharded = [module for module in modules if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.set_requires_gradient_sync(True)

@@ -1,0 +1,334 @@
+"""Tensor parallelism: single weights split over ranks, by a plan of module patterns.
+
+Shoeybi et al. 2019 (arXiv 1909.08053). A plan maps patterns of module names to styles, under the
+names that transformers' plans use. Parameters become DTensors, which say where their parts lie; the
+layers compute on plain local tensors, with one collective where the parts meet. Splits need not be
+even.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.nn import functional as F
+
+from runner.booster.parallel.exchange import copy_to, gather, scatter, span, sum_of
+
+SEQUENCE = 1
+"""Dimension of positions in activations [B, T, width]."""
+
+HEADS = ("heads", "num_heads", "n_head", "num_attention_heads", "num_key_value_heads")
+"""What models call the number of heads of an attention."""
+
+
+class PlanError(ValueError):
+    """A model cannot be split as a plan says."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """What a style needs to know when its module runs.
+
+    Attributes:
+        group: the ranks that share the module.
+        sequence: whether activations between split layers are split along the sequence.
+    """
+
+    group: dist.ProcessGroup
+    sequence: bool
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """The whole input of a layer of which each rank computes a part."""
+        if self.sequence:
+            length = hidden.shape[SEQUENCE] * self.group.size()
+            return gather(hidden, SEQUENCE, length, self.group, sums=True)
+        return copy_to(hidden, self.group)
+
+    def leave(self, parts: Tensor) -> Tensor:
+        """The sum of the ranks' parts of an output."""
+        if self.sequence:
+            return scatter(parts, SEQUENCE, self.group, sums=True)
+        return sum_of(parts, self.group)
+
+
+_WHOLE = Replicate()
+Run = Callable[..., Any]
+"""Runs a module: given the split, the module, its own forward, and the arguments."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one kind of module is split.
+
+    Attributes:
+        run: what it does instead of its own forward.
+        kinds: modules that it is for.
+        weight: placement of the weight.
+        bias: placement of the bias.
+        own: whether its parameters see a part of the sequence each, so that their gradients are
+            partial sums where activations are split along it.
+    """
+
+    run: Run
+    kinds: tuple[type[nn.Module], ...] = (nn.Module,)
+    weight: Placement = _WHOLE
+    bias: Placement = _WHOLE
+    own: bool = False
+
+
+def _plain(split: Split, module: nn.Module, forward: Run, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _colwise(split: Split, module: nn.Linear, forward: Run, hidden: Tensor) -> Tensor:
+    return F.linear(split.enter(hidden), module.weight, module.bias)
+
+
+def _colwise_rep(split: Split, module: nn.Linear, forward: Run, hidden: Tensor) -> Tensor:
+    part = _colwise(split, module, forward, hidden)
+    return gather(part, -1, module.out_features, split.group, sums=False)
+
+
+def _rowwise(split: Split, module: nn.Linear, forward: Run, hidden: Tensor) -> Tensor:
+    summed = split.leave(F.linear(hidden, module.weight))
+    return summed if module.bias is None else summed + module.bias
+
+
+def _embedding(split: Split, module: nn.Embedding, forward: Run, tokens: Tensor) -> Tensor:
+    start, length = span(module.num_embeddings, split.group.size(), split.group.rank())
+    if length == 0:
+        nothing = tokens.new_zeros((*tokens.shape, module.embedding_dim), dtype=module.weight.dtype)
+        return sum_of(nothing + module.weight.sum(), split.group)
+    here = (tokens >= start) & (tokens < start + length)
+    padding = module.padding_idx
+    if padding is not None:
+        padding = padding - start if start <= padding < start + length else None
+    rows = F.embedding((tokens - start).clamp(0, length - 1), module.weight, padding)
+    return sum_of(rows * here.unsqueeze(-1), split.group)
+
+
+def _split_sequence(
+    split: Split, module: nn.Module, forward: Run, *args: Any, **kwargs: Any
+) -> Any:
+    output = forward(*args, **kwargs)
+    return scatter(output, SEQUENCE, split.group, sums=False) if split.sequence else output
+
+
+def _whole_sequence(split: Split, module: nn.Module, forward: Run, hidden: Tensor) -> Tensor:
+    if not split.sequence:
+        output: Tensor = forward(hidden)
+        return output
+    length = hidden.shape[SEQUENCE] * split.group.size()
+    whole = gather(hidden, SEQUENCE, length, split.group, sums=False)
+    return scatter(forward(whole), SEQUENCE, split.group, sums=False)
+
+
+_LINEAR = (nn.Linear,)
+STYLES: Mapping[str, Style] = {
+    "colwise": Style(_colwise, _LINEAR, weight=Shard(0), bias=Shard(0)),
+    "rowwise": Style(_rowwise, _LINEAR, weight=Shard(1), own=True),
+    "colwise_rep": Style(_colwise_rep, _LINEAR, weight=Shard(0), bias=Shard(0)),
+    "embedding_rowwise": Style(_embedding, (nn.Embedding,), weight=Shard(0)),
+    "sequence_parallel": Style(_plain, own=True),
+    "split_sequence": Style(_split_sequence),
+    "whole_sequence": Style(_whole_sequence),
+}
+"""``colwise``: output features over ranks. ``rowwise``: input features over ranks, outputs summed.
+``colwise_rep``: like colwise, outputs gathered. ``embedding_rowwise``: the vocabulary over ranks.
+The last three matter where activations are split along the sequence: ``sequence_parallel`` works on
+a part of it, after ``split_sequence`` it is split, ``whole_sequence`` needs all of it."""
+
+
+def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The style of each module that a plan names, by the module's qualified name.
+
+    Args:
+        model: the whole model.
+        given: patterns (``*`` stands for anything) and styles; by default the model's own
+            ``tp_plan``. Of two patterns that match a module the last one counts.
+
+    Raises:
+        PlanError: there is no plan, a pattern matches nothing, or a style is unknown or unfit.
+    """
+    plan = given if given is not None else getattr(model, "tp_plan", None)
+    if not plan:
+        raise PlanError(
+            f"{type(model).__name__} has no plan for tensor parallelism: give plugin.tp_plan a "
+            'YAML file with lines such as "blocks.*.mlp.up: colwise" and "blocks.*.mlp.down: rowwise"'
+        )
+    modules = {name: module for name, module in model.named_modules() if name}
+    styles: dict[str, str] = {}
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise PlanError(f"{pattern}: unknown style {style!r}; use {', '.join(STYLES)}")
+        hits = fnmatch.filter(modules, pattern)
+        if not hits:
+            raise PlanError(f"{pattern} matches no module; {_near(pattern, list(modules))}")
+        for name in hits:
+            _check_kind(name, modules[name], style)
+        styles.update(dict.fromkeys(hits, style))
+    return styles
+
+
+def _check_kind(name: str, module: nn.Module, style: str) -> None:
+    kinds = STYLES[style].kinds
+    if not isinstance(module, kinds):
+        fit = " or ".join(f"torch.nn.{kind.__name__}" for kind in kinds)
+        raise PlanError(f"{name}: {style} is for {fit}, not for {type(module).__name__}")
+    if (
+        isinstance(module, nn.Embedding)
+        and style == "embedding_rowwise"
+        and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse)
+    ):
+        raise PlanError(f"{name}: {style} takes no max_norm, scale_grad_by_freq or sparse")
+
+
+def _near(pattern: str, names: list[str]) -> str:
+    """What the user may have meant: the nearest names, with numbers as ``*``."""
+    words = ([("*" if part.isdigit() else part) for part in name.split(".")] for name in names)
+    patterns = list(dict.fromkeys(".".join(parts) for parts in words))
+    near = difflib.get_close_matches(pattern, patterns, n=3, cutoff=0.5)
+    return f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(patterns[:8])}"
+
+
+def check_heads(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
+    """Refuse to cut an attention head in two.
+
+    Args:
+        model: the whole model.
+        styles: from :func:`plan_of`.
+        ranks: parts of each split weight.
+
+    Raises:
+        PlanError: the heads of an attention whose projections are split do not divide by ``ranks``.
+    """
+    for name, module in model.named_modules():
+        split = any(
+            styles.get(f"{name}.{child}") == "colwise" for child, _ in module.named_children()
+        )
+        for word in HEADS if split else ():
+            heads = getattr(module, word, None)
+            if isinstance(heads, int) and heads % ranks:
+                raise PlanError(
+                    f"{name} has {heads} heads ({word}), which tp_size {ranks} does not divide: "
+                    f"choose a tp_size that divides {heads}"
+                )
+
+
+def parallelize(
+    model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, *, sequence: bool
+) -> None:
+    """Split the modules of ``model`` in place; parameters of all others are repeated on each rank.
+
+    Args:
+        model: what this rank has of the model; the same on all ranks of ``mesh``.
+        styles: from :func:`plan_of`.
+        mesh: one axis of ranks.
+        sequence: split activations between split layers along the sequence.
+
+    Raises:
+        PlanError: parameters that are one would be split in different ways.
+    """
+    split = Split(mesh.get_group(), sequence)
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for name, module in model.named_modules():
+        style = STYLES.get(styles.get(name, ""))
+        own = [key for key, value in module._parameters.items() if value is not None]
+        if style is None and not own:
+            continue
+        style = style or Style(_plain)
+        for key in own:
+            placement = {"weight": style.weight, "bias": style.bias}.get(key, Replicate())
+            _distribute(module, f"{name}.{key}", key, mesh, placement, made)
+        partial_sums = sequence and style.own
+        # A row-wise weight sees the whole sequence; its bias is added to a part of it.
+        parts = {
+            k for k in own if partial_sums and not (k == "weight" and style.weight == Shard(1))
+        }
+        forward = partial(_run, style.run, split, module, module.forward, parts)
+        module.forward = forward
+
+
+def _distribute(
+    module: nn.Module,
+    name: str,
+    key: str,
+    mesh: DeviceMesh,
+    placement: Placement,
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]],
+) -> None:
+    """Replace a parameter by its DTensor; tied ones, met again, by the same one.
+
+    Args:
+        module: the owner.
+        name: of the parameter in the model.
+        key: of the parameter in its module.
+        mesh: one axis of ranks.
+        placement: along it.
+        made: whole parameters and what replaced them, by the id of the whole one, which is kept so
+            that no other gets its id.
+    """
+    parameter = module._parameters[key]
+    assert parameter is not None
+    if id(parameter) not in made:
+        spread = distribute_tensor(parameter.detach(), mesh, [placement])
+        replaced = nn.Parameter(spread, requires_grad=parameter.requires_grad)
+        made[id(parameter)] = parameter, replaced
+    replaced = made[id(parameter)][1]
+    assert isinstance(replaced, DTensor)
+    if replaced.placements[0] != placement:
+        raise PlanError(
+            f"{name} is tied to a parameter that is split another way ({replaced.placements[0]}, "
+            f"not {placement}): give both the same split, or untie them"
+        )
+    module._parameters[key] = replaced
+
+
+def _run(
+    run: Run,
+    split: Split,
+    module: nn.Module,
+    forward: Run,
+    parts: set[str],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    with _local_parameters(module, parts):
+        return run(split, module, forward, *args, **kwargs)
+
+
+@contextmanager
+def _local_parameters(module: nn.Module, parts: set[str]) -> Iterator[None]:
+    """The module's own parameters as plain local tensors, through which gradients flow.
+
+    Args:
+        module: of which the parameters are DTensors, at other times.
+        parts: names of those of which each rank computes a part of the gradient.
+    """
+    own: dict[str, Any] = module._parameters
+    held = dict(own)
+    try:
+        for name, parameter in held.items():
+            if isinstance(parameter, DTensor):
+                summed = [Partial()] if name in parts else None
+                own[name] = parameter.to_local(grad_placements=summed)
+        yield
+    finally:
+        own.update(held)

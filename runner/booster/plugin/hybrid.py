@@ -1,0 +1,255 @@
+"""Plugin ``hybrid``: data, tensor, pipeline and expert parallelism on one mesh of ranks.
+
+The plugins ``zero``, ``tensor``, ``pipeline`` and ``moe`` are this one with most sizes left at 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from runner.booster.optimizer import nothing
+from runner.booster.parallel.axes import Axes, Sizes, position
+from runner.booster.parallel.experts import mixtures, of_experts, spread_experts
+from runner.booster.parallel.partition import Partition
+from runner.booster.parallel.pipeline import (
+    STAGES_PER_RANK,
+    CutError,
+    Pipeline,
+    Stage,
+    cut,
+    keep,
+    stages_on,
+    untie,
+    users_of,
+)
+from runner.booster.parallel.sharding import Sharding, shard, unsynchronised
+from runner.booster.parallel.sync import GradientSync, Replicas, Tied, alike
+from runner.booster.parallel.tensor import PlanError, check_heads, parallelize, plan_of
+from runner.booster.plugin.base import Plugin, Spread, require_process_group
+from runner.clip import Layout
+from runner.clip.layout import head_weight
+
+
+class HybridParallelPlugin(Plugin):
+    """Data × tensor × pipeline parallelism, with experts spread over data parts.
+
+    Gradients of data parts are averaged, in the window's last microbatch or, with ``zero_stage`` 2
+    and 3, in each backward pass outside of ``no_sync``.
+
+    Args:
+        tp_size: parts of each split weight.
+        pp_size: ranks that pipeline stages are dealt to.
+        dp_size: data parts; by default what is left of the ranks.
+        ep_size: of the data parts, how many share one set of experts.
+        zero_stage: 0: replicas. 1: optimizer state is partitioned over data parts. 2: gradients as
+            well, 3: parameters as well (both by ``fully_shard``).
+        sequence_parallel: split activations between split layers along the sequence.
+        tp_plan: patterns of module names and their styles (see ``runner.booster.parallel.tensor``);
+            by default the model's own.
+        schedule: of pipeline stages: ``gpipe``, ``1f1b``, ``interleaved_1f1b`` or ``zero_bubble``.
+        num_microbatches: parts that a batch is split into for the pipeline; by default as many as
+            there are stages.
+        split: names of the modules with which further stages begin; by default stages have about as
+            many parameters each.
+        reshard_after_forward: with ``zero_stage`` 3, see :class:`~runner.booster.TorchFSDPPlugin`.
+        param_dtype: with ``zero_stage`` 2 and 3, likewise.
+        cpu_offload: with ``zero_stage`` 2 and 3, likewise.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: the sizes do not multiply to the ranks.
+    """
+
+    def __init__(
+        self,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        dp_size: int | None = None,
+        ep_size: int = 1,
+        zero_stage: int = 0,
+        sequence_parallel: bool = False,
+        tp_plan: Mapping[str, str] | None = None,
+        schedule: str = "1f1b",
+        num_microbatches: int | None = None,
+        split: Sequence[str] | None = None,
+        reshard_after_forward: bool = True,
+        param_dtype: str | None = None,
+        cpu_offload: bool = False,
+    ) -> None:
+        require_process_group(type(self).__name__)
+        if schedule not in STAGES_PER_RANK:
+            raise ValueError(f"unknown schedule {schedule!r}: use {', '.join(STAGES_PER_RANK)}")
+        self.sizes = Sizes.of(self.world_size, dp_size, tp_size, pp_size, ep_size)
+        self.zero_stage = zero_stage
+        self.sequence_parallel = sequence_parallel
+        self.tp_plan = tp_plan
+        self.schedule = schedule
+        self.stage_count = pp_size * STAGES_PER_RANK[schedule]
+        self.num_microbatches = num_microbatches or self.stage_count
+        self.split = split
+        self.sharding = Sharding(
+            reshard_after_forward and zero_stage == 3, param_dtype, cpu_offload
+        )
+        self.stage, self._part, tensor_part = position(self.rank, self.sizes)
+        last = stages_on(self.stage, pp_size, schedule)[-1] == self.stage_count - 1
+        self.speaks = tensor_part == 0 and (pp_size == 1 or last)
+
+    @property
+    def data_rank(self) -> int:
+        """Ranks of one tensor group, and of one pipeline, read the same samples."""
+        return self._part
+
+    @property
+    def data_size(self) -> int:
+        """Data parts."""
+        return self.sizes.dp
+
+    @classmethod
+    def problems(
+        cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
+    ) -> list[tuple[str, Any, str]]:
+        """Sizes that do not fit the ranks, a plan that does not fit the model, too many stages."""
+        given = cls.sizes_given(options, ranks)
+        try:
+            sizes = Sizes.of(ranks, **given)
+        except ValueError as error:
+            return [("nproc", ranks, str(error))]
+        found: list[tuple[str, Any, str]] = []
+        plan = options.get("tp_plan")
+        if sizes.tp > 1 or plan:
+            try:
+                styles = plan_of(model, plan)
+            except PlanError as error:
+                found.append(("tp_plan", plan, str(error)))
+            else:
+                try:
+                    check_heads(model, styles, sizes.tp)
+                except PlanError as error:
+                    found.append(("tp_size", sizes.tp, str(error)))
+        if sizes.pp > 1:
+            stages = sizes.pp * STAGES_PER_RANK[options.get("schedule", "1f1b")]
+            starts = options.get("split")
+            try:
+                cut(model, stages, starts)
+            except CutError as error:
+                found.append(("split" if starts else "pp_size", starts or sizes.pp, str(error)))
+            if callable(getattr(model, "loss", None)):
+                own = f"{type(model).__name__} computes its own loss, which a pipeline cannot cut"
+                found.append(("pp_size", sizes.pp, own))
+        if sizes.ep > 1 and not any(mixtures(model)):
+            none = f"{type(model).__name__} has no experts to spread; model=moe has"
+            found.append(("ep_size", sizes.ep, none))
+        return found
+
+    @classmethod
+    def sizes_given(cls, options: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+        """Arguments of :meth:`Sizes.of` for these ranks, from those of the constructor."""
+        return {
+            "dp": options.get("dp_size"),
+            "tp": options.get("tp_size") or 1,
+            "pp": options.get("pp_size") or 1,
+            "ep": options.get("ep_size") or 1,
+        }
+
+    def configure(self, model: nn.Module) -> Spread:
+        """Cut, deal out experts, split weights, shard: in this order, where each is asked for."""
+        world = dist.group.WORLD
+        assert world is not None
+        sizes = self.sizes
+        device = next(model.parameters()).device
+        axes = Axes(device.type, sizes)
+        whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        head = head_weight(model)
+        experts = of_experts(model) if sizes.ep > 1 else frozenset()
+        styles = plan_of(model, self.tp_plan) if sizes.tp > 1 else {}
+        check_heads(model, styles, sizes.tp)
+        stages = cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
+        alike(model, world)
+
+        renamed = untie(model, stages)
+        copies = users_of(model, stages, renamed)
+        own = stages_on(self.stage, sizes.pp, self.schedule) if stages else []
+        if stages:
+            keep(model, [stages[number] for number in own])
+        if sizes.ep > 1:
+            spread_experts(model, axes.group("ep"))
+        if sizes.tp > 1:
+            parallelize(model, styles, axes.tp, sequence=self.sequence_parallel)
+        modules = {number: Stage(model, stages[number]) for number in own}
+        if self.zero_stage >= 2:
+            for root in modules.values() if stages else [model]:
+                shard(root, axes.dp, self.sharding, axes.edp if sizes.ep > 1 else None)
+
+        def ranks(name: str) -> int:
+            replicas = sizes.dp // (sizes.ep if name in experts else 1)
+            return replicas * sizes.tp * len(copies.get(renamed.get(name, name), [0]))
+
+        layout = Layout.of_sharded(model, world, whole, ranks, renamed, head)
+        replicas = self._replicas(model, axes, experts)
+        partition = Partition(replicas) if self.zero_stage == 1 else None
+        tied = [self._tied(model, name, users, renamed, axes) for name, users in copies.items()]
+        return Spread(
+            model,
+            layout,
+            finish=GradientSync(model.parameters(), replicas, [t for t in tied if t is not None]),
+            publish=nothing if partition is None else partition.publish,
+            steps=None if partition is None else partition.mine,
+            pipeline=self._pipeline(modules, axes, device) if stages else None,
+            renamed=renamed,
+        )
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Sharded gradients stay local until a backward pass outside; others are averaged once a
+        step in any case.
+        """
+        return unsynchronised([model]) if self.zero_stage >= 2 else nullcontext()
+
+    def _replicas(self, model: nn.Module, axes: Axes, experts: frozenset[str]) -> list[Replicas]:
+        """Parameters with the ranks that hold the same; none where ``fully_shard`` averages."""
+        if self.zero_stage >= 2:
+            return []
+        dp = self.sizes.dp
+        named = list(model.named_parameters())
+        shared = [p for name, p in named if name not in experts]
+        spread = [p for name, p in named if name in experts]
+        each = [Replicas(shared, axes.group("dp"), dp)]
+        return [*each, Replicas(spread, axes.group("edp"), dp)] if experts else each
+
+    def _tied(
+        self,
+        model: nn.Module,
+        name: str,
+        users: Sequence[int],
+        renamed: Mapping[str, str],
+        axes: Axes,
+    ) -> Tied | None:
+        """The copies of a parameter that several stages use, if any is here."""
+        copies = [p for own, p in model.named_parameters() if renamed.get(own, own) == name]
+        if not copies:
+            return None
+        count = self.sizes.pp
+        homes = [
+            rank for rank in range(count) if set(stages_on(rank, count, self.schedule)) & set(users)
+        ]
+        if len(homes) == 1:
+            return Tied(copies, None)
+        if len(homes) == count:
+            return Tied(copies, axes.group("pp"))
+        ranks = dist.get_process_group_ranks(axes.group("pp"))
+        group = dist.new_group([ranks[home] for home in homes], use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return Tied(copies, group)
+
+    def _pipeline(self, modules: dict[int, Stage], axes: Axes, device: torch.device) -> Pipeline:
+        group = axes.group("pp")
+        microbatches = self.num_microbatches
+        return Pipeline(modules, self.stage_count, self.schedule, microbatches, group, device)
+
+
+PLUGIN = HybridParallelPlugin

@@ -49,7 +49,16 @@ WRONG = [
     ("+clip=norm", ["+clip=norm", "leave out the +"]),
     ("~clip", ["~clip", "adaptive, none, norm, value"]),
     ("cilp=norm", ["cilp=norm", "unknown key", "clip?"]),
-    ("plugin=dpp plugin.nproc=2", ["(1 problem)", "plugin=dpp", "ddp?", "ddp, fsdp, single"]),
+    (
+        "plugin=dpp plugin.nproc=2",
+        [
+            "(1 problem)",
+            "plugin=dpp",
+            "ddp?",
+            "ddp, fsdp, hybrid, moe, pipeline, single, tensor, zero",
+        ],
+    ),
+    ("plugin=tp", ["plugin=tp", "tensor?"]),
     ("accumulation=x3", ["accumulation=x3", "none, x2, x4, x8"]),
     ("precision=half", ["precision=half", "fp16?", "bf16, fp16, fp32"]),
     ("optimizer=adma", ["optimizer=adma", "adam", "adagrad, adam, adamw, rmsprop, sgd"]),
@@ -87,6 +96,21 @@ WRONG = [
     ("sweep.name=a/b", ["sweep.name=a/b", "name of a folder"]),
     ("train=5", ["train=5", "max_duration"]),
     ("plugin.nproc=0 plugin=ddp", ["plugin.nproc=0", "at least 1"]),
+    ("plugin=tensor plugin.tp_size=0", ["plugin.tp_size=0", "at least 1"]),
+    ("plugin=pipeline plugin.schedule=1f1d", ["plugin.schedule=1f1d", "1f1b?", "gpipe, 1f1b"]),
+    ("plugin=zero plugin.zero_stage=4", ["plugin.zero_stage=4", "at most 3"]),
+    ("plugin=fsdp plugin.param_dtype=half", ["plugin.param_dtype=half", "fp16?", "bf16, fp16"]),
+    (
+        "plugin=tensor plugin.tp_plan={blocks.*.up:colwse}",
+        ["plugin.tp_plan={blocks.*.up:colwse}", "colwise?", "split_sequence"],
+    ),
+    (
+        "plugin=tensor plugin.tp_plan=/nowhere/plan.yaml",
+        ["plugin.tp_plan=/nowhere/plan.yaml", "there is no file /nowhere/plan.yaml"],
+    ),
+    ("verify.modes=[norm,valeu]", ["verify.modes=[norm,valeu]", "adaptive, none, norm, value"]),
+    ("verify.dtype=fp64", ["verify.dtype=fp64", "float64?"]),
+    ("tensor_parallel_size=2", ["tensor_parallel_size=2", "plugin.tp_size?"]),
     ("model._target_=resnet", ["model._target_=resnet", "full name"]),
     # Missing values and references.
     ("model.width=???", ["model.width=???", "no value given"]),
@@ -96,6 +120,27 @@ WRONG = [
     ("clip=none clip.threshold=1", ["clip.threshold=1", "clip=none"]),
     ("clip.threshold=null", ["clip.threshold=null", "clip=norm needs"]),
     ("plugin=single plugin.nproc=2", ["plugin.nproc=2", "plugin=ddp"]),
+    ("plugin=ddp plugin.tp_size=2", ["plugin.tp_size=2", "plugin=ddp", "plugin=tensor or"]),
+    ("plugin.pp_size=2", ["plugin.pp_size=2", "plugin=single", "plugin=pipeline or"]),
+    ("plugin=ddp plugin.dp_size=2", ["plugin.dp_size=2", "give plugin.nproc=2"]),
+    (
+        "plugin=hybrid plugin.nproc=6 plugin.dp_size=2 plugin.tp_size=2 plugin.pp_size=2",
+        ["plugin.nproc=6", "dp_size 2 x tp_size 2 x pp_size 2 = 8", "plugin.nproc=8"],
+    ),
+    ("plugin=moe plugin.ep_size=3 plugin.dp_size=4", ["plugin.ep_size=3", "1, 2 or 4"]),
+    (
+        "plugin=hybrid plugin.sequence_parallel=true",
+        ["plugin.sequence_parallel=true", "plugin.tp_size"],
+    ),
+    (
+        "plugin=pipeline plugin.pp_size=4 plugin.num_microbatches=2",
+        ["plugin.num_microbatches=2", "4 stages", "plugin.schedule=gpipe"],
+    ),
+    (
+        "plugin=pipeline plugin.pp_size=4 data.batch_size=2",
+        ["data.batch_size=2", "must be 4 or more", "plugin.num_microbatches"],
+    ),
+    ("plugin=zero plugin.cpu_offload=true", ["plugin.cpu_offload=true", "stages 2 and 3"]),
     # Words and flags.
     ("norm", ["norm", "KEY=VALUE", "clip=norm?"]),
     ("=3", ["='3'", "no key"]),
@@ -111,6 +156,10 @@ WRONG = [
     ("clip=glob(*)", ["clip=glob(*)", "add -m"]),
     ("-m clip=norm,valeu", ["clip=valeu", "value?"]),
     ("-m clip.threshold=0.1,-1", ["clip.threshold=-1", "in the job clip.threshold=-1"]),
+    (
+        "-m plugin=tensor,ddp plugin.tp_size=2",
+        ["(1 problem)", "plugin.tp_size=2", "in the job plugin=ddp"],
+    ),
     ("-m recipe=glob(zz*)", ["recipe=glob(zz*)", "accumulate_4"]),
     ("-m seed=range(3,3)", ["seed=range(3,3)", "at least one value"]),
     ("-m clip.threshold=interval(0,1)", ["clip.threshold=interval(0,1)", "range(start,stop,step)"]),

@@ -72,6 +72,25 @@ def test_the_other_process_that_composes_settles_the_same(tmp_path):
     assert settled({"plugin": "???"}) == {"plugin": "???"}
 
 
+def test_a_run_is_handed_the_plan_that_was_checked(tmp_path, monkeypatch):
+    from runner import cli, launch
+
+    handed = []
+
+    def run(plain, folder, words):
+        handed.append(plain)
+        return launch.Ended(0)
+
+    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
+    monkeypatch.setattr(cli, "check_jobs", lambda jobs: handed.append(jobs[0].plain))
+    monkeypatch.setattr(launch, "run", run)
+    (tmp_path / "plan.yaml").write_text(TEXT)
+    assert cli.main(["plugin=tensor", f"plugin.tp_plan={tmp_path}/plan.yaml"]) == 0
+    checked, started = handed
+    assert checked["plugin"]["tp_plan"] == started["plugin"]["tp_plan"] == PLAN
+    assert config_hash(checked) == config_hash(started)
+
+
 def test_a_library_may_hand_a_path_to_the_check(tmp_path):
     plain = job("null").plain
     (tmp_path / "plan.yaml").write_text(TEXT)

@@ -10,7 +10,7 @@ Schedules: GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B and interleaved 1F1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,8 @@ _SCHEDULES = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleZBVZeroBubble,
 }
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+"""Of what travels between stages."""
 
 
 class CutError(ValueError):
@@ -140,6 +142,11 @@ def stages_on(rank: int, ranks: int, schedule: str) -> list[int]:
     return [rank + ranks * i for i in range(STAGES_PER_RANK[schedule])]
 
 
+def home_of(stage: int, ranks: int, schedule: str) -> int:
+    """The rank of the pipeline that holds a stage."""
+    return next(rank for rank in range(ranks) if stage in stages_on(rank, ranks, schedule))
+
+
 class Stage(nn.Module):
     """Some parts of a model, run one after the other.
 
@@ -227,7 +234,7 @@ class Pipeline:
         losses: list[Tensor] = []
         self._loss_of = loss_of
         try:
-            self._run_of(padded, training=True).step(
+            self._run_of(padded).step(
                 *([padded] if self.first else []),
                 target=rows if self.last else None,
                 losses=losses if self.last else None,
@@ -241,12 +248,48 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor) -> Tensor | None:
-        """Outputs [B, ...] of a batch on the last stage, None on the others."""
-        padded, _ = self._padded(inputs)
-        outputs: Tensor | None = self._run_of(padded, training=False).eval(
-            *([padded] if self.first else [])
-        )
-        return outputs[: len(inputs)] if outputs is not None and self.last else None
+        """Outputs [B, ...] of a batch on the last stage, None on the others.
+
+        Args:
+            inputs: [B, ...], the same on all ranks of the pipeline.
+        """
+        outputs: list[Tensor] = []
+        sent: list[tuple[Tensor, dist.Work | None]] = []
+        for number in sorted(self.stages):
+            if number == 0:
+                arriving: Iterable[Tensor] = inputs.chunk(self.microbatches)
+            elif number - 1 in self.stages:
+                arriving = outputs
+            else:
+                parts = len(inputs.chunk(self.microbatches))
+                arriving = (self._receive(number - 1) for _ in range(parts))
+            outputs = []
+            for hidden in arriving:
+                outputs.append(self.stages[number](hidden))
+                if number + 1 < self.count and number + 1 not in self.stages:
+                    sent += self._send(outputs[-1], number + 1)
+        for _, work in sent:
+            if work is not None:
+                work.wait()
+        return torch.cat(outputs) if self.last else None
+
+    def _send(self, hidden: Tensor, stage: int) -> list[tuple[Tensor, dist.Work | None]]:
+        """Shape and elements to the rank of ``stage``; both are kept until they have left."""
+        home = home_of(stage, self.group.size(), self.schedule)
+        shape = torch.zeros(10, dtype=torch.int64)
+        shape[0], shape[1] = _DTYPES.index(hidden.dtype), hidden.ndim
+        shape[2 : 2 + hidden.ndim] = torch.tensor(hidden.shape)
+        parts = (shape.to(self.device), hidden.contiguous())
+        return [(part, dist.isend(part, group=self.group, group_dst=home)) for part in parts]
+
+    def _receive(self, stage: int) -> Tensor:
+        home = home_of(stage, self.group.size(), self.schedule)
+        shape = torch.zeros(10, dtype=torch.int64, device=self.device)
+        dist.recv(shape, group=self.group, group_src=home)
+        kind, n, *sizes = shape.tolist()
+        hidden = torch.empty(sizes[:n], dtype=_DTYPES[kind], device=self.device)
+        dist.recv(hidden, group=self.group, group_src=home)
+        return hidden
 
     def _padded(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """A batch that splits evenly, and the sample each row is, on the host; -1 where none."""
@@ -267,9 +310,9 @@ class Pipeline:
         start = int(rows[0])
         return self._loss_of(outputs[:real], slice(start, start + real))
 
-    def _run_of(self, inputs: Tensor, training: bool) -> Any:
+    def _run_of(self, inputs: Tensor) -> Any:
         """The schedule for batches of this shape. torch's stages know one shape each."""
-        key = (tuple(inputs.shape), inputs.dtype, training)
+        key = (tuple(inputs.shape), inputs.dtype)
         if key not in self._made:
             stages = [
                 PipelineStage(stage, number, self.count, self.device, group=self.group)
@@ -280,7 +323,7 @@ class Pipeline:
             self._made[key] = kind(
                 stages if several else stages[0],
                 self.microbatches,
-                loss_fn=self._loss if training else None,
+                loss_fn=self._loss,
                 scale_grads=False,
             )
         return self._made[key]

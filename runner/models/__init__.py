@@ -12,6 +12,7 @@ from runner.models.gated_conv import GatedConvLanguageModel
 from runner.models.gpt import GPT
 from runner.models.lstm import LSTMLanguageModel
 from runner.models.masked import MaskedLanguageModel
+from runner.models.mixture import Mixture, MixtureGPT
 from runner.models.rnn import RNNLanguageModel
 
 __all__ = [
@@ -23,5 +24,7 @@ __all__ = [
     "GatedConvLanguageModel",
     "LSTMLanguageModel",
     "MaskedLanguageModel",
+    "Mixture",
+    "MixtureGPT",
     "RNNLanguageModel",
 ]

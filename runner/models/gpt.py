@@ -6,6 +6,8 @@ down at initialisation by the square root of their number (section 2.3).
 """
 
 import math
+from collections.abc import Callable
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +19,14 @@ INIT_STD = 0.02
 class Attention(nn.Module):
     """Causal self-attention over [B, T, width], with one projection each for query, key, value.
 
-    The three are apart, and the number of heads is read off their outputs, so that a plan which
-    splits their rows over ranks leaves each rank with whole heads.
+    The three are apart, and forward reads the number of heads off their outputs, so that a plan
+    which splits their rows over ranks leaves each rank with whole heads. ``heads`` is the number
+    of all of them, which the ranks of such a plan must divide.
     """
 
     def __init__(self, width: int, heads: int, bias: bool, dropout: float) -> None:
         super().__init__()
+        self.heads = heads
         self.head_width = width // heads
         self.dropout = dropout
         self.query = nn.Linear(width, width, bias=bias)
@@ -57,15 +61,24 @@ class MLP(nn.Module):
         return result
 
 
-class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to what it was given."""
+class FeedForward(Protocol):
+    """What makes the feed-forward layer of a block."""
 
-    def __init__(self, width: int, heads: int, bias: bool, dropout: float) -> None:
+    def __call__(self, *, width: int, bias: bool) -> nn.Module:
+        """A layer that takes [B, T, width] to the same."""
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each normalised before and added to what it was given."""
+
+    def __init__(
+        self, width: int, heads: int, bias: bool, dropout: float, feed_forward: FeedForward
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width, bias=bias)
         self.attention = Attention(width, heads, bias, dropout)
         self.mlp_norm = nn.LayerNorm(width, bias=bias)
-        self.mlp = MLP(width, bias)
+        self.mlp = feed_forward(width=width, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -88,10 +101,27 @@ class GPT(nn.Module):
         bias: whether linear maps and normalisations have biases; the head has none.
         dropout: chance to drop an element of the embedding, of an attention and of a residual
             branch.
+        feed_forward: what makes the feed-forward layer of a block.
 
     Raises:
         ValueError: when the heads do not divide the width.
     """
+
+    # How tensor parallelism splits it: module, with * for any name, to what is done with it.
+    tp_plan: ClassVar[dict[str, str]] = {
+        "embed": "embedding_rowwise",
+        "dropout": "split_sequence",
+        "blocks.*.attention_norm": "sequence_parallel",
+        "blocks.*.attention.query": "colwise",
+        "blocks.*.attention.key": "colwise",
+        "blocks.*.attention.value": "colwise",
+        "blocks.*.attention.out": "rowwise",
+        "blocks.*.mlp_norm": "sequence_parallel",
+        "blocks.*.mlp.up": "colwise",
+        "blocks.*.mlp.down": "rowwise",
+        "norm": "sequence_parallel",
+        "head": "colwise_rep",
+    }
 
     def __init__(
         self,
@@ -103,6 +133,7 @@ class GPT(nn.Module):
         tied: bool,
         bias: bool,
         dropout: float,
+        feed_forward: FeedForward = MLP,
     ) -> None:
         super().__init__()
         if width % heads:
@@ -111,7 +142,9 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, bias, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            Block(width, heads, bias, dropout, feed_forward) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width, bias=bias)
         self.head = nn.Linear(width, vocabulary, bias=False)
         if tied:
@@ -124,20 +157,38 @@ class GPT(nn.Module):
         Raises:
             ValueError: when T is larger than the context.
         """
-        length = tokens.shape[1]
-        if length > self.context:
-            raise ValueError(f"{length} tokens do not fit a context of {self.context}")
-        places = torch.arange(length, device=tokens.device)
-        hidden = self.dropout(self.embed(tokens) + self.positions(places))
+        hidden = self._enter(tokens)
         for block in self.blocks:
             hidden = block(hidden)
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 
+    def pipeline(self) -> list[tuple[tuple[str, ...], Callable[[Tensor], Tensor]]]:
+        """`forward` as a chain: for each part, the modules that it uses and what it computes.
+
+        The first part takes tokens, each further one what the part before it returned, and the
+        last returns logits. A tied head's weight belongs to the first part and to the last.
+        """
+        blocks = [((f"blocks.{i}",), block) for i, block in enumerate(self.blocks)]
+        return [
+            (("embed", "positions", "dropout"), self._enter),
+            *blocks,
+            (("norm",), self.norm),
+            (("head",), self.head),
+        ]
+
+    def _enter(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        if length > self.context:
+            raise ValueError(f"{length} tokens do not fit a context of {self.context}")
+        places = torch.arange(length, device=tokens.device)
+        hidden: Tensor = self.dropout(self.embed(tokens) + self.positions(places))
+        return hidden
+
     def _initialise(self, residual_branches: int) -> None:
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                ends_branch = name.endswith(("attention.out", "mlp.down"))
+                ends_branch = name.endswith((".out", ".down"))
                 scale = math.sqrt(residual_branches) if ends_branch else 1.0
                 nn.init.normal_(module.weight, std=INIT_STD / scale)
             if isinstance(module, nn.Linear) and module.bias is not None:

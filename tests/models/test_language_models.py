@@ -1,7 +1,11 @@
 """Promises that hold for every model that turns tokens into logits of the next token."""
 
+import copy
+import fnmatch
+
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from runner.models import (
@@ -10,6 +14,7 @@ from runner.models import (
     CompressiveTransformer,
     GatedConvLanguageModel,
     LSTMLanguageModel,
+    MixtureGPT,
     RNNLanguageModel,
 )
 
@@ -19,6 +24,12 @@ V, T = 13, 10
 def gpt(**changes):
     sizes = {"context": T, "layers": 2, "heads": 2, "width": 8, "tied": False, "bias": True}
     return GPT(**{"vocabulary": V, "dropout": 0.0, **sizes, **changes})
+
+
+def moe(**changes):
+    sizes = {"context": T, "layers": 2, "heads": 2, "width": 8, "tied": False, "bias": True}
+    mixture = {"experts": 4, "top_k": 2}
+    return MixtureGPT(**{"vocabulary": V, "dropout": 0.0, **sizes, **mixture, **changes})
 
 
 def lstm(**changes):
@@ -58,8 +69,11 @@ MODELS = {
     "lstm_one_layer": lambda **changes: lstm(layers=1, hidden=6, **changes),
     "gated_conv": gated_conv,
     "gated_conv_weight_norm": lambda **changes: gated_conv(weight_norm=True, **changes),
+    "moe": moe,
+    "moe_tied": lambda **changes: moe(tied=True, bias=False, **changes),
     "rnn": rnn,
 }
+TRANSFORMERS = {name: MODELS[name] for name in ("gpt", "gpt_tied", "moe", "moe_tied")}
 
 
 @pytest.fixture(params=MODELS)
@@ -163,6 +177,11 @@ def test_gpt_has_the_parameters_of_its_sizes(bias, expected):
     assert count(gpt(bias=bias)) == expected
 
 
+def test_moe_has_the_parameters_of_its_sizes():
+    router, expert = 3 * 8, 8 * 64 + 5 * 8
+    assert count(moe(experts=3)) == count(gpt()) + 2 * (router + 2 * expert)
+
+
 def test_lstm_has_the_parameters_of_its_sizes():
     gates = 2 * 4 * (8 * 8 + 8 * 8 + 8 + 8)
     assert count(lstm()) == V * 8 + gates + 8 * V + V
@@ -226,6 +245,65 @@ def test_gpt_scales_down_what_it_adds_to_the_residual_stream():
         for plain in (block.attention.query, block.mlp.up):
             assert abs(plain.weight.std() / 0.02 - 1) < 0.1
             assert plain.bias.abs().sum() == 0
+
+
+def test_every_expert_starts_as_the_mlp_of_gpt():
+    torch.manual_seed(0)
+    for block in moe(layers=8, width=64).blocks:
+        assert abs(block.mlp.router.weight.std() / 0.02 - 1) < 0.2
+        for expert in block.mlp.experts:
+            assert abs(expert.down.weight.std() / (0.02 / 16**0.5) - 1) < 0.1
+            assert abs(expert.up.weight.std() / 0.02 - 1) < 0.1
+            assert expert.up.bias.abs().sum() == expert.down.bias.abs().sum() == 0
+
+
+def lacking(model, parts):
+    """The model on a rank that holds ``parts`` alone: parameters of others are gone."""
+    for name, module in model.named_modules():
+        if not any(name == part or name.startswith(f"{part}.") for part in parts):
+            module._parameters.update(dict.fromkeys(module._parameters))
+    return model
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_the_parts_of_a_pipeline_are_the_model_and_need_their_own_modules_alone(name):
+    torch.manual_seed(0)
+    model = TRANSFORMERS[name]()
+    chain = model.pipeline()
+    assert [names for names, _ in chain] == [
+        ("embed", "positions", "dropout"),
+        ("blocks.0",),
+        ("blocks.1",),
+        ("norm",),
+        ("head",),
+    ]
+    batch = tokens()
+    hidden = batch
+    for i, (names, _) in enumerate(chain):
+        hidden = lacking(copy.deepcopy(model), names).pipeline()[i][1](hidden)
+    assert torch.equal(hidden, model(batch))
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_plan_of_tensor_parallelism_names_modules_and_splits_every_matrix(name):
+    model = TRANSFORMERS[name]()
+    plan = model.tp_plan
+    modules = dict(model.named_modules())
+    planned = {
+        pattern: [module for module in modules if fnmatch.fnmatchcase(module, pattern)]
+        for pattern in plan
+    }
+    assert all(planned.values())
+    split = {
+        module
+        for pattern, way in plan.items()
+        if way in ("colwise", "rowwise", "colwise_rep", "embedding_rowwise")
+        for module in planned[pattern]
+    }
+    whole = {"positions", *(f"blocks.{i}.mlp.router" for i in range(2))}
+    matrices = {n for n, module in modules.items() if isinstance(module, nn.Linear | nn.Embedding)}
+    assert split == matrices - whole
+    assert all(block.attention.heads == 2 for block in model.blocks)
 
 
 def test_gpt_attention_is_softmax_over_the_past():

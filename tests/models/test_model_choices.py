@@ -22,6 +22,7 @@ SHOWN_DATA = {
     "gpt": "text",
     "lstm": "text",
     "masked": "masked_text",
+    "moe": "text",
     "rnn": "text",
 }
 LEAST_PIXELS = {"inception_v3": 75}
@@ -95,9 +96,10 @@ def test_data_made_from_its_file_is_complete(name, kind):
         assert inputs.shape == targets.shape == (2, data.tokens_per_sample)
 
 
-def test_the_transformer_takes_the_sequences_of_the_text():
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+def test_the_transformers_take_the_sequences_of_the_text(name):
     sequence_length = chosen("data", "text")["sequence_length"]
-    assert chosen("model", "gpt")["context"] >= sequence_length
+    assert chosen("model", name)["context"] >= sequence_length
 
 
 @pytest.mark.parametrize("group", ["model", "data"])

@@ -253,25 +253,30 @@ class Pipeline:
         Args:
             inputs: [B, ...], the same on all ranks of the pipeline.
         """
-        outputs: list[Tensor] = []
+        outputs = self._walk(inputs.chunk(self.microbatches))
+        return torch.cat([out for _, out in outputs[self.count - 1]]) if self.last else None
+
+    def _walk(self, chunks: Sequence[Tensor]) -> dict[int, list[tuple[Tensor, Tensor]]]:
+        """Forward passes of ``chunks``: what each of them was before and after each stage here."""
+        passed: dict[int, list[tuple[Tensor, Tensor]]] = {}
         sent: list[tuple[Tensor, dist.Work | None]] = []
         for number in sorted(self.stages):
             if number == 0:
-                arriving: Iterable[Tensor] = inputs.chunk(self.microbatches)
+                arriving: Iterable[Tensor] = chunks
             elif number - 1 in self.stages:
-                arriving = outputs
+                arriving = [out for _, out in passed[number - 1]]
             else:
-                parts = len(inputs.chunk(self.microbatches))
-                arriving = (self._receive(number - 1) for _ in range(parts))
-            outputs = []
+                arriving = (self._receive(number - 1) for _ in chunks)
+            passed[number] = []
             for hidden in arriving:
-                outputs.append(self.stages[number](hidden))
+                out = self.stages[number](hidden)
+                passed[number].append((hidden, out))
                 if number + 1 < self.count and number + 1 not in self.stages:
-                    sent += self._send(outputs[-1], number + 1)
+                    sent += self._send(out, number + 1)
         for _, work in sent:
             if work is not None:
                 work.wait()
-        return torch.cat(outputs) if self.last else None
+        return passed
 
     def _send(self, hidden: Tensor, stage: int) -> list[tuple[Tensor, dist.Work | None]]:
         """Shape and elements to the rank of ``stage``; both are kept until they have left."""
@@ -315,8 +320,18 @@ class Pipeline:
         key = (tuple(inputs.shape), inputs.dtype)
         if key not in self._made:
             stages = [
-                PipelineStage(stage, number, self.count, self.device, group=self.group)
-                for number, stage in self.stages.items()
+                PipelineStage(
+                    stage,
+                    number,
+                    self.count,
+                    self.device,
+                    input_args=before,
+                    output_args=after,
+                    group=self.group,
+                )
+                for (number, stage), (before, after) in zip(
+                    self.stages.items(), self._shapes(inputs), strict=True
+                )
             ]
             kind: Any = _SCHEDULES[self.schedule]
             several = STAGES_PER_RANK[self.schedule] > 1
@@ -327,6 +342,27 @@ class Pipeline:
                 scale_grads=False,
             )
         return self._made[key]
+
+    def _shapes(self, inputs: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What goes into and comes out of each stage here, as tensors without elements.
+
+        By a forward pass of one microbatch. torch would find out by itself, but with arbitrary
+        numbers, which differ between ranks: a router would send them different ways.
+        """
+        modes = {module: module.training for s in self.stages.values() for module in s.modules()}
+        try:
+            for stage in self.stages.values():
+                stage.eval()  # Draws no dropout and moves no running statistics.
+            with torch.no_grad():
+                passed = self._walk([inputs[: len(inputs) // self.microbatches]])
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        shapes = []
+        for number in self.stages:
+            before, after = (half.to("meta") for half in passed[number][0])
+            shapes.append((before.requires_grad_(number > 0), after.requires_grad_()))
+        return shapes
 
 
 def untie(model: nn.Module, stages: Sequence[Sequence[Part]]) -> dict[str, str]:

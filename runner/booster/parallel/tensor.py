@@ -171,7 +171,7 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[st
     if not plan:
         raise PlanError(
             f"{type(model).__name__} has no plan for tensor parallelism: give plugin.tp_plan a "
-            'YAML file with lines such as "blocks.*.mlp.up: colwise" or "blocks.*.mlp.down: rowwise"'
+            'YAML file with lines such as "blocks.*.mlp.up: colwise"'
         )
     modules = {name: module for name, module in model.named_modules() if name}
     styles: dict[str, str] = {}

@@ -25,7 +25,7 @@ from runner.clip import ClipMode
 from runner.clip import build as build_mode
 from runner.config.schema import Data as DataConfig
 from runner.config.schema import RunConfig, Target
-from runner.config.sizes import least_ranks, may_grow
+from runner.config.sizes import SizeError, least_ranks, may_grow, sizes
 from runner.data import Data
 from runner.progress import total_steps
 
@@ -150,12 +150,15 @@ def make_plugin(config: RunConfig) -> Plugin:
     Its constructor is given the keys of the section that it knows; a size that is left open is
     None, for the plugin to fill with the ranks that stand.
     """
-    kind = import_module(f"runner.booster.plugin.{config.plugin.name}").PLUGIN
+    kind, options = plugin_of(config)
+    return kind(**options)
+
+
+def plugin_of(config: RunConfig) -> tuple[type[Plugin], dict[str, Any]]:
+    """The class of the plugin, and the arguments of its constructor."""
+    kind: type[Plugin] = import_module(f"runner.booster.plugin.{config.plugin.name}").PLUGIN
     known = inspect.signature(kind).parameters
-    options = {key: value for key, value in vars(config.plugin).items() if key in known}
-    plugin = kind(**options)
-    assert isinstance(plugin, Plugin)
-    return plugin
+    return kind, {key: value for key, value in vars(config.plugin).items() if key in known}
 
 
 def steps_of(config: RunConfig, data: Data, data_size: int) -> int | None:
@@ -170,6 +173,15 @@ def steps_of(config: RunConfig, data: Data, data_size: int) -> int | None:
         microbatch * config.accumulation.steps,
         data.tokens_per_sample,
     )
+
+
+def data_parts(config: RunConfig) -> int:
+    """Data-parallel parts of the run; all its ranks where they do not go into its sizes."""
+    ranks = ranks_of(config)
+    try:
+        return sizes(config.plugin, ranks).dp
+    except SizeError:
+        return ranks
 
 
 def joined_ranks() -> int | None:

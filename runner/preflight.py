@@ -21,6 +21,7 @@ from runner import build
 from runner.clip import Layout
 from runner.config.problem import Problem, RequestError
 from runner.config.schema import RunConfig, Target
+from runner.config.sizes import SizeError, sizes
 from runner.data import Data, DataUnavailable
 from runner.loss import WindowLoss
 
@@ -37,6 +38,9 @@ def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
     if data is not None:
         problems += _durations(config, data)
     if model is not None:
+        kind, options = build.plugin_of(config)
+        for key, value, message in kind.problems(model, build.ranks_of(config), options):
+            problems.append(Problem(f"plugin.{key}", value, message))
         if data is not None:
             problems += _fit(config, model, data)
         try:
@@ -65,9 +69,11 @@ def _machine(config: RunConfig) -> list[Problem]:
         cannot = "this GPU cannot compute in bf16; fp16 or fp32"
         problems.append(Problem("precision", "bf16", cannot))
     ranks = build.ranks_of(config)
-    if ranks % config.plugin.dp_replicate:
-        uneven = f"does not divide the {ranks} ranks (plugin.nproc)"
-        problems.append(Problem("plugin.dp_replicate", config.plugin.dp_replicate, uneven))
+    if joined is not None and config.plugin.name != "single":
+        try:
+            sizes(config.plugin, joined)
+        except SizeError as error:
+            problems.append(Problem(f"plugin.{error.key}", joined, f"torchrun started {error}"))
     limit = torch.cuda.device_count() if gpu else max(8, 4 * (os.cpu_count() or 1))
     if ranks > limit and joined is None:
         per = "one rank a GPU" if gpu else "four ranks a core"
@@ -105,7 +111,7 @@ def _durations(config: RunConfig, data: Data) -> list[Problem]:
                 message = f"{config.data.target} has no tokens; give it in ep, ba or sp"
                 problems.append(Problem(key, str(duration), message))
     samples = len(data.train)  # type: ignore[arg-type]
-    needed = config.data.batch_size * build.ranks_of(config)
+    needed = config.data.batch_size * build.data_parts(config)
     if samples == 0 or (config.data.drop_last and samples < needed):
         message = f"with drop_last a microbatch of all ranks is {needed} of only {samples} samples"
         problems.append(Problem("data.batch_size", config.data.batch_size, message))
@@ -160,7 +166,7 @@ def _optimizer_and_scheduler(config: RunConfig, data: Data | None, problems: lis
         problems.append(_refused("optimizer", config.optimizer, error))
         optimizer = torch.optim.SGD([parameter], lr=0.1)
     try:
-        steps = 1 if data is None else build.steps_of(config, data, build.ranks_of(config))
+        steps = 1 if data is None else build.steps_of(config, data, build.data_parts(config))
         _steps_unasked(config.scheduler, build.make_scheduler(config.scheduler, optimizer, steps))
     except Exception as error:
         problems.append(_refused("scheduler", config.scheduler, error))

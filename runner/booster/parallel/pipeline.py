@@ -18,23 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
 
 LossOf = Callable[[Tensor, slice], Tensor]
 """The summed loss of some samples: given their outputs, and where they lie in the batch."""
 
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2}
 _SCHEDULES = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleZBVZeroBubble,
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleZBVZeroBubble",
 }
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 """Of what travels between stages."""
@@ -317,10 +310,13 @@ class Pipeline:
 
     def _run_of(self, inputs: Tensor) -> Any:
         """The schedule for batches of this shape. torch's stages know one shape each."""
+        # Imported where it is used: it takes as long as the rest of this package.
+        from torch.distributed import pipelining
+
         key = (tuple(inputs.shape), inputs.dtype)
         if key not in self._made:
             stages = [
-                PipelineStage(
+                pipelining.PipelineStage(
                     stage,
                     number,
                     self.count,
@@ -333,7 +329,7 @@ class Pipeline:
                     self.stages.items(), self._shapes(inputs), strict=True
                 )
             ]
-            kind: Any = _SCHEDULES[self.schedule]
+            kind: Any = getattr(pipelining, _SCHEDULES[self.schedule])
             several = STAGES_PER_RANK[self.schedule] > 1
             self._made[key] = kind(
                 stages if several else stages[0],

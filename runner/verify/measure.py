@@ -1,0 +1,286 @@
+"""The job of a verification on one rank: both sides step by step, one mode after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner import Trainer, build
+from runner.booster import Plugin
+from runner.clip import ClipMode
+from runner.config.schema import RunConfig
+from runner.telemetry.sink import Row, Sink
+from runner.verify import naive, setting, watch
+from runner.verify.comparison import (
+    Compared,
+    Figures,
+    Naive,
+    Step,
+    disagreements,
+    relative,
+    tensor_errors,
+)
+from runner.verify.reference import Dealt, Reference
+
+BINDS = 0.1
+"""Of the largest figure of the first step: a threshold that clips, if not only what is largest."""
+
+
+def execute(
+    config: RunConfig,
+    sinks: Sequence[Sink],
+    make_plugin: Callable[[RunConfig], Plugin] = build.make_plugin,
+) -> dict[str, Any]:
+    """Compare the plugin's side with one process, in each of the modes that are asked for.
+
+    Args:
+        config: the whole configuration.
+        sinks: take a row as each step is compared (see :func:`row_of`); none but on the first rank.
+        make_plugin: what makes the plugin, anew for each mode.
+
+    Returns:
+        On the first rank what ``verify.json`` holds of the comparison, nothing on the others.
+
+    Raises:
+        runner.booster.NonFiniteGradient: a gradient is not finite.
+        runner.clip.layout.LayoutError: the plugin's layout does not account for the model.
+    """
+    said = list(setting.notes(config))
+    settled = setting.comparable(config)
+    device = build.device_of(config.device)
+    if device.type == "cuda" and config.verify.dtype == "float32":
+        # Ten bits of mantissa are no float32, and cuDNN takes them by default.
+        torch.backends.cudnn.allow_tf32 = False
+    compared: list[Compared] = []
+    causes: dict[str, None] = {}
+    for number, name in enumerate(config.verify.modes or [config.clip.mode]):
+        side = _Side(settled, make_plugin(settled), name, device)
+        shown = [_Numbered(sink, number) for sink in sinks]
+        compared += side.compare(shown)
+        causes |= dict.fromkeys(side.causes())
+    if side.reference is not None and (dropped := side.reference.dropped):
+        said.append(f"dropout is off, in {dropped} places: ranks would drop other elements")
+    return outcome(config, compared, said, list(causes)) if compared else {}
+
+
+def outcome(
+    config: RunConfig, compared: Sequence[Compared], said: Sequence[str], causes: Sequence[str]
+) -> dict[str, Any]:
+    """What ``verify.json`` holds of the comparison.
+
+    Args:
+        config: of the request.
+        compared: one entry a mode.
+        said: what was not as the request has it.
+        causes: what, other than a fault, may have set the sides apart.
+    """
+    bound = config.verify.bound
+    modes = [_mode(one, bound) for one in compared]
+    ok = not any(one["failures"] for one in modes)
+    outcomes = [step.naive for one in compared for step in one.steps if step.naive is not None]
+    raised = next((one.raised for one in outcomes if one.raised is not None), None)
+    furthest = max((one.error for one in outcomes), default=None)
+    return {
+        "ok": ok,
+        "error": None,
+        "rank": None,
+        "max_rel_error": max(one.largest for one in compared),
+        "naive": raised or furthest,
+        "tolerance": bound,
+        "notes": list(said),
+        "causes": [] if ok else list(causes),
+        "modes": modes,
+    }
+
+
+def row_of(step: Step, threshold: float | None) -> Row:
+    """One compared step as figures that travel to whoever shows them; NaN where there is none."""
+    by_hand = step.naive
+    return {
+        "train/step": step.step,
+        "clip/threshold": math.nan if threshold is None else threshold,
+        "grad/norm": step.plugin.norm,
+        "clip/fraction": step.plugin.fraction,
+        "verify/norm": step.reference.norm,
+        "verify/norm_error": step.norm_error,
+        "verify/gradient_error": step.gradient_error,
+        "verify/fraction": step.reference.fraction,
+        "verify/naive": math.nan if by_hand is None or by_hand.norm is None else by_hand.norm,
+        "verify/naive_error": math.nan if by_hand is None else by_hand.error,
+    }
+
+
+class _Side:
+    """One mode under the plugin on this rank; on the first one, the reference beside it."""
+
+    def __init__(self, config: RunConfig, plugin: Plugin, name: str, device: torch.device) -> None:
+        self.config = config
+        self.plugin = plugin
+        self.name = name
+        self.device = device
+        self.losses = _Losses()
+        self.steps: list[Step] = []
+        self.reference: Reference | None = None
+        mode, self.derived = setting.make_mode(config, name)
+        first = [self.losses] if plugin.rank == 0 else []
+        self.trainer: Trainer = watch.make_trainer(config, plugin, mode, *first)
+        pipeline = self.trainer.model.pipeline
+        self.dealt = Dealt(plugin.data_size, 1 if pipeline is None else pipeline.microbatches)
+
+    def compare(self, sinks: Sequence[Sink]) -> list[Compared]:
+        """Train both sides; on the first rank the comparison, on the others nothing."""
+        trainer, first = self.trainer, self.plugin.rank == 0
+        mode = trainer.mode
+        if self.derived:
+            probe = Reference(self.config, self.dealt, self._mode(), self.device) if first else None
+            mode.threshold = watch.from_first(probe.peak() * BINDS if probe is not None else None)
+        if first:
+            self.reference = Reference(
+                self.config, self.dealt, self._mode(mode.threshold), self.device
+            )
+
+        def seen(
+            ranks: list[Figures], gradients: dict[str, Tensor], by_hand: list[Naive | None]
+        ) -> None:
+            self._take_step(ranks, gradients, by_hand)
+            for sink in sinks:
+                sink.write(row_of(self.steps[-1], mode.threshold))
+
+        trainer.mode = watch.Watched(mode, trainer, seen)
+        trainer.fit()
+        drifted = watch.drifted(trainer.optimizer.layout)
+        placed = watch.placements(trainer.optimizer.layout)
+        weights = trainer.booster.state_dict(trainer.model)
+        if self.reference is None:
+            return []
+        wanted = self.reference.weights()
+        weights = {name: tensor for name, tensor in weights.items() if name in wanted}
+        steps = [
+            replace(step, loss=(loss, step.loss[1]))
+            for step, loss in zip(self.steps, self.losses.each, strict=True)
+        ]
+        errors = tensor_errors(weights, wanted)
+        return [Compared(self.name, mode.threshold, self.derived, steps, errors, drifted, placed)]
+
+    def causes(self) -> Iterator[str]:
+        """What, other than a fault of the plugin, may set the sides apart here, in words."""
+        reference = self.reference
+        if reference is None:
+            return
+        if reference.drew:
+            yield (
+                "the model draws random numbers in its forward pass (functional dropout, say): "
+                "ranks draw others than one process"
+            )
+        if reference.windows.drew:
+            yield "the data draws random numbers when it is read: the two sides see other samples"
+        layers = [
+            module
+            for module in reference.model.modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
+        if any(isinstance(layer, nn.SyncBatchNorm) for layer in layers):
+            yield "SyncBatchNorm couples the samples of all ranks; one process reads them in parts"
+        if layers and reference.windows.uneven:
+            yield (
+                "the pipeline fills a short microbatch up with copies, which batch norm sees: "
+                "choose a data.batch_size that plugin.num_microbatches divides, and "
+                "data.drop_last=true"
+            )
+        losses = next(((s.loss, s.step) for s in self.steps), None)
+        ours = self.losses.each[0] if self.losses.each else math.nan
+        if losses is not None and not relative(ours, losses[0][1]) <= self.config.verify.bound:
+            yield (
+                f"the losses of step 1 differ already ({ours!r}, one process {losses[0][1]!r}): "
+                "look at the forward pass or the batches rather than at clipping"
+            )
+        if self.config.verify.dtype == "float32":
+            yield "float32 rounds: verify.dtype=float64 tells rounding from a fault"
+
+    def _mode(self, threshold: float | None = None) -> ClipMode:
+        """The mode once more, since one is bound to one layout."""
+        mode, _ = setting.make_mode(self.config, self.name)
+        if threshold is not None:
+            mode.threshold = threshold
+        return mode
+
+    def _take_step(
+        self, ranks: list[Figures], gradients: dict[str, Tensor], by_hand: list[Naive | None]
+    ) -> None:
+        assert self.reference is not None
+        number = len(self.steps) + 1
+        figures, loss, wanted = self.reference.step()
+        self.steps.append(
+            Step(
+                step=number,
+                plugin=ranks[0],
+                reference=figures,
+                gradients=tensor_errors(gradients, wanted),
+                disagreeing=disagreements(number, ranks),
+                naive=naive.worst(by_hand, figures.norm),
+                loss=(math.nan, loss),
+            )
+        )
+
+
+def _mode(one: Compared, bound: float) -> dict[str, Any]:
+    worst = [
+        {"name": name, "error": error, "of": what, "placed": one.placed.get(name, "nowhere")}
+        for name, error, what in one.worst()
+    ]
+    return {
+        "mode": one.mode,
+        "threshold": one.threshold,
+        "derived": one.derived,
+        "binds": one.binds,
+        "max_rel_error": one.largest,
+        "weight_error": one.weight_error,
+        "failures": list(one.failures(bound)),
+        "worst": worst,
+        "steps": [_step(step) for step in one.steps],
+    }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    return {
+        "step": step.step,
+        "norm_error": step.norm_error,
+        "norm_clipped_error": step.clipped_error,
+        "gradient_error": step.gradient_error,
+        "loss": {"plugin": step.loss[0], "reference": step.loss[1]},
+        "plugin": asdict(step.plugin),
+        "reference": asdict(step.reference),
+        "naive": None if step.naive is None else asdict(step.naive),
+    }
+
+
+class _Losses:
+    """A sink that keeps the loss of each step."""
+
+    def __init__(self) -> None:
+        self.each: list[float] = []
+
+    def write(self, row: Row) -> None:
+        self.each.append(float(row["train/loss"]))
+
+    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
+        pass
+
+
+class _Numbered:
+    """A sink that is told which of the modes a row is of."""
+
+    def __init__(self, sink: Sink, number: int) -> None:
+        self._sink = sink
+        self._number = number
+
+    def write(self, row: Row) -> None:
+        self._sink.write(row | {"verify/mode": self._number})
+
+    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
+        pass

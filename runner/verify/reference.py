@@ -1,0 +1,196 @@
+"""One process that holds the whole model and reads what all data parts read, part after part."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, Dataset
+
+from runner import build
+from runner.booster import Booster, OptimizerWrapper
+from runner.clip import ClipMode, total_norm
+from runner.config.schema import RunConfig
+from runner.data import DealtBatches
+from runner.loss import WindowLoss
+from runner.verify.comparison import Figures
+from runner.verify.setting import Collate, dtype_of, make_model, make_optimizer
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """How the plugin's side divides a microbatch.
+
+    Attributes:
+        parts: data-parallel ones.
+        chunks: of each part, through a pipeline; 1 without one.
+    """
+
+    parts: int
+    chunks: int = 1
+
+
+class Windows:
+    """The batches of each optimizer step: every chunk of every part of its microbatches.
+
+    Layers that couple the samples of a batch see the same batches as under the plugin.
+
+    Args:
+        config: of the request.
+        dealt: how the plugin's side divides a microbatch.
+
+    Attributes:
+        uneven: whether a chunk so far held fewer samples than others of its part, which a pipeline
+            fills up with a copy.
+        drew: whether reading the data moved the state of a random number generator.
+    """
+
+    def __init__(self, config: RunConfig, dealt: Dealt) -> None:
+        self.config = config
+        self.dealt = dealt
+        self.uneven = False
+        self.drew = False
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        config = self.config
+        dataset: Dataset[Any] = build.make_data(config.data).train
+        order = DealtBatches(
+            len(dataset),  # type: ignore[arg-type]
+            config.data.batch_size,
+            rank=0,
+            world_size=self.dealt.parts,
+            shuffle=True,
+            drop_last=config.data.drop_last,
+            seed=config.seed,
+        )
+        steps = config.accumulation.steps
+        for epoch in count():
+            order.set_epoch(epoch)
+            if callable(set_epoch := getattr(dataset, "set_epoch", None)):
+                set_epoch(epoch)
+            for first in range(0, len(order), steps):
+                window = range(first, min(first + steps, len(order)))
+                parts = [part for number in window for part in order.parts(number)]
+                yield self._read(dataset, [chunk for part in parts for chunk in self._cut(part)])
+
+    def _cut(self, part: list[int]) -> list[list[int]]:
+        size = -(-len(part) // self.dealt.chunks)
+        self.uneven |= len(part) != size * self.dealt.chunks
+        return [part[start : start + size] for start in range(0, len(part), max(size, 1))]
+
+    def _read(self, dataset: Dataset[Any], chunks: list[list[int]]) -> list[Any]:
+        loader = DataLoader(
+            dataset,
+            batch_sampler=chunks,
+            collate_fn=Collate(dtype_of(self.config)),
+            generator=torch.Generator(),  # or the loader would draw a seed from the global one
+        )
+        before = _random_state()
+        batches = list(loader)
+        self.drew |= _random_state() != before
+        return batches
+
+
+class Reference:
+    """The training of one process, one optimizer step at a time.
+
+    Args:
+        config: of the request.
+        dealt: how the plugin's side divides a microbatch.
+        mode: of clipping; made for this side alone.
+        device: where it is computed.
+
+    Attributes:
+        dropped: chances of dropout that were set to 0.
+        drew: whether a forward or backward pass moved the state of a random number generator.
+    """
+
+    def __init__(
+        self, config: RunConfig, dealt: Dealt, mode: ClipMode, device: torch.device
+    ) -> None:
+        self.device = device
+        self.windows = Windows(config, dealt)
+        self._batches = iter(self.windows)
+        self.model, self.dropped = make_model(config, device)
+        self.model.train()
+        self.loss = WindowLoss(self.model)
+        self.optimizer: OptimizerWrapper
+        booster = Booster(nonfinite="error")
+        _, self.optimizer, *_ = booster.boost(self.model, make_optimizer(config, self.model))
+        self.mode = mode
+        mode.bind(self.optimizer.layout)
+        self.drew = False
+
+    def step(self) -> tuple[Figures, float, dict[str, Tensor]]:
+        """Take one step.
+
+        Returns:
+            What clipping did, the loss, and the clipped gradients by name, on the host.
+
+        Raises:
+            runner.booster.NonFiniteGradient: the gradient is not finite.
+        """
+        loss = self.accumulate()
+        figures = Figures.of(self.optimizer.clip(self.mode))
+        gradients = {
+            piece.name: piece.param.grad.detach().cpu().clone()
+            for piece in self.optimizer.layout.pieces
+            if piece.param.grad is not None
+        }
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return figures, loss, gradients
+
+    @torch.enable_grad()
+    def accumulate(self) -> float:
+        """Forward and backward pass of every batch of the next step; the loss of the step."""
+        host = next(self._batches)
+        counts = [self.loss.items(batch)[0] for batch in host]
+        weight = 1.0 / max(sum(counts), 1)
+        before = _random_state()
+        total = 0.0
+        for on_host, items in zip(host, counts, strict=True):
+            batch = tree_map_only(Tensor, lambda t: t.to(self.device), on_host)
+            loss = self.loss.sum(self.loss.forward(self.model, batch), batch, items)
+            self.optimizer.backward(loss, weight)
+            total += float(loss.detach()) * weight
+        self.drew |= _random_state() != before
+        return total
+
+    def peak(self) -> float:
+        """What the mode compares with its threshold, at its largest in the first step.
+
+        Raises:
+            ValueError: it is zero or not finite.
+        """
+        self.accumulate()
+        layout = self.optimizer.layout
+        with torch.no_grad():
+            norm = total_norm(layout, self.mode.norm_type)
+            peak = float(self.mode.clip(layout, norm).peak)
+        if not 0 < peak < float("inf"):
+            raise ValueError(
+                f"no threshold can be derived from the first step, whose largest figure is {peak}: "
+                "give clip and clip.threshold"
+            )
+        return peak
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters by name, on the host."""
+        return {name: p.detach().cpu() for name, p in self.model.named_parameters()}
+
+
+def _random_state() -> list[bytes]:
+    """The state of the generators that models and data draw from."""
+    states = [torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode()]
+    states.append(np.random.get_state(legacy=True)[1].tobytes())  # type: ignore[index]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state().numpy().tobytes())
+    return states

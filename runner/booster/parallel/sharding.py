@@ -60,7 +60,7 @@ def shard(
     sharding: Sharding,
     experts: DeviceMesh | None = None,
 ) -> None:
-    """Shard each block (each element of a ModuleList) of ``root``, then the rest of it.
+    """Shard each block (each element of a ModuleList, but experts), then the rest of ``root``.
 
     Args:
         root: the model, or what this rank has of it.
@@ -69,21 +69,25 @@ def shard(
         experts: the ranks that hold the same experts, where experts are spread over ranks.
     """
     options = sharding.options()
-    apart: set[int] = set()
     for _, mixture in mixtures(root) if experts is not None else ():
         for expert in mixture.get_submodule("experts").children():
-            apart.update(map(id, expert.modules()))
             if any(True for _ in expert.parameters()):
                 fully_shard(expert, mesh=experts, **options)
                 assert isinstance(expert, FSDPModule)
                 # Their gradients have gathered those of several data parts on the way here.
                 expert.set_gradient_divide_factor(float(mesh.size()))
                 expert.set_force_sum_reduction_for_comms(True)
-    for module in list(root.modules()):
-        if isinstance(module, nn.ModuleList) and id(module) not in apart:
-            for block in module:
-                if id(block) not in apart and not isinstance(block, FSDPModule):
-                    fully_shard(block, mesh=mesh, **options)
+    # Experts belong to their block: a rank may run some of them and not others.
+    lists = [
+        module
+        for name, module in root.named_modules()
+        if isinstance(module, nn.ModuleList) and "experts" not in name.split(".")
+    ]
+    # From the inside out: a block takes what its own blocks have left.
+    for blocks in reversed(lists):
+        for block in blocks:
+            if not isinstance(block, FSDPModule):
+                fully_shard(block, mesh=mesh, **options)
     fully_shard(root, mesh=mesh, **options)
 
 

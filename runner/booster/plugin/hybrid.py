@@ -5,6 +5,7 @@ The plugins ``zero``, ``tensor``, ``pipeline`` and ``moe`` are this one with mos
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -34,6 +35,8 @@ from runner.booster.parallel.tensor import PlanError, check_heads, parallelize, 
 from runner.booster.plugin.base import Plugin, Spread, require_process_group
 from runner.clip import Layout
 from runner.clip.layout import head_weight
+
+log = logging.getLogger(__name__)
 
 
 class HybridParallelPlugin(Plugin):
@@ -142,9 +145,10 @@ class HybridParallelPlugin(Plugin):
             if callable(getattr(model, "loss", None)):
                 own = f"{type(model).__name__} computes its own loss, which a pipeline cannot cut"
                 found.append(("pp_size", sizes.pp, own))
-        if sizes.ep > 1 and not any(mixtures(model)):
+        asked = options.get("ep_size")
+        if asked and asked > 1 and not any(mixtures(model)):
             none = f"{type(model).__name__} has no experts to spread; model=moe has"
-            found.append(("ep_size", sizes.ep, none))
+            found.append(("ep_size", asked, none))
         return found
 
     @classmethod
@@ -178,6 +182,8 @@ class HybridParallelPlugin(Plugin):
         if stages:
             keep(model, [stages[number] for number in own])
         if sizes.ep > 1:
+            if not experts and self.rank == 0:
+                log.warning("%s has no experts: it is repeated whole", type(model).__name__)
             spread_experts(model, axes.group("ep"))
         if sizes.tp > 1:
             parallelize(model, styles, axes.tp, sequence=self.sequence_parallel)
@@ -229,22 +235,23 @@ class HybridParallelPlugin(Plugin):
         renamed: Mapping[str, str],
         axes: Axes,
     ) -> Tied | None:
-        """The copies of a parameter that several stages use, if any is here."""
-        copies = [p for own, p in model.named_parameters() if renamed.get(own, own) == name]
-        if not copies:
-            return None
+        """The copies here of a parameter that several stages use. Every rank has to call it."""
         count = self.sizes.pp
         homes = [
             rank for rank in range(count) if set(stages_on(rank, count, self.schedule)) & set(users)
         ]
-        if len(homes) == 1:
-            return Tied(copies, None)
+        group: dist.ProcessGroup | None = None
         if len(homes) == count:
-            return Tied(copies, axes.group("pp"))
-        ranks = dist.get_process_group_ranks(axes.group("pp"))
-        group = dist.new_group([ranks[home] for home in homes], use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        return Tied(copies, group)
+            group = axes.group("pp")
+        elif len(homes) > 1:
+            # On every rank, also on those without a copy: torch numbers groups by counting them.
+            pipelines = self.sizes.dp * self.sizes.tp
+            own, _ = dist.new_subgroups_by_enumeration(
+                [[home * pipelines + i for home in homes] for i in range(pipelines)]
+            )
+            group = own if isinstance(own, dist.ProcessGroup) else None
+        copies = [p for path, p in model.named_parameters() if renamed.get(path, path) == name]
+        return Tied(copies, group) if copies else None
 
     def _pipeline(self, modules: dict[int, Stage], axes: Axes, device: torch.device) -> Pipeline:
         group = axes.group("pp")

@@ -1,0 +1,91 @@
+"""Every plugin trains the same model on the same samples to the same loss curve, by the command."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+STEPS = 30
+# (request, data parts): the batch of all data parts together is 8 samples.
+PLUGINS = {
+    "ddp": ("plugin=ddp plugin.nproc=2", 2),
+    "fsdp": ("plugin=fsdp plugin.nproc=2", 2),
+    "zero": ("plugin=zero plugin.nproc=2", 2),
+    "zero3": ("plugin=zero plugin.zero_stage=3 plugin.nproc=2", 2),
+    "tensor": ("plugin=tensor plugin.nproc=2", 1),
+    "sequence": ("plugin=tensor plugin.nproc=2 plugin.sequence_parallel=true", 1),
+    "pipeline": ("plugin=pipeline plugin.nproc=2", 1),
+    "zero_bubble": ("plugin=pipeline plugin.nproc=2 plugin.schedule=zero_bubble", 1),
+    "moe": ("plugin=moe plugin.nproc=2", 2),
+    "hybrid": ("plugin=hybrid plugin.dp_size=2 plugin.tp_size=2 plugin.pp_size=2", 2),
+}
+TEXT = ["model=gpt", "data=text", "optimizer=adamw"]
+EXPERTS = ["model=moe", "data=text", "optimizer=adamw"]
+DIGITS = ["data=digits", "model=cnn"]
+
+
+def rows_of(folder: Path, words: list[str]) -> list[dict[str, float]]:
+    """The rows of a run of 30 steps by the command ``python -m runner``."""
+    common = [f"train.max_duration={STEPS}ba", "eval.interval=1000ba", "tracker=none", "seed=3"]
+    command = [
+        sys.executable,
+        "-m",
+        "runner",
+        "device=cpu",
+        *words,
+        *common,
+        f"hydra.run.dir={folder}",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=150, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["train/step"] for row in rows] == list(range(1, STEPS + 1))
+    return rows
+
+
+@cache
+def alone(model: tuple[str, ...], home: Path) -> list[dict[str, float]]:
+    return rows_of(home / f"alone_{model[0].partition('=')[2]}", [*model, "data.batch_size=8"])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("curves")
+
+
+def assert_same_curve(home, model, name):
+    request, parts = PLUGINS[name]
+    words = [*model, *request.split(), f"data.batch_size={8 // parts}"]
+    ours = rows_of(home / f"{name}_{model[0].partition('=')[2]}", words)
+    for row, wanted in zip(ours, alone(tuple(model), home), strict=True):
+        assert row["train/loss"] == pytest.approx(wanted["train/loss"], rel=1e-4), row["train/step"]
+        # In float32 the norm of a late step feels the rounding of all steps before.
+        assert row["grad/norm"] == pytest.approx(wanted["grad/norm"], rel=2e-3), row["train/step"]
+        for key in ("train/samples", "train/lr", "clip/threshold"):
+            assert row[key] == wanted[key]
+
+
+@pytest.mark.xdist_group("curves_text")
+@pytest.mark.parametrize("name", PLUGINS)
+def test_text(home, name):
+    assert_same_curve(home, TEXT, name)
+
+
+@pytest.mark.xdist_group("curves_other")
+@pytest.mark.parametrize("name", ["moe", "fsdp"])
+def test_experts(home, name):
+    assert_same_curve(home, EXPERTS, name)
+
+
+@pytest.mark.xdist_group("curves_other")
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero", "zero3", "moe"])
+def test_digits(home, name):
+    assert_same_curve(home, DIGITS, name)

@@ -126,8 +126,9 @@ class OptimizerWrapper:
         if self.stage is Stage.CLIPPED or self.stage is Stage.ACCUMULATING:
             raise StepOrderError(f"cannot clip now: {self.stage.value}")
         here = any(piece.param.grad is not None for piece in self.layout.pieces)
-        # A rank of a model that is split may have none: its peers wait for it in the collectives.
-        if not here and self.layout.group is None:
+        # A rank of a model that is split may have none after a backward pass: its peers wait for it
+        # in the collectives.
+        if not here and (self.layout.group is None or self.stage is Stage.EMPTY):
             raise StepOrderError(f"cannot clip now: {Stage.EMPTY.value}")
         self.unscale()
         norm = total_norm(self.layout, mode.norm_type)

@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
-PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "runner.train"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.distributed.pipelining",
+    # The first optimizer imports it, which takes each rank as long as a short training.
+    "torch._dynamo",
+    "runner.train",
+]
 
 
 def run_ranks(body: Callable[..., Any], world: int, *args: Any, timeout: float = 90) -> list[Any]:

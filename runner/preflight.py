@@ -39,6 +39,8 @@ def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
         problems += _durations(config, data)
     if model is not None:
         kind, options = build.plugin_of(config)
+        if data is not None:
+            problems += _sequence(config, data)
         for key, value, message in kind.problems(model, build.ranks_of(config), options):
             problems.append(Problem(f"plugin.{key}", value, message))
         if data is not None:
@@ -116,6 +118,19 @@ def _durations(config: RunConfig, data: Data) -> list[Problem]:
         message = f"with drop_last a microbatch of all ranks is {needed} of only {samples} samples"
         problems.append(Problem("data.batch_size", config.data.batch_size, message))
     return problems
+
+
+def _sequence(config: RunConfig, data: Data) -> list[Problem]:
+    """Whether a sequence can be split evenly, where it is to be."""
+    length, ranks = data.tokens_per_sample, build.ranks_of(config)
+    try:
+        parts = sizes(config.plugin, ranks).tp if config.plugin.sequence_parallel else 1
+    except SizeError:
+        return []  # Said elsewhere.
+    if length is None or length % parts == 0:
+        return []
+    message = f"cannot split sequences of {length} evenly over {parts} ranks (plugin.tp_size)"
+    return [Problem("plugin.sequence_parallel", True, message)]
 
 
 def _model(config: RunConfig, problems: list[Problem]) -> nn.Module | None:

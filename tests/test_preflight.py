@@ -11,6 +11,10 @@ from runner.cli import main
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 
 LBFGS = ["~optimizer.weight_decay", "~optimizer.nesterov"]
+TEXT = ["model=gpt", "data=text"]
+UNKNOWN = "plugin.tp_plan={blocks.*.mlp.upp:colwise}"
+SEQUENCE = "plugin.sequence_parallel=true"
+TWICE = "plugin.schedule=interleaved_1f1b"
 BARE = ["~data.seed", "~data.test_fraction"]
 WRONG = [
     (["model._target_=runner.models.cnn.DigitsCN"], ["model._target_", "DigitsCN"]),
@@ -52,6 +56,23 @@ WRONG_ON_A_CPU = [
         ["plugin=fsdp", "plugin.nproc=4", "plugin.dp_replicate=3"],
         ["plugin.dp_replicate=3", "4 ranks"],
     ),
+    (["plugin=tensor", "plugin.nproc=2"], ["plugin.tp_plan", "DigitsCNN has no plan"]),
+    ([*TEXT, "plugin=tensor", "plugin.tp_size=8"], ["plugin.tp_size=8", "4 heads"]),
+    ([*TEXT, "plugin=tensor", "plugin.nproc=2", UNKNOWN], ["matches no module", "blocks.*.mlp.up"]),
+    (
+        [*TEXT, "plugin=tensor", "plugin.nproc=2", SEQUENCE, "data.sequence_length=63"],
+        ["plugin.sequence_parallel=true", "63", "2 ranks"],
+    ),
+    (["plugin=pipeline", "plugin.nproc=2"], ["plugin.pp_size=2", "DigitsCNN cannot be cut"]),
+    (
+        [*TEXT, "plugin=pipeline", "plugin.nproc=4", "model.layers=2", "data.batch_size=16", TWICE],
+        ["plugin.pp_size=4", "8 stages", "only 5 parts"],
+    ),
+    (
+        [*TEXT, "plugin=pipeline", "plugin.nproc=2", "plugin.split=[block.1]"],
+        ["plugin.split=[block.1]", "blocks.1"],
+    ),
+    ([*TEXT, "plugin=moe", "plugin.ep_size=2"], ["plugin.ep_size=2", "GPT has no experts"]),
     (["precision=fp16"], ["precision", "fp16", "GPU", "bf16"]),
     (["device=cuda"], ["device=cuda", "cpu"]),
     (["plugin=ddp", "plugin.nproc=4096"], ["plugin.nproc=4096", "at most"]),
@@ -84,6 +105,15 @@ def test_one_process_under_several_ranks(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = ["plugin=single", "2 ranks", "plugin=ddp"]
     refused(["plugin=single"], said, tmp_path, monkeypatch, capfd)
+
+
+@CPU_ONLY
+def test_ranks_that_the_sizes_do_not_multiply_to(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    words = ["plugin=hybrid", "plugin.tp_size=2", "plugin.pp_size=2", *TEXT]
+    said = ["plugin.nproc=6", "torchrun started 6 ranks", "tp_size 2 x pp_size 2 = 4"]
+    refused(words, said, tmp_path, monkeypatch, capfd)
 
 
 def test_the_error_of_a_broken_model_is_its_own(monkeypatch):

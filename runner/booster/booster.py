@@ -20,7 +20,8 @@ class Booster:
     """Boosts the parts of a training loop; the loop itself stays the user's.
 
     Args:
-        mixed_precision: ``bf16``, ``fp16``, ``fp32`` or None. fp16 scales the loss.
+        mixed_precision: ``bf16``, ``fp16``, ``fp32`` or None: what the plugin says, else full
+            precision. fp16 scales the loss.
         plugin: how the model is spread over ranks; one process by default.
         loss_scale: the fp16 scale to use instead of the default one.
         nonfinite: what the optimizer does with a gradient that is not finite.
@@ -47,11 +48,13 @@ class Booster:
         loss_scale: LossScale | None = None,
         nonfinite: Nonfinite = "skip",
     ) -> None:
-        self.dtype = dtype_of(mixed_precision)
         self.plugin = SinglePlugin() if plugin is None else plugin
+        precision = mixed_precision or self.plugin.precision
+        self.dtype = dtype_of(precision)
         self.loss_scale = loss_scale
-        if self.loss_scale is None and mixed_precision == "fp16":
-            self.loss_scale = LossScale()
+        if self.loss_scale is None and precision == "fp16":
+            start = self.plugin.initial_scale
+            self.loss_scale = LossScale() if start is None else LossScale(start)
         self.nonfinite = nonfinite
         self.renamed: Mapping[str, str] = {}
 
@@ -81,6 +84,7 @@ class Booster:
                 self.nonfinite,
                 finish=spread.finish,
                 publish=spread.publish,
+                max_norm=self.plugin.max_norm,
             )
         if spread.pipeline is not None:
             spread.pipeline.autocast(self.dtype)

@@ -56,6 +56,7 @@ class OptimizerWrapper:
             whatever the policy, because the next, smaller scale mends it.
         finish: makes the gradients final, on every rank, once a step before they are looked at.
         publish: called on every rank after the optimizer has stepped.
+        max_norm: above 0, a step limits the norm of a gradient that was not clipped before.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class OptimizerWrapper:
         nonfinite: Nonfinite = "skip",
         finish: Callable[[], None] = nothing,
         publish: Callable[[], None] = nothing,
+        max_norm: float = 0.0,
     ) -> None:
         self.optimizer = optimizer
         self.layout = layout
@@ -75,6 +77,7 @@ class OptimizerWrapper:
         self.accumulating = False
         self._finish = finish
         self._publish = publish
+        self._max_norm = max_norm
         self._final = False
         self._unscaled = False
         self._start: tuple[float, Tensor] | None = None
@@ -143,6 +146,8 @@ class OptimizerWrapper:
         Returns:
             Whether it was taken. True on an accelerator whose fused optimizer decides for itself.
         """
+        if self._max_norm > 0 and self.stage is Stage.READY:
+            self.clip_grad_by_norm(self._max_norm)
         if self.loss_scale is not None and self._finite is None:
             with torch.no_grad():
                 self.unscale()

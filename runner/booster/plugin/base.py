@@ -63,6 +63,15 @@ class Plugin(ABC):
     """Whether this rank's figures count among those of the data-parallel ranks. Of the ranks that
     read the same samples one speaks: it has the loss."""
 
+    precision: str | None = None
+    """What a :class:`~runner.Booster` computes in that is not told otherwise."""
+
+    initial_scale: float | None = None
+    """The fp16 scale that training begins with; None for the default one."""
+
+    max_norm: float = 0.0
+    """Above 0: a step limits the norm of a gradient that was not clipped before."""
+
     @classmethod
     def problems(
         cls, model: nn.Module, ranks: int, options: Mapping[str, Any]

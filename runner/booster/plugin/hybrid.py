@@ -63,6 +63,9 @@ class HybridParallelPlugin(Plugin):
         reshard_after_forward: with ``zero_stage`` 3, see :class:`~runner.booster.TorchFSDPPlugin`.
         param_dtype: with ``zero_stage`` 2 and 3, likewise.
         cpu_offload: with ``zero_stage`` 2 and 3, likewise.
+        precision: ``fp32``, ``bf16`` or ``fp16``, for a Booster that is not told otherwise.
+        initial_scale: the fp16 scale that training begins with.
+        max_norm: above 0, each optimizer step limits the norm of the gradient to it.
 
     Raises:
         RuntimeError: there is no process group.
@@ -84,12 +87,16 @@ class HybridParallelPlugin(Plugin):
         reshard_after_forward: bool = True,
         param_dtype: str | None = None,
         cpu_offload: bool = False,
+        precision: str | None = None,
+        initial_scale: float | None = None,
+        max_norm: float = 0.0,
     ) -> None:
         require_process_group(type(self).__name__)
         if schedule not in STAGES_PER_RANK:
             raise ValueError(f"unknown schedule {schedule!r}: use {', '.join(STAGES_PER_RANK)}")
         self.sizes = Sizes.of(self.world_size, dp_size, tp_size, pp_size, ep_size)
         self.zero_stage = zero_stage
+        self.precision, self.initial_scale, self.max_norm = precision, initial_scale, max_norm
         self.sequence_parallel = sequence_parallel
         self.tp_plan = tp_plan
         self.schedule = schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from runner.verify.comparison import (
     tensor_errors,
 )
 from runner.verify.reference import Dealt, Reference
+from runner.verify.result import outcome, row_of
 
 BINDS = 0.1
 """Of the largest figure of the first step: a threshold that clips, if not only what is largest."""
@@ -40,7 +41,8 @@ def execute(
 
     Args:
         config: the whole configuration.
-        sinks: take a row as each step is compared (see :func:`row_of`); none but on the first rank.
+        sinks: take a row as each step is compared (see :func:`runner.verify.result.row_of`), and
+            are closed at the end; none but on the first rank.
         make_plugin: what makes the plugin, anew for each mode.
 
     Returns:
@@ -50,6 +52,16 @@ def execute(
         runner.booster.NonFiniteGradient: a gradient is not finite.
         runner.clip.layout.LayoutError: the plugin's layout does not account for the model.
     """
+    try:
+        return _execute(config, sinks, make_plugin)
+    finally:
+        for sink in sinks:
+            sink.close(None, 0)
+
+
+def _execute(
+    config: RunConfig, sinks: Sequence[Sink], make_plugin: Callable[[RunConfig], Plugin]
+) -> dict[str, Any]:
     said = list(setting.notes(config))
     settled = setting.comparable(config)
     device = build.device_of(config.device)
@@ -66,53 +78,6 @@ def execute(
     if side.reference is not None and (dropped := side.reference.dropped):
         said.append(f"dropout is off, in {dropped} places: ranks would drop other elements")
     return outcome(config, compared, said, list(causes)) if compared else {}
-
-
-def outcome(
-    config: RunConfig, compared: Sequence[Compared], said: Sequence[str], causes: Sequence[str]
-) -> dict[str, Any]:
-    """What ``verify.json`` holds of the comparison.
-
-    Args:
-        config: of the request.
-        compared: one entry a mode.
-        said: what was not as the request has it.
-        causes: what, other than a fault, may have set the sides apart.
-    """
-    bound = config.verify.bound
-    modes = [_mode(one, bound) for one in compared]
-    ok = not any(one["failures"] for one in modes)
-    outcomes = [step.naive for one in compared for step in one.steps if step.naive is not None]
-    raised = next((one.raised for one in outcomes if one.raised is not None), None)
-    furthest = max((one.error for one in outcomes), default=None)
-    return {
-        "ok": ok,
-        "error": None,
-        "rank": None,
-        "max_rel_error": max(one.largest for one in compared),
-        "naive": raised or furthest,
-        "tolerance": bound,
-        "notes": list(said),
-        "causes": [] if ok else list(causes),
-        "modes": modes,
-    }
-
-
-def row_of(step: Step, threshold: float | None) -> Row:
-    """One compared step as figures that travel to whoever shows them; NaN where there is none."""
-    by_hand = step.naive
-    return {
-        "train/step": step.step,
-        "clip/threshold": math.nan if threshold is None else threshold,
-        "grad/norm": step.plugin.norm,
-        "clip/fraction": step.plugin.fraction,
-        "verify/norm": step.reference.norm,
-        "verify/norm_error": step.norm_error,
-        "verify/gradient_error": step.gradient_error,
-        "verify/fraction": step.reference.fraction,
-        "verify/naive": math.nan if by_hand is None or by_hand.norm is None else by_hand.norm,
-        "verify/naive_error": math.nan if by_hand is None else by_hand.error,
-    }
 
 
 class _Side:
@@ -226,37 +191,6 @@ class _Side:
                 loss=(math.nan, loss),
             )
         )
-
-
-def _mode(one: Compared, bound: float) -> dict[str, Any]:
-    worst = [
-        {"name": name, "error": error, "of": what, "placed": one.placed.get(name, "nowhere")}
-        for name, error, what in one.worst()
-    ]
-    return {
-        "mode": one.mode,
-        "threshold": one.threshold,
-        "derived": one.derived,
-        "binds": one.binds,
-        "max_rel_error": one.largest,
-        "weight_error": one.weight_error,
-        "failures": list(one.failures(bound)),
-        "worst": worst,
-        "steps": [_step(step) for step in one.steps],
-    }
-
-
-def _step(step: Step) -> dict[str, Any]:
-    return {
-        "step": step.step,
-        "norm_error": step.norm_error,
-        "norm_clipped_error": step.clipped_error,
-        "gradient_error": step.gradient_error,
-        "loss": {"plugin": step.loss[0], "reference": step.loss[1]},
-        "plugin": asdict(step.plugin),
-        "reference": asdict(step.reference),
-        "naive": None if step.naive is None else asdict(step.naive),
-    }
 
 
 class _Losses:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from runner.telemetry.sink import Row
@@ -92,12 +94,13 @@ def last_line(found: Mapping[str, Any]) -> str:
 def words_of(error: str) -> str:
     """The end of a traceback: what was raised, and what it says."""
     every = error.strip().splitlines()
+    # The last line that begins with a class, right below a stack; without one, all of it.
     raised = [
         number
-        for number, line in enumerate(every)
-        if line and not line[0].isspace() and not line.startswith("Traceback")
+        for number, (above, line) in enumerate(pairwise(every), 1)
+        if above[:1].isspace() and re.match(r"[\w.]+(:|$)", line)
     ]
-    return "\n".join(every[raised[-1] :]) if raised else "no word of why"
+    return "\n".join(every[raised[-1] if raised else 0 :]) or "no word of why"
 
 
 def _of_mode(mode: Mapping[str, Any]) -> Iterator[str]:

@@ -1,0 +1,99 @@
+"""What was compared, as plain figures: for ``verify.json``, and for rows that travel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from runner.config.schema import RunConfig
+from runner.telemetry.sink import Row
+from runner.verify.comparison import Compared, Naive, Step
+
+
+def outcome(
+    config: RunConfig, compared: Sequence[Compared], said: Sequence[str], causes: Sequence[str]
+) -> dict[str, Any]:
+    """What ``verify.json`` holds of the comparison.
+
+    Args:
+        config: of the request.
+        compared: one entry a mode.
+        said: what was not as the request has it.
+        causes: what, other than a fault, may have set the sides apart.
+    """
+    bound = config.verify.bound
+    modes = [_mode(one, bound) for one in compared]
+    ok = not any(one["failures"] for one in modes)
+    outcomes = [outcome for one in compared for outcome in _by_hand(one, bound)]
+    raised = next((one.raised for one in outcomes if one.raised is not None), None)
+    furthest = max((one.error for one in outcomes), default=None)
+    return {
+        "ok": ok,
+        "error": None,
+        "rank": None,
+        "max_rel_error": max(one.largest for one in compared),
+        "naive": raised or furthest,
+        "tolerance": bound,
+        "notes": list(said),
+        "causes": [] if ok else list(causes),
+        "modes": modes,
+    }
+
+
+def row_of(step: Step, threshold: float | None) -> Row:
+    """One compared step as figures that travel to whoever shows them; NaN where there is none."""
+    by_hand = step.naive
+    return {
+        "train/step": step.step,
+        "clip/threshold": math.nan if threshold is None else threshold,
+        "grad/norm": step.plugin.norm,
+        "clip/fraction": step.plugin.fraction,
+        "verify/norm": step.reference.norm,
+        "verify/norm_error": step.norm_error,
+        "verify/gradient_error": step.gradient_error,
+        "verify/fraction": step.reference.fraction,
+        "verify/naive": math.nan if by_hand is None or by_hand.norm is None else by_hand.norm,
+        "verify/naive_error": math.nan if by_hand is None else by_hand.error,
+    }
+
+
+def _by_hand(one: Compared, bound: float) -> Iterator[Naive]:
+    """What clipping by hand saw, as long as both sides still have the same weights."""
+    for step in one.steps:
+        if step.naive is not None:
+            yield step.naive
+        if not step.largest <= bound:
+            return
+
+
+def _mode(one: Compared, bound: float) -> dict[str, Any]:
+    worst = [
+        {"name": name, "error": error, "of": what, "placed": one.placed.get(name, "nowhere")}
+        for name, error, what in one.worst()
+    ]
+    return {
+        "mode": one.mode,
+        "threshold": one.threshold,
+        "derived": one.derived,
+        "binds": one.binds,
+        "max_rel_error": one.largest,
+        "weight_error": one.weight_error,
+        "failures": list(one.failures(bound)),
+        "worst": worst,
+        "steps": [_step(step) for step in one.steps],
+    }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    return {
+        "step": step.step,
+        "norm_error": step.norm_error,
+        "norm_clipped_error": step.clipped_error,
+        "gradient_error": step.gradient_error,
+        "loss": {"plugin": step.loss[0], "reference": step.loss[1]},
+        "plugin": asdict(step.plugin),
+        "reference": asdict(step.reference),
+        "naive": None if step.naive is None else asdict(step.naive),
+    }

@@ -1,0 +1,59 @@
+"""Plugins with the faults that clipping by hand has, past the check that a layout makes of itself.
+
+The check is for plugins that use it; whether a comparison with one process would notice as well is
+what these are for.
+"""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from runner.booster.plugin import PipelineParallelPlugin, Spread, TorchDDPPlugin
+from runner.clip import Layout
+
+
+class CountsReplicasTwice(TorchDDPPlugin):
+    """Adds up what every rank holds, though all hold the same."""
+
+    def configure(self, model: nn.Module) -> Spread:
+        spread = super().configure(model)
+        return replace(spread, layout=Layout(spread.layout.pieces, dist.group.WORLD))
+
+
+class SeesReplicasThatAreNotThere(TorchDDPPlugin):
+    """Divides by two what is held once."""
+
+    def configure(self, model: nn.Module) -> Spread:
+        spread = super().configure(model)
+        pieces = [replace(piece, holders=2) for piece in spread.layout.pieces]
+        return replace(spread, layout=Layout(pieces, dist.group.WORLD))
+
+
+class ForgetsToReduce(TorchDDPPlugin):
+    """Every rank steps by the gradient of its own samples."""
+
+    def configure(self, model: nn.Module) -> Spread:
+        return Spread(model, Layout.of_model(model))
+
+    def no_sync(self, model: nn.Module) -> Any:
+        return nullcontext()
+
+
+class ClipsByStage(PipelineParallelPlugin):
+    """Each stage is clipped by the norm of its own gradients."""
+
+    def configure(self, model: nn.Module) -> Spread:
+        spread = super().configure(model)
+        return replace(spread, layout=Layout(spread.layout.pieces))
+
+
+class ChecksItsLayout(TorchDDPPlugin):
+    """Takes every parameter to lie on two ranks, and lets the layout see whether it does."""
+
+    def configure(self, model: nn.Module) -> Spread:
+        assert dist.group.WORLD is not None
+        ranks = 2 * self.world_size
+        return Spread(model, Layout.of_sharded(model, dist.group.WORLD, ranks=lambda name: ranks))

@@ -412,20 +412,22 @@ def users_of(
     return {name: numbers for name, numbers in users.items() if len(numbers) > 1}
 
 
-def keep(model: nn.Module, stages: Sequence[Sequence[Part]]) -> None:
-    """Drop from ``model`` the parameters and buffers that none of ``stages`` uses."""
-    used = {
-        id(tensor)
-        for parts in stages
-        for part in parts
-        for name in part.modules
-        for tensor in (
-            *model.get_submodule(name).parameters(),
-            *model.get_submodule(name).buffers(),
-        )
-    }
+def keep(model: nn.Module, stages: Sequence[Sequence[Part]], own: Sequence[int]) -> None:
+    """Drop from ``model`` the parameters and buffers that only other stages use.
+
+    Args:
+        model: the whole model.
+        stages: from :func:`cut`.
+        own: numbers of the stages to keep.
+    """
+    used: list[set[int]] = []
+    for parts in stages:
+        modules = [model.get_submodule(name) for part in parts for name in part.modules]
+        used.append({id(t) for m in modules for t in (*m.parameters(), *m.buffers())})
+    mine = set().union(*(used[number] for number in own))
+    others = set().union(*used) - mine
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in used:
+                if tensor is not None and id(tensor) in others:
                     tensors[key] = None

@@ -187,7 +187,7 @@ class HybridParallelPlugin(Plugin):
         copies = users_of(model, stages, renamed)
         own = stages_on(self.stage, sizes.pp, self.schedule) if stages else []
         if stages:
-            keep(model, [stages[number] for number in own])
+            keep(model, stages, own)
         if sizes.ep > 1:
             if not experts and self.rank == 0:
                 log.warning("%s has no experts: it is repeated whole", type(model).__name__)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +55,8 @@ def execute(
         runner.clip.layout.LayoutError: the plugin's layout does not account for the model.
     """
     try:
-        return _execute(config, sinks, make_plugin)
+        with _quiet():
+            return _execute(config, sinks, make_plugin)
     finally:
         for sink in sinks:
             sink.close(None, 0)
@@ -78,6 +81,18 @@ def _execute(
     if side.reference is not None and (dropped := side.reference.dropped):
         said.append(f"dropout is off, in {dropped} places: ranks would drop other elements")
     return outcome(config, compared, said, list(causes)) if compared else {}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence torch's advice on how to gather faster: here whole tensors are gathered to look."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 class _Side:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runner.clip.layout import Layout, Number, Piece
-from runner.clip.measure import combine
+from runner.clip.measure import SQUARES_OVERFLOW, combine
 from runner.clip.mode import ClipMode, Outcome, after_counting
 
 
@@ -43,7 +43,9 @@ class AdaptiveClip(ClipMode):
             if piece.name not in self._excluded
             and (piece.cut or piece.scattered or piece.param.grad is not None)
         ]
-        lengths = [_lengths(piece) for piece in pieces]
+        # Every rank has the same norm, so all of them measure units alike.
+        huge = not isinstance(norm, Tensor) and norm * norm > SQUARES_OVERFLOW
+        lengths = [_lengths(piece, torch.float64 if huge else torch.float32) for piece in pieces]
         _complete_rows(pieces, lengths)
         ratios = _complete_vectors(layout, pieces, lengths, self.eps)
         # What all ranks know alike is counted by the first of them.
@@ -79,17 +81,17 @@ def _on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _lengths(piece: Piece) -> tuple[Tensor, Tensor]:
-    """‖W_u‖ and ‖G_u‖ of each local unit, in float32 or better, broadcastable to the tensor."""
+def _lengths(piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """‖W_u‖ and ‖G_u‖ of each local unit, in ``dtype`` or better, broadcastable to the tensor."""
     weight, gradient = piece.weight, piece.gradient
     return (
-        _unit_norm(weight, piece),
-        _unit_norm(torch.zeros_like(weight) if gradient is None else gradient, piece),
+        _unit_norm(weight, piece, dtype),
+        _unit_norm(torch.zeros_like(weight) if gradient is None else gradient, piece, dtype),
     )
 
 
-def _unit_norm(tensor: Tensor, piece: Piece) -> Tensor:
-    wide = torch.promote_types(tensor.dtype, torch.float32)
+def _unit_norm(tensor: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(tensor.dtype, dtype)
     view, dims = piece.units.view(tensor), piece.units.dims
     if not dims:
         return view.abs().to(wide)

@@ -27,14 +27,21 @@ PRELOAD = [
 ]
 
 
-def run_ranks(body: Callable[..., Any], world: int, *args: Any, timeout: float = 90) -> list[Any]:
-    """What ``body(*args)`` returns on each of ``world`` ranks, which share a gloo process group.
+def run_ranks(
+    body: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout: float = 90,
+    backend: str = "gloo",
+) -> list[Any]:
+    """What ``body(*args)`` returns on each of ``world`` ranks, which share a process group.
 
     Args:
         body: importable by name.
         world: ranks.
         args: picklable.
         timeout: seconds after which every rank dumps its stacks and the test fails.
+        backend: of the process group; with nccl each rank has a GPU of its own.
 
     Raises:
         AssertionError: with the traceback of the first rank that failed.
@@ -46,7 +53,7 @@ def run_ranks(body: Callable[..., Any], world: int, *args: Any, timeout: float =
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             store = str(Path(folder) / "store")
-            job = (theirs, store, rank, world, timeout, body, args)
+            job = (theirs, store, rank, world, timeout, backend, body, args)
             process = context.Process(target=_rank, args=job, daemon=True)
             process.start()
             theirs.close()
@@ -80,6 +87,7 @@ def _rank(
     rank: int,
     world: int,
     timeout: float,
+    backend: str,
     body: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -88,9 +96,11 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
     try:
         dist.init_process_group(
-            backend="gloo",
+            backend=backend,
             init_method=f"file://{store}",
             rank=rank,
             world_size=world,

@@ -10,6 +10,8 @@ from torch import nn
 from runner import Booster, GradientClipping, Trainer
 from runner.clip import Layout, build, total_norm
 from runner.data.dataset import TensorPairs, collate_pairs
+from tests.distributed.cases import Case, differences, train
+from tests.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,3 +106,23 @@ def test_training(precision):
     ).fit()
     assert summary["final"]["eval/accuracy"] > 0.9
     assert 0 < summary["clip/ratio_total"] <= 1
+
+
+def under_plugins(names, cases):
+    device = torch.device("cuda", torch.cuda.current_device())
+    return [[train(case, name, device=device) for case in cases] for name in names]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_plugin_over_nccl(world):
+    """Ranks on GPUs of their own, as many as there are, take the step of one process on a CPU."""
+    if world > torch.cuda.device_count():
+        pytest.skip(f"needs {world} GPUs")
+    names = ["ddp", "fsdp", "zero1", "zero2", "zero3", "tensor", "sequence", "1f1b", "moe"]
+    cases = [Case("moe", mode) for mode in ("L2", "inf", "value", "adaptive")]
+    backend = "cpu:gloo,cuda:nccl"
+    ranks = run_ranks(under_plugins, world, names, cases, timeout=170, backend=backend)
+    for i, name in enumerate(names):
+        for j, case in enumerate(cases):
+            found = differences([rank[i][j] for rank in ranks], case, 1e-10)
+            assert not found, (name, case, found[:5])

@@ -1,12 +1,13 @@
 """Small models trained for a few steps under any plugin, and what one process makes of the same."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from runner import Trainer
 from runner.booster import LossScale, Plugin, SinglePlugin
@@ -98,49 +99,72 @@ class Case:
         return torch.float64 if self.double else torch.float32
 
 
-def train(case: Case, plugin: str | None = None) -> dict[str, Any]:
-    """Rows of every step; on the first rank the clipped gradients of the first and of the last step
-    (those between show in their rows and in the weights), and the weights at the end.
+def trainer(
+    case: Case,
+    plugin: str | Plugin | None = None,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+    **options: Any,
+) -> Trainer:
+    """What trains ``case`` under ``plugin``, or in this process alone.
+
+    Args:
+        case: of what.
+        plugin: a name of :data:`PLUGINS`, or one ready made.
+        model: instead of the case's own, which is drawn from seed 0.
+        optimizer: instead of plain SGD.
+        options: of :class:`runner.Trainer`.
     """
-    spread = SinglePlugin() if plugin is None else PLUGINS[plugin]()
+    made = SinglePlugin() if plugin is None else plugin
+    spread = PLUGINS[made]() if isinstance(made, str) else made
     # One sample over whole microbatches, so that the last one of an epoch is short and uneven.
     samples = BATCH * case.accumulation * 2 + 1
     data: TensorPairs = images(samples) if case.model == "conv" else tokens(samples)
     if data.inputs.is_floating_point():
         data.inputs = data.inputs.to(case.dtype)
-    torch.manual_seed(0)
-    model = MODELS[case.model]().to(case.dtype)
+    if model is None:
+        torch.manual_seed(0)
+        model = MODELS[case.model]().to(case.dtype)
     name, threshold, norm_type = MODES[case.mode]
-    rows = Rows()
     batch = BATCH // spread.data_size
-    trainer = Trainer(
+    sgd = partial(torch.optim.SGD, lr=case.rate)
+    scale = LossScale(scale=2.0**10) if case.precision == "fp16" else None
+    return Trainer(
         model,
         spread.prepare_dataloader(data, batch, shuffle=True, seed=5),
         f"{case.steps}ba",
         eval_interval=f"{case.steps}ba",
         algorithms=build(name, threshold=threshold, norm_type=norm_type),
         eval_dataloader=spread.prepare_dataloader(data, batch),
-        optimizers=torch.optim.SGD(model.parameters(), lr=case.rate),
+        optimizers=(optimizer or sgd)(model.parameters()),
         plugin=spread,
         accumulation_steps=case.accumulation,
         precision=case.precision,
-        loss_scale=LossScale(scale=2.0**10) if case.precision == "fp16" else None,
-        sinks=[rows],
+        **{"loss_scale": scale} | options,
     )
+
+
+def train(case: Case, plugin: str | None = None, **options: Any) -> dict[str, Any]:
+    """Rows of every step; on the first rank the clipped gradients of the first and of the last step
+    (those between show in their rows and in the weights), and the weights at the end.
+    """
+    rows = Rows()
+    made = trainer(case, plugin, sinks=[rows], **options)
+    model, renamed = made.model.unwrap(), made.booster.renamed
     gradients: list[dict[str, torch.Tensor]] = []
-    step = trainer.optimizer.step
-    renamed = trainer.booster.renamed
+    step = made.optimizer.step
 
     def keep() -> bool:
-        if trainer.progress.step in (0, case.steps - 1):
+        if made.progress.step in (0, case.steps - 1):
             gradients.append(gathered(model, renamed, lambda p: p.grad))
         return step()
 
-    trainer.optimizer.step = keep  # type: ignore[method-assign]
-    trainer.fit()
+    made.optimizer.step = keep  # type: ignore[method-assign]
+    made.fit()
     return {
         "rows": rows.rows,
-        "weights": trainer.booster.state_dict(trainer.model),
+        "weights": made.booster.state_dict(made.model),
         "gradients": gradients,
     }
 
@@ -163,41 +187,55 @@ TIMES = ("time/step_s", "throughput/samples_per_s")
 
 
 def differences(ours: Sequence[dict[str, Any]], case: Case, rel: float) -> list[str]:
-    """Where the ranks' results are not those of one process; empty if all is well."""
+    """Where the ranks' results are not those of one process; empty if all is well.
+
+    Args:
+        ours: of each rank, what :func:`train` returned.
+        case: what was trained.
+        rel: largest relative error of a figure, and of a tensor by its L2 norm. In float64 the
+            share that was clipped, a quotient of counts, is the same to the bit.
+    """
     wanted = alone(case)
+    exact = (*EXACT, "clip/fraction") if case.double else EXACT
     found: list[str] = []
     for rank, result in enumerate(ours):
         for row, expected in zip(result["rows"], wanted["rows"], strict=True):
             at = f"rank {rank} step {row['train/step']}"
-            found += [f"{at}: {k}" for k in EXACT if row.get(k) != expected.get(k)]
+            found += [f"{at}: {k}" for k in exact if row.get(k) != expected.get(k)]
             for key in CLOSE:
                 a, b = row.get(key, 0.0), expected.get(key, 0.0)
                 if not abs(a - b) <= rel * max(abs(b), 1e-30):
                     found.append(f"{at}: {key} {a!r} instead of {b!r}")
-        # Every rank has the same bits.
-        for row, first in zip(result["rows"], ours[0]["rows"], strict=True):
-            found += [
-                f"rank {rank}: {key} is not that of rank 0"
-                for key in row
-                if key not in TIMES and row[key] != first[key]
-            ]
+    found += uneven(ours)
     kept = sorted({1, case.steps})
     for step, got, expected in zip(kept, ours[0]["gradients"], wanted["gradients"], strict=True):
-        found += _unlike(f"gradient of step {step}", got, expected, rel)
-    return found + _unlike("weights", ours[0]["weights"], wanted["weights"], rel)
+        found += unlike(f"gradient of step {step}", got, expected, rel)
+    return found + unlike("weights", ours[0]["weights"], wanted["weights"], rel)
 
 
-def _unlike(
+def uneven(ours: Sequence[dict[str, Any]]) -> list[str]:
+    """Which figures of the rows are not, to the bit, those of the first rank."""
+    return [
+        f"rank {rank} step {row['train/step']}: {key} is not that of rank 0"
+        for rank, result in enumerate(ours)
+        for row, first in zip(result["rows"], ours[0]["rows"], strict=True)
+        for key in row.keys() | first.keys()
+        if key not in TIMES and repr(row.get(key)) != repr(first.get(key))
+    ]
+
+
+def unlike(
     what: str, got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], rel: float
 ) -> list[str]:
+    """Which tensors are not those wanted, each by the L2 norm of the difference."""
     if got.keys() != wanted.keys():
         return [f"{what}: {sorted(got.keys() ^ wanted.keys())} on one side alone"]
-    largest = max(float(tensor.abs().max()) for tensor in wanted.values())
+    largest = max(float(tensor.norm()) for tensor in wanted.values())
     found = []
     for name, tensor in wanted.items():
         # Some gradients are zero but for rounding (that of a key's bias): to the largest, then.
-        size = max(float(tensor.abs().max()), 1e-3 * largest)
-        off = float((got[name] - tensor).abs().max())
+        size = max(float(tensor.norm()), 1e-3 * largest)
+        off = float((got[name] - tensor).norm())
         if not off <= rel * size:
             found.append(f"{what}: {name} is off by {off / size:.1e}")
     return found

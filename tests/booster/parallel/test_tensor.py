@@ -1,0 +1,85 @@
+"""Plans of tensor parallelism: what they match, and what they refuse."""
+
+import pytest
+import torch
+from torch import nn
+
+from runner.booster.parallel.exchange import span
+from runner.booster.parallel.tensor import STYLES, PlanError, check_heads, plan_of
+from runner.config.tensor_plan import STYLES as STYLES_OF_REQUESTS
+from runner.models.gpt import GPT
+
+
+def gpt(**changes):
+    sizes = {"vocabulary": 16, "context": 8, "layers": 2, "heads": 2, "width": 8}
+    return GPT(**(sizes | changes), tied=False, bias=True, dropout=0.0)
+
+
+def test_requests_know_the_same_styles():
+    assert set(STYLES_OF_REQUESTS) == set(STYLES)
+
+
+def test_a_model_brings_its_own_plan():
+    styles = plan_of(gpt())
+    assert styles["blocks.1.mlp.up"] == "colwise"
+    assert styles["blocks.0.attention.out"] == "rowwise"
+    assert styles["head"] == "colwise_rep"
+
+
+def test_a_given_plan_counts_instead_and_its_last_match_wins():
+    given = {"blocks.*.mlp.*": "colwise", "blocks.1.mlp.down": "rowwise"}
+    with pytest.raises(PlanError):
+        plan_of(gpt(), {**given, "blocks.*.gelu": "colwise"})
+    styles = plan_of(gpt(), given)
+    assert styles == {
+        "blocks.0.mlp.up": "colwise",
+        "blocks.0.mlp.down": "colwise",
+        "blocks.1.mlp.up": "colwise",
+        "blocks.1.mlp.down": "rowwise",
+    }
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({"blocks.*.mlp.upp": "colwise"}, r"matches no module; did you mean blocks\.\*\.mlp\.up"),
+        ({"transformer.h": "colwise"}, "matches no module; there are embed, positions"),
+        ({"blocks.*.mlp.up": "columns"}, "unknown style 'columns'; use colwise, rowwise"),
+        ({"blocks.*.mlp_norm": "rowwise"}, "blocks.0.mlp_norm: rowwise is for torch.nn.Linear"),
+        ({"embed": "colwise"}, "embed: colwise is for torch.nn.Linear, not for Embedding"),
+        ({"head": "embedding_rowwise"}, "head: embedding_rowwise is for torch.nn.Embedding"),
+        ({}, "GPT has no plan"),
+    ],
+)
+def test_a_plan_that_does_not_fit(plan, says):
+    with pytest.raises(PlanError, match=says):
+        plan_of(gpt(), plan)
+
+
+def test_a_model_without_a_plan():
+    with pytest.raises(PlanError, match=r"Linear has no plan .* plugin.tp_plan"):
+        plan_of(nn.Linear(2, 2))
+
+
+def test_an_embedding_whose_rows_change_in_the_forward_pass():
+    model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))
+    with pytest.raises(PlanError, match="max_norm"):
+        plan_of(model, {"0": "embedding_rowwise"})
+
+
+def test_heads_are_not_cut_in_two():
+    model = gpt(heads=4)
+    check_heads(model, plan_of(model), 2)
+    with pytest.raises(PlanError, match=r"blocks.0.attention has 4 heads .* tp_size 3"):
+        check_heads(model, plan_of(model), 3)
+    # A plan that leaves attention whole cuts none.
+    check_heads(model, plan_of(model, {"blocks.*.mlp.up": "colwise"}), 3)
+
+
+@pytest.mark.parametrize(("length", "parts"), [(7, 2), (5, 4), (3, 4), (8, 4), (0, 2)])
+def test_parts_are_those_of_chunk(length, parts):
+    pieces = list(torch.arange(length).chunk(parts))
+    pieces += [torch.arange(0)] * (parts - len(pieces))
+    for part, piece in enumerate(pieces):
+        start, size = span(length, parts, part)
+        assert torch.arange(length)[start : start + size].tolist() == piece.tolist()

@@ -222,9 +222,11 @@ def one_step(
         loop.backward(inputs, targets)
     figures = [float(figure) for figure in loop.clip(clip, exclude)]
     gradients = loop.gradients()
+    present = sum(piece.param.grad is not None for piece in loop.layout.pieces)
     taken = loop.optimizer.step()
     return {
         "figures": figures,
+        "present": present,
         "taken": taken,
         "gradients": gradients,
         "weights": loop.weights(),

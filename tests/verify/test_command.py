@@ -45,15 +45,14 @@ def command(*words, code=0, before=("-m", "runner.verify")):
 
 
 def test_local_ranks_are_one_process(outputs):
-    sizes = ["plugin.dp_size=1", "plugin.tp_size=2", "plugin.pp_size=2"]
-    said = command(*TOKENS, "plugin=hybrid", *sizes, "clip=adaptive", "seed=3")
+    said = command(*TOKENS, "plugin=pipeline", "plugin.pp_size=2", "clip=adaptive", "seed=3")
     found = written(outputs)
     last = said.splitlines()[-1]
     assert last.startswith("verify: ok max_rel_error=")
     assert f"max_rel_error={found['max_rel_error']:.2g} naive=" in last
     assert (found["ok"], found["error"]) == (True, None)
     assert found["max_rel_error"] < 1e-12
-    assert found["request"]["plugin"]["tp_size"] == 2
+    assert found["request"]["plugin"]["pp_size"] == 2
     assert found["request"]["seed"] == 3
     assert "torch " in found["versions"]
     assert found["words"][-1] == "seed=3"

@@ -31,6 +31,7 @@ class Partition:
         self._shares: list[tuple[dist.ProcessGroup, list[list[nn.Parameter]]]] = []
         mine: set[int] = set()
         for group, parameters in ((r.group, r.parameters) for r in replicas):
+            assert group is not None
             shares = _deal(parameters, group.size())
             mine.update(id(parameter) for parameter in shares[group.rank()])
             self._shares.append((group, shares))

@@ -23,6 +23,8 @@ LossOf = Callable[[Tensor, slice], Tensor]
 """The summed loss of some samples: given their outputs, and where they lie in the batch."""
 
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2}
+FILLS_EVERY_STAGE = ("1f1b", "interleaved_1f1b")
+"""Schedules that begin with a microbatch in each stage."""
 _SCHEDULES = {
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",

@@ -66,17 +66,14 @@ def shard(
         root: the model, or what this rank has of it.
         mesh: the data-parallel ranks; two axes replicate over the first and shard over the second.
         sharding: how.
-        experts: the ranks that hold the same experts, where experts are spread over ranks.
+        experts: the ranks that hold the same experts, where experts are spread over ranks. Their
+            gradients are averaged over these ranks alone.
     """
     options = sharding.options()
     for _, mixture in mixtures(root) if experts is not None else ():
         for expert in mixture.get_submodule("experts").children():
             if any(True for _ in expert.parameters()):
                 fully_shard(expert, mesh=experts, **options)
-                assert isinstance(expert, FSDPModule)
-                # Their gradients have gathered those of several data parts on the way here.
-                expert.set_gradient_divide_factor(float(mesh.size()))
-                expert.set_force_sum_reduction_for_comms(True)
     # Experts belong to their block: a rank may run some of them and not others.
     lists = [
         module

@@ -26,13 +26,13 @@ class Replicas:
 
     Attributes:
         parameters: in the same order on every rank of the group.
-        group: the ranks.
+        group: the ranks; None where their gradients are added up already.
         divisor: of the sum. The number of data parts, also for experts, whose gradients have
             gathered those of several data parts before.
     """
 
     parameters: Sequence[nn.Parameter]
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     divisor: int
 
 
@@ -74,7 +74,12 @@ def _average(replicas: Replicas) -> None:
     elsewhere.
     """
     parameters = [p for p in replicas.parameters if p.requires_grad]
-    if not parameters or (replicas.group.size() == 1 and replicas.divisor == 1):
+    if replicas.group is None or replicas.group.size() == 1:
+        here = [local(p.grad) for p in parameters if p.grad is not None]
+        if here and replicas.divisor != 1:
+            torch._foreach_mul_(here, 1.0 / replicas.divisor)
+        return
+    if not parameters:
         return
     # On the host, so that no accelerator is waited for.
     there = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)

@@ -19,6 +19,7 @@ from runner.booster.parallel.axes import Axes, Sizes, position
 from runner.booster.parallel.experts import mixtures, of_experts, spread_experts
 from runner.booster.parallel.partition import Partition
 from runner.booster.parallel.pipeline import (
+    FILLS_EVERY_STAGE,
     STAGES_PER_RANK,
     CutError,
     Pipeline,
@@ -102,6 +103,12 @@ class HybridParallelPlugin(Plugin):
         self.schedule = schedule
         self.stage_count = pp_size * STAGES_PER_RANK[schedule]
         self.num_microbatches = num_microbatches or self.stage_count
+        short = pp_size > 1 and self.num_microbatches < self.stage_count
+        if short and schedule in FILLS_EVERY_STAGE:
+            raise ValueError(
+                f"{num_microbatches} microbatches do not fill the {self.stage_count} stages of "
+                f"schedule {schedule}: give that many or more, or schedule='gpipe'"
+            )
         self.split = split
         self.sharding = Sharding(
             reshard_after_forward and zero_stage == 3, param_dtype, cpu_offload
@@ -224,15 +231,16 @@ class HybridParallelPlugin(Plugin):
         return unsynchronised([model]) if self.zero_stage >= 2 else nullcontext()
 
     def _replicas(self, model: nn.Module, axes: Axes, experts: frozenset[str]) -> list[Replicas]:
-        """Parameters with the ranks that hold the same; none where ``fully_shard`` averages."""
-        if self.zero_stage >= 2:
-            return []
-        dp = self.sizes.dp
+        """Parameters with the ranks whose gradients are to be averaged."""
+        sizes = self.sizes
         named = list(model.named_parameters())
         shared = [p for name, p in named if name not in experts]
         spread = [p for name, p in named if name in experts]
-        each = [Replicas(shared, axes.group("dp"), dp)]
-        return [*each, Replicas(spread, axes.group("edp"), dp)] if experts else each
+        if self.zero_stage >= 2:
+            # Sharded ones are averaged over the ranks that hold the same: for experts too few.
+            return [Replicas(spread, None, sizes.ep)] if experts else []
+        each = [Replicas(shared, axes.group("dp"), sizes.dp)]
+        return [*each, Replicas(spread, axes.group("edp"), sizes.dp)] if experts else each
 
     def _tied(
         self,

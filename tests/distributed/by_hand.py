@@ -106,6 +106,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": lambda: GPT(**SHAPE, tied=True, bias=False),
     "moe": mixture,
     "conv": lambda: network("images"),
+    "few_words": lambda: GPT(**(SHAPE | {"vocabulary": 3}), tied=False, bias=True),
+    "few_words_tied": lambda: GPT(**(SHAPE | {"vocabulary": 3}), tied=True, bias=True),
     "odd": Odd,
     "forked": Forked,
     "unrouted": unrouted,
@@ -113,7 +115,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "second_frozen": lambda: frozen(lambda name: not name.startswith(SECOND_HALF)),
     "adapter": lambda: frozen(lambda name: name.startswith("blocks.1.mlp.up")),
 }
-OF_TOKENS = ("gpt", "tied", "moe", "unrouted", "first_frozen", "second_frozen", "adapter")
+NOT_OF_TOKENS = ("conv", "odd", "forked")
 
 
 def make(model: str, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -125,8 +127,9 @@ def make(model: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 def batch_for(model: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a whole batch."""
     generator = torch.Generator().manual_seed(1)
-    if model in OF_TOKENS:
-        drawn = torch.randint(SHAPE["vocabulary"], (2, BATCH, 12), generator=generator)
+    if model not in NOT_OF_TOKENS:
+        words = 3 if model.startswith("few_words") else SHAPE["vocabulary"]
+        drawn = torch.randint(words, (2, BATCH, 12), generator=generator)
         return drawn[0], drawn[1]
     shape = (BATCH, 1, 8, 8) if model == "conv" else (BATCH, 5)
     inputs = torch.randn(shape, generator=generator).to(dtype)

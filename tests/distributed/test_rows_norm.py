@@ -248,3 +248,12 @@ def test_t05_uneven_and_empty_shards(plugin, world):
         assert all(result["figures"][3] == 1.0 for result in rank), "every mode clips something"
     if world == 4:
         assert any(run_ranks(empty_here, world, plugin)), "no rank has an empty shard"
+
+
+def test_t05_a_vocabulary_smaller_than_the_ranks():
+    asked = [
+        {"model": model, "plugin": "tensor", "clip": clip}
+        for model in ("few_words", "few_words_tied")
+        for clip in (NORM, ("adaptive", 0.01, 2.0))
+    ]
+    assert_one_process(4, asked)

@@ -246,7 +246,9 @@ def parallelize(
     Raises:
         PlanError: parameters that are one would be split in different ways.
     """
-    split = Split(mesh.get_group(), sequence)
+    group = mesh.get_group()
+    # Inside of these all ranks have all of the sequence.
+    whole = tuple(f"{name}." for name, style in styles.items() if style == "whole_sequence")
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for name, module in model.named_modules():
         style = STYLES.get(styles.get(name, ""))
@@ -257,7 +259,8 @@ def parallelize(
         for key in own:
             placement = {"weight": style.weight, "bias": style.bias}.get(key, Replicate())
             _distribute(module, f"{name}.{key}", key, mesh, placement, made)
-        partial_sums = sequence and style.own
+        split = Split(group, sequence and not name.startswith(whole))
+        partial_sums = split.sequence and style.own
         # A row-wise weight sees the whole sequence; its bias is added to a part of it.
         parts = {
             k for k in own if partial_sums and not (k == "weight" and style.weight == Shard(1))

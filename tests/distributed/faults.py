@@ -18,8 +18,9 @@ from typing import Any
 
 from runner.booster import LossScale
 from tests.distributed import wrong_clipping
-from tests.distributed.by_hand import NORM, Loop, batch_for, make
+from tests.distributed.by_hand import NORM, Loop
 from tests.distributed.cases import Case, differences, train
+from tests.distributed.odd_models import batch_for, make
 from tests.ranks import run_ranks
 
 REL = 1e-9

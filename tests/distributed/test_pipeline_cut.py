@@ -15,7 +15,8 @@ from runner.booster.parallel.pipeline import (
 )
 from runner.booster.plugin import HybridParallelPlugin, PipelineParallelPlugin
 from runner.clip import apply_gradient_clipping
-from tests.distributed.by_hand import make, unlike
+from tests.distributed.by_hand import unlike
+from tests.distributed.odd_models import make
 from tests.ranks import run_ranks
 
 

@@ -11,15 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from runner.clip import Layout, build, total_norm
 from runner.clip.layout import local
-from tests.distributed.by_hand import (
-    BATCH,
-    NORM,
-    SHAPE,
-    Loop,
-    assert_one_process,
-    batch_for,
-    make,
-)
+from tests.distributed.by_hand import NORM, Loop, assert_one_process
+from tests.distributed.odd_models import BATCH, SHAPE, batch_for, make
 from tests.ranks import run_ranks
 
 # -- T6: ranks and parameters without gradients

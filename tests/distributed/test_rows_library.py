@@ -17,7 +17,8 @@ from runner.booster.plugin import (
 )
 from runner.clip import Layout, apply_gradient_clipping, total_norm
 from runner.data.dataset import TensorPairs
-from tests.distributed.by_hand import SHAPE, Loop, batch_for, cross_entropy, make, unlike
+from tests.distributed.by_hand import Loop, cross_entropy, unlike
+from tests.distributed.odd_models import SHAPE, batch_for, make
 from tests.ranks import run_ranks
 
 # -- T15: what is given to clipping ---------------------------------------------------------------

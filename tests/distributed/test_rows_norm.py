@@ -8,15 +8,8 @@ import torch.distributed as dist
 
 from runner.clip import Layout, build, total_norm
 from runner.clip.layout import LayoutError
-from tests.distributed.by_hand import (
-    MODELS,
-    NORM,
-    Loop,
-    assert_one_process,
-    batch_for,
-    make,
-    one_step,
-)
+from tests.distributed.by_hand import NORM, Loop, assert_one_process, one_step
+from tests.distributed.odd_models import MODELS, batch_for, make
 from tests.ranks import run_ranks
 
 MODEL_OF = {"moe": "moe"}

@@ -8,15 +8,8 @@ import torch.distributed as dist
 
 from runner.booster import NonFiniteGradient, StepOrderError
 from runner.clip import total_norm
-from tests.distributed.by_hand import (
-    NORM,
-    Loop,
-    batch_for,
-    cross_entropy,
-    make,
-    one_step,
-    unlike_one_process,
-)
+from tests.distributed.by_hand import NORM, Loop, cross_entropy, one_step, unlike_one_process
+from tests.distributed.odd_models import batch_for, make
 from tests.ranks import run_ranks
 
 PLUGINS = {

@@ -57,7 +57,7 @@ def test_t06_an_expert_that_no_token_chose():
 def test_t06_a_branch_that_one_data_part_takes():
     asked = [
         {"model": "forked", "plugin": plugin, "clip": clip}
-        for plugin in ("data", "zero1")
+        for plugin in ("data", "zero1", "fsdp", "zero2")
         for clip in EVERY_MODE
     ]
     assert_one_process(2, asked)

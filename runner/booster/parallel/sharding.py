@@ -86,6 +86,10 @@ def shard(
             if not isinstance(block, FSDPModule):
                 fully_shard(block, mesh=mesh, **options)
     fully_shard(root, mesh=mesh, **options)
+    # Ranks whose samples took different ways through the model would else add up gradients of
+    # different parameters, and nobody would notice.
+    assert isinstance(root, FSDPModule)
+    root.set_reduce_scatter_unused_params(True)
 
 
 @contextmanager

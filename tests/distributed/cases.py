@@ -99,6 +99,13 @@ class Case:
         return torch.float64 if self.double else torch.float32
 
 
+def _data(case: Case, samples: int) -> TensorPairs:
+    data: TensorPairs = images(samples) if case.model == "conv" else tokens(samples)
+    if data.inputs.is_floating_point():
+        data.inputs = data.inputs.to(case.dtype)
+    return data
+
+
 def trainer(
     case: Case,
     plugin: str | Plugin | None = None,
@@ -119,10 +126,8 @@ def trainer(
     made = SinglePlugin() if plugin is None else plugin
     spread = PLUGINS[made]() if isinstance(made, str) else made
     # One sample over whole microbatches, so that the last one of an epoch is short and uneven.
-    samples = BATCH * case.accumulation * 2 + 1
-    data: TensorPairs = images(samples) if case.model == "conv" else tokens(samples)
-    if data.inputs.is_floating_point():
-        data.inputs = data.inputs.to(case.dtype)
+    read, held_out = BATCH * case.accumulation * 2 + 1, BATCH + 1
+    data, unseen = (_data(case, samples) for samples in (read, held_out))
     if model is None:
         torch.manual_seed(0)
         model = MODELS[case.model]().to(case.dtype)
@@ -136,7 +141,7 @@ def trainer(
         f"{case.steps}ba",
         eval_interval=f"{case.steps}ba",
         algorithms=build(name, threshold=threshold, norm_type=norm_type),
-        eval_dataloader=spread.prepare_dataloader(data, batch),
+        eval_dataloader=spread.prepare_dataloader(unseen, batch),
         optimizers=(optimizer or sgd)(model.parameters()),
         plugin=spread,
         accumulation_steps=case.accumulation,

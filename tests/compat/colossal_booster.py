@@ -70,7 +70,8 @@ def main() -> None:
 
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     # One write a line: both ranks share the pipe, and print() may send the end of line apart.
-    os.write(1, f"rank {os.environ['RANK']} weights {weights.double().sum().item():.12e}\n".encode())
+    line = f"rank {os.environ['RANK']} weights {weights.double().sum().item():.12e}\n"
+    os.write(1, line.encode())
 
 
 if __name__ == "__main__":

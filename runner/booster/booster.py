@@ -57,6 +57,7 @@ class Booster:
             self.loss_scale = LossScale() if start is None else LossScale(start)
         self.nonfinite = nonfinite
         self.renamed: Mapping[str, str] = {}
+        self._names: Mapping[str, str] = {}
 
     def boost(
         self,
@@ -73,6 +74,7 @@ class Booster:
             any) as :class:`~runner.booster.optimizer.OptimizerWrapper`, the rest as it was.
         """
         given = dict(model.named_parameters())
+        self._names = _names_of(model)
         spread = self.plugin.configure(model)
         boosted = None
         if optimizer is not None:
@@ -162,12 +164,21 @@ class Booster:
         }
 
     def state_dict(self, model: ModelWrapper) -> dict[str, Tensor]:
-        """All parameters and buffers, whole, on the host; every rank has to call it.
+        """The state dict of the whole model, on the host; every rank has to call it.
 
         Returns:
-            Tensors by their names in the user's model, on the first rank; nothing on the others.
+            What the user's model takes by ``load_state_dict``, on the first rank; nothing on the
+            others.
         """
-        return gathered(model.unwrap(), self.renamed)
+        whole = gathered(model.unwrap(), self.renamed)
+        return {name: whole[first] for name, first in self._names.items() if first in whole}
+
+
+def _names_of(model: nn.Module) -> dict[str, str]:
+    """All names in the state dict of ``model``; for each the first one of the same tensor."""
+    first: dict[int, str] = {}
+    named = model.state_dict(keep_vars=True).items()
+    return {name: first.setdefault(id(t), name) for name, t in named if isinstance(t, Tensor)}
 
 
 def _rebind(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ def shard(
     mesh: DeviceMesh,
     sharding: Sharding,
     experts: DeviceMesh | None = None,
+    ends: bool = True,
 ) -> None:
     """Shard each block (each element of a ModuleList, but experts), then the rest of ``root``.
 
@@ -68,6 +70,7 @@ def shard(
         sharding: how.
         experts: the ranks that hold the same experts, where experts are spread over ranks. Their
             gradients are averaged over these ranks alone.
+        ends: whether what comes out of ``root`` is what comes out of the model.
     """
     options = sharding.options()
     for _, mixture in mixtures(root) if experts is not None else ():
@@ -85,6 +88,10 @@ def shard(
         for block in blocks:
             if not isinstance(block, FSDPModule):
                 fully_shard(block, mesh=mesh, **options)
+    if ends and sharding.param_dtype is not None:
+        # A loss is not taken in half precision.
+        policy = options["mp_policy"]
+        options["mp_policy"] = dataclasses.replace(policy, output_dtype=torch.float32)
     fully_shard(root, mesh=mesh, **options)
     # Ranks whose samples took different ways through the model would else add up gradients of
     # different parameters, and nobody would notice.

@@ -203,8 +203,9 @@ class HybridParallelPlugin(Plugin):
             parallelize(model, styles, axes.tp, sequence=self.sequence_parallel)
         modules = {number: Stage(model, stages[number]) for number in own}
         if self.zero_stage >= 2:
+            apart = axes.edp if sizes.ep > 1 else None
             for root in modules.values() if stages else [model]:
-                shard(root, axes.dp, self.sharding, axes.edp if sizes.ep > 1 else None)
+                shard(root, axes.dp, self.sharding, apart, ends=not stages)
 
         def ranks(name: str) -> int:
             replicas = sizes.dp // (sizes.ep if name in experts else 1)

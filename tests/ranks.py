@@ -31,7 +31,7 @@ def run_ranks(
     body: Callable[..., Any],
     world: int,
     *args: Any,
-    timeout: float = 90,
+    timeout: float = 170,
     backend: str = "gloo",
 ) -> list[Any]:
     """What ``body(*args)`` returns on each of ``world`` ranks, which share a process group.

@@ -44,7 +44,7 @@ def rows_of(folder: Path, words: list[str]) -> list[dict[str, float]]:
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=150, env=environment, check=False
+        command, capture_output=True, text=True, timeout=220, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (folder / "metrics.jsonl").read_text().splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -45,7 +46,7 @@ def launch_from_torch(
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    atexit.register(leave)
+    atexit.register(_leave_at_exit)
     torch.manual_seed(seed)
     if verbose:
         get_dist_logger().info(f"{dist.get_world_size()} ranks by {backend}", ranks=[0])
@@ -66,6 +67,18 @@ def leave() -> None:
     """Leave the process group, if any."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _leave_at_exit() -> None:
+    """Leave, and let gloo's threads drop the tensors of the last collectives.
+
+    A thread wakes the rank that waits for a collective before it drops the tensors, which takes the
+    interpreter's lock. An interpreter that has begun to end stops the thread right there, in C++,
+    and that aborts the process. torch has no call to join these threads, and ``fully_shard`` keeps
+    the group that would join them in its destructor.
+    """
+    leave()
+    time.sleep(0.1)
 
 
 class DistributedLogger:

@@ -8,6 +8,7 @@ over ``ep`` neighbouring data parts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -48,6 +49,28 @@ class Sizes:
         return cls(asked, tp, pp, ep)
 
 
+_grids: dict[tuple[str, tuple[int, ...], tuple[str, ...]], tuple[Any, DeviceMesh]] = {}
+
+
+def grid(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """All ranks as a grid. One that was made before is handed out again.
+
+    Each group of ranks has threads and sockets of its own, which torch keeps as long as something
+    of the model lives: a process that trains many models, one after the other, would gather them.
+
+    Args:
+        device_type: of the tensors that travel.
+        shape: ranks along each axis; their product is the number of ranks.
+        names: of the axes.
+    """
+    asked, world = (device_type, shape, names), dist.group.WORLD
+    made_in, mesh = _grids.get(asked, (None, None))
+    if mesh is None or made_in is not world:
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        _grids[asked] = world, mesh
+    return mesh
+
+
 class Axes:
     """The axes as one device mesh, and where this rank lies on them.
 
@@ -59,7 +82,7 @@ class Axes:
     def __init__(self, device_type: str, sizes: Sizes) -> None:
         self.sizes = sizes
         shape = (sizes.pp, sizes.dp // sizes.ep, sizes.ep, sizes.tp)
-        self._mesh = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "edp", "ep", "tp"))
+        self._mesh = grid(device_type, shape, ("pp", "edp", "ep", "tp"))
         self.dp = self._mesh["edp", "ep"]._flatten("dp")
 
     @property

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
+from runner.booster.parallel.axes import grid
 from runner.booster.parallel.sharding import Sharding, shard, unsynchronised
 from runner.booster.parallel.sync import alike
 from runner.booster.plugin.base import Plugin, Spread, require_process_group
@@ -71,7 +71,7 @@ class TorchFSDPPlugin(Plugin):
         if self.dp_replicate > 1:
             shape = (self.dp_replicate, self.world_size // self.dp_replicate)
             names = ("dp_replicate", "dp_shard")
-        shard(model, init_device_mesh(device, shape, mesh_dim_names=names), self.sharding)
+        shard(model, grid(device, shape, names), self.sharding)
         return Spread(model, Layout.of_sharded(model, dist.group.WORLD, whole))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

@@ -68,9 +68,14 @@ def guarded(command: Callable[[], int]) -> int:
         return WRONG_REQUEST
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader, such as ``head``, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        leave_unread()
         return 0
+
+
+def leave_unread() -> None:
+    """Say no more on stdout: its reader, such as ``head``, has seen enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def read(words: Sequence[str], purpose: str, also: Sequence[str] = ()) -> argparse.Namespace:

@@ -72,7 +72,7 @@ def _run(words: list[str]) -> int:
         return launch.join(execute)
     folder.mkdir(parents=True, exist_ok=True)
     config = job.config
-    print(f"plugin={config.plugin.name} against one process, in {config.verify.dtype}")
+    _say(f"plugin={config.plugin.name} against one process, in {config.verify.dtype}")
     shown = StepLines(config.verify.modes or [config.clip.mode], _say)
     work = functools.partial(launch.train, config, job.plain, folder, [shown], execute)
     ended = launch.attempt(work)
@@ -192,4 +192,7 @@ def _typed_folder(words: Sequence[str], key: str) -> Path:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:  # what is compared decides the exit code, whoever reads the lines
+        cli.leave_unread()

@@ -99,6 +99,18 @@ def test_a_wrong_layout_ends_with_the_worst_parameters_and_exit_code_1(
         assert one["placed"] == "whole on 2 ranks"
 
 
+def test_its_exit_code_is_that_of_the_comparison_though_nobody_reads_on(outputs, monkeypatch):
+    faulty = faulty_plugins.SeesReplicasThatAreNotThere
+    monkeypatch.setattr("runner.booster.plugin.ddp.PLUGIN", faulty)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        assert main([*TOKENS, "plugin=ddp", "plugin.nproc=1"]) == 1
+    found = written(outputs)
+    assert (found["ok"], found["error"]) == (False, None)
+
+
 def test_a_layout_that_does_not_add_up_ends_with_exit_code_1(outputs, capsys, monkeypatch):
     monkeypatch.setattr("runner.booster.plugin.ddp.PLUGIN", faulty_plugins.ChecksItsLayout)
     assert main([*TOKENS, "plugin=ddp", "plugin.nproc=1"]) == 1

@@ -54,7 +54,7 @@ def maker(target: Target) -> Callable[..., Any]:
         made = instantiate(target.mapping(), _partial_=True, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
-        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        reason = " ".join(str(cause).split()) or type(cause).__name__
         raise TargetError(f"{target.target}: {reason}") from error
     assert isinstance(made, partial)
     return made

@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 
 from runner import build
 from runner.clip import Layout
+from runner.config.nearest import or_list
 from runner.config.problem import Problem, RequestError
 from runner.config.schema import RunConfig, Target
 from runner.config.sizes import SizeError, sizes
@@ -86,7 +87,7 @@ def _machine(config: RunConfig) -> list[Problem]:
 
 def _data(config: RunConfig, problems: list[Problem]) -> Data | None:
     try:
-        _bind(config.data)
+        _bind("data", config.data)
         data = build.make_data(config.data)
         for part in ("train", "test"):
             if not hasattr(getattr(data, part), "__len__"):
@@ -135,7 +136,7 @@ def _sequence(config: RunConfig, data: Data) -> list[Problem]:
 
 def _model(config: RunConfig, problems: list[Problem]) -> nn.Module | None:
     try:
-        _bind(config.model)
+        _bind("model", config.model)
         with torch.device("meta"):
             model = build.maker(config.model)()
         if isinstance(model, nn.Module):
@@ -174,13 +175,14 @@ def _fit(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
 def _optimizer_and_scheduler(config: RunConfig, data: Data | None, problems: list[Problem]) -> None:
     parameter = nn.Parameter(torch.zeros(1))
     try:
-        _bind(config.optimizer, [parameter])
+        _bind("optimizer", config.optimizer)
         optimizer = build.make_optimizer(config.optimizer, [parameter])
         _steps_unasked(config.optimizer, optimizer)
     except Exception as error:
         problems.append(_refused("optimizer", config.optimizer, error))
         optimizer = torch.optim.SGD([parameter], lr=0.1)
     try:
+        _bind("scheduler", config.scheduler)
         steps = 1 if data is None else build.steps_of(config, data, build.data_parts(config))
         _steps_unasked(config.scheduler, build.make_scheduler(config.scheduler, optimizer, steps))
     except Exception as error:
@@ -197,8 +199,8 @@ def _steps_unasked(target: Target, made: Any) -> None:
             raise build.TargetError(f"{target.target} cannot be used: its step asks for {name}")
 
 
-def _bind(target: Target, *positional: Any) -> None:
-    """Raise a TargetError that names the nearest argument, if ``target`` takes no such argument."""
+def _bind(section: str, target: Target) -> None:
+    """Raise a TargetError that names what ``target`` does not take, and the ways out."""
     make = build.maker(target)
     function: Callable[..., Any] = getattr(make, "func", make)
     try:
@@ -207,13 +209,20 @@ def _bind(target: Target, *positional: Any) -> None:
         return
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
         return
-    for name in target.arguments:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            mean = f"; did you mean {near[0]}?" if near else ""
-            raise build.TargetError(
-                f"{target.target} takes no argument {name}{mean}  (it takes {', '.join(known)})"
-            )
+    unknown = [name for name in target.arguments if name not in known]
+    if not unknown:
+        return
+    meant = dict.fromkeys(
+        near for name in unknown for near in difflib.get_close_matches(name, known, n=1)
+    )
+    mean = f" did you mean {or_list(meant)}?" if meant else ""
+    many = len(unknown) > 1
+    # They may be the option's own, which stay where a _target_ alone is replaced.
+    way = f"{' '.join(f'~{section}.{name}' for name in unknown)} leave{'' if many else 's'} "
+    raise build.TargetError(
+        f"{target.target} takes no argument{'s' if many else ''} {', '.join(unknown)};{mean} "
+        f"{way}{'them' if many else 'it'} out  (it takes {', '.join(known) or 'none'})"
+    )
 
 
 def _refused(key: str, target: Target, error: Exception) -> Problem:

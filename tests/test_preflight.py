@@ -19,7 +19,15 @@ BARE = ["~data.seed", "~data.test_fraction"]
 WRONG = [
     (["model._target_=runner.models.cnn.DigitsCN"], ["model._target_", "DigitsCN"]),
     (["model._target_=no_such_package.Net"], ["model._target_", "no_such_package"]),
-    (["+model.widht=3"], ["model._target_", "widht", "did you mean width?"]),
+    (["model._target_=tests.odd_data.Net"], ["'Net' is importable from module 'tests.odd"]),
+    (
+        ["+model.widht=3"],
+        ["model._target_", "widht", "did you mean width?", "~model.widht leaves it"],
+    ),
+    (
+        ["model._target_=tests.verify.nets.Single"],
+        ["no arguments num_classes, width; ~model.num_classes ~model.width leave them out"],
+    ),
     (["model.width=-1"], ["model._target_", "refused its arguments"]),
     (["model._target_=math.sqrt", "~model.width", "~model.num_classes"], ["model._target_"]),
     (["model=gpt", "data=text", "model.heads=5"], ["model._target_", "heads"]),
@@ -29,6 +37,10 @@ WRONG = [
     (["optimizer._target_=torch.optim.SDG"], ["optimizer._target_", "SDG"]),
     (["+optimizer.betas=[0.9,0.99]"], ["optimizer._target_", "betas"]),
     (["scheduler._target_=torch.optim.lr_scheduler.StepLR"], ["scheduler._target_"]),
+    (
+        ["scheduler._target_=torch.optim.lr_scheduler.StepLR", "+scheduler.step_size=3"],
+        ["scheduler._target_", "no argument eta_min; ~scheduler.eta_min leaves it out"],
+    ),
     (["data=cifar10", "data.root=/no/such/folder"], ["data", "/no/such/folder", "data.download"]),
     (["data=text", "model=gpt", "data.path=/no/such/file"], ["data", "/no/such/file"]),
     (["data._target_=builtins.dict", "~data.seed", "~data.test_fraction"], ["data", "dict"]),

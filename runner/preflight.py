@@ -42,8 +42,9 @@ def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
         kind, options = build.plugin_of(config)
         if data is not None:
             problems += _sequence(config, data)
-        for key, value, message in kind.problems(model, build.ranks_of(config), options):
-            problems.append(Problem(f"plugin.{key}", value, message))
+        if _misfit(config) is None:
+            for key, value, message in kind.problems(model, build.ranks_of(config), options):
+                problems.append(Problem(f"plugin.{key}", value, message))
         if data is not None:
             problems += _fit(config, model, data)
         try:
@@ -72,17 +73,27 @@ def _machine(config: RunConfig) -> list[Problem]:
         cannot = "this GPU cannot compute in bf16; fp16 or fp32"
         problems.append(Problem("precision", "bf16", cannot))
     ranks = build.ranks_of(config)
-    if joined is not None and config.plugin.name != "single":
-        try:
-            sizes(config.plugin, joined)
-        except SizeError as error:
-            problems.append(Problem(f"plugin.{error.key}", joined, f"torchrun started {error}"))
+    if (error := _misfit(config)) is not None:
+        value = joined if error.key == "nproc" else getattr(config.plugin, error.key)
+        problems.append(Problem(f"plugin.{error.key}", value, str(error)))
     limit = torch.cuda.device_count() if gpu else max(8, 4 * (os.cpu_count() or 1))
     if ranks > limit and joined is None:
         per = "one rank a GPU" if gpu else "four ranks a core"
         allowed = f"at most {limit} on this machine ({per})"
         problems.append(Problem("plugin.nproc", ranks, allowed))
     return problems
+
+
+def _misfit(config: RunConfig) -> SizeError | None:
+    """Why ranks that stand already do not go into the sizes; None where they do, or none stand."""
+    joined = build.joined_ranks()
+    if joined is None or config.plugin.name == "single":
+        return None
+    try:
+        sizes(config.plugin, joined, joined=True)
+    except SizeError as error:
+        return error
+    return None
 
 
 def _data(config: RunConfig, problems: list[Problem]) -> Data | None:

@@ -124,8 +124,10 @@ def test_ranks_that_the_sizes_do_not_multiply_to(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "6")
     words = ["plugin=hybrid", "plugin.tp_size=2", "plugin.pp_size=2", *TEXT]
-    said = ["plugin.nproc=6", "torchrun started 6 ranks", "tp_size 2 x pp_size 2 = 4"]
+    said = ["(1 problem)", "plugin.nproc=6", "tp_size 2 x pp_size 2 = 4", "start 4 or 8 ranks by"]
     refused(words, said, tmp_path, monkeypatch, capfd)
+    words = ["plugin=moe", "plugin.ep_size=4", "model=moe", "data=text"]
+    refused(words, ["(1 problem)", "plugin.ep_size=4  4 ranks"], tmp_path, monkeypatch, capfd)
 
 
 def test_the_error_of_a_broken_model_is_its_own(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,11 +40,16 @@ class SizeError(ValueError):
         self.key = key
 
 
-def sizes(plugin: Plugin, ranks: int) -> Sizes:
+def sizes(plugin: Plugin, ranks: int, *, joined: bool = False) -> Sizes:
     """How ``ranks`` are dealt to the axes of ``plugin``.
 
     A ``tp_size`` or ``pp_size`` of null takes all the ranks that the other sizes leave; else a
     ``dp_size`` of null does. An ``ep_size`` of null is the number of data-parallel ranks.
+
+    Args:
+        plugin: the section.
+        ranks: in all.
+        joined: whether an outer launcher started them, which alone can start others.
 
     Raises:
         SizeError: they do not go; the message has the numbers and a way out.
@@ -55,13 +61,12 @@ def sizes(plugin: Plugin, ranks: int) -> Sizes:
     whole = prod(given.values())
     rest = _open_size(plugin)
     if rest is None and ranks != whole:
-        way = f"give plugin.nproc={whole}, or leave it out"
+        way = _way_out([whole], joined)
         raise SizeError("nproc", f"{ranks} ranks are not {_product(given)}: {way}")
     if ranks % whole:
-        fitting = [str(many) for many in (ranks - ranks % whole, ranks - ranks % whole + whole)]
-        way = f"give plugin.nproc={or_list(many for many in fitting if many != '0')}"
-        message = f"{ranks} ranks are no multiple of {_product(given)}: {way}, or leave it out"
-        raise SizeError("nproc", message)
+        below = ranks - ranks % whole
+        way = _way_out([below, below + whole], joined)
+        raise SizeError("nproc", f"{ranks} ranks are no multiple of {_product(given)}: {way}")
     if rest is not None:
         given[rest] = ranks // whole
     # With ``tp_size`` or ``pp_size`` left open, no ``dp_size`` means one data-parallel rank.
@@ -100,6 +105,13 @@ def _open_size(plugin: Plugin) -> str | None:
     """The size that takes the ranks which the others leave, or None where all are given."""
     given = _given(plugin)
     return next((key for key in ("tp_size", "pp_size", "dp_size") if key not in given), None)
+
+
+def _way_out(fitting: Sequence[int], joined: bool) -> str:
+    ranks = or_list(str(many) for many in fitting if many)
+    if joined:
+        return f"start {ranks} ranks by torchrun"
+    return f"give plugin.nproc={ranks}, or leave it out"
 
 
 def _product(given: dict[str, int]) -> str:

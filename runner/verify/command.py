@@ -135,24 +135,21 @@ def checked(words: Sequence[str]) -> tuple[Job, list[str]]:
     try:
         return cli.single(words, "a verification"), []
     except RequestError as error:
-        if not _lacks_data(words, error):
+        groups = {word.lstrip("+~").partition("=")[0].partition(".")[0] for word in words}
+        if groups & {"data", "recipe"} or not _lacks_data(error):
             raise
         also = ["data=text"]
         try:
             return cli.single([*words, *also], "a verification"), also
-        except RequestError:
-            raise error from None
+        except RequestError as other:
+            raise (error if _lacks_data(other) else other) from None
 
 
-def _lacks_data(words: Sequence[str], error: RequestError) -> bool:
-    """Whether all that is wrong is that default data does not go through the model."""
-    groups = {word.lstrip("+~").partition("=")[0].partition(".")[0] for word in words}
-    [problem, *others] = error.problems
-    return (
-        not others
-        and not groups & {"data", "recipe"}
-        and problem.key == "model._target_"
-        and problem.message.startswith("does not take a sample")
+def _lacks_data(error: RequestError) -> bool:
+    """Whether it is among what is wrong that data does not go through the model."""
+    return any(
+        problem.key == "model._target_" and problem.message.startswith("does not take a sample")
+        for problem in error.problems
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.config import RequestError
 from runner.verify.command import FILE, checked, main
 from runner.verify.text import words_of
 from tests.verify import faulty_plugins
@@ -154,6 +155,11 @@ def test_text_stands_in_for_data_that_was_left_open_and_does_not_fit():
     assert also == ["data=text"]
     assert job.config.data.target == "runner.data.text.text"
     assert checked(["device=cpu"])[1] == []
+    with pytest.raises(RequestError) as error:
+        checked(["model=gpt", "device=cpu", "plugin=tensor", "plugin.tp_size=3"])
+    assert [problem.key for problem in error.value.problems] == ["plugin.tp_size"]
+    with pytest.raises(RequestError, match="does not take a sample of runner.data.digits"):
+        checked(["model=resnet18", "device=cpu"])
 
 
 def test_its_folder_is_the_one_that_is_given_and_is_not_written_twice(outputs, tmp_path, capsys):

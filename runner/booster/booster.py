@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -56,8 +56,6 @@ class Booster:
             start = self.plugin.initial_scale
             self.loss_scale = LossScale() if start is None else LossScale(start)
         self.nonfinite = nonfinite
-        self.renamed: Mapping[str, str] = {}
-        self._names: Mapping[str, str] = {}
 
     def boost(
         self,
@@ -74,7 +72,7 @@ class Booster:
             any) as :class:`~runner.booster.optimizer.OptimizerWrapper`, the rest as it was.
         """
         given = dict(model.named_parameters())
-        self._names = _names_of(model)
+        names = _names_of(model)
         spread = self.plugin.configure(model)
         boosted = None
         if optimizer is not None:
@@ -90,8 +88,8 @@ class Booster:
             )
         if spread.pipeline is not None:
             spread.pipeline.autocast(self.dtype)
-        self.renamed = spread.renamed
         wrapped = ModelWrapper(spread.module, model, self.dtype, spread.pipeline)
+        wrapped.renamed, wrapped.names, wrapped.optimizer = spread.renamed, names, boosted
         return wrapped, boosted, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: Tensor, optimizer: OptimizerWrapper) -> None:
@@ -105,10 +103,10 @@ class Booster:
 
         Args:
             model: the boosted model.
-            optimizer: the boosted optimizer; given, it refuses to clip gradients that are not yet
-                final.
+            optimizer: the boosted optimizer; by default the one that was boosted with the model. It
+                refuses to clip gradients that are not yet final.
         """
-        return _accumulating(self.plugin.no_sync(model.module), optimizer)
+        return _accumulating(self.plugin.no_sync(model.module), optimizer or model.optimizer)
 
     def execute_pipeline(
         self,
@@ -141,7 +139,9 @@ class Booster:
         """
         pipeline = model.pipeline
         if pipeline is None:
-            raise RuntimeError("the plugin cuts no model into stages: use PipelineParallelPlugin")
+            raise RuntimeError(
+                "the model is in one piece: give PipelineParallelPlugin two ranks or more"
+            )
         inputs, targets = next(data_iter)
         samples = len(inputs)
         loss: Tensor | None = None
@@ -170,8 +170,8 @@ class Booster:
             What the user's model takes by ``load_state_dict``, on the first rank; nothing on the
             others.
         """
-        whole = gathered(model.unwrap(), self.renamed)
-        return {name: whole[first] for name, first in self._names.items() if first in whole}
+        whole = gathered(model.unwrap(), model.renamed)
+        return {name: whole[first] for name, first in model.names.items()} if whole else {}
 
 
 def _names_of(model: nn.Module) -> dict[str, str]:

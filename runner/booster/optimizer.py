@@ -11,9 +11,11 @@ import math
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, Literal
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from runner.booster.precision import LossScale
@@ -36,8 +38,30 @@ class Stage(Enum):
     CLIPPED = "gradients were clipped already in this step"
 
 
+GradientState = tuple["ReferenceType[Tensor]", int]
+"""A gradient and how often it was written to."""
+
+
+def _state_of(layout: Layout) -> list[GradientState]:
+    """The gradients that there are."""
+    found = []
+    for piece in layout.pieces:
+        gradient = piece.param.grad
+        if gradient is not None:
+            if isinstance(gradient, DTensor):
+                gradient = gradient._local_tensor
+            found.append((ref(gradient), gradient._version))
+    return found
+
+
+def _touched(before: list[GradientState], now: list[GradientState]) -> bool:
+    """Whether anything was added to the gradients, or took their place."""
+    pairs = zip(before, now, strict=False)
+    return len(before) != len(now) or any(a[0] is not b[0] or a[1] != b[1] for a, b in pairs)
+
+
 class StepOrderError(RuntimeError):
-    """Gradients were clipped at a time when the result would be wrong."""
+    """Gradients were clipped, or a step was asked for, at a time when the result would be wrong."""
 
 
 class NonFiniteGradient(FloatingPointError):
@@ -80,6 +104,7 @@ class OptimizerWrapper:
         self._max_norm = max_norm
         self._final = False
         self._unscaled = False
+        self._left: list[GradientState] = []
         self._start: tuple[float, Tensor] | None = None
         self._finite: bool | Tensor | None = None
         self._fused = all(group.get("fused") for group in optimizer.param_groups)
@@ -94,7 +119,10 @@ class OptimizerWrapper:
 
         Raises:
             StepOrderError: the gradients of this step were made final or clipped already.
+            ValueError: the loss is not one number.
         """
+        if loss.numel() != 1:
+            raise ValueError(f"the loss has shape {list(loss.shape)}: reduce it to one number")
         weight = self.begin_backward(weight)
         start = self._start
         if start is None or start[0] != weight or start[1].dtype != loss.dtype:
@@ -128,10 +156,10 @@ class OptimizerWrapper:
         """
         if self.stage is Stage.CLIPPED or self.stage is Stage.ACCUMULATING:
             raise StepOrderError(f"cannot clip now: {self.stage.value}")
-        here = any(piece.param.grad is not None for piece in self.layout.pieces)
         # A rank of a model that is split may have none after a backward pass: its peers wait for it
         # in the collectives.
-        if not here and (self.layout.group is None or self.stage is Stage.EMPTY):
+        waited_for = self.stage is Stage.READY and self.layout.group is not None
+        if not waited_for and not _touched(self._left, _state_of(self.layout)):
             raise StepOrderError(f"cannot clip now: {Stage.EMPTY.value}")
         self.unscale()
         norm = total_norm(self.layout, mode.norm_type)
@@ -145,7 +173,12 @@ class OptimizerWrapper:
 
         Returns:
             Whether it was taken. True on an accelerator whose fused optimizer decides for itself.
+
+        Raises:
+            StepOrderError: the last backward pass ran under ``no_sync``.
         """
+        if self.stage is Stage.ACCUMULATING:
+            raise StepOrderError(f"cannot step now: {self.stage.value}")
         if self._max_norm > 0 and self.stage is Stage.READY:
             self.clip_grad_by_norm(self._max_norm)
         if self.loss_scale is not None and self._finite is None:
@@ -185,11 +218,18 @@ class OptimizerWrapper:
         self._forget()
 
     def unscale(self) -> None:
-        """Make the gradients final and divide them by the fp16 scale, once a step, in place."""
+        """Make the gradients final and divide them by the fp16 scale, once a step, in place.
+
+        Raises:
+            TypeError: a gradient is float16 itself: what the scale saved would be lost again.
+        """
         self._make_final()
         if self.loss_scale is None or self._unscaled:
             return
-        _, gradients = self.layout.gradients()
+        pieces, gradients = self.layout.gradients()
+        half = [p.name for p, g in zip(pieces, gradients, strict=True) if g.dtype == torch.float16]
+        if half:
+            raise TypeError(f"{half[0]} is float16: keep parameters in float32, precision casts")
         if gradients:
             torch._foreach_mul_(gradients, 1.0 / self.loss_scale.scale)
         self._unscaled = True
@@ -234,7 +274,7 @@ class OptimizerWrapper:
         return self.optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the optimizer and of the fp16 scale."""
+        """State of the optimizer (ZeRO stage 1: of this rank's share) and of the fp16 scale."""
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
         return {"optimizer": self.optimizer.state_dict(), "loss_scale": scale}
 
@@ -251,6 +291,7 @@ class OptimizerWrapper:
 
     def _forget(self) -> None:
         self.stage, self._finite = Stage.EMPTY, None
+        self._left = _state_of(self.layout)
         self._final = self._unscaled = False
 
     def _mode(self, name: str, threshold: float, norm_type: float) -> ClipMode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
+    from runner.booster.optimizer import OptimizerWrapper
     from runner.booster.parallel.pipeline import Pipeline
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,7 +43,17 @@ class ModelWrapper(nn.Module):
         model: the user's model.
         dtype: half precision of the forward pass, or None.
         pipeline: runs batches instead, where the model is cut into stages.
+
+    Attributes:
+        renamed: the name of a parameter in the whole model, by another one that it has here.
+        names: all names in the state dict of the whole model; for each the first one of the same
+            tensor.
+        optimizer: what was boosted with the model, if anything.
     """
+
+    renamed: Mapping[str, str]
+    names: Mapping[str, str]
+    optimizer: OptimizerWrapper | None
 
     def __init__(
         self,
@@ -56,6 +68,7 @@ class ModelWrapper(nn.Module):
         # In a list, so that the model is not registered a second time.
         self._model = [model]
         self.dtype = dtype
+        self.renamed, self.names, self.optimizer = {}, {}, None
 
     def unwrap(self) -> nn.Module:
         """The user's model."""

@@ -134,7 +134,7 @@ def _complete_vectors(
     if not places:
         return torch.zeros(0)
     here = [i for i, piece in enumerate(pieces) if piece.scattered]
-    device = layout.pieces[0].param.device if layout.pieces else torch.device("cpu")
+    device = layout.device
     flat = torch.zeros(3, len(places), dtype=torch.float64, device=device)
     if here:
         at = torch.tensor([places[pieces[i].name] for i in here], device=device)

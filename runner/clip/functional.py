@@ -51,8 +51,9 @@ def apply_gradient_clipping(
 
     Args:
         parameters: a module (whose transposed convolutions and classifier head are then known),
-            or parameters, or one tensor. Whole on this process: for a model that is split over
-            ranks boost it with its plugin and clip through the optimizer.
+            or parameters, or one tensor. Of a model whose parameters are DTensors (``fully_shard``,
+            tensor parallelism) give the module, on every rank; for stages and experts boost the
+            model with its plugin and clip through the optimizer.
         clipping_type: ``norm``, ``value`` or ``adaptive``.
         clipping_threshold: λ, above 0.
         norm_type: p of the total norm.
@@ -62,6 +63,7 @@ def apply_gradient_clipping(
 
     Raises:
         ValueError: an unknown type, or a threshold that is not above 0.
+        TypeError: parameters are sharded, and are not given as a module.
     """
     mode = build(clipping_type, threshold=clipping_threshold, norm_type=norm_type)
     if isinstance(parameters, nn.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this rank holds but a part of ``tensor``."""
+    return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
+
+
 class LayoutError(ValueError):
     """A layout that does not account for every element of a model exactly once."""
 
@@ -111,6 +117,7 @@ class Layout:
         names: of all parameters of the model, also those that lie on other ranks alone, in one
             order for all ranks; by default those of ``pieces``.
         scattered: names of all parameters that are one unit spread over ranks, likewise.
+        elsewhere: type of device on which the other ranks have theirs, for a rank without pieces.
 
     Raises:
         TypeError: a parameter is complex.
@@ -123,6 +130,7 @@ class Layout:
         head: str | None = None,
         names: Sequence[str] | None = None,
         scattered: Sequence[str] | None = None,
+        elsewhere: str = "cpu",
     ) -> None:
         once: dict[int, Piece] = {}
         for piece in pieces:
@@ -133,6 +141,7 @@ class Layout:
         self._plain = not any(isinstance(piece.param, DTensor) for piece in self.pieces)
         self.group = group
         self.head = head
+        self._elsewhere = elsewhere
         here = dict.fromkeys(piece.name for piece in self.pieces)
         self.names = list(here if names is None else names)
         vectors = dict.fromkeys(piece.name for piece in self.pieces if piece.scattered)
@@ -140,7 +149,13 @@ class Layout:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Layout:
-        """Every parameter whole on this rank; tied parameters once, under their first name."""
+        """Every parameter whole on this rank; tied parameters once, under their first name.
+
+        Of a model whose parameters are sharded, as :meth:`of_sharded` over all ranks.
+        """
+        if any(is_sharded(parameter) for parameter in model.parameters()):
+            assert dist.group.WORLD is not None
+            return cls.of_sharded(model, dist.group.WORLD)
         pieces = [
             Piece(name, parameter, units_of(parameter, module))
             for name, parameter, module in _owned(model)
@@ -185,14 +200,26 @@ class Layout:
         pieces = list(once.values())
         if whole is None:
             whole = {piece.name: piece.param.numel() for piece in pieces}
-        names, scattered = _account(pieces, group, whole)
-        return cls(pieces, group, head or head_weight(model), names, scattered)
+        names, scattered, elsewhere = _account(pieces, group, whole)
+        return cls(pieces, group, head or head_weight(model), names, scattered, elsewhere)
 
     @classmethod
     def of_parameters(cls, parameters: Iterable[Tensor] | Tensor) -> Layout:
-        """Whole tensors of unknown owners: dimension 0 of each is taken as the output unit."""
+        """Whole tensors of unknown owners: dimension 0 of each is taken as the output unit.
+
+        Raises:
+            TypeError: one is sharded: only a whole model can be accounted for.
+        """
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for i, parameter in enumerate(listed):
+            if is_sharded(parameter):
+                raise TypeError(f"parameters[{i}] is sharded over ranks: give the whole model")
         return cls(Piece(f"parameters[{i}]", p, units_of(p)) for i, p in enumerate(listed))
+
+    @property
+    def device(self) -> torch.device:
+        """Where figures are added up: the same type of device on all ranks."""
+        return self.pieces[0].param.device if self.pieces else torch.device(self._elsewhere)
 
     def gradients(self) -> tuple[list[Piece], list[Tensor]]:
         """Parts that have a gradient (of at least one element), and these gradients.
@@ -225,12 +252,11 @@ class Layout:
         """
         if self.group is None:
             return [[figure] for figure in figures]
-        device = self.pieces[0].param.device if self.pieces else torch.device("cpu")
-        row = on_device(figures, device)
+        row = on_device(figures, self.device)
         rows = [torch.empty_like(row) for _ in range(self.group.size())]
         dist.all_gather(rows, row, group=self.group)
         columns = torch.stack(rows, dim=1)
-        return columns.tolist() if device.type == "cpu" else [list(column) for column in columns]
+        return columns.tolist() if columns.device.type == "cpu" else [list(c) for c in columns]
 
     def matching(self, patterns: Iterable[str]) -> frozenset[str]:
         """Names that match any glob of ``patterns``.
@@ -292,25 +318,30 @@ def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Piece
 
 def _account(
     pieces: Sequence[Piece], group: dist.ProcessGroup, whole: Mapping[str, int]
-) -> tuple[list[str], list[str]]:
-    """Names of all parameters, and of the scattered ones, if the parts add up to ``whole``.
+) -> tuple[list[str], list[str], str]:
+    """Names of all parameters, and of the scattered ones, if the parts add up to ``whole``; and
+    the type of device that they are on.
 
     Raises:
         LayoutError: they do not.
     """
     here = [(p.name, p.weight.numel() / p.holders, p.scattered) for p in pieces]
-    everywhere: list[list[tuple[str, float, bool]]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(everywhere, here, group=group)
+    mine = (pieces[0].param.device.type if pieces else None, here)
+    everywhere: list[Any] = [None] * group.size()
+    dist.all_gather_object(everywhere, mine, group=group)
     found: dict[str, float] = {}
     scattered: dict[str, None] = {}
-    for rank in everywhere:
+    for _, rank in everywhere:
         for name, share, spread in rank:
             found[name] = found.get(name, 0.0) + share
             if spread:
                 scattered[name] = None
     unknown = sorted(found.keys() - whole.keys())
     if unknown:
-        raise LayoutError(f"{', '.join(unknown)}: no such parameter in the whole model")
+        raise LayoutError(
+            f"{', '.join(unknown)}: no such parameter in the whole model (a weight that was tied "
+            "is tied no longer, or ranks hold different models)"
+        )
     for name, elements in whole.items():
         counted = found.get(name, 0.0)
         if abs(counted - elements) > 1e-6 * max(elements, 1):
@@ -318,7 +349,7 @@ def _account(
                 f"{name} has {elements} elements, but the ranks account for {counted:g}: its parts "
                 "or its replicas are not what the layout takes them for"
             )
-    return list(found), list(scattered)
+    return list(found), list(scattered), next((t for t, _ in everywhere if t), "cpu")
 
 
 def _group(mesh: DeviceMesh, axes: list[int]) -> dist.ProcessGroup | None:

@@ -49,7 +49,7 @@ class Watched(ClipMode):
         by_hand = naive.rank_local(layout, self.norm_type)
         outcome = self._mode.clip(layout, norm)
         trainer = self._trainer
-        gradients = gathered(trainer.model.unwrap(), trainer.booster.renamed, lambda p: p.grad)
+        gradients = gathered(trainer.model.unwrap(), trainer.model.renamed, lambda p: p.grad)
         ranks = from_all((Figures.of(outcome), by_hand))
         if trainer.plugin.rank == 0:
             self._seen([rank[0] for rank in ranks], gradients, [rank[1] for rank in ranks])

@@ -101,6 +101,58 @@ def test_clipping_nothing_is_an_error():
         optimizer.clip_grad_by_norm(1.0)
 
 
+def test_gradients_that_were_set_to_zero_are_nothing_to_clip():
+    booster, model, optimizer = boosted()
+    backward(booster, model, optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(StepOrderError, match="no backward pass"):
+        optimizer.clip_grad_by_norm(1.0)
+
+
+def test_gradients_of_an_earlier_step_are_nothing_to_clip():
+    booster, model, optimizer = boosted()
+    backward(booster, model, optimizer)
+    optimizer.step()
+    with pytest.raises(StepOrderError, match="no backward pass"):
+        optimizer.clip_grad_by_norm(1.0)
+
+
+def test_no_sync_knows_the_optimizer_that_was_boosted_with_the_model():
+    booster, model, optimizer = boosted()
+    with booster.no_sync(model):
+        backward(booster, model, optimizer)
+    with pytest.raises(StepOrderError, match=r"cannot clip now: .*no_sync"):
+        optimizer.clip_grad_by_norm(1.0)
+    with pytest.raises(StepOrderError, match=r"cannot step now: .*no_sync"):
+        optimizer.step()
+    backward(booster, model, optimizer)
+    assert optimizer.step()
+
+
+def test_a_loss_of_many_numbers_is_refused():
+    booster, model, optimizer = boosted()
+    with pytest.raises(ValueError, match=r"loss has shape \[3\]: reduce it"):
+        booster.backward(next(model.parameters()).sum() * torch.ones(3), optimizer)
+
+
+def test_gradients_in_float16_cannot_be_unscaled():
+    module = nn.Linear(4, 2).half()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    booster = Booster("fp16")
+    model, optimizer, *_ = booster.boost(module, optimizer)
+    booster.backward(model.unwrap().weight.float().square().sum(), optimizer)
+    with pytest.raises(TypeError, match="weight is float16: keep parameters in float32"):
+        optimizer.clip_grad_by_norm(1.0)
+
+
+def test_models_of_one_booster_keep_their_names():
+    booster = Booster()
+    first, *_ = booster.boost(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    second, *_ = booster.boost(nn.Linear(4, 2))
+    assert booster.state_dict(first).keys() == first.unwrap().state_dict().keys()
+    assert booster.state_dict(second).keys() == second.unwrap().state_dict().keys()
+
+
 def weights(model):
     return [p.detach().clone() for p in model.unwrap().parameters()]
 

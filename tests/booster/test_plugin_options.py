@@ -1,5 +1,6 @@
 """What a plugin may say for the whole Booster, under the names of Colossal-AI's plugins."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -42,3 +43,28 @@ def test_precision_scale_and_max_norm_come_from_the_plugin():
     assert half[0] is torch.bfloat16
     assert 0.05 < half[2] < 0.1
     assert scaled[:2] == (torch.float16, 2.0**4)
+
+
+def refusals():
+    """What each plugin says of options that do not go together."""
+    said = []
+    for plugin, options in (
+        (LowLevelZeroPlugin, {"stage": 1, "param_dtype": "bf16"}),
+        (LowLevelZeroPlugin, {"stage": 1, "cpu_offload": True}),
+        (HybridParallelPlugin, {"zero_stage": 7}),
+        (
+            HybridParallelPlugin,
+            {"pp_size": 2, "schedule": "interleaved_1f1b", "num_microbatches": 5},
+        ),
+    ):
+        with pytest.raises(ValueError, match=" ") as caught:
+            plugin(**options)
+        said.append(str(caught.value))
+    return said
+
+
+def test_options_that_do_not_go_together_are_refused():
+    dtype, offload, stage, rounds = run_ranks(refusals, 2)[0]
+    assert dtype == offload == "param_dtype and cpu_offload go with zero_stage 2 and 3, not 1"
+    assert stage == "zero_stage is 0, 1, 2 or 3, not 7"
+    assert rounds.startswith("5 microbatches do not fall into 2 equal rounds over 2 pipeline ranks")

@@ -86,11 +86,11 @@ class Loop:
 
     def gradients(self) -> dict[str, Tensor]:
         """Of the whole model, on the first rank."""
-        return gathered(self.raw, self.booster.renamed, lambda p: p.grad)
+        return gathered(self.raw, self.model.renamed, lambda p: p.grad)
 
     def weights(self) -> dict[str, Tensor]:
         """Of the whole model, on the first rank."""
-        return gathered(self.raw, self.booster.renamed)
+        return gathered(self.raw, self.model.renamed)
 
     def own_gradients(self) -> list[Tensor]:
         """Copies of the parts that lie on this rank."""

@@ -156,7 +156,7 @@ def train(case: Case, plugin: str | None = None, **options: Any) -> dict[str, An
     """
     rows = Rows()
     made = trainer(case, plugin, sinks=[rows], **options)
-    model, renamed = made.model.unwrap(), made.booster.renamed
+    model, renamed = made.model.unwrap(), made.model.renamed
     gradients: list[dict[str, torch.Tensor]] = []
     step = made.optimizer.step
 

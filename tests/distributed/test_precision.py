@@ -172,7 +172,7 @@ def half_parameters(plugin: str | None, model: str) -> list[tuple[float, float]]
         rule = build("norm", threshold=0.05, norm_type=next(kinds))
         made.optimizer.unscale()
         network = made.model.unwrap()
-        whole = gathered(network, made.booster.renamed, lambda p: p.grad)
+        whole = gathered(network, made.model.renamed, lambda p: p.grad)
         assert all(gradient.dtype == torch.bfloat16 for gradient in whole.values())
         outcome = clip(rule)
         if whole:

@@ -57,7 +57,7 @@ def drift(plugin: str, model: str, mode: str) -> dict[str, Any]:
     rows = Rows()
     made = trainer(Case(model, mode, steps=STEPS, double=False, rate=0.1), plugin, sinks=[rows])
     made.fit()
-    renamed = made.booster.renamed
+    renamed = made.model.renamed
     named = made.model.unwrap().named_parameters()
     return {
         "rows": rows.rows,

@@ -122,7 +122,7 @@ def by_stages(schedule, batch):
     data = iter([(inputs, targets)] * 2)
     trained = booster.execute_pipeline(data, wrapped, criterion, optimizer, return_outputs=True)
     norm = optimizer.clip_grad_by_norm(max_norm=0.05).item()
-    gradients = gathered(model, booster.renamed, lambda p: p.grad)
+    gradients = gathered(model, wrapped.renamed, lambda p: p.grad)
     optimizer.step()
     seen = booster.execute_pipeline(data, wrapped, criterion, return_outputs=True)
     with pytest.raises(StopIteration):

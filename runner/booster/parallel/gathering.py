@@ -32,16 +32,20 @@ def gathered(
     for own, parameter in model.named_parameters():
         wanted = parameter.detach() if of is None else of(parameter)
         if wanted is not None:
-            here[renamed.get(own, own)] = _whole(wanted)
+            here[renamed.get(own, own)] = wanted
     if of is None:
-        here |= {name: _whole(buffer) for name, buffer in model.named_buffers()}
+        here |= dict(model.named_buffers())
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return here
+        return {name: _on_host(_whole(tensor)) for name, tensor in here.items()}
     names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(names, list(here))
     rank = dist.get_rank()
     lower = {name for others in names[:rank] for name in others}
-    mine = {name: tensor for name, tensor in here.items() if name not in lower}
+    mine = {}
+    for name, tensor in here.items():
+        whole = _whole(tensor)
+        if name not in lower:
+            mine[name] = _on_host(whole)
     parts: list[dict[str, Tensor]] | None = None
     if rank == 0:
         parts = [{} for _ in names]
@@ -51,5 +55,8 @@ def gathered(
 
 @torch.no_grad()
 def _whole(tensor: Tensor) -> Tensor:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().cpu().clone()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone()

@@ -44,7 +44,8 @@ class Partition:
             if group.size() == 1:
                 continue
             for owner, parameters in enumerate(shares):
-                for bucket in buckets([local(p.detach()) for p in parameters]):
+                stepped = [local(p.detach()) for p in parameters if p.requires_grad]
+                for bucket in buckets(stepped):
                     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                     dist.broadcast(flat, group=group, group_src=owner)
                     if owner != group.rank():

@@ -20,6 +20,7 @@ STYLES = (
     "rowwise",
     "colwise_rep",
     "embedding_rowwise",
+    "replicated_with_grad_allreduce",
     "sequence_parallel",
     "split_sequence",
     "whole_sequence",

@@ -35,7 +35,7 @@ def test_a_plan_is_taken_as_it_is():
 
 def test_every_style_is_known():
     plan = ",".join(f"m{number}:{style}" for number, style in enumerate(STYLES))
-    assert len(job(f"{{{plan}}}").config.plugin.tp_plan) == 7
+    assert len(job(f"{{{plan}}}").config.plugin.tp_plan) == len(STYLES)
 
 
 def test_of_a_file_the_content_goes_on(tmp_path, monkeypatch):

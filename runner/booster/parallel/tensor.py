@@ -84,6 +84,7 @@ class Style:
         bias: placement of the bias.
         own: whether its parameters see a part of the sequence each, so that their gradients are
             partial sums where activations are split along it.
+        summed: whether their gradients are partial sums in any case.
     """
 
     run: Run
@@ -91,6 +92,11 @@ class Style:
     weight: Placement = _WHOLE
     bias: Placement = _WHOLE
     own: bool = False
+    summed: bool = False
+
+    def placement(self, key: str) -> Placement:
+        """Where the parameter of that name in its module lies."""
+        return {"weight": self.weight, "bias": self.bias}.get(key, _WHOLE)
 
 
 def _plain(split: Split, module: nn.Module, forward: Run, *args: Any, **kwargs: Any) -> Any:
@@ -117,10 +123,12 @@ def _embedding(split: Split, module: nn.Embedding, forward: Run, tokens: Tensor)
         nothing = tokens.new_zeros((*tokens.shape, module.embedding_dim), dtype=module.weight.dtype)
         return sum_of(nothing + module.weight.sum(), split.group)
     here = (tokens >= start) & (tokens < start + length)
+    # What is in no rank's part stays outside of each, so that torch refuses it.
+    elsewhere = ~here & (tokens >= 0) & (tokens < module.num_embeddings)
     padding = module.padding_idx
     if padding is not None:
         padding = padding - start if start <= padding < start + length else None
-    rows = F.embedding((tokens - start).clamp(0, length - 1), module.weight, padding)
+    rows = F.embedding((tokens - start).masked_fill(elsewhere, 0), module.weight, padding)
     return sum_of(rows * here.unsqueeze(-1), split.group)
 
 
@@ -146,14 +154,17 @@ STYLES: Mapping[str, Style] = {
     "rowwise": Style(_rowwise, _LINEAR, weight=Shard(1), own=True),
     "colwise_rep": Style(_colwise_rep, _LINEAR, weight=Shard(0), bias=Shard(0)),
     "embedding_rowwise": Style(_embedding, (nn.Embedding,), weight=Shard(0)),
+    "replicated_with_grad_allreduce": Style(_plain, summed=True),
     "sequence_parallel": Style(_plain, own=True),
     "split_sequence": Style(_split_sequence),
     "whole_sequence": Style(_whole_sequence),
 }
 """``colwise``: output features over ranks. ``rowwise``: input features over ranks, outputs summed.
 ``colwise_rep``: like colwise, outputs gathered. ``embedding_rowwise``: the vocabulary over ranks.
-The last three matter where activations are split along the sequence: ``sequence_parallel`` works on
-a part of it, after ``split_sequence`` it is split, ``whole_sequence`` needs all of it."""
+``replicated_with_grad_allreduce``: whole on each rank, each of which works on a part (a norm of
+single heads); their gradients are summed. The last three matter where activations are split along
+the sequence: ``sequence_parallel`` works on a part of it, after ``split_sequence`` it is split,
+``whole_sequence`` needs all of it."""
 
 
 def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -165,7 +176,8 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[st
             ``tp_plan``. Of two patterns that match a module the last one counts.
 
     Raises:
-        PlanError: there is no plan, a pattern matches nothing, or a style is unknown or unfit.
+        PlanError: there is no plan, a pattern matches nothing, a style is unknown or unfit, or
+            parameters that are one would be split in different ways.
     """
     plan = given if given is not None else getattr(model, "tp_plan", None)
     if not plan:
@@ -184,20 +196,53 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[st
         for name in hits:
             _check_kind(name, modules[name], style)
         styles.update(dict.fromkeys(hits, style))
+    _check_ties(model, styles)
     return styles
 
 
+def _style_of(styles: Mapping[str, str], name: str) -> Style | None:
+    return STYLES.get(styles.get(name, ""))
+
+
 def _check_kind(name: str, module: nn.Module, style: str) -> None:
-    kinds = STYLES[style].kinds
+    kinds, made = STYLES[style].kinds, type(module).__name__
+    fit = " or ".join(f"torch.nn.{kind.__name__}" for kind in kinds)
     if not isinstance(module, kinds):
-        fit = " or ".join(f"torch.nn.{kind.__name__}" for kind in kinds)
-        raise PlanError(f"{name}: {style} is for {fit}, not for {type(module).__name__}")
+        raise PlanError(f"{name}: {style} is for {fit}, not for {made}")
+    if kinds == (nn.Module,):
+        return
+    if all(type(module).forward is not kind.forward for kind in kinds):
+        raise PlanError(
+            f"{name}: {style} would replace what {made}.forward does by what {fit} does: leave it "
+            f"out of the plan, or plan a plain {fit} inside it"
+        )
+    if module._parameters.get("weight") is None:
+        raise PlanError(
+            f"{name}: {style} splits a weight, but that of this {made} is computed from others: "
+            "leave it out of the plan"
+        )
     if (
         isinstance(module, nn.Embedding)
         and style == "embedding_rowwise"
         and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse)
     ):
         raise PlanError(f"{name}: {style} takes no max_norm, scale_grad_by_freq or sparse")
+
+
+def _check_ties(model: nn.Module, styles: Mapping[str, str]) -> None:
+    seen: dict[int, tuple[str, Placement]] = {}
+    for prefix, module in model.named_modules():
+        style = _style_of(styles, prefix) or Style(_plain)
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name, placement = f"{prefix}.{key}" if prefix else key, style.placement(key)
+            first, known = seen.setdefault(id(parameter), (name, placement))
+            if known != placement:
+                raise PlanError(
+                    f"{name} is tied to {first}, which is split another way ({known}, not "
+                    f"{placement}): give both the same split, or untie them"
+                )
 
 
 def _near(pattern: str, names: list[str]) -> str:
@@ -232,46 +277,61 @@ def check_heads(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None
                 )
 
 
+def check_sequence(styles: Mapping[str, str]) -> None:
+    """Refuse to split activations along the sequence by a plan that never does.
+
+    Layers would gather parts that are each the whole, and attention would see what is to come.
+
+    Args:
+        styles: from :func:`plan_of`.
+
+    Raises:
+        PlanError: no module has the style ``split_sequence``.
+    """
+    if "split_sequence" not in styles.values():
+        raise PlanError(
+            "the plan for tensor parallelism splits no sequence: give the style split_sequence to "
+            "the module after which activations are to be split (such as the dropout after the "
+            "embedding), or choose sequence_parallel=false"
+        )
+
+
 def parallelize(
     model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, *, sequence: bool
 ) -> None:
     """Split the modules of ``model`` in place; parameters of all others are repeated on each rank.
 
     Args:
-        model: what this rank has of the model; the same on all ranks of ``mesh``.
+        model: what this rank has of the model; the same, also in its weights, on all ranks of
+            ``mesh``.
         styles: from :func:`plan_of`.
         mesh: one axis of ranks.
         sequence: split activations between split layers along the sequence.
-
-    Raises:
-        PlanError: parameters that are one would be split in different ways.
     """
     group = mesh.get_group()
     # Inside of these all ranks have all of the sequence.
     whole = tuple(f"{name}." for name, style in styles.items() if style == "whole_sequence")
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for name, module in model.named_modules():
-        style = STYLES.get(styles.get(name, ""))
-        own = [key for key, value in module._parameters.items() if value is not None]
-        if style is None and not own:
+        style = _style_of(styles, name)
+        if style is None and next(module.parameters(), None) is None:
             continue
         style = style or Style(_plain)
+        own = [key for key, value in module._parameters.items() if value is not None]
         for key in own:
-            placement = {"weight": style.weight, "bias": style.bias}.get(key, Replicate())
-            _distribute(module, f"{name}.{key}", key, mesh, placement, made)
+            _distribute(module, key, mesh, style.placement(key), made)
         split = Split(group, sequence and not name.startswith(whole))
-        partial_sums = split.sequence and style.own
+        partial_sums = style.summed or (split.sequence and style.own)
         # A row-wise weight sees the whole sequence; its bias is added to a part of it.
         parts = {
             k for k in own if partial_sums and not (k == "weight" and style.weight == Shard(1))
         }
-        forward = partial(_run, style.run, split, module, module.forward, parts)
-        module.forward = forward
+        called = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        module.forward = partial(_run, called, style.run, split, module, module.forward, parts)
 
 
 def _distribute(
     module: nn.Module,
-    name: str,
     key: str,
     mesh: DeviceMesh,
     placement: Placement,
@@ -281,7 +341,6 @@ def _distribute(
 
     Args:
         module: the owner.
-        name: of the parameter in the model.
         key: of the parameter in its module.
         mesh: one axis of ranks.
         placement: along it.
@@ -291,20 +350,15 @@ def _distribute(
     parameter = module._parameters[key]
     assert parameter is not None
     if id(parameter) not in made:
-        spread = distribute_tensor(parameter.detach(), mesh, [placement])
+        # The ranks have the same weights already: each cuts its own part.
+        spread = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         replaced = nn.Parameter(spread, requires_grad=parameter.requires_grad)
         made[id(parameter)] = parameter, replaced
-    replaced = made[id(parameter)][1]
-    assert isinstance(replaced, DTensor)
-    if replaced.placements[0] != placement:
-        raise PlanError(
-            f"{name} is tied to a parameter that is split another way ({replaced.placements[0]}, "
-            f"not {placement}): give both the same split, or untie them"
-        )
-    module._parameters[key] = replaced
+    module._parameters[key] = made[id(parameter)][1]
 
 
 def _run(
+    called: str,
     run: Run,
     split: Split,
     module: nn.Module,
@@ -313,8 +367,17 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    with _local_parameters(module, parts):
-        return run(split, module, forward, *args, **kwargs)
+    try:
+        with _local_parameters(module, parts):
+            return run(split, module, forward, *args, **kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise PlanError(
+            f"{called} computes with a parameter of a module inside it, which under tensor "
+            "parallelism only that module's own forward can: let it call the module (of a tied "
+            "embedding: a torch.nn.Linear that has the same weight)"
+        ) from error
 
 
 @contextmanager

@@ -32,7 +32,13 @@ from runner.booster.parallel.pipeline import (
 )
 from runner.booster.parallel.sharding import Sharding, shard, unsynchronised
 from runner.booster.parallel.sync import GradientSync, Replicas, Tied, alike
-from runner.booster.parallel.tensor import PlanError, check_heads, parallelize, plan_of
+from runner.booster.parallel.tensor import (
+    PlanError,
+    check_heads,
+    check_sequence,
+    parallelize,
+    plan_of,
+)
 from runner.booster.plugin.base import Plugin, Spread, require_process_group
 from runner.clip import Layout
 from runner.clip.layout import head_weight
@@ -149,6 +155,11 @@ class HybridParallelPlugin(Plugin):
                     check_heads(model, styles, sizes.tp)
                 except PlanError as error:
                     found.append(("tp_size", sizes.tp, str(error)))
+                if sizes.tp > 1 and options.get("sequence_parallel"):
+                    try:
+                        check_sequence(styles)
+                    except PlanError as error:
+                        found.append(("sequence_parallel", True, str(error)))
         if sizes.pp > 1:
             stages = sizes.pp * STAGES_PER_RANK[options.get("schedule", "1f1b")]
             starts = options.get("split")
@@ -187,6 +198,8 @@ class HybridParallelPlugin(Plugin):
         experts = of_experts(model) if sizes.ep > 1 else frozenset()
         styles = plan_of(model, self.tp_plan) if sizes.tp > 1 else {}
         check_heads(model, styles, sizes.tp)
+        if sizes.tp > 1 and self.sequence_parallel:
+            check_sequence(styles)
         stages = cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
         alike(model, world)
 

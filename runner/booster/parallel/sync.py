@@ -6,7 +6,7 @@ partial sums would be added again to what was added before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,14 +50,26 @@ class Tied:
 
 
 class GradientSync:
-    """Called once a step, on every rank, when the last backward pass is done."""
+    """Called once a step, on every rank, when the last backward pass is done.
+
+    Args:
+        parameters: all of them.
+        replicas: those that data parts hold alike.
+        tied: those that stages hold alike.
+        agree: called when all gradients are final, to compare them where they should be the same.
+    """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], replicas: Sequence[Replicas], tied: Sequence[Tied]
+        self,
+        parameters: Iterable[nn.Parameter],
+        replicas: Sequence[Replicas],
+        tied: Sequence[Tied],
+        agree: Callable[[], None],
     ) -> None:
         self.parameters = [p for p in parameters if isinstance(p, DTensor)]
         self.replicas = replicas
         self.tied = tied
+        self.agree = agree
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -67,6 +79,7 @@ class GradientSync:
             _average(replicas)
         for tied in self.tied:
             _add_up(tied)
+        self.agree()
 
 
 def _average(replicas: Replicas) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.booster.optimizer import nothing
+from runner.booster.parallel.agreement import Agreement, repeated
 from runner.booster.parallel.axes import Axes, Sizes, position
 from runner.booster.parallel.experts import mixtures, of_experts, spread_experts
 from runner.booster.parallel.partition import Partition
@@ -227,11 +228,13 @@ class HybridParallelPlugin(Plugin):
         layout = Layout.of_sharded(model, world, whole, ranks, renamed, head)
         replicas = self._replicas(model, axes, experts)
         partition = Partition(replicas) if self.zero_stage == 1 else None
-        tied = [self._tied(model, name, users, renamed, axes) for name, users in copies.items()]
+        found = [self._tied(model, name, users, renamed, axes) for name, users in copies.items()]
+        tied = [each for each in found if each is not None]
+        agree = Agreement(repeated(model), axes.group("tp")) if sizes.tp > 1 else nothing
         return Spread(
             model,
             layout,
-            finish=GradientSync(model.parameters(), replicas, [t for t in tied if t is not None]),
+            finish=GradientSync(model.parameters(), replicas, tied, agree),
             publish=nothing if partition is None else partition.publish,
             steps=None if partition is None else partition.mine,
             pipeline=self._pipeline(modules, axes, device) if stages else None,

@@ -41,7 +41,7 @@ class Use(NamedTuple):
 _DATA = ("tensor", "pipeline", "moe", "hybrid")
 _TENSOR = ("tensor", "hybrid")
 _PIPELINE = ("pipeline", "hybrid")
-_SHARDED = ("fsdp", "zero")
+_SHARDED = ("fsdp", "zero", "hybrid")
 
 USES = {
     "find_unused_parameters": Use(False, ("ddp",), "looks for parameters out of use"),
@@ -80,7 +80,7 @@ class Plugin:
         bool, switch(), "ddp: look for parameters that took no part in the loss"
     ]
     reshard_after_forward: Annotated[
-        bool, switch(), "fsdp, zero stage 3: gather a block's parameters anew for its backward pass"
+        bool, switch(), "fsdp, zero_stage 3: gather a block's parameters anew for its backward pass"
     ]
     dp_replicate: Annotated[
         int, integer(1), "fsdp: replicas, each sharded over its share of the ranks"
@@ -126,9 +126,11 @@ class Plugin:
     param_dtype: Annotated[
         Literal["bf16", "fp16"] | None,
         optional(one_of("bf16", "fp16")),
-        "fsdp, zero: gather and compute parameters in it; gradients are reduced in float32",
+        "fsdp, zero_stage 2, 3: gather and compute parameters in it; gradients reduce in float32",
     ]
-    cpu_offload: Annotated[bool, switch(), "fsdp, zero: keep shards in host memory between uses"]
+    cpu_offload: Annotated[
+        bool, switch(), "fsdp, zero_stage 2, 3: keep shards in host memory between uses"
+    ]
 
     def conflicts(self) -> Iterator[Conflict]:
         """Keys that nothing uses; sizes that do not multiply; a pipeline that cannot be filled."""
@@ -138,7 +140,7 @@ class Plugin:
         yield from unused
         if unused:
             return
-        if self.name == "zero":
+        if self.name in ("zero", "hybrid"):
             yield from self._of_zero()
         dealt = None
         if (ranks := _known_ranks(self)) is not None:
@@ -176,7 +178,7 @@ class Plugin:
 
     def _of_zero(self) -> Iterator[Conflict]:
         stage = self.zero_stage
-        if stage == 0:
+        if stage == 0 and self.name == "zero":
             yield Conflict("zero_stage", "must be 1, 2 or 3 under plugin=zero; plugin=ddp is 0")
         if stage != 3 and not self.reshard_after_forward:
             message = f"has no meaning with plugin.zero_stage={stage}; stage 3 shards parameters"

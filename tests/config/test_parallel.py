@@ -102,6 +102,9 @@ def test_one_process_is_one_data_parallel_rank(plain):
         ),
         ("zero", {"param_dtype": "fp16"}, "param_dtype", "stages 2 and 3"),
         ("zero", {"cpu_offload": True}, "cpu_offload", "stages 2 and 3"),
+        ("hybrid", {"zero_stage": 1, "cpu_offload": True}, "cpu_offload", "zero_stage=1; stages 2"),
+        ("hybrid", {"param_dtype": "bf16"}, "param_dtype", "zero_stage=0; stages 2 and 3"),
+        ("hybrid", {"reshard_after_forward": False}, "reshard_after_forward", "stage 3 shards"),
         ("hybrid", {"tp_size": None}, "tp_size", "null means all ranks for plugin=tensor"),
         ("hybrid", {"pp_size": None}, "pp_size", "null means all ranks for plugin=pipeline"),
         ("hybrid", {"ep_size": None}, "ep_size", "null means all ranks for plugin=moe"),
@@ -170,6 +173,8 @@ def test_what_cannot_stand_together_is_named_with_a_way_out(plain, name, given, 
         ("pipeline", {"pp_size": 2, "split": ["blocks.1"]}),
         ("hybrid", {"dp_size": 2, "tp_size": 2, "pp_size": 2, "zero_stage": 1, "nproc": 8}),
         ("hybrid", {"dp_size": 4, "ep_size": 2, "nproc": 4}),
+        ("hybrid", {"zero_stage": 2, "param_dtype": "bf16", "cpu_offload": True}),
+        ("hybrid", {"zero_stage": 3, "reshard_after_forward": False, "tp_size": 2}),
     ],
 )
 def test_what_goes_together(plain, name, given):

@@ -46,6 +46,8 @@ MATRIX: dict[tuple[str, int], Sequence[str]] = {
     ("gpipe", 4): ("gpt", "tied"),
     ("1f1b", 4): ("gpt", "tied"),
     ("pipeline_dp", 4): ("tied", "moe"),
+    ("interleaved_dp", 4): ("tied",),
+    ("zero_bubble_dp", 4): ("gpt",),
     ("moe", 4): ("moe",),
     ("moe_dp", 4): ("moe",),
     ("moe_zero1", 4): ("moe",),
@@ -81,6 +83,20 @@ def cases_of(plugin: str, world: int, model: str) -> list[Case]:
     return [Case(model, mode, each) for mode, each in zip(MODES, steps, strict=False)]
 
 
+def models_of(plugin: str) -> Sequence[str]:
+    """All models that ``plugin`` is for."""
+    if "moe" in plugin or "_ep_" in plugin:
+        return ("moe",)
+    return SAME_SAMPLES if plugin == "hsdp" else MATRIX.get((plugin, 2), CHAINS)
+
+
+def rest_of(plugin: str, world: int, model: str) -> list[Case]:
+    """All modes by all accumulations, but what :func:`cases_of` has."""
+    whole = [Case(model, mode, steps) for mode, steps in product(MODES, (1, 3))]
+    taken = cases_of(plugin, world, model) if model in MATRIX[plugin, world] else []
+    return [case for case in whole if case not in taken]
+
+
 def single_precision(model: str, world: int) -> list[Case]:
     """In float32: every mode on 2 ranks, one of each kind on more."""
     modes = MODES if world == 2 else ("L2", "value", "adaptive")
@@ -88,8 +104,10 @@ def single_precision(model: str, world: int) -> list[Case]:
     return [Case(model, mode, each, double=False) for mode, each in zip(modes, steps, strict=False)]
 
 
-def assert_agrees(plugin: str, world: int, cases: Sequence[Case], rel: float) -> None:
-    ranks = run_ranks(train_all, world, plugin, cases, timeout=150)
+def assert_agrees(
+    plugin: str, world: int, cases: Sequence[Case], rel: float, timeout: float = 150
+) -> None:
+    ranks = run_ranks(train_all, world, plugin, cases, timeout=timeout)
     wrong = {}
     for number, case in enumerate(cases):
         found = differences([rank[number] for rank in ranks], case, rel)
@@ -111,6 +129,16 @@ def test_every_threshold_binds(model):
 )
 def test_float64_agrees_to_1e_12(plugin, world, model):
     assert_agrees(plugin, world, cases_of(plugin, world, model), 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("plugin", "world", "model"),
+    [(*row, model) for row in MATRIX for model in models_of(row[0]) if rest_of(*row, model)],
+)
+def test_the_rest_of_the_product_agrees_to_1e_12(plugin, world, model):
+    assert_agrees(plugin, world, rest_of(plugin, world, model), 1e-12, timeout=500)
 
 
 @pytest.mark.parametrize("plugin", FEWEST)

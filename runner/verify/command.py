@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -114,8 +115,13 @@ def conclude(
         _say(last_line(found))
         return exit_code
     who = "" if found["rank"] is None else f"rank {found['rank']}: "
-    _say(f"\n{who}{words_of(found['error'])}")
-    if job.config.verify.dtype == "float64" and "dtype" in found["error"]:
+    raised = words_of(found["error"])
+    # The advice that a run gives has no part here.
+    raised, skips = re.subn(r" \(clip\.nonfinite=skip .*\)$", "", raised)
+    _say(f"\n{who}{raised}")
+    if skips:
+        _say("a verification compares every step and leaves none out, whatever clip.nonfinite is")
+    if job.config.verify.dtype == "float64" and re.search("dtype|scalar type", raised):
         _say("perhaps the model computes in float32 alone: verify.dtype=float32")
     _say(f"\n{folder / FILE}")
     if exit_code == 1:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from runner import Trainer, build
 from runner.booster import Plugin
@@ -152,26 +152,7 @@ class _Side:
         reference = self.reference
         if reference is None:
             return
-        if reference.drew:
-            yield (
-                "the model draws random numbers in its forward pass (functional dropout, say): "
-                "ranks draw others than one process"
-            )
-        if reference.windows.drew:
-            yield "the data draws random numbers when it is read: the two sides see other samples"
-        layers = [
-            module
-            for module in reference.model.modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        ]
-        if any(isinstance(layer, nn.SyncBatchNorm) for layer in layers):
-            yield "SyncBatchNorm couples the samples of all ranks; one process reads them in parts"
-        if layers and reference.windows.uneven:
-            yield (
-                "the pipeline fills a short microbatch up with copies, which batch norm sees: "
-                "choose a data.batch_size that plugin.num_microbatches divides, and "
-                "data.drop_last=true"
-            )
+        yield from reference.causes()
         losses = next(((s.loss, s.step) for s in self.steps), None)
         ours = self.losses.each[0] if self.losses.each else math.nan
         if losses is not None and not relative(ours, losses[0][1]) <= self.config.verify.bound:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
 from runner import build
-from runner.booster import Booster, OptimizerWrapper
+from runner.booster import Booster, NonFiniteGradient, OptimizerWrapper
 from runner.clip import ClipMode, total_norm
 from runner.config.schema import RunConfig
 from runner.data import DealtBatches
@@ -148,9 +149,44 @@ class Reference:
         self.optimizer.zero_grad()
         return figures, loss, gradients
 
-    @torch.enable_grad()
     def accumulate(self) -> float:
-        """Forward and backward pass of every batch of the next step; the loss of the step."""
+        """Forward and backward pass of every batch of the next step; the loss of the step.
+
+        What the model raises says that it was here, and why that may be.
+        """
+        try:
+            return self._accumulate()
+        except Exception as error:
+            error.add_note("raised in the one process that the plugin is compared with")
+            for cause in self.causes():
+                error.add_note(f"possible cause: {cause}")
+            raise
+
+    def causes(self) -> Iterator[str]:
+        """What may be otherwise here than under a plugin that is right, in words."""
+        if self.drew:
+            yield (
+                "the model draws random numbers in its forward pass (functional dropout, say): "
+                "ranks draw others than one process"
+            )
+        if self.windows.drew:
+            yield "the data draws random numbers when it is read: the two sides see other samples"
+        layers = [
+            module
+            for module in self.model.modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
+        if any(isinstance(layer, nn.SyncBatchNorm) for layer in layers):
+            yield "SyncBatchNorm couples the samples of all ranks; one process reads them in parts"
+        if layers and self.windows.uneven:
+            yield (
+                "the pipeline fills a short microbatch up with copies, which batch norm sees: "
+                "choose a data.batch_size that plugin.num_microbatches divides, and "
+                "data.drop_last=true"
+            )
+
+    @torch.enable_grad()
+    def _accumulate(self) -> float:
         host = next(self._batches)
         counts = [self.loss.items(batch)[0] for batch in host]
         weight = 1.0 / max(sum(counts), 1)
@@ -168,16 +204,19 @@ class Reference:
         """What the mode compares with its threshold, at its largest in the first step.
 
         Raises:
-            ValueError: it is zero or not finite.
+            runner.booster.NonFiniteGradient: it is not finite.
+            ValueError: it is zero.
         """
         self.accumulate()
         layout = self.optimizer.layout
         with torch.no_grad():
             norm = total_norm(layout, self.mode.norm_type)
             peak = float(self.mode.clip(layout, norm).peak)
-        if not 0 < peak < float("inf"):
+        if not math.isfinite(peak):
+            raise NonFiniteGradient(f"the gradient of step 1 is not finite: it holds {peak}")
+        if peak == 0:
             raise ValueError(
-                f"no threshold can be derived from the first step, whose largest figure is {peak}: "
+                "no threshold can be derived from the first step, whose gradient is zero: "
                 "give clip and clip.threshold"
             )
         return peak

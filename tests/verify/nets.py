@@ -1,5 +1,6 @@
 """Models of other people, for verification: named by ``_target_``."""
 
+import math
 from typing import Any
 
 import torch
@@ -54,6 +55,23 @@ class Constant(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return images.flatten(1)[:, :10] + 0.0 * self.weight
+
+
+class Broken(Constant):
+    """Logits that are not finite, and neither is the gradient of its weight."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.flatten(1)[:, :10] * self.weight * math.nan
+
+
+class Fails(Constant):
+    """A model that fails where it is not merely tried out."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not images.is_meta:
+            dtype = {"images": images.dtype}["imagse"]
+            return images.to(dtype)
+        return super().forward(images)
 
 
 class Noisy(Dataset[Any]):

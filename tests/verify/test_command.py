@@ -132,6 +132,20 @@ def test_a_model_of_float32_alone_gets_a_hint(outputs, capsys):
     assert main([*IMAGES, *net("Single"), "verify.dtype=float32"]) == 0
 
 
+def test_a_word_in_the_traceback_alone_gives_no_hint(outputs, capsys):
+    assert main([*IMAGES, *net("Fails")]) == 1
+    assert "dtype = " in written(outputs)["error"]
+    assert "verify.dtype=float32" not in capsys.readouterr().out
+
+
+def test_a_gradient_that_is_not_finite_is_not_left_out(outputs, capsys):
+    assert main([*IMAGES, *net("Broken")]) == 1
+    out = capsys.readouterr().out
+    assert "NonFiniteGradient: the gradient's norm is nan: weight\n" in out
+    assert "compares every step" in out
+    assert "clip.nonfinite=skip" not in out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -158,7 +172,7 @@ def test_text_stands_in_for_data_that_was_left_open_and_does_not_fit():
     with pytest.raises(RequestError) as error:
         checked(["model=gpt", "device=cpu", "plugin=tensor", "plugin.tp_size=3"])
     assert [problem.key for problem in error.value.problems] == ["plugin.tp_size"]
-    with pytest.raises(RequestError, match="does not take a sample of runner.data.digits"):
+    with pytest.raises(RequestError, match=r"does not take a sample of .*digits"):
         checked(["model=resnet18", "device=cpu"])
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from runner import build
+from runner.booster import NonFiniteGradient
 from runner.booster.plugin import SinglePlugin
 from runner.config.check import parse
 from runner.data import DealtBatches
@@ -80,6 +81,23 @@ def test_it_is_a_plain_training_of_one_process():
             torch.testing.assert_close(theirs[name], gradient, rtol=1e-5, atol=1e-9)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_what_it_raises_says_where_that_was_and_why_it_may_be():
+    config = config_of(*net("Chain"), "data.batch_size=7", "data.samples=60")
+    reference = Reference(config, Dealt(1, 3), make_mode(config, "norm")[0], torch.device("cpu"))
+    with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
+        reference.step()
+    where, cause = raised.value.__notes__
+    assert "one process" in where
+    assert "fills a short microbatch up" in cause
+
+
+def test_no_threshold_comes_from_a_gradient_that_is_not_finite():
+    config = config_of("clip=none", *net("Broken"))
+    mode = make_mode(config, "value")[0]
+    with pytest.raises(NonFiniteGradient, match="the gradient of step 1 is not finite"):
+        Reference(config, Dealt(1), mode, torch.device("cpu")).peak()
 
 
 def test_no_threshold_comes_from_a_gradient_of_zero():

@@ -78,6 +78,14 @@ def leave_unread() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def tell_version() -> int:
+    """Print this project's version, and Hydra's; the exit code."""
+    from runner import __version__
+
+    print(f"clip-runner {__version__} (Hydra {hydra.__version__})")
+    return 0
+
+
 def read(words: Sequence[str], purpose: str, also: Sequence[str] = ()) -> argparse.Namespace:
     """The overrides in ``words``, and the flags that say where the configuration is read.
 
@@ -123,10 +131,7 @@ def single(words: Sequence[str], purpose: str) -> Job:
 
 def _run(words: list[str]) -> int:
     if "--version" in words:
-        from runner import __version__
-
-        print(f"clip-runner {__version__} (Hydra {hydra.__version__})")
-        return 0
+        return tell_version()
     args, problems = flags.read(words)
     if problems:
         _add_problems_of_words(args, problems)

@@ -33,6 +33,8 @@ def _plan(words: Sequence[str]) -> int:
     if {"-h", "--help"} & set(words):
         print(__doc__)
         return 0
+    if "--version" in words:
+        return cli.tell_version()
     args = cli.read(words, "a plan", also=("--multirun",))
     wanted = request(args.overrides, multirun=args.multirun, source=flags.source_of(args))
     cli.check_jobs(wanted.jobs)

@@ -14,8 +14,10 @@ import pytest
 import yaml
 
 import runner
-from runner import cli
+from runner import cli, plan
+from runner.calibrate import command as calibrate
 from runner.config.problem import Problem, RequestError
+from runner.verify import command as verify
 
 ROOT = Path(runner.__file__).parents[1]
 
@@ -290,8 +292,9 @@ def test_wrong_words_are_refused_beside_any_flag(flags, fakes, capsys):
     assert "did you mean norm?" in capsys.readouterr().err
 
 
-def test_the_version(capsys):
-    assert cli.main(["--version"]) == 0
+@pytest.mark.parametrize("main", [cli.main, plan.main, calibrate.main, verify.main])
+def test_the_version(main, capsys):
+    assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith(f"clip-runner {runner.__version__}")
 
 

@@ -57,7 +57,8 @@ def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
     """The dotted ``keys`` that ``key`` most likely means, best first, at most three.
 
     A key whose last part is right but whose section is missing or wrong (``threshold`` for
-    ``clip.threshold``) comes before one that is merely spelled alike.
+    ``clip.threshold``), and one that is cut short (``verify.tol``), come before one that is merely
+    spelled alike.
     """
     keys = sorted(set(keys) - {key})
     last = _last(key)
@@ -67,6 +68,8 @@ def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
         return [meant]
     if here:
         return sorted(here, key=lambda other: -_likeness(key, other))[:3]
+    if begun := [other for other in keys if _begins(key, other)]:
+        return sorted(begun, key=lambda other: -_likeness(key, other))[:3]
     scored = [(max(_likeness(key, other), _tail_likeness(key, other)), other) for other in keys]
     best = max(scored, default=(0.0, ""))[0]
     return [other for score, other in scored if score == best >= 0.6][:3]
@@ -76,6 +79,11 @@ def or_list(names: Iterable[str]) -> str:
     """``a``, ``a or b``, ``a, b or c``."""
     names = list(names)
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _begins(key: str, other: str) -> bool:
+    whole = other if "." in key else _last(other)
+    return len(_last(key)) > 1 and whole.lower().startswith(key.lower())
 
 
 def _last(key: str) -> str:

@@ -171,6 +171,8 @@ class Plugin:
             message = f"has no meaning under plugin={self.name}"
             if key == "dp_size" and self.name != "single":
                 message += f", where all ranks are data-parallel: give plugin.nproc={value}"
+            elif key == "dp_size":
+                message += f"; plugin=ddp plugin.nproc={value} has so many data-parallel ranks"
             else:
                 options = or_list(f"plugin={option}" for option in use.options)
                 message += f"; {options} {use.gives}"

@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--help" in words or "-h" in words:
         print(USAGE)
         return 0
+    if "--version" in words:
+        return cli.tell_version()
     return cli.guarded(functools.partial(_run, words))
 
 

@@ -70,6 +70,8 @@ def test_a_key_that_nothing_uses_names_the_plugins_that_do(plain, name, key):
     assert f"has no meaning under plugin={name}" in said
     if key == "dp_size" and name != "single":
         assert said.endswith("all ranks are data-parallel: give plugin.nproc=2")
+    elif key == "dp_size":
+        assert "plugin=ddp plugin.nproc=2" in said
     else:
         assert all(f"plugin={option}" in said for option in USES[key].options)
 

@@ -112,7 +112,7 @@ def run_all():
             iter([data(samples)]), wrapped, criterion, optimizer, return_outputs=True
         )
         optimizer.clip_grad_by_norm(max_norm=0.1)
-        gradients = gathered(model, booster.renamed, lambda p: p.grad)
+        gradients = gathered(model, wrapped.renamed, lambda p: p.grad)
         results.append((told["loss"], told["outputs"], gradients))
     for options, said in (
         ({"schedule": "zigzag"}, "unknown schedule 'zigzag': use gpipe, 1f1b"),

@@ -77,7 +77,7 @@ class HybridParallelPlugin(Plugin):
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError: the sizes do not multiply to the ranks.
+        ValueError: the sizes do not multiply to the ranks, or options do not go together.
     """
 
     def __init__(
@@ -102,6 +102,12 @@ class HybridParallelPlugin(Plugin):
         require_process_group(type(self).__name__)
         if schedule not in STAGES_PER_RANK:
             raise ValueError(f"unknown schedule {schedule!r}: use {', '.join(STAGES_PER_RANK)}")
+        if zero_stage not in range(4):
+            raise ValueError(f"zero_stage is 0, 1, 2 or 3, not {zero_stage}")
+        if zero_stage < 2 and (param_dtype is not None or cpu_offload):
+            raise ValueError(
+                f"param_dtype and cpu_offload go with zero_stage 2 and 3, not {zero_stage}"
+            )
         self.sizes = Sizes.of(self.world_size, dp_size, tp_size, pp_size, ep_size)
         self.zero_stage = zero_stage
         self.precision, self.initial_scale, self.max_norm = precision, initial_scale, max_norm
@@ -115,6 +121,12 @@ class HybridParallelPlugin(Plugin):
             raise ValueError(
                 f"{num_microbatches} microbatches do not fill the {self.stage_count} stages of "
                 f"schedule {schedule}: give that many or more, or schedule='gpipe'"
+            )
+        rounds = self.num_microbatches // pp_size
+        if schedule == "interleaved_1f1b" and self.num_microbatches % max(rounds, 1):
+            raise ValueError(
+                f"{num_microbatches} microbatches do not fall into {rounds} equal rounds over "
+                f"{pp_size} pipeline ranks, as schedule {schedule} has it"
             )
         self.split = split
         self.sharding = Sharding(

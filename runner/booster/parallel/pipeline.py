@@ -62,7 +62,15 @@ def parts_of(model: nn.Module) -> list[Part]:
     if callable(listed):
         return [Part(tuple(modules), run) for modules, run in listed()]
     if isinstance(model, nn.Sequential):
-        return [Part((name,), module) for name, module in model.named_children()]
+        if type(model).forward is not nn.Sequential.forward:
+            raise CutError(
+                f"{type(model).__name__} cannot be cut into stages: it is a torch.nn.Sequential "
+                "with a forward of its own, so give it a method pipeline() that lists its parts"
+            )
+        # Not its named children: a module that is there twice runs twice.
+        return [
+            Part((name,), module) for name, module in model._modules.items() if module is not None
+        ]
     raise CutError(
         f"{type(model).__name__} cannot be cut into stages: it is no torch.nn.Sequential and has "
         "no method pipeline() that lists its parts"
@@ -366,6 +374,8 @@ class Pipeline:
 def untie(model: nn.Module, stages: Sequence[Sequence[Part]]) -> dict[str, str]:
     """Give each stage its own copy of a parameter that several stages use.
 
+    A module that several stages use has one set of parameters: these stages have one copy.
+
     Args:
         model: the whole model; its modules get copies in place.
         stages: from :func:`cut`.
@@ -375,43 +385,87 @@ def untie(model: nn.Module, stages: Sequence[Sequence[Part]]) -> dict[str, str]:
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     renamed: dict[str, str] = {}
-    seen: dict[int, int] = {}
+    users: dict[nn.Module, set[int]] = {}
     for number, parts in enumerate(stages):
-        copies: dict[int, nn.Parameter] = {}
         for prefix in (name for part in parts for name in part.modules):
             for path, module in model.get_submodule(prefix).named_modules(prefix=prefix):
-                for key, parameter in list(module._parameters.items()):
-                    if parameter is None:
-                        continue
-                    if names[id(parameter)] != f"{path}.{key}":
+                users.setdefault(module, set()).add(number)
+                for key, parameter in module._parameters.items():
+                    if parameter is not None and names[id(parameter)] != f"{path}.{key}":
                         renamed[f"{path}.{key}"] = names[id(parameter)]
-                    if seen.setdefault(id(parameter), number) == number:
-                        continue
-                    if id(parameter) not in copies:
-                        copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-                        copies[id(parameter)] = copy
-                    module._parameters[key] = copies[id(parameter)]
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in users:
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, key))
+    for parameter, held in places.items():
+        for others in _joined(users[module] for module, _ in held)[1:]:
+            copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            for module, key in held:
+                if users[module] <= others:
+                    module._parameters[key] = copy
     return renamed
 
 
-def users_of(
-    model: nn.Module, stages: Sequence[Sequence[Part]], renamed: Mapping[str, str]
+def _joined(sets: Iterable[set[int]]) -> list[set[int]]:
+    """Sets that have a number in common made one, by their smallest number."""
+    joined: list[set[int]] = []
+    for found in sets:
+        touched = [numbers for numbers in joined if numbers & found]
+        apart = [numbers for numbers in joined if not numbers & found]
+        joined = [*apart, found.union(*touched)]
+    return sorted(joined, key=min)
+
+
+def copies_of(
+    model: nn.Module,
+    stages: Sequence[Sequence[Part]],
+    renamed: Mapping[str, str],
+    homes: Sequence[int],
 ) -> dict[str, list[int]]:
-    """The stages that use a parameter, by its name, for those that several stages use.
+    """Where the copies of a parameter are, by its name, for those that have several.
 
     Args:
         model: after :func:`untie`, before :func:`keep`.
         stages: from :func:`cut`.
         renamed: from :func:`untie`.
+        homes: the rank of the pipeline that holds each stage.
+
+    Returns:
+        The rank of the pipeline for each copy.
     """
-    users: dict[str, list[int]] = {}
-    for number, parts in enumerate(stages):
+    copies: dict[str, set[tuple[int, int]]] = {}
+    for home, parts in zip(homes, stages, strict=True):
         for prefix in (name for part in parts for name in part.modules):
-            for own, _ in model.get_submodule(prefix).named_parameters(prefix=prefix):
-                known = users.setdefault(renamed.get(own, own), [])
-                if number not in known:
-                    known.append(number)
-    return {name: numbers for name, numbers in users.items() if len(numbers) > 1}
+            for own, parameter in model.get_submodule(prefix).named_parameters(prefix=prefix):
+                copies.setdefault(renamed.get(own, own), set()).add((home, id(parameter)))
+    return {
+        name: sorted(home for home, _ in found) for name, found in copies.items() if len(found) > 1
+    }
+
+
+def require_apart(model: nn.Module, stages: Sequence[Sequence[Part]], homes: Sequence[int]) -> None:
+    """Refuse stages on one rank that use the same module: each of them is sharded by itself.
+
+    Args:
+        model: after :func:`untie`, before :func:`keep`.
+        stages: from :func:`cut`.
+        homes: the rank of the pipeline that holds each stage.
+
+    Raises:
+        CutError: there are such stages; the message names a parameter.
+    """
+    users: dict[tuple[int, int], int] = {}
+    for number, (home, parts) in enumerate(zip(homes, stages, strict=True)):
+        for prefix in (name for part in parts for name in part.modules):
+            for own, parameter in model.get_submodule(prefix).named_parameters(prefix=prefix):
+                first = users.setdefault((home, id(parameter)), number)
+                if first != number:
+                    raise CutError(
+                        f"{own} is in a module that stages {first} and {number} of one rank use, "
+                        "and cannot be sharded: choose a schedule with one stage a rank, or "
+                        "zero_stage=1"
+                    )
 
 
 def keep(model: nn.Module, stages: Sequence[Sequence[Part]], own: Sequence[int]) -> None:

@@ -25,11 +25,13 @@ from runner.booster.parallel.pipeline import (
     CutError,
     Pipeline,
     Stage,
+    copies_of,
     cut,
+    home_of,
     keep,
+    require_apart,
     stages_on,
     untie,
-    users_of,
 )
 from runner.booster.parallel.sharding import Sharding, shard, unsynchronised
 from runner.booster.parallel.sync import GradientSync, Replicas, Tied, alike
@@ -217,7 +219,10 @@ class HybridParallelPlugin(Plugin):
         alike(model, world)
 
         renamed = untie(model, stages)
-        copies = users_of(model, stages, renamed)
+        homes = [home_of(number, sizes.pp, self.schedule) for number in range(len(stages))]
+        if self.zero_stage >= 2:
+            require_apart(model, stages, homes)
+        copies = copies_of(model, stages, renamed, homes)
         own = stages_on(self.stage, sizes.pp, self.schedule) if stages else []
         if stages:
             keep(model, stages, own)
@@ -240,7 +245,7 @@ class HybridParallelPlugin(Plugin):
         layout = Layout.of_sharded(model, world, whole, ranks, renamed, head)
         replicas = self._replicas(model, axes, experts)
         partition = Partition(replicas) if self.zero_stage == 1 else None
-        found = [self._tied(model, name, users, renamed, axes) for name, users in copies.items()]
+        found = [self._tied(model, name, where, renamed, axes) for name, where in copies.items()]
         tied = [each for each in found if each is not None]
         agree = Agreement(repeated(model), axes.group("tp")) if sizes.tp > 1 else nothing
         return Spread(
@@ -275,17 +280,14 @@ class HybridParallelPlugin(Plugin):
         self,
         model: nn.Module,
         name: str,
-        users: Sequence[int],
+        where: Sequence[int],
         renamed: Mapping[str, str],
         axes: Axes,
     ) -> Tied | None:
         """The copies here of a parameter that several stages use. Every rank has to call it."""
-        count = self.sizes.pp
-        homes = [
-            rank for rank in range(count) if set(stages_on(rank, count, self.schedule)) & set(users)
-        ]
+        homes = sorted(set(where))
         group: dist.ProcessGroup | None = None
-        if len(homes) == count:
+        if len(homes) == self.sizes.pp:
             group = axes.group("pp")
         elif len(homes) > 1:
             # On every rank, also on those without a copy: torch numbers groups by counting them.

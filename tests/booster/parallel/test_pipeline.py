@@ -6,13 +6,14 @@ from torch import nn
 
 from runner.booster.parallel.pipeline import (
     CutError,
+    copies_of,
     cut,
     home_of,
     keep,
     parts_of,
+    require_apart,
     stages_on,
     untie,
-    users_of,
 )
 from runner.models.gpt import GPT
 
@@ -34,6 +35,41 @@ def test_the_chain_is_the_model():
     for part in parts_of(model):
         hidden = part.run(hidden)
     assert torch.equal(hidden, model(tokens))
+
+
+def through(parts, hidden):
+    for part in parts:
+        hidden = part.run(hidden)
+    return hidden
+
+
+def test_a_module_that_a_sequential_has_twice_runs_twice():
+    torch.manual_seed(0)
+    relu, block = nn.ReLU(), nn.Linear(3, 3)
+    model = nn.Sequential(nn.Linear(3, 3), relu, block, relu, block, nn.Linear(3, 2))
+    stages = cut(model, 3)
+    inputs = torch.randn(4, 3)
+    assert names([parts_of(model)]) == [["0", "1", "2", "3", "4", "5"]]
+    assert torch.equal(through([part for stage in stages for part in stage], inputs), model(inputs))
+
+
+def test_a_sequential_with_a_forward_of_its_own_has_to_list_its_parts():
+    class Residual(nn.Sequential):
+        def forward(self, inputs):
+            return inputs + super().forward(inputs)
+
+    class Listed(Residual):
+        def pipeline(self):
+            return [(("0", "1"), self.forward)]
+
+    class Named(nn.Sequential):
+        pass
+
+    layers = nn.Linear(3, 3), nn.Linear(3, 3)
+    with pytest.raises(CutError, match=r"Residual .* give it a method pipeline\(\)"):
+        cut(Residual(*layers), 2)
+    assert names(cut(Listed(*layers), 1)) == [["0", "1"]]
+    assert names(cut(Named(*layers), 2)) == [["0"], ["1"]]
 
 
 def test_stages_have_about_as_many_parameters_each():
@@ -100,7 +136,7 @@ def test_a_tied_head_on_another_stage_gets_a_copy_under_its_own_name():
     assert model.embed.weight is before
     assert model.head.weight is not before
     assert torch.equal(model.head.weight, before)
-    assert users_of(model, stages, renamed) == {"embed.weight": [0, 1]}
+    assert copies_of(model, stages, renamed, [0, 1]) == {"embed.weight": [0, 1]}
 
 
 def test_a_tied_head_on_the_same_stage_stays_one_parameter():
@@ -108,7 +144,48 @@ def test_a_tied_head_on_the_same_stage_stays_one_parameter():
     stages = cut(model, 1)
     untie(model, stages)
     assert model.head.weight is model.embed.weight
-    assert users_of(model, stages, {}) == {}
+    assert copies_of(model, stages, {}, [0]) == {}
+
+
+def test_a_block_that_many_stages_use_keeps_one_set_of_parameters():
+    block = nn.Linear(3, 3, bias=False)
+    model = nn.Sequential(nn.Linear(3, 3), block, block, nn.Tanh(), block, block, nn.Linear(3, 2))
+    before = block.weight
+    stages = cut(model, 4, ["2", "4", "5"])
+    renamed = untie(model, stages)
+    assert block.weight is before
+    assert renamed == {f"{number}.weight": "1.weight" for number in (2, 4, 5)}
+    # As many copies as ranks, however many stages of a rank use it.
+    assert copies_of(model, stages, renamed, [0, 1, 2, 3]) == {"1.weight": [0, 1, 2, 3]}
+    assert copies_of(model, stages, renamed, [0, 1, 0, 1]) == {"1.weight": [0, 1]}
+    require_apart(model, stages, [0, 1, 2, 3])
+    with pytest.raises(CutError, match=r"4\.weight .* stages 0 and 2 of one rank"):
+        require_apart(model, stages, [0, 1, 0, 1])
+    keep(model, stages, [2])
+    assert [name for name, _ in model.named_parameters()] == ["1.weight"]
+
+
+def test_a_weight_tied_to_that_of_a_block_of_many_stages_has_one_copy_a_stage():
+    block, near, far = (nn.Linear(3, 3, bias=False) for _ in range(3))
+    near.weight = far.weight = block.weight
+    model = nn.Sequential(near, block, near, nn.Tanh(), block, block, far)
+    stages = cut(model, 3, ["4", "6"])
+    renamed = untie(model, stages)
+    assert set(renamed.values()) == {"0.weight"}
+    assert near.weight is block.weight is not far.weight
+    assert torch.equal(far.weight, block.weight)
+    assert copies_of(model, stages, renamed, [0, 1, 2]) == {"0.weight": [0, 1, 2]}
+
+
+def test_a_copy_that_a_later_stage_lists_again_stays_that_copy():
+    first, block = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    block.weight = first.weight
+    model = nn.Sequential(first, block, nn.Tanh(), block, nn.Linear(3, 2))
+    stages = cut(model, 3, ["1", "3"])
+    renamed = untie(model, stages)
+    assert renamed == {"1.weight": "0.weight", "3.weight": "0.weight"}
+    assert first.weight is not block.weight
+    assert copies_of(model, stages, renamed, [0, 1, 2]) == {"0.weight": [0, 1, 2]}
 
 
 def test_what_other_stages_use_is_dropped_and_names_stay():

@@ -1,12 +1,91 @@
-"""Modules and weights that many stages use."""
+"""Stages and batches of any size: data parts that wait for each other, modules of many stages."""
 
 import pytest
 import torch
 from torch import nn
 
 from runner.booster.plugin import HybridParallelPlugin
-from tests.distributed.by_hand import NORM, Loop, unlike
+from tests.distributed.by_hand import NORM, Loop, cross_entropy, unlike
+from tests.distributed.cases import MODELS
+from tests.distributed.odd_models import batch_for
 from tests.ranks import run_ranks
+
+WAITING = [
+    ("moe", {"pp_size": 2, "ep_size": 2}),
+    ("tied", {"pp_size": 2, "zero_stage": 2}),
+]
+WINDOWS = [
+    # Samples and tokens that each of the two data parts reads, batch by batch.
+    [((4, 12), (1, 12)), ((3, 12), (8, 8))],
+    [((12, 8), (3, 12))],
+]
+UNSEEN = (0, 12), (5, 12)
+
+
+def small(name):
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+def reads(part, samples, tokens):
+    """What a data part reads: the first one from the front, the second one from the end."""
+    at = slice(12 - samples, None) if part else slice(samples)
+    inputs, targets = batch_for("gpt")
+    return inputs[at, :tokens], targets[at, :tokens]
+
+
+def windows_on_ranks():
+    """Of each of WAITING: norms, outputs of each batch, weights of the whole."""
+    results = []
+    for name, options in WAITING:
+        loop = Loop(HybridParallelPlugin(**options), small(name))
+        part = loop.plugin.data_rank
+        norms, outputs = [], []
+        for window in WINDOWS:
+            for sizes in window:
+                pair = reads(part, *sizes[part])
+                told = loop.booster.execute_pipeline(
+                    iter([pair]), loop.model, cross_entropy, loop.optimizer, return_outputs=True
+                )
+                outputs.append(told["outputs"])
+            norms.append(float(loop.clip(NORM).norm))
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        outputs.append(loop.model.pipeline.evaluate(reads(part, *UNSEEN[part])[0]))
+        results.append((part, norms, outputs, loop.weights()))
+    return results
+
+
+def windows_alone(name):
+    """Norms, outputs of each batch by data part, weights."""
+    loop = Loop(None, small(name))
+    norms, outputs = [], ([], [])
+    for window in WINDOWS:
+        for sizes in window:
+            for part, size in enumerate(sizes):
+                inputs, targets = reads(part, *size)
+                outputs[part].append(loop.raw(inputs).detach())
+                loop.backward(inputs, targets, 0.5)
+        norms.append(float(loop.clip(NORM).norm))
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    for part, size in enumerate(UNSEEN):
+        outputs[part].append(loop.raw(reads(part, *size)[0]).detach())
+    return norms, outputs, loop.weights()
+
+
+def test_data_parts_that_wait_for_each_other_may_read_batches_of_any_size():
+    ranks = run_ranks(windows_on_ranks, 4, timeout=40)
+    for number, each in enumerate(WAITING):
+        norms, outputs, weights = windows_alone(each[0])
+        assert unlike(ranks[0][number][3], weights, 1e-9) == [], each
+        for rank in ranks:
+            part, found, seen, _ = rank[number]
+            assert found == pytest.approx(norms, rel=1e-9), each
+            if seen[0] is not None:
+                for got, wanted in zip(seen, outputs[part], strict=True):
+                    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+        assert sum(rank[number][2][0] is not None for rank in ranks) == 2, "one of each pipeline"
 
 
 def recurrent(tied=True):
@@ -55,3 +134,25 @@ def test_a_block_that_many_stages_use_counts_once_and_stays_one():
         assert [rank[number][0] for rank in ranks] == pytest.approx([norm] * 4, rel=1e-9), options
         assert unlike(first[1], gradients, 1e-9) == [], options
         assert unlike(first[2], weights, 1e-9) == [], options
+
+
+SIZES = [2, 4, 6, 8, 10, 12, 2, 12]
+
+
+def steps_of_many_sizes(plugin):
+    """Norms of steps, and how many schedules are left."""
+    loop = Loop(plugin and HybridParallelPlugin(**plugin), recurrent())
+    norms = []
+    for samples in SIZES:
+        loop.backward(*rows(samples))
+        norms.append(float(loop.clip(NORM).norm))
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    return norms, len(loop.model.pipeline._made) if loop.model.pipeline else 0
+
+
+def test_schedules_of_the_last_few_shapes_are_kept():
+    wanted, _ = steps_of_many_sizes(None)
+    for norms, kept in run_ranks(steps_of_many_sizes, 2, {"pp_size": 2}, timeout=40):
+        assert norms == pytest.approx(wanted, rel=1e-9)
+        assert kept == 4

@@ -10,6 +10,7 @@ Schedules: GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B and interleaved 1F1
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 LossOf = Callable[[Tensor, slice], Tensor]
 """The summed loss of some samples: given their outputs, and where they lie in the batch."""
@@ -31,6 +33,8 @@ _SCHEDULES = {
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
     "zero_bubble": "ScheduleZBVZeroBubble",
 }
+_KEPT = 4
+"""Shapes of batches that the schedules are kept of; each has buffers for all its microbatches."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 """Of what travels between stages."""
 
@@ -186,6 +190,7 @@ class Pipeline:
         microbatches: parts that a batch is split into.
         group: the ranks of the pipeline.
         device: of this rank.
+        across: the data-parallel ranks, where they wait for each other in forward passes.
     """
 
     def __init__(
@@ -196,6 +201,7 @@ class Pipeline:
         microbatches: int,
         group: dist.ProcessGroup,
         device: torch.device,
+        across: dist.ProcessGroup | None = None,
     ) -> None:
         self.stages = stages
         self.count = count
@@ -203,7 +209,8 @@ class Pipeline:
         self.microbatches = microbatches
         self.group = group
         self.device = device
-        self._made: dict[tuple[Any, ...], Any] = {}
+        self.across = across
+        self._made: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._loss_of: LossOf | None = None
         if self.last:
             stages[count - 1].ends = True
@@ -234,10 +241,11 @@ class Pipeline:
             The sum of what ``loss_of`` returned on the last stage; 0 on the others.
         """
         padded, rows = self._padded(inputs)
+        run, before = self._run_of(padded)
         losses: list[Tensor] = []
         self._loss_of = loss_of
         try:
-            self._run_of(padded).step(
+            run.step(
                 *([padded] if self.first else []),
                 target=rows if self.last else None,
                 losses=losses if self.last else None,
@@ -245,6 +253,8 @@ class Pipeline:
             )
         finally:
             self._loss_of = None
+        for parameter, gradient in before:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
@@ -256,8 +266,11 @@ class Pipeline:
         Args:
             inputs: [B, ...], the same on all ranks of the pipeline.
         """
-        outputs = self._walk(inputs.chunk(self.microbatches))
-        return torch.cat([out for _, out in outputs[self.count - 1]]) if self.last else None
+        padded, _ = self._padded(inputs)
+        passed = self._walk(padded.chunk(self.microbatches))
+        if not self.last:
+            return None
+        return torch.cat([out for _, out in passed[self.count - 1]])[: len(inputs)]
 
     def _walk(self, chunks: Sequence[Tensor]) -> dict[int, list[tuple[Tensor, Tensor]]]:
         """Forward passes of ``chunks``: what each of them was before and after each stage here."""
@@ -279,6 +292,11 @@ class Pipeline:
         for _, work in sent:
             if work is not None:
                 work.wait()
+        for stage in self.stages.values():
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    # No backward pass does it, and a step would leave what is gathered behind.
+                    module.reshard()
         return passed
 
     def _send(self, hidden: Tensor, stage: int) -> list[tuple[Tensor, dist.Work | None]]:
@@ -300,14 +318,18 @@ class Pipeline:
         return hidden
 
     def _padded(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """A batch that splits evenly, and the sample each row is, on the host; -1 where none."""
+        """A batch that splits evenly, and the sample each row is, on the host; -1 where none.
+
+        Never in fewer microbatches: data-parallel ranks may wait for each other in each of them.
+        """
         n = len(inputs)
-        size = -(-n // self.microbatches) * self.microbatches
+        size = max(1, -(-n // self.microbatches)) * self.microbatches
         rows = torch.arange(size)
         rows[n:] = -1
         if size == n:
             return inputs, rows
-        return torch.cat([inputs, inputs[:1].expand(size - n, *inputs.shape[1:])]), rows
+        sample = inputs[:1] if n else inputs.new_zeros(1, *inputs.shape[1:])
+        return torch.cat([inputs, sample.expand(size - n, *inputs.shape[1:])]), rows
 
     def _loss(self, outputs: Tensor, rows: Tensor) -> Tensor:
         assert self._loss_of is not None
@@ -318,36 +340,64 @@ class Pipeline:
         start = int(rows[0])
         return self._loss_of(outputs[:real], slice(start, start + real))
 
-    def _run_of(self, inputs: Tensor) -> Any:
-        """The schedule for batches of this shape. torch's stages know one shape each."""
+    def _run_of(self, inputs: Tensor) -> tuple[Any, list[tuple[nn.Parameter, Tensor]]]:
+        """The schedule for batches of this shape, and gradients to be added to those it makes.
+
+        torch's stages know one shape each. One that runs for the first time drops the gradients
+        that sharded parameters have.
+        """
+        key = (tuple(inputs.shape), inputs.dtype)
+        before: list[tuple[nn.Parameter, Tensor]] = []
+        if self._on_any(key not in self._made):
+            self._made[key] = self._new_run(inputs)
+            sharded = [s for s in self.stages.values() if isinstance(s, FSDPModule)]
+            for parameter in (p for stage in sharded for p in stage.parameters()):
+                if parameter.grad is not None:
+                    before.append((parameter, parameter.grad))
+                    parameter.grad = None
+        self._made.move_to_end(key)
+        while len(self._made) > _KEPT:
+            self._made.popitem(last=False)
+        return self._made[key], before
+
+    def _on_any(self, new: bool) -> bool:
+        """Whether one of the data-parallel ranks that wait for each other needs a new schedule.
+
+        It runs the model once more to make it, and gathers sharded parameters anew: so all of them
+        make one. Told on the host, so that no accelerator is waited for.
+        """
+        if self.across is None or self.across.size() == 1:
+            return new
+        told = torch.tensor([new], dtype=torch.int32)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.across)
+        return bool(told)
+
+    def _new_run(self, inputs: Tensor) -> Any:
         # Imported where it is used: it takes as long as the rest of this package.
         from torch.distributed import pipelining
 
-        key = (tuple(inputs.shape), inputs.dtype)
-        if key not in self._made:
-            stages = [
-                pipelining.PipelineStage(
-                    stage,
-                    number,
-                    self.count,
-                    self.device,
-                    input_args=before,
-                    output_args=after,
-                    group=self.group,
-                )
-                for (number, stage), (before, after) in zip(
-                    self.stages.items(), self._shapes(inputs), strict=True
-                )
-            ]
-            kind: Any = getattr(pipelining, _SCHEDULES[self.schedule])
-            several = STAGES_PER_RANK[self.schedule] > 1
-            self._made[key] = kind(
-                stages if several else stages[0],
-                self.microbatches,
-                loss_fn=self._loss,
-                scale_grads=False,
+        stages = [
+            pipelining.PipelineStage(
+                stage,
+                number,
+                self.count,
+                self.device,
+                input_args=before,
+                output_args=after,
+                group=self.group,
             )
-        return self._made[key]
+            for (number, stage), (before, after) in zip(
+                self.stages.items(), self._shapes(inputs), strict=True
+            )
+        ]
+        kind: Any = getattr(pipelining, _SCHEDULES[self.schedule])
+        several = STAGES_PER_RANK[self.schedule] > 1
+        return kind(
+            stages if several else stages[0],
+            self.microbatches,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
 
     def _shapes(self, inputs: Tensor) -> list[tuple[Tensor, Tensor]]:
         """What goes into and comes out of each stage here, as tensors without elements.

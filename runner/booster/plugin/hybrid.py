@@ -53,7 +53,7 @@ class HybridParallelPlugin(Plugin):
     """Data × tensor × pipeline parallelism, with experts spread over data parts.
 
     Gradients of data parts are averaged, in the window's last microbatch or, with ``zero_stage`` 2
-    and 3, in each backward pass outside of ``no_sync``.
+    and 3, in each backward pass outside of ``no_sync``, and with stages in each.
 
     Args:
         tp_size: parts of each split weight.
@@ -259,8 +259,8 @@ class HybridParallelPlugin(Plugin):
         )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Sharded gradients stay local until a backward pass outside; others are averaged once a
-        step in any case.
+        """Sharded gradients stay local until a backward pass outside, but those of stages, which
+        are reduced with every batch; others are averaged once a step in any case.
         """
         return unsynchronised([model]) if self.zero_stage >= 2 else nullcontext()
 
@@ -300,9 +300,17 @@ class HybridParallelPlugin(Plugin):
         return Tied(copies, group) if copies else None
 
     def _pipeline(self, modules: dict[int, Stage], axes: Axes, device: torch.device) -> Pipeline:
-        group = axes.group("pp")
-        microbatches = self.num_microbatches
-        return Pipeline(modules, self.stage_count, self.schedule, microbatches, group, device)
+        # Experts that are spread, and sharded weights, come from other data parts.
+        waits = self.sizes.ep > 1 or self.zero_stage >= 2
+        return Pipeline(
+            modules,
+            self.stage_count,
+            self.schedule,
+            self.num_microbatches,
+            axes.group("pp"),
+            device,
+            axes.group("dp") if waits else None,
+        )
 
 
 PLUGIN = HybridParallelPlugin

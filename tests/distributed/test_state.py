@@ -7,7 +7,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from runner.booster.plugin import LowLevelZeroPlugin, TorchFSDPPlugin
+from tests.distributed.by_hand import Loop
 from tests.distributed.cases import MODELS, Case, alone, differences, train, trainer
+from tests.distributed.odd_models import batch_for, make
 from tests.ranks import run_ranks
 
 FAMILIES = {
@@ -143,3 +145,27 @@ def compiled(plugin):
 def test_t18_a_compiled_model_is_clipped_alike(plugin):
     ranks = run_ranks(compiled, 2, plugin)
     assert not differences(ranks, Case("tied", "adaptive", 2, steps=2), 1e-12)
+
+
+def looked_at_before_the_step(plugins):
+    """Outputs after a step, of a model that was also looked at between backward pass and step."""
+    inputs, targets = batch_for("gpt")
+    found = []
+    for plugin in plugins:
+        loop = Loop(plugin, make("gpt"))
+        loop.backward(inputs, targets)
+        with torch.no_grad():
+            loop.model(loop.part(inputs))
+        loop.optimizer.step()
+        with torch.no_grad():
+            loop.model(loop.part(inputs))
+            found.append(loop.model(inputs))
+    return found
+
+
+def test_a_forward_pass_between_backward_pass_and_step_leaves_no_old_weights_behind():
+    plugins = ["fsdp", "fsdp_gathered", "zero2", "zero3"]
+    [wanted] = looked_at_before_the_step([None])
+    for rank in run_ranks(looked_at_before_the_step, 2, plugins):
+        for outputs in rank:
+            torch.testing.assert_close(outputs, wanted, rtol=1e-12, atol=1e-12)

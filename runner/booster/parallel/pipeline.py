@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from runner.booster.parallel.sharding import give_back
+
 LossOf = Callable[[Tensor, slice], Tensor]
 """The summed loss of some samples: given their outputs, and where they lie in the batch."""
 
@@ -292,11 +294,8 @@ class Pipeline:
         for _, work in sent:
             if work is not None:
                 work.wait()
-        for stage in self.stages.values():
-            for module in stage.modules():
-                if isinstance(module, FSDPModule):
-                    # No backward pass does it, and a step would leave what is gathered behind.
-                    module.reshard()
+        # No backward pass does it, and the next batch would begin with what is gathered now.
+        give_back(self.stages.values())
         return passed
 
     def _send(self, hidden: Tensor, stage: int) -> list[tuple[Tensor, dist.Work | None]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,14 +99,26 @@ def shard(
     root.set_reduce_scatter_unused_params(True)
 
 
+def give_back(roots: Iterable[nn.Module]) -> None:
+    """Give the gathered parameters of ``roots`` back. After a step they are those from before it.
+
+    A backward pass does it, but a forward pass without one, between backward pass and step, may
+    have gathered them again.
+    """
+    for root in roots:
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
 @contextmanager
-def unsynchronised(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Gradients of sharded ``modules`` stay whole and local inside."""
-    sharded = [module for module in modules if isinstance(module, FSDPModule)]
-    for module in sharded:
-        module.set_requires_gradient_sync(False)
+def unsynchronised(model: nn.Module) -> Iterator[None]:
+    """Gradients of a sharded ``model`` stay whole and local inside."""
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.set_requires_gradient_sync(False)
     try:
         yield
     finally:
-        for module in sharded:
-            module.set_requires_gradient_sync(True)
+        model.set_requires_gradient_sync(True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from runner.booster.parallel.axes import grid
-from runner.booster.parallel.sharding import Sharding, shard, unsynchronised
+from runner.booster.parallel.sharding import Sharding, give_back, shard, unsynchronised
 from runner.booster.parallel.sync import alike
 from runner.booster.plugin.base import Plugin, Spread, require_process_group
 from runner.clip import Layout
@@ -72,11 +73,12 @@ class TorchFSDPPlugin(Plugin):
             shape = (self.dp_replicate, self.world_size // self.dp_replicate)
             names = ("dp_replicate", "dp_shard")
         shard(model, grid(device, shape, names), self.sharding)
-        return Spread(model, Layout.of_sharded(model, dist.group.WORLD, whole))
+        layout = Layout.of_sharded(model, dist.group.WORLD, whole)
+        return Spread(model, layout, publish=partial(give_back, [model]))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Gradients stay whole and local until a backward pass outside."""
-        return unsynchronised([model])
+        return unsynchronised(model)
 
 
 PLUGIN = TorchFSDPPlugin

@@ -6,8 +6,9 @@ The plugins ``zero``, ``tensor``, ``pipeline`` and ``moe`` are this one with mos
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from runner.booster.parallel.pipeline import (
     stages_on,
     untie,
 )
-from runner.booster.parallel.sharding import Sharding, shard, unsynchronised
+from runner.booster.parallel.sharding import Sharding, give_back, shard, unsynchronised
 from runner.booster.parallel.sync import GradientSync, Replicas, Tied, alike
 from runner.booster.parallel.tensor import (
     PlanError,
@@ -233,10 +234,13 @@ class HybridParallelPlugin(Plugin):
         if sizes.tp > 1:
             parallelize(model, styles, axes.tp, sequence=self.sequence_parallel)
         modules = {number: Stage(model, stages[number]) for number in own}
+        publish: Callable[[], None] = nothing
         if self.zero_stage >= 2:
             apart = axes.edp if sizes.ep > 1 else None
-            for root in modules.values() if stages else [model]:
+            roots = list(modules.values()) if stages else [model]
+            for root in roots:
                 shard(root, axes.dp, self.sharding, apart, ends=not stages)
+            publish = partial(give_back, roots)
 
         def ranks(name: str) -> int:
             replicas = sizes.dp // (sizes.ep if name in experts else 1)
@@ -252,7 +256,7 @@ class HybridParallelPlugin(Plugin):
             model,
             layout,
             finish=GradientSync(model.parameters(), replicas, tied, agree),
-            publish=nothing if partition is None else partition.publish,
+            publish=publish if partition is None else partition.publish,
             steps=None if partition is None else partition.mine,
             pipeline=self._pipeline(modules, axes, device) if stages else None,
             renamed=renamed,
@@ -262,7 +266,7 @@ class HybridParallelPlugin(Plugin):
         """Sharded gradients stay local until a backward pass outside, but those of stages, which
         are reduced with every batch; others are averaged once a step in any case.
         """
-        return unsynchronised([model]) if self.zero_stage >= 2 else nullcontext()
+        return unsynchronised(model) if self.zero_stage >= 2 else nullcontext()
 
     def _replicas(self, model: nn.Module, axes: Axes, experts: frozenset[str]) -> list[Replicas]:
         """Parameters with the ranks whose gradients are to be averaged."""

@@ -107,19 +107,20 @@ def jobs_under(plugin: str) -> list[Job]:
     return [*((None, *case) for case in dict.fromkeys(job[1:] for job in faults)), *faults]
 
 
-def train_jobs(plugin: str, jobs: Sequence[Job], account: bool = False) -> list[dict[str, Any]]:
+def train_jobs(plugin: str, jobs: Sequence[Job], guarded: bool = False) -> list[dict[str, Any]]:
     """What a rank makes of ``jobs``, one after the other.
 
     Args:
         plugin: under which.
         jobs: faults and cases.
-        account: whether the layout may account for every element before the first step.
+        guarded: whether the layout may account for every element before the first step, and the
+            first step compare the gradients of tensor ranks.
     """
     results = []
     for name, model, mode in jobs:
         with ExitStack() as planted:
-            if not account:
-                planted.enter_context(wrong_clipping.unaccounted())
+            if not guarded:
+                planted.enter_context(wrong_clipping.unguarded())
             if name is not None:
                 planted.enter_context(FAULTS[name].plant())
             # A scale that doubles in each step: a factor that is taken at the wrong time shows.

@@ -17,6 +17,15 @@ def test_t20_a_planted_fault_is_caught(name, plugin):
 
 
 @pytest.mark.parametrize(
+    ("name", "plugin"),
+    [("inputs of split layers not added", "tensor"), ("partial sums not added", "sequence")],
+)
+def test_t20_the_first_step_names_gradients_that_tensor_ranks_have_a_part_of(name, plugin):
+    with pytest.raises(AssertionError, match=r"PlanError: .*mlp_norm\.weight.* gradient differs"):
+        run_ranks(train_jobs, 2, plugin, [(name, "gpt", "none")], True)
+
+
+@pytest.mark.parametrize(
     ("name", "plugin", "parameter"),
     [
         ("replicas counted twice", "tensor", r"\S+\.weight"),

@@ -38,26 +38,20 @@ class Stage(Enum):
     CLIPPED = "gradients were clipped already in this step"
 
 
-GradientState = tuple["ReferenceType[Tensor]", int]
-"""A gradient and how often it was written to."""
+Written = tuple["ReferenceType[Tensor]", int]
+"""A gradient, and how often it was written to."""
 
 
-def _state_of(layout: Layout) -> list[GradientState]:
-    """The gradients that there are."""
-    found = []
-    for piece in layout.pieces:
+def _written(layout: Layout) -> Written | None:
+    """The last gradient that there is: the one nearest to the loss, which every backward pass adds
+    to or replaces.
+    """
+    for piece in reversed(layout.pieces):
         gradient = piece.param.grad
         if gradient is not None:
-            if isinstance(gradient, DTensor):
-                gradient = gradient._local_tensor
-            found.append((ref(gradient), gradient._version))
-    return found
-
-
-def _touched(before: list[GradientState], now: list[GradientState]) -> bool:
-    """Whether anything was added to the gradients, or took their place."""
-    pairs = zip(before, now, strict=False)
-    return len(before) != len(now) or any(a[0] is not b[0] or a[1] != b[1] for a, b in pairs)
+            part = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+            return ref(part), part._version
+    return None
 
 
 class StepOrderError(RuntimeError):
@@ -104,7 +98,7 @@ class OptimizerWrapper:
         self._max_norm = max_norm
         self._final = False
         self._unscaled = False
-        self._left: list[GradientState] = []
+        self._left: Written | None = None
         self._start: tuple[float, Tensor] | None = None
         self._finite: bool | Tensor | None = None
         self._fused = all(group.get("fused") for group in optimizer.param_groups)
@@ -156,10 +150,17 @@ class OptimizerWrapper:
         """
         if self.stage is Stage.CLIPPED or self.stage is Stage.ACCUMULATING:
             raise StepOrderError(f"cannot clip now: {self.stage.value}")
-        # A rank of a model that is split may have none after a backward pass: its peers wait for it
-        # in the collectives.
-        waited_for = self.stage is Stage.READY and self.layout.group is not None
-        if not waited_for and not _touched(self._left, _state_of(self.layout)):
+        if self.stage is Stage.EMPTY:
+            now = _written(self.layout)
+            left = self._left
+            # By identity: to ask whether tensors are equal would ask it of their elements.
+            there = now is not None and not (left and left[0] is now[0] and left[1] == now[1])
+        else:
+            # A rank of a model that is split may have none after a backward pass: its peers wait
+            # for it in the collectives.
+            pieces, group = self.layout.pieces, self.layout.group
+            there = group is not None or any(piece.param.grad is not None for piece in pieces)
+        if not there:
             raise StepOrderError(f"cannot clip now: {Stage.EMPTY.value}")
         self.unscale()
         norm = total_norm(self.layout, mode.norm_type)
@@ -189,7 +190,7 @@ class OptimizerWrapper:
         finite = self._finite
         if self.loss_scale is not None:
             self.loss_scale.update(bool(finite))
-        self._forget()
+        self._forget(_written(self.layout))
         if finite is False:
             return False
         if self._fused:
@@ -215,7 +216,7 @@ class OptimizerWrapper:
                 piece.param.grad = None
             elif piece.param.grad is not None:
                 piece.param.grad.zero_()
-        self._forget()
+        self._forget(None if set_to_none else _written(self.layout))
 
     def unscale(self) -> None:
         """Make the gradients final and divide them by the fp16 scale, once a step, in place.
@@ -289,9 +290,9 @@ class OptimizerWrapper:
             self._finish()
             self._final = True
 
-    def _forget(self) -> None:
-        self.stage, self._finite = Stage.EMPTY, None
-        self._left = _state_of(self.layout)
+    def _forget(self, left: Written | None) -> None:
+        """Begin a step, with the last gradient ``left`` of an earlier one."""
+        self.stage, self._finite, self._left = Stage.EMPTY, None, left
         self._final = self._unscaled = False
 
     def _mode(self, name: str, threshold: float, norm_type: float) -> ClipMode:

@@ -138,7 +138,6 @@ class Layout:
                 raise TypeError(f"{piece.name} is complex: clipping is defined on real parameters")
             once.setdefault(id(piece.param), piece)
         self.pieces = list(once.values())
-        self._plain = not any(isinstance(piece.param, DTensor) for piece in self.pieces)
         self.group = group
         self.head = head
         self._elsewhere = elsewhere
@@ -229,13 +228,15 @@ class Layout:
         """
         pieces, gradients = [], []
         for piece in self.pieces:
-            gradient = piece.param.grad if self._plain else piece.gradient
+            gradient = piece.param.grad
+            if isinstance(gradient, DTensor):
+                if any(placement.is_partial() for placement in gradient.placements):
+                    raise TypeError(
+                        f"{piece.name} has a gradient that its ranks have not added up yet"
+                    )
+                gradient = gradient.to_local()
             if gradient is None or gradient.numel() == 0:
                 continue
-            if isinstance(piece.param.grad, DTensor) and any(
-                placement.is_partial() for placement in piece.param.grad.placements
-            ):
-                raise TypeError(f"{piece.name} has a gradient that its ranks have not added up yet")
             if gradient.layout is not torch.strided:
                 raise TypeError(
                     f"{piece.name} has a sparse gradient: build the layer with sparse=False"

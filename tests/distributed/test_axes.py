@@ -42,6 +42,9 @@ def groups_of(cases):
         axes = Axes("cpu", sizes)
         names = ("pp", "dp", "tp", "ep", "edp")
         groups = {n: dist.get_process_group_ranks(axes.group(n)) for n in names}
+        # Each group has threads and sockets: the next model has the same ones.
+        again = Axes("cpu", sizes)
+        assert all(again.group(n) is axes.group(n) for n in names)
         found.append((position(dist.get_rank(), sizes), groups))
     return found
 

@@ -150,17 +150,10 @@ class OptimizerWrapper:
         """
         if self.stage is Stage.CLIPPED or self.stage is Stage.ACCUMULATING:
             raise StepOrderError(f"cannot clip now: {self.stage.value}")
-        if self.stage is Stage.EMPTY:
-            now = _written(self.layout)
-            left = self._left
-            # By identity: to ask whether tensors are equal would ask it of their elements.
-            there = now is not None and not (left and left[0] is now[0] and left[1] == now[1])
-        else:
-            # A rank of a model that is split may have none after a backward pass: its peers wait
-            # for it in the collectives.
-            pieces, group = self.layout.pieces, self.layout.group
-            there = group is not None or any(piece.param.grad is not None for piece in pieces)
-        if not there:
+        # A rank of a model that is split may have none after a backward pass: its peers wait for it
+        # in the collectives.
+        waited_for = self.stage is Stage.READY and self.layout.group is not None
+        if not waited_for and not self._has_gradients():
             raise StepOrderError(f"cannot clip now: {Stage.EMPTY.value}")
         self.unscale()
         norm = total_norm(self.layout, mode.norm_type)
@@ -289,6 +282,14 @@ class OptimizerWrapper:
         if not self._final:
             self._finish()
             self._final = True
+
+    def _has_gradients(self) -> bool:
+        """Whether there are gradients, and not those of an earlier step alone."""
+        now, left = _written(self.layout), self._left
+        if now is None or left is None or self.stage is not Stage.EMPTY:
+            return now is not None
+        # By identity: to ask whether tensors are equal would ask it of their elements.
+        return left[0] is not now[0] or left[1] != now[1]
 
     def _forget(self, left: Written | None) -> None:
         """Begin a step, with the last gradient ``left`` of an earlier one."""

@@ -73,6 +73,26 @@ PLUGINS: dict[str, Callable[[], Plugin]] = {
     ),
 }
 
+FAMILIES: dict[tuple[str, int], str] = {
+    ("ddp", 2): "tied",
+    ("fsdp", 2): "tied",
+    ("hsdp", 4): "gpt",
+    ("zero1", 2): "tied",
+    ("zero2", 2): "gpt",
+    ("zero3", 2): "tied",
+    ("tensor", 2): "tied",
+    ("sequence", 2): "gpt",
+    ("1f1b", 2): "tied",
+    ("interleaved", 2): "gpt",
+    ("zero_bubble", 2): "tied",
+    ("moe", 2): "moe",
+    ("moe_zero3", 4): "moe",
+    ("hybrid_zero1", 4): "tied",
+    ("hybrid_fsdp_tp", 4): "gpt",
+    ("hybrid_ep_pp", 4): "moe",
+}
+"""Of each kind of plugin one, with its ranks, and a model for it."""
+
 MODES: dict[str, tuple[str, float | None, float]] = {
     "none": ("none", None, 2.0),
     "L2": ("norm", 0.05, 2.0),

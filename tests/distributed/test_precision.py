@@ -15,28 +15,9 @@ from runner.clip import ClipMode, Outcome, build
 from runner.clip.layout import local
 from runner.data.dataset import IGNORED
 from tests.distributed import cases
-from tests.distributed.cases import MODELS, Case, trainer, uneven, unlike
+from tests.distributed.cases import FAMILIES, MODELS, Case, trainer, uneven, unlike
 from tests.distributed.training import Rows
 from tests.ranks import run_ranks
-
-FAMILIES = {
-    ("ddp", 2): "tied",
-    ("fsdp", 2): "tied",
-    ("hsdp", 4): "gpt",
-    ("zero1", 2): "tied",
-    ("zero2", 2): "gpt",
-    ("zero3", 2): "tied",
-    ("tensor", 2): "tied",
-    ("sequence", 2): "gpt",
-    ("1f1b", 2): "tied",
-    ("interleaved", 2): "gpt",
-    ("zero_bubble", 2): "tied",
-    ("moe", 2): "moe",
-    ("moe_zero3", 4): "moe",
-    ("hybrid_zero1", 4): "tied",
-    ("hybrid_fsdp_tp", 4): "gpt",
-    ("hybrid_ep_pp", 4): "moe",
-}
 
 ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 """Largest relative error of rounding a number once."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from runner.booster import Booster
 from runner.booster.parallel.gathering import gathered
-from runner.booster.parallel.pipeline import (
+from runner.booster.parallel.stages import (
     cut,
     keep,
     untie,

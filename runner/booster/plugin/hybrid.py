@@ -20,12 +20,12 @@ from runner.booster.parallel.agreement import Agreement, repeated
 from runner.booster.parallel.axes import Axes, Sizes, position
 from runner.booster.parallel.experts import mixtures, of_experts, spread_experts
 from runner.booster.parallel.partition import Partition
-from runner.booster.parallel.pipeline import (
+from runner.booster.parallel.pipeline import Pipeline, Stage
+from runner.booster.parallel.sharding import Sharding, give_back, shard, unsynchronised
+from runner.booster.parallel.stages import (
     FILLS_EVERY_STAGE,
     STAGES_PER_RANK,
     CutError,
-    Pipeline,
-    Stage,
     copies_of,
     cut,
     home_of,
@@ -34,7 +34,6 @@ from runner.booster.parallel.pipeline import (
     stages_on,
     untie,
 )
-from runner.booster.parallel.sharding import Sharding, give_back, shard, unsynchronised
 from runner.booster.parallel.sync import GradientSync, Replicas, Tied, alike
 from runner.booster.parallel.tensor import (
     PlanError,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.booster.parallel.pipeline import (
+from runner.booster.parallel.stages import (
     CutError,
     copies_of,
     cut,

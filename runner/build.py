@@ -161,9 +161,16 @@ def plugin_of(config: RunConfig) -> tuple[type[Plugin], dict[str, Any]]:
     return kind, {key: value for key, value in vars(config.plugin).items() if key in known}
 
 
-def steps_of(config: RunConfig, data: Data, data_size: int) -> int | None:
-    """Optimizer steps of the whole run on ``data_size`` data-parallel ranks; None if unknowable."""
-    microbatch = config.data.batch_size * data_size
+def steps_of(config: RunConfig, data: Data, data_size: int | None = None) -> int | None:
+    """Return the optimizer steps of the whole run; None if the duration does not tell.
+
+    Args:
+        config: the whole configuration.
+        data: the data set of ``config``.
+        data_size: number of data-parallel ranks; by default that of ``config``. Ranks of one tensor
+            or pipeline group read the same samples and count once.
+    """
+    microbatch = config.data.batch_size * (data_size or data_parts(config))
     samples = len(data.train)  # type: ignore[arg-type]
     if config.data.drop_last:
         samples -= samples % microbatch

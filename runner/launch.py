@@ -306,7 +306,7 @@ def _sinks(
     from runner import build
 
     data = build.make_data(config.data)
-    steps = build.steps_of(config, data, build.data_parts(config))
+    steps = build.steps_of(config, data)
     # On a pipe a line a step would bury everything else.
     interval = config.log.interval if config.log.interval > 1 else config.log.flush
     sinks: list[Sink] = [TerminalSink(steps, interval, title=folder.name)]

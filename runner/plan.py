@@ -69,7 +69,7 @@ def _steps(job: Job) -> int | None:
     from runner import build
 
     data = build.make_data(job.config.data)
-    return build.steps_of(job.config, data, build.ranks_of(job.config))
+    return build.steps_of(job.config, data)
 
 
 def _others(jobs: Sequence[Job]) -> list[str]:

@@ -194,7 +194,7 @@ def _optimizer_and_scheduler(config: RunConfig, data: Data | None, problems: lis
         optimizer = torch.optim.SGD([parameter], lr=0.1)
     try:
         _bind("scheduler", config.scheduler)
-        steps = 1 if data is None else build.steps_of(config, data, build.data_parts(config))
+        steps = 1 if data is None else build.steps_of(config, data)
         _steps_unasked(config.scheduler, build.make_scheduler(config.scheduler, optimizer, steps))
     except Exception as error:
         problems.append(_refused("scheduler", config.scheduler, error))

@@ -54,7 +54,7 @@ def unclipped(config: RunConfig) -> ClipMode:
 def end_of(config: RunConfig) -> Duration:
     """When a calibration ends: after ``calibrate.steps``, or with the run if that is shorter."""
     data = build.make_data(config.data)
-    whole = build.steps_of(config, data, build.ranks_of(config))
+    whole = build.steps_of(config, data)
     steps = config.calibrate.steps
     return Duration(steps if whole is None else min(steps, whole), "ba")
 

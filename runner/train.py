@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from runner.booster import Booster, LossScale, OptimizerWrapper, Plugin, SinglePlugin
+from runner.booster import Booster, LossScale, ModelWrapper, OptimizerWrapper, Plugin, SinglePlugin
 from runner.booster.optimizer import Nonfinite
 from runner.clip import ClipMode, GradientClipping, Number, build
 from runner.clip.layout import local
@@ -38,9 +38,11 @@ class Trainer:
         max_duration: ``3ep``, ``500ba`` (optimizer steps), ``100000sp``, ``1000000tok``.
         algorithms: :class:`runner.GradientClipping`, or clipping modes; one at most.
         eval_dataloader: held-out pairs, or None.
-        optimizers: the optimizer; SGD with a rate of 0.1 by default.
-        schedulers: stepped once after each optimizer step that was taken.
-        criterion: mean loss of (outputs, targets); cross entropy by default.
+        optimizers: the optimizer, or several that step together, each over its own parameters; SGD
+            with a rate of 0.1 by default. ``train/lr`` is the rate of the first one.
+        schedulers: one or several; stepped once after each optimizer step that was taken.
+        criterion: mean loss of (outputs, targets); cross entropy by default. The trainable
+            parameters of a module are synchronised and clipped with those of the model.
         plugin: how the model is spread over ranks.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         accumulation_steps: microbatches to one optimizer step.
@@ -55,7 +57,7 @@ class Trainer:
         per_layer: also log each parameter's gradient norm.
         probe: print so many elements of the first parameter after each microbatch.
         say: prints for ``probe``.
-        device: the model and each batch are moved there; by default the model's own.
+        device: the model, the criterion and each batch are moved there; by default the model's own.
 
     Raises:
         ValueError: more than one clipping algorithm, or a malformed duration.
@@ -68,7 +70,7 @@ class Trainer:
         max_duration: str | Duration = "1ep",
         algorithms: Sequence[GradientClipping | ClipMode] | GradientClipping | ClipMode = (),
         eval_dataloader: Iterable[Any] | None = None,
-        optimizers: Optimizer | None = None,
+        optimizers: Optimizer | Sequence[Optimizer] | None = None,
         schedulers: Any = None,
         criterion: Criterion | None = None,
         *,
@@ -89,6 +91,8 @@ class Trainer:
     ) -> None:
         if device is not None:
             model.to(device)
+            if isinstance(criterion, nn.Module):
+                criterion.to(device)
         self.device = next(model.parameters()).device
         self.mode = _clipping(algorithms)
         self.plugin = SinglePlugin() if plugin is None else plugin
@@ -96,13 +100,15 @@ class Trainer:
         self.eval_dataloader = eval_dataloader
         self.max_duration = _duration(max_duration)
         self.accumulation_steps = accumulation_steps
-        self.scheduler = schedulers
+        several = isinstance(schedulers, Sequence)
+        self.schedulers = list(schedulers) if several else [schedulers] if schedulers else []
         self.window_loss = WindowLoss(model, criterion)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.booster = Booster(precision, self.plugin, loss_scale, nonfinite)
         optimizer = optimizers or torch.optim.SGD(model.parameters(), lr=0.1)
+        self.model: ModelWrapper
         self.optimizer: OptimizerWrapper
-        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
+        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer, criterion)
         self.mode.bind(self.optimizer.layout)
         if self.model.pipeline is not None and self.window_loss.takes_batch:
             raise ValueError("a model that computes its own loss cannot be cut into stages")
@@ -143,8 +149,9 @@ class Trainer:
                 extra = self._layer_norms() if self.per_layer else {}
                 outcome = self.optimizer.clip(self.mode)
                 lr = self.optimizer.param_groups[0]["lr"]
-                if self.optimizer.step() and self.scheduler is not None:
-                    self.scheduler.step()
+                if self.optimizer.step():
+                    for scheduler in self.schedulers:
+                        scheduler.step()
                 self.optimizer.zero_grad()
                 self._show(len(counts), len(counts))
 

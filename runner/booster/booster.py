@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 
+from runner.booster import joint
 from runner.booster.optimizer import Nonfinite, OptimizerWrapper
 from runner.booster.parallel.gathering import gathered
-from runner.booster.plugin import Plugin, SinglePlugin, Spread
+from runner.booster.plugin import Plugin, SinglePlugin
 from runner.booster.precision import LossScale, ModelWrapper, dtype_of
+from runner.clip import Layout
+
+_wrappers: WeakKeyDictionary[nn.Module, ReferenceType[ModelWrapper]] = WeakKeyDictionary()
+"""The wrapper of each user's model that was boosted."""
 
 
 class Booster:
@@ -59,54 +65,88 @@ class Booster:
 
     def boost(
         self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         criterion: Any = None,
         dataloader: Any = None,
         lr_scheduler: Any = None,
-    ) -> tuple[ModelWrapper, Any, Any, Any, Any]:
-        """Spread the model and wrap the optimizer.
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """Spread the model over the ranks and wrap the optimizer.
+
+        Args:
+            model: the model, or several models that one optimizer step trains together: their
+                gradients have one norm.
+            optimizer: the optimizer, or several that step together, each over its own parameters
+                (:class:`torch.optim.Muon` for matrices and AdamW for the rest, say).
+            criterion: the loss function. The trainable parameters of a module (a learned
+                temperature) are synchronised, counted and clipped with those of the model.
+            dataloader: returned as it is.
+            lr_scheduler: returned as it is.
 
         Returns:
-            What was given, in the same order: the model as :class:`ModelWrapper`, the optimizer (if
-            any) as :class:`~runner.booster.optimizer.OptimizerWrapper`, the rest as it was.
+            What was given, in the same order: the model as :class:`ModelWrapper` (several as a
+            list), the optimizers as one :class:`~runner.booster.optimizer.OptimizerWrapper`, the
+            rest as it was.
+
+        Raises:
+            ValueError: a model was boosted before, models share a parameter, or an optimizer holds
+                a parameter of none of these modules, or has stepped already.
         """
-        given = dict(model.named_parameters())
-        names = _names_of(model)
-        spread = self.plugin.configure(model)
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        _require_new(models, leaves_models=isinstance(self.plugin, SinglePlugin))
+        parts = joint.named(models, criterion)
+        given = {prefix: dict(part.named_parameters()) for prefix, part in parts.items()}
+        names = [_names_of(each) for each in models]
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+        joint.require_known(optimizers, given)
+        spreads = {
+            prefix: self.plugin.configure(part)
+            if prefix != joint.CRITERION
+            else joint.replicate(part, self.plugin)
+            for prefix, part in parts.items()
+        }
         boosted = None
-        if optimizer is not None:
-            _rebind(optimizer, given, model, spread)
+        if optimizers:
+            joint.rebind(optimizers, given, parts, spreads)
             boosted = OptimizerWrapper(
-                optimizer,
-                spread.layout,
+                optimizers,
+                Layout.union({prefix: spread.layout for prefix, spread in spreads.items()}),
                 self.loss_scale,
                 self.nonfinite,
-                finish=spread.finish,
-                publish=spread.publish,
+                finish=joint.in_turn([spread.finish for spread in spreads.values()]),
+                publish=joint.in_turn([spread.publish for spread in spreads.values()]),
                 max_norm=self.plugin.max_norm,
             )
-        if spread.pipeline is not None:
-            spread.pipeline.autocast(self.dtype)
-        wrapped = ModelWrapper(spread.module, model, self.dtype, spread.pipeline)
-        wrapped.renamed, wrapped.names, wrapped.optimizer = spread.renamed, names, boosted
-        return wrapped, boosted, criterion, dataloader, lr_scheduler
+        wrapped = []
+        for each, named, spread in zip(models, names, spreads.values(), strict=False):
+            if spread.pipeline is not None:
+                spread.pipeline.autocast(self.dtype)
+            wrapper = ModelWrapper(spread.module, each, self.dtype, spread.pipeline)
+            wrapper.renamed, wrapper.names, wrapper.optimizer = spread.renamed, named, boosted
+            _wrappers[each] = ref(wrapper)
+            wrapped.append(wrapper)
+        first = wrapped[0] if isinstance(model, nn.Module) else wrapped
+        return first, boosted, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: Tensor, optimizer: OptimizerWrapper) -> None:
         """Backward pass of ``loss``, scaled under fp16."""
         optimizer.backward(loss)
 
     def no_sync(
-        self, model: ModelWrapper, optimizer: OptimizerWrapper | None = None
+        self,
+        model: ModelWrapper | Sequence[ModelWrapper],
+        optimizer: OptimizerWrapper | None = None,
     ) -> AbstractContextManager[None]:
         """Context of every microbatch of a window but its last: forward and backward inside.
 
         Args:
-            model: the boosted model.
+            model: the boosted model, or all models that were boosted together.
             optimizer: the boosted optimizer; by default the one that was boosted with the model. It
                 refuses to clip gradients that are not yet final.
         """
-        return _accumulating(self.plugin.no_sync(model.module), optimizer or model.optimizer)
+        models = [model] if isinstance(model, ModelWrapper) else list(model)
+        held = [self.plugin.no_sync(each.module) for each in models]
+        return _accumulating(held, optimizer or models[0].optimizer)
 
     def execute_pipeline(
         self,
@@ -181,39 +221,53 @@ def _names_of(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(t), name) for name, t in named if isinstance(t, Tensor)}
 
 
-def _rebind(
-    optimizer: Optimizer, given: dict[str, nn.Parameter], model: nn.Module, spread: Spread
-) -> None:
-    """Let ``optimizer`` hold what this rank steps of what took the place of its parameters.
+def wrapper_of(model: nn.Module) -> ModelWrapper | None:
+    """The wrapper of a boosted model; None if ``model`` was not boosted, or the wrapper is gone.
+
+    Args:
+        model: the wrapper itself, or the user's model.
+    """
+    if isinstance(model, ModelWrapper):
+        return model
+    known = _wrappers.get(model)
+    return None if known is None else known()
+
+
+def _require_new(models: Sequence[nn.Module], *, leaves_models: bool) -> None:
+    """Refuse to boost a model twice.
+
+    Args:
+        models: the models to boost.
+        leaves_models: whether the plugin leaves models as they are, so that one can be boosted
+            again when its former wrapper is gone.
 
     Raises:
-        ValueError: the optimizer has taken a step already; its state is that of whole parameters.
+        ValueError: one was boosted before.
     """
-    names = {id(old): name for name, old in given.items()}
-    now: dict[str, list[nn.Parameter]] = {}
-    for own, parameter in model.named_parameters():
-        if spread.steps is None or id(parameter) in spread.steps:
-            now.setdefault(spread.renamed.get(own, own), []).append(parameter)
-    replaced = {key: now.get(name, []) for key, name in names.items()}
-    if all([id(p) for p in new] == [old] for old, new in replaced.items()):
-        return
-    if optimizer.state:
-        raise ValueError("boost the model before the first step: the optimizer has state already")
-    split = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    for group in optimizer.param_groups:
-        group["params"] = [new for p in group["params"] for new in replaced.get(id(p), [p])]
-        if split and not isinstance(optimizer, Adam):
-            group["fused"] = None  # AdamW is an Adam; no other fused kernel takes DTensors.
+    if leaves_models and any(model in _wrappers for model in models):
+        gc.collect()  # A Trainer and its wrapper refer to each other.
+    for model in models:
+        again = isinstance(model, ModelWrapper) or (
+            model in _wrappers and not (leaves_models and wrapper_of(model) is None)
+        )
+        if again:
+            raise ValueError(
+                f"this {type(model).__name__} is boosted already: boost a model once, with all its "
+                "optimizers: booster.boost(model, [first, second], ...); to start anew, build the "
+                "model anew"
+            )
 
 
 @contextmanager
 def _accumulating(
-    held: AbstractContextManager[Any], optimizer: OptimizerWrapper | None
+    held: Sequence[AbstractContextManager[Any]], optimizer: OptimizerWrapper | None
 ) -> Iterator[None]:
     if optimizer is not None:
         optimizer.accumulating = True
     try:
-        with held:
+        with ExitStack() as stack:
+            for each in held:
+                stack.enter_context(each)
             yield
     finally:
         if optimizer is not None:

@@ -8,7 +8,7 @@ clipping twice, clipping nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Literal
 from weakref import ReferenceType, ref
@@ -63,10 +63,13 @@ class NonFiniteGradient(FloatingPointError):
 
 
 class OptimizerWrapper:
-    """An optimizer whose gradients live where ``layout`` says.
+    """One or several optimizers whose gradients live where ``layout`` says.
+
+    Several optimizers (Muon for matrices and AdamW for the rest, say) make one step together: one
+    norm over all gradients, one decision whether the step is finite, one clipping.
 
     Args:
-        optimizer: the user's optimizer, over the boosted model's parameters.
+        optimizer: the user's optimizer, over the boosted model's parameters, or a list of them.
         layout: where its gradients live.
         loss_scale: the fp16 scale, or None.
         nonfinite: what to do with a gradient that is not finite: ``skip`` the step, raise an
@@ -75,11 +78,14 @@ class OptimizerWrapper:
         finish: makes the gradients final, on every rank, once a step before they are looked at.
         publish: called on every rank after the optimizer has stepped.
         max_norm: above 0, a step limits the norm of a gradient that was not clipped before.
+
+    Attributes:
+        optimizers: the user's optimizers, in the order in which they were given.
     """
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         layout: Layout,
         loss_scale: LossScale | None = None,
         nonfinite: Nonfinite = "skip",
@@ -87,7 +93,7 @@ class OptimizerWrapper:
         publish: Callable[[], None] = nothing,
         max_norm: float = 0.0,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.layout = layout
         self.loss_scale = loss_scale
         self.nonfinite = nonfinite
@@ -101,7 +107,7 @@ class OptimizerWrapper:
         self._left: Written | None = None
         self._start: tuple[float, Tensor] | None = None
         self._finite: bool | Tensor | None = None
-        self._fused = all(group.get("fused") for group in optimizer.param_groups)
+        self._fused = all(group.get("fused") for group in self.param_groups)
         self._modes: dict[tuple[str, float, float], ClipMode] = {}
 
     # -- one step, in order -------------------------------------------------------------------
@@ -170,7 +176,12 @@ class OptimizerWrapper:
 
         Raises:
             StepOrderError: the last backward pass ran under ``no_sync``.
+            ValueError: there are several optimizers, and a closure that each of them would run.
         """
+        if closure is not None and len(self.optimizers) > 1:
+            raise ValueError(
+                "a closure goes with one optimizer: run it before step(), which has several"
+            )
         if self.stage is Stage.ACCUMULATING:
             raise StepOrderError(f"cannot step now: {self.stage.value}")
         if self._max_norm > 0 and self.stage is Stage.READY:
@@ -188,21 +199,22 @@ class OptimizerWrapper:
             return False
         if self._fused:
             self._match_strides()
-        if isinstance(finite, Tensor):
-            # The fused kernels read the flag on the device: no word to the host is needed.
-            self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        for optimizer in self.optimizers:
+            if isinstance(finite, Tensor):
+                # The fused kernels read the flag on the device: the host is not asked.
+                optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
             try:
-                self.optimizer.step(closure)
+                optimizer.step(closure)
             finally:
-                del self.optimizer.found_inf  # type: ignore[attr-defined]
-        else:
-            self.optimizer.step(closure)
+                if isinstance(finite, Tensor):
+                    del optimizer.found_inf  # type: ignore[attr-defined]
         self._publish()
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        self.optimizer.zero_grad(set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
         # Also those of parameters that no group of the optimizer holds: they would pile up.
         for piece in self.layout.pieces:
             if set_to_none:
@@ -260,21 +272,47 @@ class OptimizerWrapper:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups."""
-        return self.optimizer.param_groups
+        """The parameter groups of all optimizers, in order."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def unwrap(self) -> Optimizer:
-        """The user's optimizer."""
-        return self.optimizer
+        """The user's optimizer.
+
+        Raises:
+            RuntimeError: there are several: they are in ``optimizers``.
+        """
+        if len(self.optimizers) > 1:
+            raise RuntimeError(
+                f"{len(self.optimizers)} optimizers were boosted together: use .optimizers"
+            )
+        return self.optimizers[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the optimizer (ZeRO stage 1: of this rank's share) and of the fp16 scale."""
+        """State of the optimizers (ZeRO stage 1: of this rank's share) and of the fp16 scale.
+
+        Returns:
+            ``optimizer``: the state of the one optimizer, or a list with the state of each;
+            ``loss_scale``: the state of the scale, or None.
+        """
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
-        return {"optimizer": self.optimizer.state_dict(), "loss_scale": scale}
+        return {"optimizer": states if len(states) > 1 else states[0], "loss_scale": scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where :meth:`state_dict` left off."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Load what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: the state is that of another number of optimizers.
+        """
+        given = state["optimizer"]
+        states = given if isinstance(given, list) else [given]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"the state is that of {len(states)} optimizers, but {len(self.optimizers)} "
+                "were boosted"
+            )
+        for optimizer, own in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(own)
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -214,6 +214,41 @@ class Layout:
             if is_sharded(parameter):
                 raise TypeError(f"parameters[{i}] is sharded over ranks: give the whole model")
         return cls(Piece(f"parameters[{i}]", p, units_of(p)) for i, p in enumerate(listed))
+
+    @classmethod
+    def union(cls, layouts: Mapping[str, Layout]) -> Layout:
+        """The layout of several modules together: one norm over all their gradients.
+
+        Args:
+            layouts: the layout of each module, by the prefix that its parameters' names get. One
+                without a group is that of a module which every rank holds whole, with the same
+                gradients.
+
+        Raises:
+            LayoutError: two parameters would have the same name.
+        """
+        listed = list(layouts.items())
+        if len(listed) == 1 and not listed[0][0]:
+            return listed[0][1]
+        group = next((layout.group for _, layout in listed if layout.group is not None), None)
+        names = [prefix + name for prefix, layout in listed for name in layout.names]
+        if len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise LayoutError(f"{', '.join(twice)}: two modules have a parameter of this name")
+        pieces = []
+        for prefix, layout in listed:
+            copies = group.size() if group is not None and layout.group is None else 1
+            for piece in layout.pieces:
+                held = piece.holders * copies
+                pieces.append(replace(piece, name=prefix + piece.name, holders=held))
+        return cls(
+            pieces,
+            group,
+            next((prefix + layout.head for prefix, layout in listed if layout.head), None),
+            names,
+            [prefix + name for prefix, layout in listed for name in layout.scattered],
+            listed[0][1].device.type,
+        )
 
     @property
     def device(self) -> torch.device:

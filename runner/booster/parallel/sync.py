@@ -76,13 +76,14 @@ class GradientSync:
         """Resolve partial sums, average over replicas, add up tied copies: in this order."""
         _resolve(self.parameters)
         for replicas in self.replicas:
-            _average(replicas)
+            average(replicas)
         for tied in self.tied:
             _add_up(tied)
         self.agree()
 
 
-def _average(replicas: Replicas) -> None:
+@torch.no_grad()
+def average(replicas: Replicas) -> None:
     """Average gradients in place. One that no rank has stays absent; one that some have is zero
     elsewhere.
     """

@@ -1,0 +1,158 @@
+"""Several modules that one optimizer step trains together: models, and a criterion's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Adam, Optimizer
+
+from runner.booster.parallel.sync import Replicas, alike, average
+from runner.booster.plugin import Plugin, Spread
+from runner.clip import Layout
+
+CRITERION = "criterion."
+"""Prefix of the names of a criterion's parameters."""
+
+
+def named(models: Sequence[nn.Module], criterion: Any) -> dict[str, nn.Module]:
+    """The modules that are trained together, by the prefix of their parameters' names.
+
+    Args:
+        models: the models. One alone has no prefix; several have their numbers.
+        criterion: the loss function. It counts where it is a module with trainable parameters of
+            its own.
+
+    Raises:
+        ValueError: two models, or a model and a criterion, share a parameter.
+    """
+    parts = {"": models[0]} if len(models) == 1 else {f"{i}.": m for i, m in enumerate(models)}
+    owner: dict[nn.Parameter, str] = {}
+    for prefix, model in parts.items():
+        for name, parameter in model.named_parameters():
+            first = owner.setdefault(parameter, prefix + name)
+            if first != prefix + name:
+                raise ValueError(
+                    f"{first} and {prefix}{name} are one parameter of two models: boost one module "
+                    "that holds both models"
+                )
+    if isinstance(criterion, nn.Module):
+        trained = [p for p in criterion.parameters() if p.requires_grad]
+        shared = [owner[parameter] for parameter in trained if parameter in owner]
+        if len(shared) == len(trained):
+            return parts
+        if shared:
+            raise ValueError(
+                f"{shared[0]} is also a parameter of the criterion, which has others of its own: "
+                "keep the model out of the criterion"
+            )
+        parts[CRITERION] = criterion
+    return parts
+
+
+def replicate(criterion: nn.Module, plugin: Plugin) -> Spread:
+    """Keep a criterion whole on every rank, with gradients averaged over the data-parallel ranks.
+
+    Args:
+        criterion: a module that every rank calls with its own outputs (with pipeline stages: the
+            last stage calls it).
+        plugin: how the model is spread.
+    """
+    world = dist.group.WORLD
+    if plugin.world_size == 1 or world is None:
+        return Spread(criterion, Layout.of_model(criterion))
+    alike(criterion, world)
+    parameters = [p for p in criterion.parameters() if p.requires_grad]
+    return Spread(
+        criterion,
+        Layout.of_model(criterion),
+        finish=partial(_average, parameters, Replicas(parameters, world, plugin.data_size), plugin),
+    )
+
+
+def _average(parameters: Sequence[nn.Parameter], replicas: Replicas, plugin: Plugin) -> None:
+    """Average the gradients of a criterion.
+
+    Tensor-parallel ranks that read the same samples have the same gradient: one of them counts.
+    """
+    if not plugin.speaks:
+        for parameter in parameters:
+            parameter.grad = None
+    average(replicas)
+
+
+def require_known(
+    optimizers: Sequence[Optimizer], given: Mapping[str, Mapping[str, nn.Parameter]]
+) -> None:
+    """Refuse a parameter that nobody would synchronise or clip.
+
+    Raises:
+        ValueError: an optimizer holds a parameter of none of the modules.
+    """
+    known = {id(parameter) for named in given.values() for parameter in named.values()}
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    where = f"param_groups[{number}]['params'][{place}]"
+                    raise ValueError(
+                        f"{where} of {type(optimizer).__name__}, of shape {list(parameter.shape)}, "
+                        "is no parameter of the model or of the criterion: it would be neither "
+                        "synchronised nor clipped. Give boost (or Trainer) the module that owns "
+                        "it, as the criterion or in the model, or leave it out of the optimizer"
+                    )
+
+
+def rebind(
+    optimizers: Sequence[Optimizer],
+    given: Mapping[str, Mapping[str, nn.Parameter]],
+    parts: Mapping[str, nn.Module],
+    spreads: Mapping[str, Spread],
+) -> None:
+    """Let optimizers hold what this rank steps of what took the place of their parameters.
+
+    Args:
+        optimizers: the user's optimizers.
+        given: the parameters of each module before it was spread, by name.
+        parts: the modules as they are now.
+        spreads: how each was spread.
+
+    Raises:
+        ValueError: an optimizer has taken a step already: its state is that of whole parameters.
+    """
+    replaced: dict[int, list[nn.Parameter]] = {}
+    for prefix, spread in spreads.items():
+        now: dict[str, list[nn.Parameter]] = {}
+        for own, parameter in parts[prefix].named_parameters():
+            if spread.steps is None or id(parameter) in spread.steps:
+                now.setdefault(spread.renamed.get(own, own), []).append(parameter)
+        replaced |= {id(old): now.get(name, []) for name, old in given[prefix].items()}
+    if all([id(p) for p in new] == [old] for old, new in replaced.items()):
+        return
+    for optimizer in optimizers:
+        if optimizer.state:
+            raise ValueError("boost the model before the first step: the optimizer has state")
+        for group in optimizer.param_groups:
+            group["params"] = [new for p in group["params"] for new in replaced[id(p)]]
+            kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
+            if len(kinds) > 1:
+                # No kernel takes DTensors together with the plain parameters of a criterion.
+                group["fused"] = group["foreach"] = False
+            elif True in kinds and not isinstance(optimizer, Adam):
+                group["fused"] = None  # AdamW is an Adam; no other fused kernel takes DTensors.
+
+
+def in_turn(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """One call that makes all ``calls``, in order."""
+    if len(calls) == 1:
+        return calls[0]
+
+    def all_of_them() -> None:
+        for call in calls:
+            call()
+
+    return all_of_them

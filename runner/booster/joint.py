@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
+from runner.booster.parallel.stages import SPLITS_BACKWARD
 from runner.booster.parallel.sync import Replicas, alike, average
 from runner.booster.plugin import Plugin, Spread
 from runner.clip import Layout
@@ -61,7 +62,15 @@ def replicate(criterion: nn.Module, plugin: Plugin) -> Spread:
         criterion: a module that every rank calls with its own outputs (with pipeline stages: the
             last stage calls it).
         plugin: how the model is spread.
+
+    Raises:
+        ValueError: the schedule of a pipeline leaves a criterion's parameters out.
     """
+    schedule = getattr(plugin, "schedule", "")
+    if schedule in SPLITS_BACKWARD and getattr(plugin, "stage_count", 1) > 1:
+        raise ValueError(
+            f"{schedule} takes no gradient of a criterion's parameters: choose schedule='1f1b'"
+        )
     world = dist.group.WORLD
     if plugin.world_size == 1 or world is None:
         return Spread(criterion, Layout.of_model(criterion))

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2}
 FILLS_EVERY_STAGE = ("1f1b", "interleaved_1f1b")
 """Schedules that begin with a microbatch in each stage."""
+SPLITS_BACKWARD = ("zero_bubble",)
+"""Schedules that compute the gradients of a stage's parameters apart from those of its input."""
 
 
 class CutError(ValueError):

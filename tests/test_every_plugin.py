@@ -75,6 +75,7 @@ def assert_same_curve(home, model, name):
             assert row[key] == wanted[key]
 
 
+@pytest.mark.sampled
 @pytest.mark.xdist_group("curves_text")
 @pytest.mark.parametrize("name", PLUGINS)
 def test_text(home, name):
@@ -87,6 +88,7 @@ def test_experts(home, name):
     assert_same_curve(home, EXPERTS, name)
 
 
+@pytest.mark.sampled
 @pytest.mark.xdist_group("curves_other")
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero", "zero3", "moe"])
 def test_digits(home, name):

@@ -125,7 +125,11 @@ def test_every_threshold_binds(model):
 
 @pytest.mark.parametrize(
     ("plugin", "world", "model"),
-    [(*row, model) for row, models in MATRIX.items() for model in models],
+    [
+        pytest.param(*row, model, marks=[pytest.mark.sampled] if model != models[0] else [])
+        for row, models in MATRIX.items()
+        for model in models
+    ],
 )
 def test_float64_agrees_to_1e_12(plugin, world, model):
     assert_agrees(plugin, world, cases_of(plugin, world, model), 1e-12)
@@ -141,6 +145,7 @@ def test_the_rest_of_the_product_agrees_to_1e_12(plugin, world, model):
     assert_agrees(plugin, world, rest_of(plugin, world, model), 1e-12, timeout=500)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("plugin", FEWEST)
 def test_float32_agrees_to_1e_5(plugin):
     # Which elements count where is the same code in any type, and float64 leaves an error nowhere

@@ -1,0 +1,44 @@
+"""A sample of long products of cases: each day another one, so that in time all of them run."""
+
+import math
+import os
+import random
+from datetime import UTC, datetime
+
+import pytest
+
+SEED = "RUNNER_TESTS_SEED"
+SHARE = 1 / 3
+
+
+def pytest_addoption(parser):
+    parser.addoption("--whole", action="store_true", help="all cases of tests marked sampled")
+
+
+def pytest_configure(config):
+    # The workers of pytest-xdist get it with the environment, also when the day ends meanwhile.
+    os.environ.setdefault(SEED, datetime.now(UTC).date().isoformat())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("whole"):
+        return
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for test, found in cases.items():
+        chosen = random.Random(os.environ[SEED] + test).sample(found, math.ceil(len(found) * SHARE))
+        left_out |= set(found) - set(chosen)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not config.getoption("whole"):
+        terminalreporter.write_line(
+            f"of tests marked sampled a third ran, chosen by {SEED}={os.environ[SEED]} "
+            "(--whole runs all)"
+        )

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from runner.booster import joint
 from runner.booster.optimizer import Nonfinite, OptimizerWrapper
+from runner.booster.optimizers import require_safe
 from runner.booster.parallel.gathering import gathered
 from runner.booster.plugin import Plugin, SinglePlugin
 from runner.booster.precision import LossScale, ModelWrapper, dtype_of
@@ -108,6 +109,8 @@ class Booster:
         boosted = None
         if optimizers:
             joint.rebind(optimizers, given, parts, spreads)
+            for stepped in optimizers:
+                require_safe(stepped, spreads.values(), self.plugin)
             boosted = OptimizerWrapper(
                 optimizers,
                 Layout.union({prefix: spread.layout for prefix, spread in spreads.items()}),

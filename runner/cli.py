@@ -7,11 +7,12 @@ Nothing here imports torch before the words are known to be right, so that a sli
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,9 @@ def guarded(command: Callable[[], int]) -> int:
     # as soon as anything else wants a core. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()  # at the end of the interpreter a broken pipe could not be caught
+        return code
     except RequestError as error:
         if not joins():  # the first rank says it for all
             print(error, file=sys.stderr)
@@ -139,8 +142,7 @@ def _run(words: list[str]) -> int:
     if args.help or args.cfg is not None or args.info is not None:
         return _show(args)
     if args.shell_completion or args.hydra_help:
-        register()
-        return _hand_to_hydra([*flags.words_of(args), *args.overrides])
+        return _printed_by_hydra(args)
     wanted = request(
         args.overrides, multirun=args.multirun, source=flags.source_of(args), claims=not joins()
     )
@@ -169,18 +171,26 @@ def _sweep(wanted: Request, args: argparse.Namespace, typed: Sequence[str]) -> i
 
 def _show(args: argparse.Namespace) -> int:
     """Answer ``--help``, ``--cfg`` or ``--info``."""
-    if args.overrides:
+    if args.overrides or args.config_name:
         request(args.overrides, source=flags.source_of(args), writes=False)
     if args.help:
         print(help_text(args.overrides, flags.source_of(args)))
         return 0
+    return WRONG_REQUEST if _printed_by_hydra(args) else 0
+
+
+def _printed_by_hydra(args: argparse.Namespace) -> int:
+    """Print what Hydra answers to ``args``; its exit code.
+
+    Hydra would report a reader that leaves early, as in ``--info | head``, as a failure of its own:
+    it prints into memory here, and this process to the terminal.
+    """
     register()
-    reports, logging.raiseExceptions = logging.raiseExceptions, False  # ``--info | head``
-    try:
+    answer = io.StringIO()
+    with redirect_stdout(answer):
         code = _hand_to_hydra([*flags.words_of(args), *args.overrides])
-    finally:
-        logging.raiseExceptions = reports
-    return WRONG_REQUEST if code else 0
+    print(answer.getvalue(), end="")
+    return code
 
 
 def _add_problems_of_words(args: argparse.Namespace, problems: list[Problem]) -> None:

@@ -2,6 +2,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from hydra._internal.utils import get_args_parser
 
 import runner
 from runner import cli, plan
@@ -350,10 +352,62 @@ def test_bash_completes_the_console_script(tmp_path):
     assert done.stdout.split() == ["clip=none", "clip=norm"]
 
 
-def test_a_reader_that_leaves_early_is_no_error():
-    program = f'set -o pipefail; "{sys.executable}" -m runner --info | head -n 1'
-    done = subprocess.run(["bash", "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.stderr == ""
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["runner", "--help"],
+        ["runner", "--version"],
+        ["runner", "--cfg", "job"],
+        ["runner", "--info"],
+        ["runner", "--hydra-help"],
+        ["runner.plan", "--help"],
+        ["runner.calibrate", "--help"],
+        ["runner.verify", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_a_reader_that_leaves_early_is_no_error(words, unbuffered):
+    """As ``head`` does, which may be gone before the first line or leave after it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_help_names_every_command_and_every_flag(fakes, capsys):
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    package = Path(runner.__file__).parent
+    commands = {file.parent.name for file in package.glob("*/__main__.py")} | {"plan"}
+    assert commands >= {"calibrate", "verify", "report", "dashboard"}
+    for command in commands:
+        assert f"python -m runner.{command} " in out
+    known = {name for action in get_args_parser()._actions for name in action.option_strings}
+    unneeded = {"--run", "-r", "--experimental-rerun"}  # the default; not supported
+    described = set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", out))
+    assert known - unneeded | {"--version"} <= described
+
+
+def test_help_lists_the_options_of_another_folder(fakes, capsys, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("_target_: package.Mine\n")
+    (tmp_path / "clip").mkdir()
+    (tmp_path / "clip" / "gentle.yaml").write_text("defaults: [norm]\nthreshold: 5.0\n")
+    assert cli.main(["--config-dir", str(tmp_path), "--help"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  model .*\bgpt, .*\bmine\b", out, re.MULTILINE)
+    assert "  adaptive, gentle, none, norm, value\n" in out
+    assert cli.main(["--help"]) == 0
+    assert "gentle" not in capsys.readouterr().out
 
 
 @pytest.mark.timing

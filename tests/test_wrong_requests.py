@@ -150,7 +150,10 @@ WRONG = [
     ("--cfg job -m", ["-m --cfg", "only one"]),
     ("--resolve", ["--resolve", "--cfg"]),
     ("--config-dir /nowhere", ["--config-dir=/nowhere", "folder that exists"]),
-    ("--config-name nothing", ["nothing"]),
+    ("--config-name foo", ["--config-name=foo", "there is no foo.yaml in", "config"]),
+    ("--config-name confg seed=1", ["--config-name=confg", "did you mean config?"]),
+    ("--help --config-name foo", ["--config-name=foo", "there is no foo.yaml in"]),
+    ("--cfg job --config-name foo", ["--config-name=foo", "there is no foo.yaml in"]),
     # Sweeps.
     ("clip.threshold=0.1,0.25", ["clip.threshold=0.1,0.25", "add -m"]),
     ("clip=glob(*)", ["clip=glob(*)", "add -m"]),
@@ -164,6 +167,11 @@ WRONG = [
     ("-m seed=range(3,3)", ["seed=range(3,3)", "at least one value"]),
     ("-m clip.threshold=interval(0,1)", ["clip.threshold=interval(0,1)", "range(start,stop,step)"]),
     ("-m hydra.job.num=1,2", ["hydra.job.num=1,2", "cannot be swept"]),
+    ("-m hydra/sweeper=optuna hydra.sweeper.n_trials=0 seed=1,2", ["n_trials=0", "at least 1"]),
+    ("-m hydra/sweeper=optuna hydra.sweeper.n_trials=-1 seed=1,2", ["n_trials=-1", "at least 1"]),
+    ("-m hydra/sweeper=optuna hydra.sweeper.n_trials=ten seed=1,2", ["n_trials=ten", "Integer"]),
+    ("-m hydra/sweeper=optuna hydra.sweeper.n_jobs=0 seed=1,2", ["n_jobs=0", "at least 1"]),
+    ("-m hydra.sweeper.max_batch_size=0 seed=1,2", ["max_batch_size=0", "at least 1, or null"]),
     # Folders.
     ("hydra.run.dir=/dev/null/run", ["hydra.run.dir=/dev/null/run", "/dev/null is not a folder"]),
     ("-m seed=1,2 hydra.sweep.dir=/dev/null/x", ["hydra.sweep.dir=/dev/null/x", "not a folder"]),

@@ -48,15 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         created), 130 where it was interrupted, 143 where it was terminated.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    return cli.guarded(functools.partial(_run, words))
+
+
+def _run(words: list[str]) -> int:
     if "--help" in words or "-h" in words:
         print(USAGE)
         return 0
     if "--version" in words:
         return cli.tell_version()
-    return cli.guarded(functools.partial(_run, words))
-
-
-def _run(words: list[str]) -> int:
     job = cli.single(words, "a calibration")
     folder = _folder(job)
     from runner import launch

@@ -17,13 +17,15 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from runner.config import diagnose, words
 from runner.config.check import examine
 from runner.config.folders import find
-from runner.config.problem import NOTHING, Problem
+from runner.config.nearest import nearest_name
+from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.resolve import resolved
 from runner.config.schema import RunConfig
 from runner.config.tensor_plan import settled
@@ -44,7 +46,11 @@ class Source:
 
 @contextmanager
 def session(source: Source) -> Iterator[ConfigLoader]:
-    """Hydra as the project is composed with, for as long as the block runs."""
+    """Hydra as the project is composed with, for as long as the block runs.
+
+    Raises:
+        RequestError: the file that ``source`` names does not exist.
+    """
     GlobalHydra.instance().clear()
     store = ConfigStore.instance()
     # Hydra copies all that its sources hold for each composition, and only ever reads this one,
@@ -55,6 +61,7 @@ def session(source: Source) -> Iterator[ConfigLoader]:
         loader = GlobalHydra.instance().config_loader()
         if source.extra is not None:
             _add_source(loader, source.extra)
+        _require_index(source, loader)
         try:
             yield loader
         finally:
@@ -66,6 +73,18 @@ def _add_source(loader: Any, folder: Path) -> None:
     search_path = loader.get_search_path()
     search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
     loader.repository.initialize_sources(search_path)
+
+
+def _require_index(source: Source, loader: Any) -> None:
+    """Raise a RequestError if the file that ``--config-name`` names does not exist."""
+    if loader.repository.config_exists(source.name):
+        return
+    files = [file for file in loader.get_group_options("", ObjectType.CONFIG) if file[0] != "_"]
+    near = nearest_name(source.name, files)
+    hint = f"; did you mean {near}?" if near else ""
+    where = source.path or find("conf")
+    message = f"there is no {source.name}.yaml in {where}{hint}  (files: {', '.join(files)})"
+    raise RequestError([Problem("--config-name", source.name, message)])
 
 
 class Composer:

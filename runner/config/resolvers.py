@@ -6,12 +6,13 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config import recipes
 from runner.config.check import owned_keys
-from runner.config.folders import find, options, outputs
+from runner.config.folders import outputs
 from runner.config.problem import MISSING, shown
 
 # Keys that one sets by choosing an option of a group.
@@ -41,9 +42,10 @@ def _first(*values: Any) -> Any:
 
 
 def _groups() -> str:
-    """The groups and their options, for ``--help``."""
-    folders = sorted(path.name for path in find("conf").iterdir() if path.is_dir())
-    return _table((group, ", ".join(options(group))) for group in folders if group != "hydra")
+    """The groups and their options, those of ``--config-dir`` among them, for ``--help``."""
+    loader = GlobalHydra.instance().config_loader()
+    groups = sorted(set(loader.list_groups("")) - {"hydra", "recipe"})
+    return _table((group, ", ".join(loader.get_group_options(group))) for group in groups)
 
 
 def _recipes() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from runner.config.composer import Composer
 from runner.config.destination import folder_problems
 from runner.config.identity import config_hash, request_hash, sweep_name
 from runner.config.problem import Problem
+from runner.config.rules import integer, optional
 from runner.config.schema import RunConfig
 
 RECORD = "sweep.json"
@@ -25,6 +26,14 @@ SWEEPER = "clip_runner"
 """The option of ``hydra/sweeper`` that runs the jobs of a sweep's record."""
 
 _BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+
+
+# Keys of Hydra's sweepers: optuna's trials and its jobs at a time, the basic one's jobs at a time.
+_COUNTS = {
+    "n_trials": integer(1),
+    "n_jobs": integer(1),
+    "max_batch_size": optional(integer(1)),
+}
 
 
 @dataclass(frozen=True)
@@ -143,6 +152,7 @@ def jobs(composer: Composer, lists: Lists) -> tuple[list[Job], list[Problem]]:
         enumerated=lists.enumerated,
     )
     problems += found
+    problems += _sweeper_problems(lists.master)
     made = []
     by_job: list[list[Problem]] = []
     for number, job in enumerate(wanted):
@@ -152,6 +162,17 @@ def jobs(composer: Composer, lists: Lists) -> tuple[list[Job], list[Problem]]:
         if typed is not None:
             made.append(Job(job.label, typed, plain, tuple(job.words), tuple(job.apart)))
     return made, problems + _merged(by_job)
+
+
+def _sweeper_problems(master: DictConfig | None) -> Iterator[Problem]:
+    """Counts of Hydra's sweepers that no sweep can have; Hydra itself fails on them, or never ends."""
+    settings: dict[str, Any] = {} if master is None else dict(master.hydra.sweeper)
+    for key in _COUNTS.keys() & settings.keys():
+        rule = _COUNTS[key]
+        try:
+            rule.read(settings[key])
+        except ValueError:
+            yield Problem(f"hydra.sweeper.{key}", settings[key], f"must be {rule.text}")
 
 
 def placed(lists: Lists, made: Sequence[Job], writes: bool) -> tuple[Sweep | None, list[Problem]]:

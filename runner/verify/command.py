@@ -54,15 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted, 143 where it was terminated.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    return cli.guarded(functools.partial(_run, words))
+
+
+def _run(words: list[str]) -> int:
     if "--help" in words or "-h" in words:
         print(USAGE)
         return 0
     if "--version" in words:
         return cli.tell_version()
-    return cli.guarded(functools.partial(_run, words))
-
-
-def _run(words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may have no ‖
     job, also = checked(words)

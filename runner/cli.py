@@ -256,9 +256,10 @@ def job(config: DictConfig) -> float | None:
 def _job_of_sweep(plain: dict[str, Any], settings: Any) -> float | None:
     from runner import launch, sweep
 
+    folder = Path(settings.sweep.dir)
     return sweep.run_job(
-        partial(launch.run, tells=False),
-        Path(settings.sweep.dir),
+        partial(launch.run, tells=False, swept=sweep.SweepRecord.read(folder).keys),
+        folder,
         settings.job.num,
         plain,
         Path(settings.runtime.output_dir),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from runner.clip import ClipMode
 from runner.config.duration import Duration
 from runner.config.schema import RunConfig
 from runner.telemetry import guidance
+from runner.telemetry.optimizers import effect_of
 from runner.telemetry.sink import Sink
 from runner.train import Trainer
 
@@ -38,10 +40,10 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     trainer = make_trainer(config, sinks)
     summary = trainer.fit()
     optimizer, clip = trainer.optimizer.unwrap(), config.clip
-    invariant = guidance.invariant(optimizer, clip.threshold, trainer.parameters)
-    setting = guidance.Setting(clip.mode, clip.threshold, clip.nonfinite, invariant)
+    effect = effect_of(optimizer, clip.threshold, trainer.parameters)
+    setting = guidance.Setting(clip.mode, clip.threshold, clip.nonfinite, effect)
     return summary | {
-        "guidance": guidance.guidance(summary, setting),
+        "remarks": [asdict(remark) for remark in guidance.remarks(summary, setting)],
         "wall_s": time.perf_counter() - started,
         "parameters": trainer.parameters,
         "world_size": trainer.plugin.world_size,

@@ -30,6 +30,7 @@ from runner.config.schema import RunConfig
 from runner.config.sizes import least_ranks
 from runner.sweep.objective import objective_of
 from runner.sweep.page import write_page
+from runner.telemetry.guidance import sentences
 from runner.telemetry.jsonl import JsonlSink, follow
 from runner.telemetry.provenance import provenance
 from runner.telemetry.record import Record
@@ -96,7 +97,12 @@ def prepare(config: RunConfig) -> None:
 
 
 def run(
-    plain: dict[str, Any], folder: Path, words: Sequence[str] = (), *, tells: bool = True
+    plain: dict[str, Any],
+    folder: Path,
+    words: Sequence[str] = (),
+    *,
+    tells: bool = True,
+    swept: Sequence[str] = (),
 ) -> Ended:
     """Run one job to its end and record it in ``folder``. A failure is recorded, not raised.
 
@@ -105,6 +111,7 @@ def run(
         folder: the run's own folder, which exists.
         words: what the user typed, for the run's name.
         tells: whether to say on the terminal that it failed.
+        swept: keys that the sweep of this run varies: the run gives no advice on them.
 
     Raises:
         KeyboardInterrupt: the user interrupted; it is recorded.
@@ -126,7 +133,8 @@ def run(
     if isinstance(ended, Failure):
         failure = ended
     else:
-        summary = ended | provenance()
+        said = sentences(ended.get("remarks", ()), swept)
+        summary = ended | {"guidance": said} | provenance()
     exit_code = 0 if failure is None else failure.exit_code
     if summary is not None:
         record.summary(summary)

@@ -7,6 +7,7 @@ one; then the same figures are taken from its rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ class Figures:
         final: last value by metric.
         best: lowest loss, highest accuracy by metric.
         ratio: share of all steps that clipping changed.
+        fraction: mean share clipped of what the mode clips: the step, the elements or the units.
         norm: p50, p90, p99 and max of ‖G‖ before clipping, over the finite ones.
         coef: mean over steps of ‖G‖ after clipping ÷ before.
         skipped: steps whose gradient was not finite.
@@ -34,6 +36,7 @@ class Figures:
     final: dict[str, float]
     best: dict[str, float]
     ratio: float | None
+    fraction: float | None
     norm: dict[str, float]
     coef: float | None
     skipped: int | None
@@ -45,14 +48,17 @@ def higher_is_better(key: str) -> bool:
     return key.endswith("accuracy")
 
 
-def figures(run: Run, metrics: list[str]) -> Figures:
+def figures(
+    run: Run, metrics: list[str], maximized: Mapping[str | None, bool] | None = None
+) -> Figures:
     """The figures of a run.
 
     Args:
         run: as read.
         metrics: the keys to give final and best values of, such as ``eval/loss``.
+        maximized: whether a larger value of a metric is the better one, where that is configured.
     """
-    final, best = _metrics(run, metrics)
+    final, best = _metrics(run, metrics, maximized or {})
     skipped = number(run.summary.get("grad/nonfinite"))
     if skipped is None:
         skipped = _last(run.of("grad/nonfinite").values)
@@ -61,6 +67,7 @@ def figures(run: Run, metrics: list[str]) -> Figures:
         final=final,
         best=best,
         ratio=_ratio(run),
+        fraction=number(run.summary.get("clip/fraction")),
         norm=_norm(run),
         coef=float(coef.mean()) if len(coef) else None,
         skipped=None if skipped is None or math.isnan(skipped) else int(skipped),
@@ -90,7 +97,9 @@ def diverged_at(run: Run) -> int | None:
     return int(loss.steps[first])
 
 
-def _metrics(run: Run, metrics: list[str]) -> tuple[dict[str, float], dict[str, float]]:
+def _metrics(
+    run: Run, metrics: list[str], maximized: Mapping[str | None, bool]
+) -> tuple[dict[str, float], dict[str, float]]:
     final: dict[str, float] = {}
     best: dict[str, float] = {}
     for key in metrics:
@@ -99,10 +108,12 @@ def _metrics(run: Run, metrics: list[str]) -> tuple[dict[str, float], dict[str, 
         last = _last(values) if last is None else last
         if last is not None:
             final[key] = last
-        top = _summary(run, "best", key)
+        higher = maximized.get(key, higher_is_better(key))
+        # A summary keeps the lowest loss and the highest accuracy.
+        top = _summary(run, "best", key) if higher == higher_is_better(key) else None
         if top is None and len(values):
             finite = values[np.isfinite(values)]
-            pick = np.max if higher_is_better(key) else np.min
+            pick = np.max if higher else np.min
             top = float(pick(finite)) if len(finite) else math.nan
         if top is not None:
             best[key] = top

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from runner.report.figures import Figures, figures, higher_is_better
 from runner.report.groups import Differences, Group, differences, grouped, mean_and_spread
+from runner.report.notation import percent
 from runner.report.rows import Floats
 from runner.report.run import Run
 from runner.report.sweep import Sweep
@@ -28,6 +29,7 @@ class Findings:
         metric: the key that settings are judged by; None where no run recorded any.
         metrics: the keys the table gives final and best values of, ``metric`` first.
         figures: of each run, by its number.
+        higher_is_better: whether a larger ``metric`` is the better one.
     """
 
     sweep: Sweep
@@ -36,6 +38,7 @@ class Findings:
     metric: str | None
     metrics: tuple[str, ...]
     figures: Mapping[str, Figures]
+    higher_is_better: bool = False
 
     def score(self, run: Run) -> float | None:
         """The best value of the metric in a run; None where it recorded none.
@@ -67,14 +70,38 @@ class Findings:
     def ranked(self) -> list[Group]:
         """The settings with a finite mean score, the best first."""
         scored = [group for group in self.groups if math.isfinite(self.mean(group)[0])]
-        sign = -1.0 if higher_is_better(self.metric or "") else 1.0
+        sign = -1.0 if self.higher_is_better else 1.0
         return sorted(scored, key=lambda group: sign * self.mean(group)[0])
 
     def ratio(self, group: Group) -> float | None:
         """Mean share of steps that clipping changed over a setting's runs."""
-        ratios = [self.figures[run.number].ratio for run in group.runs]
-        known = [ratio for ratio in ratios if ratio is not None and math.isfinite(ratio)]
-        return math.fsum(known) / len(known) if known else None
+        return _mean(self.figures[run.number].ratio for run in group.runs)
+
+    def fraction(self, group: Group) -> float | None:
+        """Mean share clipped of what the mode clips, over a setting's runs."""
+        return _mean(self.figures[run.number].fraction for run in group.runs)
+
+    def clipped(self, group: Group) -> str | None:
+        """How much a setting clipped, of what its mode clips: ``31 % of its steps``."""
+        if group.mode == "none":
+            return None
+        parts = {"value": "elements", "adaptive": "units"}.get(group.mode)
+        share = self.fraction(group)
+        if parts is not None and share is not None:
+            return f"{percent(share)} of the {parts} on average"
+        ratio = self.ratio(group)
+        return None if ratio is None else f"{percent(ratio)} of its steps"
+
+    def differ(self, one: Group, other: Group) -> bool:
+        """Whether two settings have different scores, as far as their seeds tell.
+
+        With several seeds each, the difference of the means has to exceed the sum of their
+        standard deviations. Single runs differ where their scores do.
+        """
+        (first, spread), (second, wide) = self.mean(one), self.mean(other)
+        if not (math.isfinite(first) and math.isfinite(second)):
+            return one is not other
+        return abs(first - second) >= (spread or 0.0) + (wide or 0.0) and first != second
 
     def reference(self) -> Group | None:
         """The setting whose norms clipping disturbed least: no clipping, or the fewest steps."""
@@ -82,6 +109,11 @@ class Findings:
         if not recorded:
             return None
         return min(recorded, key=lambda group: (group.mode != "none", self.ratio(group) or 0.0))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return math.fsum(known) / len(known) if known else None
 
 
 def norms(group: Group) -> Floats:
@@ -98,13 +130,18 @@ def find(sweep: Sweep) -> Findings:
     metric = _objective(runs)
     recorded = [key for key in _METRICS if any(_records(run, key) for run in runs)]
     metrics = list(dict.fromkeys([*([metric] if metric else []), *recorded]))
+    asked = {run.config.get("sweep.direction") for run in runs} - {None}
+    maximizes = higher_is_better(metric or "")
+    if metric in {run.config.get("sweep.objective") for run in runs} and len(asked) == 1:
+        maximizes = asked == {"maximize"}
     return Findings(
         sweep=sweep,
         differences=differing,
         groups=tuple(grouped(runs, differing.columns)),
         metric=metric,
         metrics=tuple(metrics),
-        figures={run.number: figures(run, metrics) for run in runs},
+        figures={run.number: figures(run, metrics, {metric: maximizes}) for run in runs},
+        higher_is_better=maximizes,
     )
 
 

@@ -118,6 +118,16 @@ def _columns(found: Findings) -> list[Column]:
             percent,
         )
     )
+    if any(group.mode not in ("norm", "none") for group in found.groups):
+        measured.append(
+            Column(
+                "clip/fraction",
+                "clip fraction",
+                "mean share clipped of what the mode clips: the steps, the elements or the units",
+                lambda run: of[run.number].fraction,
+                percent,
+            )
+        )
     measured += [
         Column(
             f"grad/norm {name}",

@@ -18,7 +18,6 @@ from runner.report.chart import (
     upward,
 )
 from runner.report.curves import facets
-from runner.report.figures import higher_is_better
 from runner.report.findings import Findings
 from runner.report.groups import Group, choice
 from runner.report.literature import PUBLISHED
@@ -39,33 +38,6 @@ def metric_charts(found: Findings) -> list[Markup]:
             if len(scored) > 1:
                 charts.append(_metric_chart(found, mode, scored))
     return charts
-
-
-def edge_warning(found: Findings) -> str | None:
-    """That the best threshold is the lowest or highest tried, so that a better may lie beyond."""
-    best = next(iter(found.ranked()), None)
-    if best is None or best.threshold is None:
-        return None
-    tried = [group for group in found.groups if group.mode == best.mode]
-    # A threshold that diverged closes the range as well as one that did worse.
-    judged = [group for group in tried if found.scores(group)]
-    known = sorted(group.threshold for group in judged if group.threshold is not None)
-    if len(known) < 2:
-        return None
-    which = "tried" if len(judged) == len(tried) else "with a result"
-    if best.threshold == known[0]:
-        return (
-            f"The best threshold, {figure(known[0])}, is the lowest {which}: "
-            f"a lower one may do better (try {figure(known[0] / 2)} and {figure(known[0] / 4)})."
-        )
-    # Beyond the highest threshold lies no clipping at all: where that was tried, nothing is open.
-    unclipped = any(group.mode == "none" and found.scores(group) for group in found.groups)
-    if best.threshold == known[-1] and not unclipped:
-        return (
-            f"The best threshold, {figure(known[-1])}, is the highest {which}: a higher one, or "
-            f"none, may do better (try {figure(known[-1] * 2)} and clip=none)."
-        )
-    return None
 
 
 def _metric_chart(found: Findings, mode: str, groups: Sequence[Group]) -> Markup:
@@ -99,7 +71,7 @@ def _metric_chart(found: Findings, mode: str, groups: Sequence[Group]) -> Markup
                 body.append(dot(x, y, group.color, name, group.index, whole))
             else:
                 body.append(cross(x, TOP + 8, group.color, name, group.index))
-    note = f"One point a run, a line through the means; {_direction(metric)}. "
+    note = f"One point a run, a line through the means; {_direction(found)}. "
     note += "× diverged. " if not np.isfinite(every).all() else ""
     hollow = any(not found.counts(run) for group in groups for run in group.runs)
     note += "Hollow: did not finish, and counts for no mean. " if hollow else ""
@@ -186,5 +158,5 @@ def _published(mode: str, axis: Axis) -> str:
     return f"▾ Published settings, of other models and losses: {marks}." if marks else ""
 
 
-def _direction(metric: str) -> str:
-    return "higher is better" if higher_is_better(metric) else "lower is better"
+def _direction(found: Findings) -> str:
+    return "higher is better" if found.higher_is_better else "lower is better"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from runner.report.figures import higher_is_better
+from runner.report.advice import advice
 from runner.report.findings import Findings
 from runner.report.groups import Group
-from runner.report.notation import figure, percent
+from runner.report.notation import figure
 from runner.report.run import Run
-from runner.report.threshold import edge_warning
 
 # States of a run whose figures are those of a whole run.
 _WHOLE = "finished"
@@ -29,17 +28,23 @@ def verdict(found: Findings) -> str:
     if len(found.groups) == 1:
         return f"One setting, {len(runs)} runs: {_score(found, ranked[0])}."
     best = ranked[0]
-    word = "highest" if higher_is_better(found.metric or "") else "lowest"
+    word = "highest" if found.higher_is_better else "lowest"
+    tied = [group for group in ranked if found.mean(group) == found.mean(best)]
+    if len(tied) > 1:
+        names = f"{', '.join(map(_name, tied[:3]))}{' …' if len(tied) > 3 else ''}"
+        sentence = f"{names} share the {word} {found.metric}: {_score(found, best)}"
+        rest = [group for group in ranked if group not in tied]
+        return f"{sentence}{_against(found, [best, *rest])}."
     sentence = f"{_name(best)} gave the {word} {found.metric}: {_score(found, best)}"
     return f"{sentence}{_against(found, ranked)}{_clipped(found, best)}."
 
 
 def remarks(found: Findings) -> list[str]:
-    """What to mind: the edge of the sweep, seeds, failures, and what the runs say themselves."""
+    """What to mind: seeds, failures, what the sweep shows and what its runs remark."""
     if not found.sweep.runs:
         return []
-    notes = [edge_warning(found), _seeds(found), _lost(found), _modes(found)]
-    return [*(note for note in notes if note), *_states(found), *_guidance(found)]
+    notes = [_seeds(found), _lost(found), _modes(found)]
+    return [*advice(found), *(note for note in notes if note), *_states(found)]
 
 
 def _of_one(found: Findings, run: Run) -> str:
@@ -57,9 +62,9 @@ def _of_one(found: Findings, run: Run) -> str:
         final = found.figures[run.number].final.get(found.metric or "")
         sentence += f" with a best {found.metric} of {figure(score)}"
         sentence += "" if final is None else f" and a final one of {figure(final)}"
-    ratio = found.ratio(group)
-    if ratio is not None and group.mode != "none":
-        sentence += f"; {group.label} clipped {percent(ratio)} of its steps"
+    clipped = found.clipped(group)
+    if clipped is not None:
+        sentence += f"; {group.label} clipped {clipped}"
     return sentence + "."
 
 
@@ -77,24 +82,21 @@ def _score(found: Findings, group: Group) -> str:
 def _against(found: Findings, ranked: list[Group]) -> str:
     """The comparison that matters most: with no clipping, else with the runner-up."""
     best = ranked[0]
-    mean, spread = found.mean(best)
     unclipped = next((group for group in ranked if group.mode == "none"), None)
     other = unclipped if unclipped not in (None, best) else next(iter(ranked[1:]), None)
     if other is None:
         return ""
-    against, wide = found.mean(other)
+    against, spread = found.mean(other)
     name = "without clipping" if other is unclipped else f"with {other.label}, the next best"
     text = f", against {figure(against)} {name}"
-    if spread is not None and wide is not None and abs(against - mean) < spread + wide:
+    if spread is not None and not found.differ(best, other):
         text += " (within the spread of the seeds)"
     return text
 
 
 def _clipped(found: Findings, group: Group) -> str:
-    ratio = found.ratio(group)
-    if ratio is None or group.mode == "none":
-        return ""
-    return f"; it clipped {percent(ratio)} of its steps"
+    clipped = found.clipped(group)
+    return "" if clipped is None else f"; it clipped {clipped}"
 
 
 def _seeds(found: Findings) -> str | None:
@@ -154,20 +156,3 @@ def _states(found: Findings) -> list[str]:
 
 def _was(state: str) -> str:
     return "was killed" if state == "killed" else state
-
-
-def _guidance(found: Findings) -> list[str]:
-    """What runs say of their own threshold; the same sentence of several runs stands once."""
-    said: dict[str, list[str]] = {}
-    for group in found.groups:
-        for run in group.runs:
-            sentences = run.summary.get("guidance")
-            for sentence in sentences if isinstance(sentences, list) else []:
-                who = said.setdefault(str(sentence), [])
-                if group.label not in who:
-                    who.append(group.label)
-    several = len(found.groups) > 1
-    return [
-        f"{', '.join(who[:4])}{' …' if len(who) > 4 else ''}: {sentence}" if several else sentence
-        for sentence, who in said.items()
-    ]

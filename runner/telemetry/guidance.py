@@ -1,32 +1,30 @@
-"""What the figures of a run say about its threshold, in words.
+"""What a finished run shows about its clipping threshold.
 
-The bounds are those that people use: a threshold that clips more than half of the updates is
-"extremely aggressive", and lowering the learning rate does the same more plainly; the 90th
-percentile of the unclipped norms is a start (Google Research, Deep Learning Tuning Playbook,
-https://github.com/google-research/tuning_playbook).
+The bounds are those in common use: a threshold that clips more than half of the updates is
+"extremely aggressive", and a lower learning rate is the plainer way to the same end; the 90th
+percentile of the unclipped norms is a good start (Google Research, Deep Learning Tuning Playbook,
+https://github.com/google-research/tuning_playbook). What clipping does to a step depends on the
+optimizer, see :mod:`runner.telemetry.optimizers`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch.optim import Optimizer
+from runner.telemetry.optimizers import PLAIN, Effect
+
+FEWEST = 50
+"""Steps below which nothing is said about a threshold."""
 
 MOSTLY = 0.5
-"""Share of clipped steps above which a threshold limits the learning rate."""
+"""Share clipped (of the steps, elements or units) above which a threshold does more than cut
+outliers."""
 
 FULLY = 0.95
-"""Share of clipped steps above which a threshold is as good as always reached."""
-
-NEGLIGIBLE = 0.1
-"""Share of a gradient's typical element below which what an optimizer adds to its divisor is lost
-beside it."""
-
-SCALE_INVARIANT = ("adam", "rmsprop", "adagrad", "adadelta", "lamb")
-"""Parts of the names of optimizers that divide by the size of earlier gradients."""
+"""Share of clipped steps above which thresholds are as good as always exceeded."""
 
 PEAKS = {
     "norm": "‖G‖",
@@ -35,116 +33,177 @@ PEAKS = {
 }
 """What each mode compares with its threshold."""
 
+PARTS = {"norm": "steps", "value": "elements", "adaptive": "units"}
+"""What each mode clips."""
+
+Topic = Literal["nonfinite", "few", "never", "limits", "cancels", "weighs", "nothing"]
+
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run was clipped, as far as its figures have to be read by it.
+    """How a run was clipped.
 
     Attributes:
-        mode: of clipping.
+        mode: clipping mode.
         threshold: λ, None where the mode has none.
         nonfinite: what was done with a step whose gradient is not finite.
-        invariant: the name of the optimizer, if the size of gradients cancels in it.
+        effect: how the optimizer uses the size of a gradient.
     """
 
     mode: str
     threshold: float | None
     nonfinite: Literal["skip", "error", "ignore"] = "skip"
-    invariant: str | None = None
+    effect: Effect = PLAIN
 
 
-def guidance(summary: Mapping[str, Any], setting: Setting) -> list[str]:
-    """Sentences on a run's threshold; none where nothing is to be said.
+@dataclass(frozen=True)
+class Remark:
+    """One thing that a run shows.
+
+    Attributes:
+        topic: what it is; a page of several runs groups by it.
+        text: in whole sentences, about this run.
+        about: configuration keys that the text advises to change. A sweep over one of them shows
+            the answer itself, so its runs leave the remark out.
+        optimizer: class name of the optimizer, where the remark depends on it.
+    """
+
+    topic: Topic
+    text: str
+    about: tuple[str, ...] = ()
+    optimizer: str = ""
+
+
+def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
+    """Return what a run shows about its threshold; nothing where the metrics do not tell.
 
     Args:
         summary: of the run, from :meth:`runner.telemetry.meter.Meter.summary`.
         setting: how it was clipped.
     """
-    said = []
+    found = []
     steps, skipped = summary["steps"], summary["grad/nonfinite"]
     if skipped:
-        said.append(_nonfinite(skipped, steps, setting))
+        found.append(_nonfinite(skipped, steps, setting))
     peak = summary["clip/peak"]
-    if setting.threshold is None or not peak:
-        return said
+    lost = not math.isfinite(summary.get("final", {}).get("train/loss", 0.0))
+    if setting.threshold is None or not peak or lost:
+        return found
+    if steps - skipped < FEWEST:
+        return [*found, _few(steps - skipped)]
     ratio = summary["clip/ratio_total"]
     if ratio == 0:
-        said.append(_never(peak, setting))
-    elif ratio > MOSTLY:
-        said.append(_mostly(ratio, summary["clip/fraction"], peak, setting))
-    if ratio > FULLY and setting.mode == "norm" and setting.invariant is not None:
-        said.append(
-            f"{setting.invariant} divides by the size of earlier gradients, so thresholds that "
-            "bind in nearly every step train nearly alike: do not read much into a difference "
-            "between two of them."
-        )
-    return said
+        return [*found, _never(peak, setting)]
+    if setting.effect.kind == "stateless sign":
+        return [*found, _nothing(setting.effect)]
+    share = ratio if setting.mode == "norm" else summary["clip/fraction"]
+    if share > MOSTLY:
+        found.append(_mostly(share, peak, setting))
+    return found
 
 
-def invariant(optimizer: Optimizer, threshold: float | None, parameters: int) -> str | None:
-    """The name of ``optimizer``, if a gradient held to ``threshold`` cancels in its steps.
-
-    Adam, RMSprop and Adagrad divide by a mean of earlier gradients plus a constant (``eps``, and
-    the root of Adagrad's initial sum). The size of gradients cancels only while that constant is
-    small beside an element, threshold ÷ √parameters: not so in RMSProp with an eps of 1.
+def sentences(found: Iterable[Mapping[str, Any]], swept: Collection[str] = ()) -> list[str]:
+    """Return the texts of remarks, without those that a sweep answers.
 
     Args:
-        optimizer: the user's.
-        threshold: λ of the whole gradient's norm, None where there is none.
-        parameters: elements of the model.
+        found: remarks as a summary holds them, see :class:`Remark`.
+        swept: configuration keys that the sweep of this run varies.
     """
-    name = type(optimizer).__name__
-    if threshold is None or not any(part in name.lower() for part in SCALE_INVARIANT):
-        return None
-    options = optimizer.defaults
-    added = float(options.get("eps") or 0.0)
-    added += math.sqrt(float(options.get("initial_accumulator_value") or 0.0))
-    element = threshold / math.sqrt(max(parameters, 1))
-    return name if added < NEGLIGIBLE * element else None
+    return [str(one["text"]) for one in found if not set(one["about"]) & set(swept)]
 
 
-def _nonfinite(skipped: int, steps: int, setting: Setting) -> str:
+def _nonfinite(skipped: int, steps: int, setting: Setting) -> Remark:
     done = "taken all the same" if setting.nonfinite == "ignore" else "skipped"
-    return (
-        f"{skipped} of {steps} steps had a gradient that was NaN or inf and were {done}; no "
+    were = "was" if skipped == 1 else "were"
+    text = (
+        f"{skipped} of {steps} steps had a gradient that was NaN or inf and {were} {done}; no "
         "threshold mends that: look at the learning rate, the loss and the precision."
     )
+    return Remark("nonfinite", text)
 
 
-def _never(peak: Mapping[str, float], setting: Setting) -> str:
-    largest, start = figure(peak["max"]), figure(peak["p90"])
-    what = PEAKS.get(setting.mode, "figure it is compared with")
-    return (
-        f"The threshold {setting.threshold:g} never bound: the largest {what} was {largest}. It is "
-        f"a safety net; for one that holds the largest tenth of the steps, set clip.threshold to "
-        f"about {start}."
+def _few(steps: int) -> Remark:
+    counted = "1 step is" if steps == 1 else f"{steps} steps are"
+    return Remark("few", f"{counted} too few to tell whether the threshold suits this training.")
+
+
+def _never(peak: Mapping[str, float], setting: Setting) -> Remark:
+    what = PEAKS.get(setting.mode, "value that is compared with it")
+    text = (
+        f"The threshold {setting.threshold:g} clipped nothing: the largest {what} was "
+        f"{figure(peak['max'])}. "
     )
+    if setting.mode == "norm":
+        text += f"To clip the largest tenth of the steps, set clip.threshold to {_start(peak)}."
+    else:
+        text += _calibrate(setting)
+    return Remark("never", text, ("clip.threshold",))
 
 
-def _mostly(ratio: float, fraction: float, peak: Mapping[str, float], setting: Setting) -> str:
-    start = figure(peak["p90"])
-    told = f"The threshold {setting.threshold:g} bound in {percent(ratio)} of the steps"
-    if setting.mode != "norm":
-        parts = {"value": "elements", "adaptive": "units"}.get(setting.mode, "parts")
-        told += f" ({percent(fraction)} of the {parts} on average)"
-        if fraction <= MOSTLY:
-            return (
-                f"{told}. To cut spikes alone, raise clip.threshold to about {start}, the 90th "
-                "percentile."
+def _nothing(effect: Effect) -> Remark:
+    text = (
+        f"Clipping has no effect with {effect.name}: it uses the sign of each gradient element "
+        "alone."
+    )
+    return Remark("nothing", text, optimizer=effect.name)
+
+
+def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark:
+    """The remark on a threshold that clips most steps, elements or units."""
+    effect, whole = setting.effect, setting.mode == "norm"
+    parts = "steps" if whole else f"{PARTS.get(setting.mode, 'gradient')} on average"
+    text = f"The threshold {setting.threshold:g} clipped {percent(share)} of the {parts}. "
+    spikes = f"To clip spikes alone, raise clip.threshold to {_start(peak)}."
+    remedy = spikes if whole else _calibrate(setting)
+    if effect.scales:
+        if effect.floor:
+            text += (
+                f"The constant that {effect.name} adds to its divisor is not small beside such a "
+                "gradient, so clipping makes the steps smaller. "
             )
+        if whole:
+            text += (
+                "At that rate it limits the learning rate rather than spikes. Lower optimizer.lr "
+                f"instead, or raise clip.threshold to {_start(peak)}."
+            )
+        else:
+            text += f"At that rate it acts on ordinary gradients, not on outliers. {remedy}"
+        return Remark("limits", text, ("optimizer.lr", "clip.threshold"), effect.name)
+    if effect.kind == "sign":
+        text += (
+            f"{effect.name} steps by the sign of a mean of gradients: clipping does not make its "
+            "steps smaller, it lowers the weight of clipped gradients in that mean. "
+        )
+        return Remark("weighs", text + remedy, ("clip.threshold",), effect.name)
+    how = (
+        "orthogonalizes its updates"
+        if effect.kind == "orthogonalized"
+        else "divides by the size of earlier gradients"
+    )
+    text += f"{effect.name} {how}, so this does not make its steps smaller"
+    text += ": thresholds this low train nearly alike. " if whole and share > FULLY else ". "
+    return Remark("cancels", text + remedy, ("clip.threshold",), effect.name)
+
+
+def _start(peak: Mapping[str, float]) -> str:
+    return f"about {figure(peak['p90'])}, the 90th percentile of ‖G‖"
+
+
+def _calibrate(setting: Setting) -> str:
+    """Where to learn about single elements or units, of which a run keeps only the largest."""
     return (
-        f"{told}: it limits the learning rate rather than spikes. Lower optimizer.lr instead, or "
-        f"raise clip.threshold to about {start}, the 90th percentile."
+        "python -m runner.calibrate with the same overrides shows which threshold clips how large "
+        f"a share of the {PARTS.get(setting.mode, 'gradient')}."
     )
 
 
 def figure(value: float) -> str:
-    """Three significant digits."""
+    """Format with three significant digits."""
     return f"{value:.3g}"
 
 
 def percent(share: float) -> str:
-    """A share in words of a hundred; one that is neither none nor all never reads as either."""
+    """Format a share as a percentage; one that is neither none nor all never reads as either."""
     if 0 < share < 0.001:
         return "under 0.1 %"
     if 0.999 < share < 1:

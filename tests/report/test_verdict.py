@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from runner.report import read
+from runner.report.advice import THRESHOLD, edge
 from runner.report.findings import Findings, find
-from runner.report.threshold import edge_warning
 from runner.report.verdict import remarks, verdict
 from tests.report.examples import NORM, config, rows, sweep, troubled, write_run
 
@@ -31,7 +31,7 @@ def test_the_best_is_named_with_its_score_and_what_it_is_better_than(tmp_path: P
 def test_no_clipping_can_be_best(tmp_path: Path) -> None:
     found = made(tmp_path, ("norm", 0.1, 0.5), ("none", None, 0.4))
     assert verdict(found).startswith("No clipping gave the lowest eval/loss: 0.4, against 0.5 with")
-    assert edge_warning(found) is None
+    assert edge(found, THRESHOLD) is None
 
 
 def test_seeds_are_averaged_and_a_small_lead_is_called_one(tmp_path: Path) -> None:
@@ -81,20 +81,20 @@ def test_a_best_at_the_edge_is_warned_of(
     tmp_path: Path, scores: tuple[float, ...], warning: str | None
 ) -> None:
     runs = [("norm", t, s) for t, s in zip((0.1, 1.0, 2.0), scores, strict=True)]
-    said = edge_warning(made(tmp_path, *runs))
+    said = edge(made(tmp_path, *runs), THRESHOLD)
     assert said is None if warning is None else warning in str(said)
 
 
 def test_beyond_the_highest_threshold_lies_no_clipping(tmp_path: Path) -> None:
     found = made(tmp_path, ("norm", 0.1, 0.3), ("norm", 1.0, 0.1), ("none", None, 0.2))
-    assert edge_warning(found) is None
+    assert edge(found, THRESHOLD) is None
 
 
 def test_a_threshold_without_a_result_closes_no_range(tmp_path: Path) -> None:
     made(tmp_path, ("norm", 0.1, 0.3), ("norm", 1.0, 0.1))
     ended = rows("norm", 2.0, 5, evaluations=0)
     write_run(tmp_path / "2", ended, config(clip__threshold=2.0), state="interrupted")
-    assert "is the highest with a result" in str(edge_warning(find(read(tmp_path))))
+    assert "is the highest with a result" in str(edge(find(read(tmp_path)), THRESHOLD))
 
 
 def test_failures_are_named_with_their_cause(tmp_path: Path) -> None:

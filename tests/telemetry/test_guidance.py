@@ -1,101 +1,333 @@
-"""What a summary says in words, and when it says nothing."""
+"""What a run remarks on its threshold: each situation and the sentences said in it."""
+
+from dataclasses import asdict
 
 import pytest
 import torch
 from torch import nn
 
 from runner import GradientClipping, Trainer
-from runner.telemetry.guidance import Setting, guidance, invariant, percent
+from runner.telemetry.guidance import Setting, percent, remarks, sentences
+from runner.telemetry.optimizers import Effect, effect_of
 from tests.test_train import parts
 
 torch.set_num_threads(1)
 
+ADAM = Effect("AdamW", "normalized")
+TINY = Effect("AdamW", "normalized", floor=True)
+LION = Effect("Lion", "sign")
+MUON = Effect("Muon", "orthogonalized")
+RPROP = Effect("Rprop", "stateless sign")
+CALIBRATE = (
+    "python -m runner.calibrate with the same overrides shows which threshold clips how large a "
+    "share of the "
+)
+SPIKES = "To clip spikes alone, raise clip.threshold to about 1.25, the 90th percentile of ‖G‖."
 
-def summary(ratio=0.2, nonfinite=0, fraction=None, largest=3.2):
-    peak = {"p50": 0.5, "p90": 1.25, "p95": 2.0, "p99": 3.0, "max": largest, "mean": 0.6}
+
+def summary(ratio=0.2, nonfinite=0, fraction=None, steps=300, loss=0.5):
+    peak = {"p50": 0.5, "p90": 1.25, "p95": 2.0, "p99": 3.0, "max": 3.2, "mean": 0.6}
     return {
-        "steps": 300,
+        "steps": steps,
         "grad/nonfinite": nonfinite,
         "clip/ratio_total": ratio,
         "clip/fraction": ratio if fraction is None else fraction,
         "clip/peak": peak,
+        "final": {"train/loss": loss},
     }
 
 
-def test_a_threshold_that_binds_now_and_then_needs_no_word():
-    assert guidance(summary(0.2), Setting("norm", 1.0, invariant="Adam")) == []
-    assert guidance(summary(0.5), Setting("value", 1.0)) == []
-    assert guidance(summary(0.0), Setting("none", None)) == []
+def texts(found, setting):
+    return [remark.text for remark in remarks(found, setting)]
 
 
-def test_a_threshold_that_never_binds():
-    [said] = guidance(summary(0.0), Setting("norm", 10.0))
-    assert "never bound" in said
-    assert "the largest ‖G‖ was 3.2" in said
-    assert "about 1.25" in said
+SITUATIONS = {
+    "clips now and then": (summary(0.2), Setting("norm", 1.0), []),
+    "clips now and then, Adam": (summary(0.2), Setting("norm", 1.0, effect=ADAM), []),
+    "clips half": (summary(0.5), Setting("norm", 1.0), []),
+    "no clipping": (summary(0.0), Setting("none", None), []),
+    "no clipping, one step": (summary(0.0, steps=1), Setting("none", None), []),
+    "never": (
+        summary(0.0),
+        Setting("norm", 10.0),
+        [
+            "The threshold 10 clipped nothing: the largest ‖G‖ was 3.2. To clip the largest tenth "
+            "of the steps, set clip.threshold to about 1.25, the 90th percentile of ‖G‖."
+        ],
+    ),
+    "never, elements": (
+        summary(0.0),
+        Setting("value", 10.0),
+        [
+            "The threshold 10 clipped nothing: the largest gradient element was 3.2. "
+            f"{CALIBRATE}elements."
+        ],
+    ),
+    "never, units": (
+        summary(0.0),
+        Setting("adaptive", 10.0),
+        [
+            "The threshold 10 clipped nothing: the largest ‖G_u‖/‖W_u‖ of a unit was 3.2. "
+            f"{CALIBRATE}units."
+        ],
+    ),
+    "most steps, SGD": (
+        summary(0.62),
+        Setting("norm", 0.1),
+        [
+            "The threshold 0.1 clipped 62 % of the steps. At that rate it limits the learning "
+            "rate rather than spikes. Lower optimizer.lr instead, or raise clip.threshold to about "
+            "1.25, the 90th percentile of ‖G‖."
+        ],
+    ),
+    "every step has a few units clipped": (
+        summary(1.0, fraction=0.03),
+        Setting("adaptive", 0.1),
+        [],
+    ),
+    "every step has a few elements clipped": (
+        summary(0.9, fraction=0.03),
+        Setting("value", 0.1),
+        [],
+    ),
+    "most units, SGD": (
+        summary(1.0, fraction=0.8),
+        Setting("adaptive", 0.001),
+        [
+            "The threshold 0.001 clipped 80 % of the units on average. At that rate it acts on "
+            f"ordinary gradients, not on outliers. {CALIBRATE}units."
+        ],
+    ),
+    "most elements, SGD": (
+        summary(1.0, fraction=0.8),
+        Setting("value", 0.001),
+        [
+            "The threshold 0.001 clipped 80 % of the elements on average. At that rate it acts on "
+            f"ordinary gradients, not on outliers. {CALIBRATE}elements."
+        ],
+    ),
+    "most steps, Adam": (
+        summary(0.7),
+        Setting("norm", 0.1, effect=ADAM),
+        [
+            "The threshold 0.1 clipped 70 % of the steps. AdamW divides by the size of earlier "
+            f"gradients, so this does not make its steps smaller. {SPIKES}"
+        ],
+    ),
+    "every step, Adam": (
+        summary(0.96),
+        Setting("norm", 0.1, effect=ADAM),
+        [
+            "The threshold 0.1 clipped 96 % of the steps. AdamW divides by the size of earlier "
+            "gradients, so this does not make its steps smaller: thresholds this low train nearly "
+            f"alike. {SPIKES}"
+        ],
+    ),
+    "every step, so low that eps matters": (
+        summary(1.0),
+        Setting("norm", 1e-6, effect=TINY),
+        [
+            "The threshold 1e-06 clipped 100 % of the steps. The constant that AdamW adds to its "
+            "divisor is not small beside such a gradient, so clipping makes the steps smaller. At "
+            "that rate it limits the learning rate rather than spikes. Lower optimizer.lr instead, "
+            "or raise clip.threshold to about 1.25, the 90th percentile of ‖G‖."
+        ],
+    ),
+    "most units, Adam": (
+        summary(1.0, fraction=0.99),
+        Setting("adaptive", 0.001, effect=ADAM),
+        [
+            "The threshold 0.001 clipped 99.0 % of the units on average. AdamW divides by the size "
+            "of earlier gradients, so this does not make its steps smaller. "
+            f"{CALIBRATE}units."
+        ],
+    ),
+    "every step, Lion": (
+        summary(0.97),
+        Setting("norm", 0.1, effect=LION),
+        [
+            "The threshold 0.1 clipped 97 % of the steps. Lion steps by the sign of a mean of "
+            "gradients: clipping does not make its steps smaller, it lowers the weight of clipped "
+            f"gradients in that mean. {SPIKES}"
+        ],
+    ),
+    "every step, Muon": (
+        summary(1.0),
+        Setting("norm", 0.1, effect=MUON),
+        [
+            "The threshold 0.1 clipped 100 % of the steps. Muon orthogonalizes its updates, so "
+            f"this does not make its steps smaller: thresholds this low train nearly alike. "
+            f"{SPIKES}"
+        ],
+    ),
+    "some steps, Rprop": (
+        summary(0.1),
+        Setting("norm", 0.1, effect=RPROP),
+        ["Clipping has no effect with Rprop: it uses the sign of each gradient element alone."],
+    ),
+    "one step": (
+        summary(1.0, steps=1),
+        Setting("norm", 0.1),
+        ["1 step is too few to tell whether the threshold suits this training."],
+    ),
+    "49 steps": (
+        summary(0.0, steps=49),
+        Setting("adaptive", 0.1, effect=ADAM),
+        ["49 steps are too few to tell whether the threshold suits this training."],
+    ),
+    "50 steps": (summary(0.2, steps=50), Setting("norm", 1.0), []),
+    "one step that was not finite": (
+        summary(0.2, nonfinite=1),
+        Setting("norm", 1.0),
+        [
+            "1 of 300 steps had a gradient that was NaN or inf and was skipped; no threshold mends "
+            "that: look at the learning rate, the loss and the precision."
+        ],
+    ),
+    "steps that were not finite and were taken": (
+        summary(0.2, nonfinite=3),
+        Setting("none", None, "ignore"),
+        [
+            "3 of 300 steps had a gradient that was NaN or inf and were taken all the same; no "
+            "threshold mends that: look at the learning rate, the loss and the precision."
+        ],
+    ),
+    "all but some steps were skipped": (
+        summary(0.02, nonfinite=280),
+        Setting("norm", 0.1),
+        [
+            "280 of 300 steps had a gradient that was NaN or inf and were skipped; no threshold "
+            "mends that: look at the learning rate, the loss and the precision.",
+            "20 steps are too few to tell whether the threshold suits this training.",
+        ],
+    ),
+    "the loss is lost": (
+        summary(0.9, nonfinite=3, loss=float("nan")),
+        Setting("norm", 0.1),
+        [
+            "3 of 300 steps had a gradient that was NaN or inf and were skipped; no threshold "
+            "mends that: look at the learning rate, the loss and the precision."
+        ],
+    ),
+}
 
 
-def test_a_threshold_that_limits_the_learning_rate():
-    [said] = guidance(summary(0.62), Setting("norm", 0.1))
-    assert "62 % of the steps" in said
-    assert "Lower optimizer.lr instead" in said
-    assert "about 1.25" in said
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_a_situation_and_what_is_said_in_it(name):
+    found, setting, said = SITUATIONS[name]
+    assert texts(found, setting) == said
 
 
-@pytest.mark.parametrize(("mode", "parts"), [("value", "elements"), ("adaptive", "units")])
-def test_modes_that_clip_parts_are_judged_by_how_many(mode, parts):
-    [few] = guidance(summary(0.9, fraction=0.03), Setting(mode, 0.1))
-    assert f"90 % of the steps (3.0 % of the {parts} on average)" in few
-    assert "learning rate" not in few
-    [most] = guidance(summary(0.9, fraction=0.8), Setting(mode, 0.1))
-    assert "learning rate" in most
-
-
-def test_an_optimizer_in_which_the_size_of_gradients_cancels():
-    setting = Setting("norm", 0.1, invariant="AdamW")
-    assert "AdamW" in guidance(summary(0.96), setting)[1]
-    assert len(guidance(summary(0.94), setting)) == 1
-    assert len(guidance(summary(0.96), Setting("value", 0.1, invariant="AdamW"))) == 1
-
-
-@pytest.mark.parametrize(("policy", "done"), [("skip", "skipped"), ("ignore", "taken")])
-def test_gradients_that_are_not_finite(policy, done):
-    for mode, threshold in (("norm", 1.0), ("none", None)):
-        [said] = guidance(summary(0.2, nonfinite=3), Setting(mode, threshold, policy))
-        assert said.startswith("3 of 300 steps")
-        assert done in said
+def test_a_largest_unit_or_element_is_never_a_recommendation():
+    """Quantiles of the largest unit of each step say nothing about the units."""
+    for mode in ("value", "adaptive"):
+        for ratio, fraction in ((0.0, 0.0), (1.0, 0.9)):
+            for effect in (ADAM, LION, MUON, Setting("norm", 1.0).effect):
+                [said] = texts(summary(ratio, fraction=fraction), Setting(mode, 0.1, effect=effect))
+                assert "1.25" not in said
+                assert "optimizer.lr" not in said
 
 
 def test_a_run_without_a_finite_gradient():
     empty = summary(0.0, nonfinite=300) | {"clip/peak": {}}
-    assert len(guidance(empty, Setting("norm", 1.0))) == 1
+    assert len(texts(empty, Setting("norm", 1.0))) == 1
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "cancels"),
+    ("swept", "count"),
+    [((), 1), (("seed", "clip"), 1), (("optimizer.lr",), 0), (("seed", "clip.threshold"), 0)],
+)
+def test_a_run_leaves_to_its_sweep_what_that_varies(swept, count):
+    found = [asdict(one) for one in remarks(summary(0.9), Setting("norm", 0.1))]
+    assert len(sentences(found, swept)) == count
+    bad = [asdict(one) for one in remarks(summary(0.2, nonfinite=1), Setting("norm", 0.1))]
+    assert len(sentences(bad, swept)) == 1
+
+
+def named(name, **defaults):
+    """An optimizer of another library: all that is known of it is its name and its options."""
+
+    class Made(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.1, **defaults})
+
+    Made.__name__ = name
+    return Made
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
     [
-        (torch.optim.Adam, {}, True),
-        (torch.optim.AdamW, {}, True),
-        (torch.optim.NAdam, {}, True),
-        (torch.optim.RMSprop, {}, True),
-        (torch.optim.RMSprop, {"eps": 1.0}, False),
-        (torch.optim.Adagrad, {}, True),
-        (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}, False),
-        (torch.optim.SGD, {"lr": 0.1}, False),
+        (torch.optim.SGD, {"lr": 0.1}, "plain"),
+        (torch.optim.Adam, {}, "normalized"),
+        (torch.optim.AdamW, {}, "normalized"),
+        (torch.optim.NAdam, {}, "normalized"),
+        (torch.optim.RMSprop, {}, "normalized"),
+        (torch.optim.RMSprop, {"eps": 1.0}, "normalized, floor"),
+        (torch.optim.Adagrad, {}, "normalized"),
+        (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}, "normalized, floor"),
+        (torch.optim.Adafactor, {}, "normalized"),
+        (torch.optim.Rprop, {}, "stateless sign"),
+        (torch.optim.Muon, {}, "orthogonalized"),
+        (torch.optim.Muon, {"eps": 1.0}, "orthogonalized, floor"),
+        (named("Adafactor", eps=(1e-30, 1e-3)), {}, "normalized"),
+        (named("Lamb"), {}, "normalized"),
+        (named("PagedAdamW8bit", eps=1e-8), {}, "normalized"),
+        (named("Lion", betas=(0.9, 0.99)), {}, "sign"),
+        (named("Lion8bit"), {}, "sign"),
+        (named("Signum", momentum=0.9), {}, "sign"),
+        (named("Signum", momentum=0.0), {}, "stateless sign"),
+        (named("SignSGD", momentum=0), {}, "stateless sign"),
+        (named("SignSGD"), {}, "sign"),
+        (named("MuonWithAuxAdam"), {}, "orthogonalized"),
+        (named("Unknown"), {}, "plain"),
     ],
 )
-def test_optimizers(kind, options, cancels):
-    made = kind([nn.Parameter(torch.zeros(4))], **options)
-    assert invariant(made, 0.25, 10_000) == (kind.__name__ if cancels else None)
-    assert invariant(made, None, 10_000) is None
+def test_optimizers(kind, options, expected):
+    made = kind([nn.Parameter(torch.zeros(4, 4))], **options)
+    effect = effect_of(made, 0.25, 10_000)
+    assert effect.name == kind.__name__
+    assert effect.kind + (", floor" if effect.floor else "") == expected
+    assert effect.scales == (expected == "plain" or effect.floor)
+    assert not effect_of(made, None, 10_000).floor
 
 
-def test_the_figures_of_a_real_run_are_read():
+def steps_of(optimizer, factor):
+    """The parameter's path under gradients of a fixed seed, all multiplied by ``factor``."""
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+    made = optimizer([parameter])
+    for _ in range(10):
+        parameter.grad = torch.randn(4, 4, dtype=torch.float64) * factor
+        made.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.SGD,
+        torch.optim.AdamW,
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+        torch.optim.Adafactor,
+        torch.optim.Rprop,
+        torch.optim.Muon,
+    ],
+)
+def test_what_is_said_of_an_optimizer_is_what_it_does(optimizer):
+    """Half the gradient makes half the step, or the same step, as :class:`Effect` says."""
+    effect = effect_of(optimizer([nn.Parameter(torch.zeros(4, 4))]), 1.0, 16)
+    same = torch.allclose(steps_of(optimizer, 1.0), steps_of(optimizer, 0.5), rtol=1e-5)
+    assert same != effect.scales
+
+
+def test_the_metrics_of_a_real_run_are_read():
     model, loader = parts()
-    found = Trainer(model, loader, "3ep", [GradientClipping("norm", 1e-3)]).fit()
-    [said] = guidance(found, Setting("norm", 1e-3))
+    found = Trainer(model, loader, "10ep", [GradientClipping("norm", 1e-3)]).fit()
+    [said] = texts(found, Setting("norm", 1e-3))
     assert "100 % of the steps" in said
-    assert guidance(Trainer(model, []).meter.summary(), Setting("norm", 1.0)) == []
+    assert texts(Trainer(model, []).meter.summary(), Setting("norm", 1.0)) == []
 
 
 def test_a_share_never_reads_as_none_or_all_unless_it_is():

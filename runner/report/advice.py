@@ -1,0 +1,244 @@
+"""What a sweep shows about the keys it varied, and what its runs remark about themselves.
+
+A key that the sweep varied is judged by its results alone: rules of thumb about that key are left
+out. What holds for several settings is said once, with their names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+
+from runner.report.findings import Findings
+from runner.report.groups import Group, choice
+from runner.report.notation import figure
+
+THRESHOLD, RATE = "clip.threshold", "optimizer.lr"
+
+FULLY = 0.95
+"""Share of clipped steps above which a lower threshold clips hardly more of them."""
+
+ALIKE = 0.05
+"""Relative difference below which single runs are taken to have done equally well."""
+
+# Topics that a page of several settings has its own sentences for, in the order of the page.
+_SHARED = {
+    "nonfinite": "some gradients were NaN or inf, which no threshold mends: look at the loss and "
+    "the precision.",
+    "never": "no step was clipped, so the threshold changed nothing.",
+    "nothing": "clipping has no effect with {optimizer}, which uses the sign of each gradient "
+    "element alone.",
+    "limits": "clipping acts on ordinary gradients rather than on spikes; lower optimizer.lr, or "
+    "raise clip.threshold.",
+    "weighs": "{optimizer} steps by the sign of a mean of gradients, so clipping most of them does "
+    "not make its steps smaller.",
+    "cancels": "clipping most gradients does not make the steps of {optimizer} smaller.",
+}
+# Keys that the sentence of a topic is about: where the sweep varied one of them, it is left out.
+_ABOUT = {"limits": (RATE, THRESHOLD)}
+
+
+def advice(found: Findings) -> list[str]:
+    """Return what the sweep shows and what its runs remark, each thing once."""
+    few = _few(found)
+    if few:
+        return [*_own(found, ("nonfinite",)), few]
+    return [*_edges(found), *_joint(found), *_alike(found), *_own(found, tuple(_SHARED))]
+
+
+def varied(found: Findings, key: str) -> bool:
+    """Whether settings with everything else equal differ in ``key``."""
+    return any(len(_along(found, group, key)) > 1 for group in found.groups)
+
+
+def edge(found: Findings, key: str) -> str | None:
+    """Return that the best value of ``key`` is the lowest or highest tried, if it is.
+
+    Only settings that equal the best one in all other keys are compared. Nothing is said where
+    seeds differ by more than these settings do, or where values beyond the edge change nothing.
+    """
+    best = next(iter(found.ranked()), None)
+    if best is None or _value(best, key) is None:
+        return None
+    tried = _along(found, best, key)
+    # A value that diverged closes the range as well as one that did worse.
+    judged = {value: group for value, group in tried.items() if found.scores(group)}
+    known = list(judged)
+    if len(known) < 2 or not any(found.differ(best, group) for group in judged.values()):
+        return None
+    top = [v for v, group in judged.items() if found.mean(group)[0] == found.mean(best)[0]]
+    lowest, highest = known[0] in top, known[-1] in top
+    if lowest == highest:
+        return None
+    which = "tried" if len(judged) == len(tried) else "with a result"
+    name = _named(found, best, key)
+    if lowest:
+        if key == THRESHOLD and _scale_cancels(found, best):
+            return None
+        value = known[0]
+        return (
+            f"The best {name}, {figure(value)}, is the lowest {which}: a lower one may do better "
+            f"(try {figure(value / 2)} and {figure(value / 4)})."
+        )
+    value = known[-1]
+    if key != THRESHOLD:
+        return (
+            f"The best {name}, {figure(value)}, is the highest {which}: a higher one may do better "
+            f"(try {figure(value * 2)} and {figure(value * 4)})."
+        )
+    # Beyond the highest threshold lies no clipping: nothing is open where that was tried, or where
+    # the threshold clipped nothing.
+    unclipped = any(group.mode == "none" and found.scores(group) for group in found.groups)
+    if unclipped or not found.ratio(best):
+        return None
+    return (
+        f"The best {name}, {figure(value)}, is the highest {which}: a higher one, or none, may do "
+        f"better (try {figure(value * 2)} and clip=none)."
+    )
+
+
+def _edges(found: Findings) -> list[str]:
+    said = [edge(found, key) for key in (THRESHOLD, RATE)]
+    return [sentence for sentence in said if sentence]
+
+
+def _joint(found: Findings) -> list[str]:
+    """That the best setting owes its result to the rate and the threshold together."""
+    best = next(iter(found.ranked()), None)
+    if best is None or "limits" not in _topics(best):
+        return []
+    known = [key for key in (THRESHOLD, RATE) if varied(found, key)]
+    if len(known) != 1:
+        return []
+    other = RATE if known[0] == THRESHOLD else THRESHOLD
+    return [
+        f"The best setting clipped {found.clipped(best)}. There {THRESHOLD} and {RATE} act "
+        f"together, and this sweep varied only {known[0]}: vary {other} as well."
+    ]
+
+
+def _alike(found: Findings) -> list[str]:
+    """That some thresholds train alike because the optimizer divides by the gradient's size.
+
+    Left out where the results say otherwise.
+    """
+    for group in found.groups:
+        members = [g for g in _along(found, group, THRESHOLD).values() if _scale_cancels(found, g)]
+        if len(members) > 1 and group is members[0] and not _apart(found, members):
+            optimizer = _topics(group)["cancels"]
+            return [
+                f"{_who(found, members)}: nearly every step was clipped, and {optimizer} divides "
+                "by the size of the gradients, so these thresholds train nearly alike."
+            ]
+    return []
+
+
+def _apart(found: Findings, groups: list[Group]) -> bool:
+    """Whether the results of some of ``groups`` clearly differ.
+
+    With one seed each, a relative difference above `ALIKE` counts as clear.
+    """
+    if all(len(found.scores(group)) > 1 for group in groups):
+        return any(found.differ(one, other) for one, other in combinations(groups, 2))
+    means = [found.mean(group)[0] for group in groups]
+    if not all(map(math.isfinite, means)):
+        return True
+    return max(means) - min(means) > ALIKE * max(abs(min(means)), abs(max(means)))
+
+
+def _few(found: Findings) -> str | None:
+    """That the runs are too short to judge a threshold by."""
+    clipped = [group for group in found.groups if group.threshold is not None]
+    short = [group for group in clipped if "few" in _topics(group)]
+    if not short or len(found.groups) == 1:
+        return None if not short else _texts(short[0]).get("few")
+    return f"{_who(found, short)}: fewer than 50 steps are too few to tell what a threshold does."
+
+
+def _own(found: Findings, topics: tuple[str, ...]) -> Iterator[str]:
+    """What runs remark about themselves; the same of several settings once."""
+    if len(found.groups) == 1:
+        texts = _texts(found.groups[0])
+        yield from (texts[topic] for topic in topics if topic in texts)
+        return
+    alike = bool(_alike(found))
+    for topic in topics:
+        if any(varied(found, key) for key in _ABOUT.get(topic, ())):
+            continue
+        members: dict[str, list[Group]] = {}
+        for group in found.groups:
+            optimizer = _topics(group).get(topic)
+            if optimizer is not None and not (alike and _scale_cancels(found, group)):
+                members.setdefault(optimizer, []).append(group)
+        for optimizer, groups in members.items():
+            yield f"{_who(found, groups)}: {_SHARED[topic].format(optimizer=optimizer)}"
+
+
+def _topics(group: Group) -> dict[str, str]:
+    """The topics that most runs of a setting remark on, with the optimizer that they name."""
+    counts: dict[str, list[str]] = {}
+    for run in group.runs:
+        for remark in _remarks(run.summary):
+            counts.setdefault(str(remark["topic"]), []).append(str(remark.get("optimizer", "")))
+    return {topic: who[0] for topic, who in counts.items() if 2 * len(who) > len(group.runs)}
+
+
+def _texts(group: Group) -> dict[str, str]:
+    """The text of each topic, of the first run of a setting that has it."""
+    texts: dict[str, str] = {}
+    for run in group.runs:
+        for remark in _remarks(run.summary):
+            texts.setdefault(str(remark["topic"]), str(remark.get("text", "")))
+    return texts
+
+
+def _remarks(summary: Mapping[str, object]) -> list[Mapping[str, object]]:
+    found = summary.get("remarks")
+    listed = found if isinstance(found, list) else []
+    return [one for one in listed if isinstance(one, dict) and "topic" in one]
+
+
+def _scale_cancels(found: Findings, group: Group) -> bool:
+    """Whether nearly every step was clipped under an optimizer in which that cancels."""
+    clips_whole = group.mode == "norm" and (found.ratio(group) or 0.0) > FULLY
+    return clips_whole and "cancels" in _topics(group)
+
+
+def _along(found: Findings, group: Group, key: str) -> dict[float, Group]:
+    """Settings that equal ``group`` in all but ``key``, by its values, rising."""
+    others = [column for column in found.differences.columns if column not in ("seed", key)]
+    members = [
+        one
+        for one in found.groups
+        if all(choice(one.runs[0], c) == choice(group.runs[0], c) for c in others)
+    ]
+    values = [(_value(one, key), one) for one in members if one.mode == group.mode]
+    known = [(value, one) for value, one in values if value is not None]
+    return dict(sorted(known, key=lambda pair: pair[0]))
+
+
+def _value(group: Group, key: str) -> float | None:
+    """The value of ``key`` in a setting, where it is a number above 0."""
+    if key == THRESHOLD:
+        return group.threshold
+    value = group.runs[0].config.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if 0 < value < math.inf else None
+
+
+def _named(found: Findings, best: Group, key: str) -> str:
+    if key != THRESHOLD:
+        return key
+    modes = {group.mode for group in found.groups} - {"none"}
+    return "threshold" if len(modes) < 2 else f"threshold of clip={best.mode}"
+
+
+def _who(found: Findings, groups: list[Group]) -> str:
+    if len(groups) == len(found.groups):
+        return "All settings"
+    labels = [group.label for group in groups]
+    if len(labels) <= 4:
+        return ", ".join(labels)
+    return f"{', '.join(labels[:3])} and {len(labels) - 3} more settings"

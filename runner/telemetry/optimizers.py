@@ -1,0 +1,111 @@
+"""What clipping does depends on how the optimizer uses the gradient afterwards.
+
+| kind | optimizers | effect of scaling every gradient by the same factor |
+|---|---|---|
+| plain | SGD, ASGD, L-BFGS | the step is scaled by that factor |
+| normalized | Adam and its kin, RMSprop, Adagrad, Adafactor, LAMB, LARS, SOAP | none (*) |
+| orthogonalized | Muon | none on matrices (*) |
+| sign | Lion, Signum | none; clipped gradients weigh less in the momentum |
+| stateless sign | signSGD, Rprop, Signum without momentum | none; no clipping has any effect |
+
+(*) while the constant that is added to the divisor is small beside the gradient.
+
+Sources: Adam (arXiv 1412.6980, section 2.1), Adafactor (1804.04235), Lion (2302.06675,
+algorithm 2), signSGD and Signum (1802.04434), Muon (https://kellerjordan.github.io/posts/muon).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+NEGLIGIBLE = 0.1
+"""A constant in a divisor is negligible below this share of what it is added to."""
+
+Kind = Literal["plain", "normalized", "sign", "stateless sign", "orthogonalized"]
+
+_KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+    # Muon first: some implementations have Adam in their names for the parameters left over.
+    ("orthogonalized", ("muon",)),
+    ("stateless sign", ("rprop",)),
+    ("sign", ("lion", "signum", "signsgd", "tiger")),
+    (
+        "normalized",
+        (
+            *("adam", "adan", "adafactor", "adagrad", "adadelta", "adabelief", "adabound"),
+            *("rmsprop", "lamb", "lars", "novograd", "yogi", "came", "soap", "shampoo"),
+            *("prodigy", "sophia", "apollo"),
+        ),
+    ),
+)
+"""Parts of the lower-case class names of optimizers; the first match counts."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """How an optimizer uses the size of a gradient.
+
+    Attributes:
+        name: class name of the optimizer.
+        kind: see the table at the top of this module.
+        floor: True if the constant in the divisor is not negligible at the threshold, so that the
+            size of the gradient matters although the optimizer is of a kind that divides by it.
+    """
+
+    name: str
+    kind: Kind
+    floor: bool = False
+
+    @property
+    def scales(self) -> bool:
+        """Whether a smaller gradient makes a smaller step."""
+        return self.kind == "plain" or self.floor
+
+
+PLAIN = Effect("SGD", "plain")
+"""The effect of an optimizer that multiplies the gradient by its learning rate."""
+
+
+def effect_of(optimizer: Optimizer, threshold: float | None, parameters: int) -> Effect:
+    """Return how ``optimizer`` uses the size of a gradient that is held to ``threshold``.
+
+    Args:
+        optimizer: the optimizer, from torch or any other library; it is recognized by its name.
+        threshold: limit of the norm of the whole gradient, or None.
+        parameters: number of elements of the model.
+    """
+    name = type(optimizer).__name__
+    lower = name.lower()
+    kind: Kind = next((k for k, parts in _KINDS if any(p in lower for p in parts)), "plain")
+    options = optimizer.defaults
+    if kind == "sign" and "lion" not in lower and not _momentum(options):
+        kind = "stateless sign"
+    constant = _constant(options) if kind in ("normalized", "orthogonalized") else 0.0
+    size = math.inf if threshold is None else threshold
+    # Orthogonalization divides by the norm of a matrix, the others divide each element.
+    parts = len(_parameters(optimizer)) if kind == "orthogonalized" else parameters
+    return Effect(name, kind, constant > NEGLIGIBLE * size / math.sqrt(max(parts, 1)))
+
+
+def _constant(options: dict[str, Any]) -> float:
+    """What is added to the divisor: ``eps``, and the root of Adagrad's initial sum."""
+    eps = options.get("eps")
+    if isinstance(eps, tuple | list):
+        eps = eps[0]  # Adafactor: the first is added to the squared gradient.
+        eps = math.sqrt(eps) if eps else 0.0
+    added = float(eps or 0.0)
+    return added + math.sqrt(float(options.get("initial_accumulator_value") or 0.0))
+
+
+def _momentum(options: dict[str, Any]) -> bool:
+    """Whether an optimizer keeps a mean of earlier gradients; one that does not tell does."""
+    known = [options[key] for key in ("momentum", "beta", "betas") if key in options]
+    return not known or any(bool(value) for value in known)
+
+
+def _parameters(optimizer: Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -36,7 +36,7 @@ _SHARED = {
     "cancels": "clipping most gradients does not make the steps of {optimizer} smaller.",
 }
 # Keys that the sentence of a topic is about: where the sweep varied one of them, it is left out.
-_ABOUT = {"limits": (RATE, THRESHOLD)}
+_ABOUT = {"limits": (RATE, THRESHOLD), "cancels": (THRESHOLD,)}
 
 
 def advice(found: Findings) -> list[str]:
@@ -74,7 +74,7 @@ def edge(found: Findings, key: str) -> str | None:
     which = "tried" if len(judged) == len(tried) else "with a result"
     name = _named(found, best, key)
     if lowest:
-        if key == THRESHOLD and _scale_cancels(found, best):
+        if key == THRESHOLD and _train_alike(found, list(judged.values())):
             return None
         value = known[0]
         return (
@@ -125,13 +125,19 @@ def _alike(found: Findings) -> list[str]:
     """
     for group in found.groups:
         members = [g for g in _along(found, group, THRESHOLD).values() if _scale_cancels(found, g)]
-        if len(members) > 1 and group is members[0] and not _apart(found, members):
+        if group in members[:1] and _train_alike(found, members):
             optimizer = _topics(group)["cancels"]
             return [
                 f"{_who(found, members)}: nearly every step was clipped, and {optimizer} divides "
                 "by the size of the gradients, so these thresholds train nearly alike."
             ]
     return []
+
+
+def _train_alike(found: Findings, groups: list[Group]) -> bool:
+    """Whether several thresholds bind in every step, cancel in the optimizer, and did as well."""
+    cancels = all(_scale_cancels(found, group) for group in groups)
+    return len(groups) > 1 and cancels and not _apart(found, groups)
 
 
 def _apart(found: Findings, groups: list[Group]) -> bool:
@@ -162,14 +168,13 @@ def _own(found: Findings, topics: tuple[str, ...]) -> Iterator[str]:
         texts = _texts(found.groups[0])
         yield from (texts[topic] for topic in topics if topic in texts)
         return
-    alike = bool(_alike(found))
     for topic in topics:
         if any(varied(found, key) for key in _ABOUT.get(topic, ())):
             continue
         members: dict[str, list[Group]] = {}
         for group in found.groups:
             optimizer = _topics(group).get(topic)
-            if optimizer is not None and not (alike and _scale_cancels(found, group)):
+            if optimizer is not None:
                 members.setdefault(optimizer, []).append(group)
         for optimizer, groups in members.items():
             yield f"{_who(found, groups)}: {_SHARED[topic].format(optimizer=optimizer)}"

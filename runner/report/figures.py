@@ -26,21 +26,21 @@ class Figures:
         final: last value by metric.
         best: lowest loss, highest accuracy by metric.
         ratio: share of all steps that clipping changed.
-        fraction: mean share clipped of what the mode clips: the step, the elements or the units.
         norm: p50, p90, p99 and max of ‖G‖ before clipping, over the finite ones.
         coef: mean over steps of ‖G‖ after clipping ÷ before.
         skipped: steps whose gradient was not finite.
         diverged_at: the step from which the loss stayed lost to the end.
+        fraction: mean share clipped of what the mode clips: the steps, the elements or the units.
     """
 
     final: dict[str, float]
     best: dict[str, float]
     ratio: float | None
-    fraction: float | None
     norm: dict[str, float]
     coef: float | None
     skipped: int | None
     diverged_at: int | None
+    fraction: float | None = None
 
 
 def higher_is_better(key: str) -> bool:

@@ -133,7 +133,7 @@ def _as_rows(
     return made
 
 
-def summary(made: list[dict[str, Any]], guidance: tuple[str, ...] = ()) -> dict[str, Any]:
+def summary(made: list[dict[str, Any]], remarks: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
     """What a run that came to its end writes of itself."""
     norms = np.asarray([row["grad/norm"] for row in made])
     finite = norms[np.isfinite(norms)]
@@ -161,8 +161,14 @@ def summary(made: list[dict[str, Any]], guidance: tuple[str, ...] = ()) -> dict[
         "parameters": 18_730,
         "world_size": 1,
         "device": "cpu",
-        "guidance": list(guidance),
+        "remarks": list(remarks),
+        "guidance": [remark["text"] for remark in remarks],
     }
+
+
+def remark(topic: str, text: str, optimizer: str = "") -> dict[str, Any]:
+    """What a run remarks about itself, as its summary holds it."""
+    return {"topic": topic, "text": text, "about": [], "optimizer": optimizer}
 
 
 def write_run(
@@ -173,7 +179,7 @@ def write_run(
     overrides: tuple[str, ...] = (),
     state: str = "finished",
     error: str | None = None,
-    guidance: tuple[str, ...] = (),
+    remarks: tuple[dict[str, Any], ...] = (),
     torn: bool = False,
     pid: int = NO_SUCH_PROCESS,
 ) -> Path:
@@ -187,7 +193,7 @@ def write_run(
     (folder / "metrics.jsonl").write_text(lines)
     whole = state in ("finished", "interrupted")
     if whole and made:
-        (folder / "summary.json").write_text(json.dumps(strict(summary(made, guidance)), indent=2))
+        (folder / "summary.json").write_text(json.dumps(strict(summary(made, remarks)), indent=2))
     status = {
         "state": state,
         "exit_code": {"finished": 0, "failed": 1, "interrupted": 130}.get(state),
@@ -235,13 +241,13 @@ def sweep(
             words += [f"seed={seed}"] if len(seeds) > 1 else []
             made = rows(mode, threshold, steps, seed=100 * seed + number, **options)
             of = config(clip__mode=mode, clip__threshold=threshold, seed=seed)
-            never = "The threshold never binds: no step was clipped."
+            never = remark("never", "The threshold clipped nothing.")
             write_run(
                 folder / str(number),
                 made,
                 of,
                 overrides=tuple(words),
-                guidance=(never,) if threshold and not made[-1]["clip/ratio_total"] else (),
+                remarks=(never,) if threshold and not made[-1]["clip/ratio_total"] else (),
             )
             entries.append(
                 {
@@ -328,7 +334,7 @@ def main(folder: Path) -> None:
         rows("norm", 1.0, 500, layers=LAYERS),
         config(),
         overrides=("clip=norm", "clip.threshold=1.0"),
-        guidance=("The threshold binds in 31 % of the steps.",),
+        remarks=(remark("limits", "The threshold 1 clipped 62 % of the steps.", "SGD"),),
     )
     (folder / "none").mkdir()
     (folder / "none" / "sweep.json").write_text(json.dumps({"name": "none", "runs": []}))

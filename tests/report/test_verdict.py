@@ -111,17 +111,6 @@ def test_nothing_finite_is_no_answer(tmp_path: Path) -> None:
     assert verdict(find(read(tmp_path))).startswith("No answer yet: none of the 2 runs")
 
 
-def test_runs_own_sentences_stand_once(tmp_path: Path) -> None:
-    for number, threshold in enumerate((5.0, 6.0)):
-        write_run(
-            tmp_path / str(number),
-            rows("norm", threshold, 10),
-            config(clip__threshold=threshold),
-            guidance=("It never binds.",),
-        )
-    assert "norm 5, norm 6: It never binds." in remarks(find(read(tmp_path)))
-
-
 def test_the_configured_objective_decides(tmp_path: Path) -> None:
     for number, (loss, accuracy) in enumerate([(0.1, 0.5), (0.2, 0.9)]):
         lines = rows(steps=10, evaluations=0)

@@ -1,0 +1,269 @@
+"""What the page of a sweep says above its table: each situation and all that is said in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.report import read
+from runner.report.advice import advice
+from runner.report.findings import Findings, find
+from runner.report.verdict import remarks, verdict
+from runner.telemetry import guidance
+from runner.telemetry.optimizers import PLAIN, Effect
+from tests.report.examples import config, rows, write_run
+
+ADAM = Effect("AdamW", "normalized")
+LION = Effect("Lion", "sign")
+RPROP = Effect("Rprop", "stateless sign")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One finished run: its setting, the share it clipped, and its best evaluation loss."""
+
+    threshold: float | None
+    loss: float
+    ratio: float = 0.3
+    lr: float = 0.1
+    mode: str = "norm"
+    fraction: float | None = None
+    seed: int = 0
+    effect: Effect = PLAIN
+    nonfinite: int = 0
+    steps: int = 300
+
+
+def page(folder: Path, *trials: Trial, **changes: Any) -> Findings:
+    """A sweep of ``trials`` with what each run remarks about itself, read back."""
+    for number, one in enumerate(trials):
+        made = rows(one.mode, one.threshold, 20, evaluations=0)
+        made[-1]["eval/loss"] = one.loss
+        of = config(
+            clip__mode=one.mode,
+            clip__threshold=one.threshold,
+            optimizer__lr=one.lr,
+            seed=one.seed,
+            **changes,
+        )
+        write_run(folder / str(number), made, of, overrides=(f"optimizer.lr={one.lr}",))
+        file = folder / str(number) / "summary.json"
+        summary = json.loads(file.read_text())
+        summary |= {
+            "steps": one.steps,
+            "grad/nonfinite": one.nonfinite,
+            "clip/ratio_total": one.ratio,
+            "clip/fraction": one.ratio if one.fraction is None else one.fraction,
+            "clip/peak": {"p90": 1.25, "max": 3.2},
+        }
+        setting = guidance.Setting(one.mode, one.threshold, "skip", one.effect)
+        summary["remarks"] = [asdict(remark) for remark in guidance.remarks(summary, setting)]
+        file.write_text(json.dumps(summary))
+    return find(read(folder))
+
+
+def thresholds(*losses: float, **options: Any) -> list[Trial]:
+    return [Trial(t, loss, **options) for t, loss in zip((0.1, 0.5, 2.0), losses, strict=False)]
+
+
+def rates(*losses: float, threshold: float = 0.25, **options: Any) -> list[Trial]:
+    return [
+        Trial(threshold, loss, lr=lr, **options)
+        for lr, loss in zip((0.02, 0.1, 0.5), losses, strict=False)
+    ]
+
+
+LOWEST = "The best threshold, 0.1, is the lowest tried: a lower one may do better (try 0.05 and "
+HIGHEST = "The best threshold, 2, is the highest tried: a higher one, or none, may do better (try "
+RATE = "The best optimizer.lr, 0.5, is the highest tried: a higher one may do better (try 1 and 2)."
+JOINT = (
+    "The best setting clipped {} of its steps. There clip.threshold and optimizer.lr act "
+    "together, and this sweep varied only {}: vary {} as well."
+)
+LIMITS = (
+    "clipping acts on ordinary gradients rather than on spikes; lower optimizer.lr, or raise "
+    "clip.threshold."
+)
+FULL = {"ratio": 0.98}
+SITUATIONS: dict[str, tuple[list[Trial], list[str]]] = {
+    "the best lies between": (thresholds(0.3, 0.1, 0.2), []),
+    "the lowest is best": (thresholds(0.1, 0.2, 0.3), [f"{LOWEST}0.025)."]),
+    "the highest is best": (thresholds(0.3, 0.2, 0.1), [f"{HIGHEST}4 and clip=none)."]),
+    "the highest is best, and clipped nothing": (
+        [*thresholds(0.3, 0.2), Trial(2.0, 0.1, ratio=0.0)],
+        ["norm 2: no step was clipped, so the threshold changed nothing."],
+    ),
+    "the highest is best, and no clipping was tried": (
+        [*thresholds(0.3, 0.2, 0.1), Trial(None, 0.2, mode="none")],
+        [],
+    ),
+    "the lowest is best and clips nearly all: nothing says to raise it": (
+        thresholds(0.1, 0.2, 0.3, **FULL),
+        [f"{LOWEST}0.025).", JOINT.format("98\u00a0%", "clip.threshold", "optimizer.lr")],
+    ),
+    "the best rate is the highest: nothing says to lower it": (
+        rates(0.3, 0.2, 0.1, **FULL),
+        [RATE, JOINT.format("98\u00a0%", "optimizer.lr", "clip.threshold")],
+    ),
+    "the best rate lies between": (rates(0.3, 0.1, 0.2), []),
+    "rates and thresholds, all clipped: both at an edge": (
+        [*rates(0.3, 0.2, 0.1, **FULL), *rates(0.5, 0.4, 0.3, threshold=1.0, **FULL)],
+        [
+            "The best threshold, 0.25, is the lowest tried: a lower one may do better (try 0.125 "
+            "and 0.0625).",
+            RATE,
+        ],
+    ),
+    "nothing but the seed": (
+        [Trial(0.1, loss, seed=seed, **FULL) for seed, loss in enumerate((0.1, 0.2, 0.3))],
+        [
+            "The threshold 0.1 clipped 98 % of the steps. At that rate it limits the learning rate "
+            "rather than spikes. Lower optimizer.lr instead, or raise clip.threshold to about "
+            "1.25, the 90th percentile of ‖G‖."
+        ],
+    ),
+    "modes at one threshold each": (
+        [Trial(0.1, 0.1, **FULL), Trial(0.2, 0.2, mode="value", ratio=1.0, fraction=0.9)],
+        [f"All settings: {LIMITS}"],
+    ),
+    "modes and thresholds": (
+        [
+            *thresholds(0.3, 0.4),
+            *thresholds(0.1, 0.2, mode="adaptive", ratio=1.0, fraction=0.2),
+            *thresholds(0.5, 0.5, mode="value", ratio=0.0),
+        ],
+        [
+            "The best threshold of clip=adaptive, 0.1, is the lowest tried: a lower one may do "
+            "better (try 0.05 and 0.025).",
+            "value 0.1, value 0.5: no step was clipped, so the threshold changed nothing.",
+        ],
+    ),
+    "thresholds that differ by less than their seeds": (
+        [
+            Trial(t, loss + 0.05 * seed, seed=seed)
+            for t, loss in ((0.1, 0.30), (0.5, 0.31), (2.0, 0.32))
+            for seed in range(3)
+        ],
+        [],
+    ),
+    "thresholds that differ by more than their seeds": (
+        [
+            Trial(t, loss + 0.01 * seed, seed=seed)
+            for t, loss in ((0.1, 0.30), (0.5, 0.4), (2.0, 0.5))
+            for seed in range(3)
+        ],
+        [f"{LOWEST}0.025)."],
+    ),
+    "all the same": (
+        thresholds(0.2, 0.2, 0.2, ratio=0.0),
+        ["All settings: no step was clipped, so the threshold changed nothing."],
+    ),
+    "Adam, thresholds that clip every step, results alike": (
+        thresholds(0.200, 0.201, 0.202, effect=ADAM, **FULL),
+        [
+            "All settings: nearly every step was clipped, and AdamW divides by the size of the "
+            "gradients, so these thresholds train nearly alike."
+        ],
+    ),
+    "Adam, thresholds that clip every step, results that differ": (
+        thresholds(0.2, 0.3, 0.4, effect=ADAM, **FULL),
+        [
+            f"{LOWEST}0.025).",
+        ],
+    ),
+    "Lion": (
+        thresholds(0.3, 0.2, 0.4, effect=LION, **FULL),
+        [
+            "All settings: Lion steps by the sign of a mean of gradients, so clipping most of them "
+            "does not make its steps smaller."
+        ],
+    ),
+    "Rprop": (
+        thresholds(0.2, 0.2, 0.2, effect=RPROP),
+        [
+            "All settings: clipping has no effect with Rprop, which uses the sign of each gradient "
+            "element alone."
+        ],
+    ),
+    "few steps": (
+        thresholds(0.1, 0.2, 0.3, steps=20, **FULL),
+        ["All settings: fewer than 50 steps are too few to tell what a threshold does."],
+    ),
+    "few steps, some not finite": (
+        [*thresholds(0.1, 0.2, steps=20, **FULL), Trial(2.0, 0.3, steps=20, nonfinite=4)],
+        [
+            "norm 2: some gradients were NaN or inf, which no threshold mends: look at the loss "
+            "and the precision.",
+            "All settings: fewer than 50 steps are too few to tell what a threshold does.",
+        ],
+    ),
+    "many settings with the same remark": (
+        [Trial(0.1 * n, 0.3 + 0.01 * abs(n - 6), ratio=0.0 if n > 1 else 0.2) for n in range(1, 9)],
+        [
+            "norm 0.2, norm 0.3, norm 0.4 and 4 more settings: no step was clipped, so the "
+            "threshold changed nothing."
+        ],
+    ),
+    "a rate that diverged closes the range": (
+        [*rates(0.3, 0.1), Trial(0.25, float("nan"), lr=0.5, nonfinite=200)],
+        [
+            "norm 0.25, lr=0.5: some gradients were NaN or inf, which no threshold mends: look at "
+            "the loss and the precision."
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_a_situation_and_all_that_is_said_in_it(name: str, tmp_path: Path) -> None:
+    trials, said = SITUATIONS[name]
+    assert advice(page(tmp_path, *trials)) == said
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_no_sentence_speaks_against_another_or_the_results(name: str, tmp_path: Path) -> None:
+    trials, _ = SITUATIONS[name]
+    found = page(tmp_path, *trials)
+    said = " ".join(remarks(found))
+    assert not ("lower one may do better" in said and "raise clip.threshold" in said)
+    assert not ("higher one may do better" in said and "ower optimizer.lr" in said)
+    assert len(remarks(found)) <= 5
+
+
+def test_settings_of_one_score_share_the_verdict(tmp_path: Path) -> None:
+    found = page(tmp_path, *thresholds(0.3, 0.2, 0.2))
+    assert verdict(found) == (
+        "clip=norm 0.5, clip=norm 2 share the lowest eval/loss: 0.2, "
+        "against 0.3 with norm 0.1, the next best."
+    )
+
+
+def test_a_mode_of_units_is_described_by_its_units(tmp_path: Path) -> None:
+    trials = thresholds(0.3, 0.2, mode="adaptive", ratio=1.0, fraction=0.031)
+    assert verdict(page(tmp_path, *trials)).endswith(
+        "; it clipped 3.1\u00a0% of the units on average."
+    )
+
+
+def test_the_direction_of_the_objective_is_the_configured_one(tmp_path: Path) -> None:
+    sweep = {"objective": "eval/loss", "direction": "maximize"}
+    found = page(tmp_path, *thresholds(0.1, 0.2, 0.3), sweep=sweep)
+    assert verdict(found).startswith("clip=norm 2 gave the highest eval/loss: 0.3")
+    [said] = advice(found)
+    assert said.startswith("The best threshold, 2, is the highest tried")
+
+
+def test_sentences_of_an_earlier_version_are_not_shown(tmp_path: Path) -> None:
+    """They recommend quantiles of the largest unit."""
+    found = page(tmp_path, *thresholds(0.3, 0.1, 0.2))
+    for run in found.sweep.runs:
+        assert run.folder is not None
+        file = run.folder / "summary.json"
+        old = json.loads(file.read_text()) | {"guidance": ["raise clip.threshold to about 1560"]}
+        del old["remarks"]
+        file.write_text(json.dumps(old))
+    assert not any("1560" in said for said in remarks(find(read(tmp_path))))

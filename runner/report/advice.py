@@ -65,7 +65,7 @@ def edge(found: Findings, key: str) -> str | None:
     # A value that diverged closes the range as well as one that did worse.
     judged = {value: group for value, group in tried.items() if found.scores(group)}
     known = list(judged)
-    if len(known) < 2 or not any(found.differ(best, group) for group in judged.values()):
+    if len(known) < 2 or not _apart(found, list(judged.values())):
         return None
     top = [v for v, group in judged.items() if found.mean(group)[0] == found.mean(best)[0]]
     lowest, highest = known[0] in top, known[-1] in top

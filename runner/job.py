@@ -39,8 +39,8 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     started = time.perf_counter()
     trainer = make_trainer(config, sinks)
     summary = trainer.fit()
-    optimizer, clip = trainer.optimizer.unwrap(), config.clip
-    effect = effect_of(optimizer, clip.threshold, trainer.parameters)
+    clip = config.clip
+    effect = effect_of(trainer.optimizer.optimizers, clip.threshold, trainer.parameters)
     setting = guidance.Setting(clip.mode, clip.threshold, clip.nonfinite, effect)
     return summary | {
         "remarks": [asdict(remark) for remark in guidance.remarks(summary, setting)],

@@ -17,6 +17,7 @@ algorithm 2), signSGD and Signum (1802.04434), Muon (https://kellerjordan.github
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,14 +71,26 @@ PLAIN = Effect("SGD", "plain")
 """The effect of an optimizer that multiplies the gradient by its learning rate."""
 
 
-def effect_of(optimizer: Optimizer, threshold: float | None, parameters: int) -> Effect:
-    """Return how ``optimizer`` uses the size of a gradient that is held to ``threshold``.
+def effect_of(optimizers: Sequence[Optimizer], threshold: float | None, parameters: int) -> Effect:
+    """Return how optimizers that step together use the size of a gradient held to ``threshold``.
+
+    Of several kinds, one that scales its steps with the gradient counts first.
 
     Args:
-        optimizer: the optimizer, from torch or any other library; it is recognized by its name.
+        optimizers: from torch or any other library; they are recognized by their names.
         threshold: limit of the norm of the whole gradient, or None.
         parameters: number of elements of the model.
     """
+    effects = [_effect(optimizer, threshold, parameters) for optimizer in optimizers]
+    scaling = [effect for effect in effects if effect.scales]
+    first, *others = scaling or effects
+    if all(other.kind == first.kind for other in others):
+        return first
+    names = " with ".join(effect.name for effect in (first, *others))
+    return Effect(names, "plain" if scaling else "normalized", any(e.floor for e in scaling))
+
+
+def _effect(optimizer: Optimizer, threshold: float | None, parameters: int) -> Effect:
     name = type(optimizer).__name__
     lower = name.lower()
     kind: Kind = next((k for k, parts in _KINDS if any(p in lower for p in parts)), "plain")

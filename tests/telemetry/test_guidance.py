@@ -285,11 +285,25 @@ def named(name, **defaults):
 )
 def test_optimizers(kind, options, expected):
     made = kind([nn.Parameter(torch.zeros(4, 4))], **options)
-    effect = effect_of(made, 0.25, 10_000)
+    effect = effect_of([made], 0.25, 10_000)
     assert effect.name == kind.__name__
     assert effect.kind + (", floor" if effect.floor else "") == expected
     assert effect.scales == (expected == "plain" or effect.floor)
-    assert not effect_of(made, None, 10_000).floor
+    assert not effect_of([made], None, 10_000).floor
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ((torch.optim.Muon, torch.optim.AdamW), ("Muon with AdamW", "normalized")),
+        ((torch.optim.AdamW, torch.optim.AdamW), ("AdamW", "normalized")),
+        ((torch.optim.Muon, torch.optim.SGD), ("SGD", "plain")),
+    ],
+)
+def test_optimizers_that_step_together(kinds, expected):
+    made = [kind([nn.Parameter(torch.zeros(4, 4))]) for kind in kinds]
+    effect = effect_of(made, 0.25, 10_000)
+    assert (effect.name, effect.kind) == expected
 
 
 def steps_of(optimizer, factor):
@@ -317,7 +331,7 @@ def steps_of(optimizer, factor):
 )
 def test_what_is_said_of_an_optimizer_is_what_it_does(optimizer):
     """Half the gradient makes half the step, or the same step, as :class:`Effect` says."""
-    effect = effect_of(optimizer([nn.Parameter(torch.zeros(4, 4))]), 1.0, 16)
+    effect = effect_of([optimizer([nn.Parameter(torch.zeros(4, 4))])], 1.0, 16)
     same = torch.allclose(steps_of(optimizer, 1.0), steps_of(optimizer, 0.5), rtol=1e-5)
     assert same != effect.scales
 

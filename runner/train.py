@@ -20,7 +20,7 @@ from runner.clip.layout import local
 from runner.clip.measure import norms
 from runner.config.duration import Duration
 from runner.data.order import DealtBatches
-from runner.loss import Criterion, WindowLoss
+from runner.loss import Count, Criterion, WindowLoss
 from runner.progress import Every, Progress, Window, windows
 from runner.telemetry.meter import Meter, Step
 from runner.telemetry.sink import Sink
@@ -34,15 +34,18 @@ class Trainer:
     Args:
         model: the network. With a method ``loss(outputs, batch)`` it is called with whole batches;
             otherwise with a batch's inputs, and ``criterion`` compares outputs and targets.
-        train_dataloader: yields pairs (inputs, targets), one microbatch each.
+        train_dataloader: yields pairs (inputs, targets), one microbatch each; anything that holds a
+            tensor [samples, ...] where the model has a ``loss``.
         max_duration: ``3ep``, ``500ba`` (optimizer steps), ``100000sp``, ``1000000tok``.
         algorithms: :class:`runner.GradientClipping`, or clipping modes; one at most.
         eval_dataloader: held-out pairs, or None.
         optimizers: the optimizer, or several that step together, each over its own parameters; SGD
             with a rate of 0.1 by default. ``train/lr`` is the rate of the first one.
         schedulers: one or several; stepped once after each optimizer step that was taken.
-        criterion: mean loss of (outputs, targets); cross entropy by default. The trainable
-            parameters of a module are synchronised and clipped with those of the model.
+        criterion: loss of (outputs, targets); mean cross entropy by default. The mean is taken over
+            the items of all microbatches and ranks (class weights count), see
+            :class:`runner.loss.WindowLoss`; with ``reduction="sum"`` nothing divides it. The
+            trainable parameters of a module are synchronised and clipped with those of the model.
         plugin: how the model is spread over ranks.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         accumulation_steps: microbatches to one optimizer step.
@@ -102,7 +105,7 @@ class Trainer:
         self.accumulation_steps = accumulation_steps
         several = isinstance(schedulers, Sequence)
         self.schedulers = list(schedulers) if several else [schedulers] if schedulers else []
-        self.window_loss = WindowLoss(model, criterion)
+        self.window_loss = WindowLoss(model, criterion, checked=True)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.booster = Booster(precision, self.plugin, loss_scale, nonfinite)
         optimizer = optimizers or torch.optim.SGD(model.parameters(), lr=0.1)
@@ -114,6 +117,10 @@ class Trainer:
             raise ValueError("a model that computes its own loss cannot be cut into stages")
         # Without autocast the wrapper would only cost a call.
         self._forward = self.model if self.model.dtype else self.model.module
+        divided = (
+            accumulation_steps > 1 or self.plugin.data_size > 1 or self.model.pipeline is not None
+        )
+        self.window_loss.checked &= divided and self.plugin.speaks and self.plugin.data_rank == 0
         self.progress = Progress()
         self.evaluates = Every(_duration(eval_interval))
         self.per_layer = per_layer
@@ -174,18 +181,22 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Mean loss over the items of the held-out data, and accuracy where there are classes."""
+        """Mean loss over the items of the held-out data, and accuracy where there are classes.
+
+        Of a criterion with ``reduction="sum"``, too, this is the mean.
+        """
         if self.eval_dataloader is None:
             return {}
         self.model.eval()
-        total, items, correct, ungraded = 0.0, 0, 0, False
+        total, items, correct, graded, ungraded = 0.0, 0.0, 0.0, 0.0, False
         order = getattr(self.eval_dataloader, "batch_sampler", None)
         for number, host in enumerate(self.eval_dataloader):
             batch = self._to_device(host)
             # A part without weight goes through the model all the same: other ranks may wait in it.
             idle = isinstance(order, DealtBatches) and order.weightless(number)
-            count = 0 if idle else self.window_loss.items(host)[0]
-            items += count
+            count = None if idle else self.window_loss.items(host).items
+            items += count or 0.0
+            graded += 0 if idle else self.window_loss.graded(host)
             outputs = self._outputs(batch)
             if outputs is None:
                 continue  # They come out on another rank, which has the loss.
@@ -193,14 +204,14 @@ class Trainer:
             right = self.window_loss.correct(outputs, batch)
             ungraded = ungraded or right is None
             correct += 0 if idle else right or 0
-        figures_here = [total, items, correct, ungraded]
-        total, all_items, all_correct, unknown = self.plugin.sum_over_data(figures_here)
+        figures_here = [total, items, correct, graded, ungraded]
+        total, all_items, correct, graded, unknown = self.plugin.sum_over_data(figures_here)
         self.model.train()
         if not all_items:
             return {}
         figures = {"eval/loss": total / all_items}
-        if not unknown:
-            figures["eval/accuracy"] = all_correct / all_items
+        if graded and not unknown:
+            figures["eval/accuracy"] = correct / graded
         return figures
 
     def _windows(self) -> Iterator[Window]:
@@ -228,40 +239,45 @@ class Trainer:
             if self.progress.of(self.max_duration.unit) == 0:
                 raise ValueError(f"this data has no tokens, so {self.max_duration} never ends")
 
-    def _count(self, window: Window) -> tuple[list[int], tuple[int, int, int]]:
-        """Items of each microbatch here; items, samples and tokens of the window over all ranks.
+    def _count(self, window: Window) -> tuple[list[float | None], Count]:
+        """Count what each microbatch here holds, and what the window holds on all ranks.
 
         Counted on the host, before anything moves to the device: the loss of the first microbatch
         already needs the items of all of them.
+
+        Returns:
+            Items of each microbatch, None for one that does not count; and the sums over the window
+            and all ranks.
         """
-        counts, samples, tokens = [], 0, 0
+        counts: list[float | None] = []
+        total, samples, tokens = 0.0, 0, 0
         order = getattr(self.train_dataloader, "batch_sampler", None)
         for number, batch in enumerate(window.batches, window.first):
             if isinstance(order, DealtBatches) and order.weightless(number):
-                counts.append(0)
+                counts.append(None)
                 continue
             here, read, seen = self.window_loss.items(batch)
             counts.append(here)
-            samples, tokens = samples + read, tokens + seen
+            total, samples, tokens = total + here, samples + read, tokens + seen
         if self.plugin.data_size == 1:
-            return counts, (sum(counts), samples, tokens)
-        everywhere = self.plugin.sum_over_data([sum(counts), samples, tokens, window.last])
-        all_items, all_samples, all_tokens, ended = map(int, everywhere)
+            return counts, Count(total, samples, tokens)
+        everywhere = self.plugin.sum_over_data([total, samples, tokens, window.last])
+        all_items, (all_samples, all_tokens, ended) = everywhere[0], map(int, everywhere[1:])
         if 0 < ended < self.plugin.data_size:
             raise ValueError(
                 f"the data of {ended} of {self.plugin.data_size} ranks has ended before that of "
                 "the others: make the loader by plugin.prepare_dataloader"
             )
-        return counts, (all_items, all_samples, all_tokens)
+        return counts, Count(all_items, all_samples, all_tokens)
 
-    def _accumulate(self, batches: list[Any], counts: list[int], items: int) -> Number:
+    def _accumulate(self, batches: list[Any], counts: list[float | None], items: float) -> Number:
         """Forward and backward of every microbatch; ranks synchronise on the last one alone.
 
         Returns:
             This rank's sum of item losses x data ranks ÷ items: its mean over ranks is the loss.
         """
         # Data-parallel ranks average their gradients; the loss is divided by all items already.
-        weight = self.plugin.data_size / max(items, 1)
+        weight = self.plugin.data_size / self.window_loss.divisor(items)
         total: Tensor | None = None
         for number, (host, count) in enumerate(zip(batches, counts, strict=True), 1):
             final = number == len(batches)
@@ -274,7 +290,7 @@ class Trainer:
         assert total is not None
         return total.item() * weight if self.device.type == "cpu" else total * weight
 
-    def _pass(self, host: Any, count: int, weight: float) -> Tensor:
+    def _pass(self, host: Any, count: float | None, weight: float) -> Tensor:
         """Forward and backward of a microbatch; its summed loss, 0 where that is another rank's."""
         batch = self._to_device(host)
         if self.model.pipeline is None:
@@ -286,7 +302,9 @@ class Trainer:
 
         def summed(outputs: Tensor, at: slice) -> Tensor:
             part = [half[at] for half in batch]
-            items = self.window_loss.items([half[at] for half in host])[0] if count else 0
+            items = None
+            if count is not None:
+                items = self.window_loss.items([half[at] for half in host]).items
             return self.window_loss.sum(outputs, part, items) * factor
 
         total = self.model.pipeline.train(batch[0], summed) / factor
@@ -314,6 +332,8 @@ class Trainer:
     def _to_device(self, batch: Any) -> Any:
         if self.device.type == "cpu":
             return batch
+        if not isinstance(batch, Tensor) and callable(move := getattr(batch, "to", None)):
+            return move(self.device)
         return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
 
     def _mean_over_data(self, figures: list[float]) -> list[float]:

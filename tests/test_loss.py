@@ -1,3 +1,4 @@
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -6,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner.data.dataset import IGNORED
-from runner.loss import WindowLoss
+from runner.loss import BatchError, WindowLoss
 
 
 def logits(*shape):
@@ -62,9 +63,213 @@ def test_what_a_function_was_told_to_ignore_is_no_item():
     )
 
 
-def test_a_criterion_that_sums_is_refused():
-    with pytest.raises(ValueError, match="must be a mean"):
-        WindowLoss(nn.Identity(), nn.CrossEntropyLoss(reduction="sum"))
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        nn.CrossEntropyLoss(reduction="none"),
+        partial(F.cross_entropy, reduction="none"),
+        nn.MSELoss(reduction="none"),
+    ],
+)
+def test_a_criterion_that_does_not_reduce_is_refused(criterion):
+    with pytest.raises(ValueError, match=r"reduction='none'.*'mean', or 'sum'"):
+        WindowLoss(nn.Identity(), criterion)
+
+
+WEIGHT = torch.tensor([0.1, 2.0, 0.7, 0.3, 5.0])
+IMAGE = torch.randn(3, 5, 2, 2, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("criterion", "outputs", "targets"),
+    [
+        (nn.CrossEntropyLoss(weight=WEIGHT), logits(4, 5), torch.tensor([0, 4, 2, 3])),
+        (
+            nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.2, ignore_index=2),
+            logits(4, 5),
+            torch.tensor([0, 4, 2, 3]),
+        ),
+        (nn.NLLLoss(weight=WEIGHT), logits(4, 5), torch.tensor([0, 4, IGNORED, 3])),
+        (partial(F.cross_entropy, weight=WEIGHT), logits(4, 5), torch.tensor([0, 4, 2, 3])),
+        (partial(F.nll_loss, weight=WEIGHT, ignore_index=0), logits(4, 5), torch.arange(4)),
+        (nn.CrossEntropyLoss(weight=WEIGHT), IMAGE, torch.tensor([[[0, 1], [4, 2]]] * 3)),
+        (nn.CrossEntropyLoss(weight=WEIGHT), logits(4, 5), logits(4, 5).detach().softmax(1)),
+        (nn.CrossEntropyLoss(), IMAGE, IMAGE.softmax(1)),
+        (nn.BCEWithLogitsLoss(pos_weight=WEIGHT), logits(4, 5), logits(4, 5).detach().sigmoid()),
+        (nn.KLDivLoss(reduction="batchmean"), logits(4, 5), logits(4, 5).detach().softmax(1)),
+        (nn.HuberLoss(), logits(4, 5), logits(4, 5).detach() * 2),
+    ],
+    ids=str,
+)
+def test_sums_over_items_of_parts_are_the_mean_of_the_whole(criterion, outputs, targets, caplog):
+    loss = WindowLoss(nn.Identity(), criterion, checked=True)
+    total = items = 0.0
+    for at in (slice(0, 2), slice(2, 3), slice(3, None)):
+        batch = (None, targets[at])
+        if len(targets[at]):
+            here = loss.items(batch).items
+            total, items = total + loss.sum(outputs[at], batch, here), items + here
+    torch.testing.assert_close(total / loss.divisor(items), criterion(outputs, targets))
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [nn.CrossEntropyLoss(reduction="sum"), nn.MSELoss(reduction="sum")],
+)
+def test_nothing_divides_a_criterion_that_sums(criterion):
+    outputs = logits(4, 5)
+    targets = torch.tensor([0, 4, IGNORED, 3])
+    if isinstance(criterion, nn.MSELoss):
+        targets = torch.zeros(4, 5)
+    loss = WindowLoss(nn.Identity(), criterion)
+    batch = (None, targets)
+    items = loss.items(batch).items
+    assert loss.divisor(items) == 1.0
+    assert items == (3 if targets.ndim == 1 else 4)
+    torch.testing.assert_close(loss.sum(outputs, batch, items), criterion(outputs, targets))
+
+
+def test_class_probabilities_fit_the_default_criterion():
+    outputs, targets = logits(2, 3, 5), logits(2, 3, 5).detach().softmax(-1)
+    loss = WindowLoss(nn.Identity())
+    assert loss.items((None, targets)) == (6, 2, 0)
+    expected = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(0, 1))
+    torch.testing.assert_close(loss.sum(outputs, (None, targets), 6) / 6, expected)
+
+
+def test_class_weights_of_zero_leave_the_smoothing_part_of_a_window():
+    weight = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0])
+    criterion = nn.CrossEntropyLoss(weight=weight, label_smoothing=0.3)
+    outputs, targets = logits(3, 5), torch.tensor([0, 0, 1])
+    loss = WindowLoss(nn.Identity(), criterion)
+    parts = [(outputs[:2], (None, targets[:2])), (outputs[2:], (None, targets[2:]))]
+    items = [loss.items(batch).items for _, batch in parts]
+    assert items == [0.0, 1.0]
+    total = sum(loss.sum(out, batch, n) for (out, batch), n in zip(parts, items, strict=True))
+    torch.testing.assert_close(total, criterion(outputs, targets))
+
+
+def test_class_weights_that_change_are_read_anew():
+    weight = torch.ones(5)
+    loss = WindowLoss(nn.Identity(), nn.CrossEntropyLoss(weight=weight))
+    batch = (None, torch.tensor([0, 1]))
+    assert loss.items(batch).items == 2.0
+    weight *= 3
+    assert loss.items(batch).items == 6.0
+
+
+class Contrastive(nn.Module):
+    """Each sample is told from the others of its batch."""
+
+    def forward(self, outputs, targets):
+        return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+class WeightedByHand(nn.Module):
+    def forward(self, outputs, targets):
+        each = F.cross_entropy(outputs, targets, reduction="none") * WEIGHT[targets]
+        return each.sum() / WEIGHT[targets].sum()
+
+
+class WithItems(WeightedByHand):
+    def loss_items(self, targets):
+        return WEIGHT[targets].sum()
+
+
+@pytest.mark.parametrize(
+    ("criterion", "warned"),
+    [
+        (Contrastive(), True),
+        (WeightedByHand(), True),
+        (WithItems(), False),
+        (lambda outputs, targets: F.cross_entropy(outputs, targets), False),
+        (nn.MultiMarginLoss(weight=WEIGHT), False),
+    ],
+    ids=["contrastive", "weighted", "with items", "function", "margin"],
+)
+def test_a_mean_that_cannot_be_undone_is_warned_about_once(criterion, warned, caplog):
+    loss = WindowLoss(nn.Identity(), criterion, checked=True)
+    batch = (None, torch.tensor([0, 1, 4, 4]))
+    drawn = torch.random.get_rng_state()
+    for _ in range(3):
+        loss.sum(logits(4, 5), batch, loss.items(batch).items)
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == warned
+    for message in messages:
+        assert "not the mean over the items of its parts" in message
+        assert "method loss_items(targets)" in message
+
+
+def test_a_divisor_that_a_criterion_tells_is_used():
+    criterion, outputs, targets = WithItems(), logits(4, 5), torch.tensor([0, 1, 4, 4])
+    loss = WindowLoss(nn.Identity(), criterion)
+    total = items = 0.0
+    for at in (slice(1), slice(1, None)):
+        here = loss.items((None, targets[at])).items
+        total, items = total + loss.sum(outputs[at], (None, targets[at]), here), items + here
+    torch.testing.assert_close(total / items, criterion(outputs, targets))
+
+
+@dataclass
+class Named:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "what"),
+    [
+        ({"x": torch.zeros(2), "y": torch.zeros(2)}, "a dict with the keys 'x', 'y'"),
+        (Named(torch.zeros(2), torch.zeros(2)), "a dataclass Named"),
+        ((torch.zeros(2),), "a tuple of 1"),
+        ([torch.zeros(2)] * 3, "a list of 3"),
+        (torch.zeros(2, 3), "a Tensor"),
+        ((torch.zeros(2), {"labels": torch.zeros(2)}), "a pair whose targets are a dict"),
+        ((torch.zeros(2), torch.tensor(1)), "a pair whose targets are a tensor without dim"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_batch_that_is_no_pair_is_refused_in_one_message(batch, what):
+    with pytest.raises(BatchError) as caught:
+        WindowLoss(nn.Identity(), nn.MSELoss()).items(batch)
+    message = str(caught.value)
+    assert what in message
+    for part in ("has to be a pair (inputs, targets)", "collate_fn", "loss(outputs, batch)"):
+        assert part in message
+
+
+@pytest.mark.parametrize("kind", ["dict", "dataclass", "triple"])
+def test_a_model_with_a_loss_of_its_own_reads_batches_of_any_structure(kind):
+    parts = {"inputs": torch.zeros(4, 2), "targets": torch.zeros(4), "more": torch.zeros(4)}
+    batch = {
+        "dict": parts,
+        "dataclass": Named(parts["inputs"], parts["targets"]),
+        "triple": tuple(parts.values()),
+    }[kind]
+
+    class Own(nn.Module):
+        def loss(self, outputs, batch):
+            return outputs.mean()
+
+    class WithItems(Own):
+        def loss_items(self, batch):
+            return 7
+
+    assert WindowLoss(Own()).items(batch) == (4, 4, 0)
+    assert WindowLoss(WithItems()).items(batch) == (7, 4, 0)
+    assert WindowLoss(Own()).correct(torch.zeros(4, 3), batch) is None
+    with pytest.raises(BatchError, match="has to hold a tensor"):
+        WindowLoss(Own()).items({"text": ["a", "b"]})
+
+
+def test_a_batch_that_does_not_count_has_gradients_whatever_the_outputs_are():
+    outputs = {"a": logits(2, 3), "b": [logits(2)], "c": torch.arange(2)}
+    total = WindowLoss(nn.Identity(), nn.MSELoss()).sum(outputs, None, None)
+    total.backward()
+    assert total == 0
+    assert torch.equal(outputs["b"][0].grad, torch.zeros(2))
 
 
 def test_a_regression_counts_samples():

@@ -18,6 +18,7 @@ from runner.booster.parallel.gathering import gathered
 from runner.booster.plugin import Plugin, SinglePlugin
 from runner.booster.precision import LossScale, ModelWrapper, dtype_of
 from runner.clip import Layout
+from runner.loss import WindowLoss
 
 _wrappers: WeakKeyDictionary[nn.Module, ReferenceType[ModelWrapper]] = WeakKeyDictionary()
 """The wrapper of each user's model that was boosted."""
@@ -63,6 +64,7 @@ class Booster:
             start = self.plugin.initial_scale
             self.loss_scale = LossScale() if start is None else LossScale(start)
         self.nonfinite = nonfinite
+        self._window_loss: tuple[Any, WindowLoss] | None = None
 
     def boost(
         self,
@@ -166,17 +168,20 @@ class Booster:
             data_iter: yields pairs (inputs [B, ...], targets [B, ...]), the same on all ranks of a
                 pipeline.
             model: the boosted model.
-            criterion: mean loss of (outputs, targets); taken of each microbatch and weighed by its
-                samples.
+            criterion: loss of (outputs, targets). The mean is taken over the items of all
+                microbatches, as :class:`runner.loss.WindowLoss` counts them; with
+                ``reduction="sum"`` nothing divides it.
             optimizer: the boosted optimizer. None: forward passes alone.
             return_loss: whether the loss is wanted.
             return_outputs: whether outputs are wanted; a further forward pass when training.
 
         Returns:
             ``loss``, the mean over the batch, and ``outputs`` [B, ...]: on the last stage, None on
-            the others and where they are not wanted.
+            the others and where they are not wanted. The loss of a batch without samples is 0, and
+            so are its gradients: other data-parallel ranks may wait for this one.
 
         Raises:
+            runner.loss.BatchError: the batch is not a pair (inputs, targets).
             RuntimeError: the model is not cut into stages.
             StepOrderError: the gradients of this step were made final or clipped already.
         """
@@ -185,26 +190,40 @@ class Booster:
             raise RuntimeError(
                 "the model is in one piece: give PipelineParallelPlugin two ranks or more"
             )
-        inputs, targets = next(data_iter)
-        samples = len(inputs)
+        window_loss = self._loss_of(model, criterion)
+        batch = next(data_iter)
+        divisor = window_loss.divisor(window_loss.items(batch).items)
+        inputs, targets = batch
         loss: Tensor | None = None
         outputs: Tensor | None = None
         if optimizer is not None:
-            factor = optimizer.begin_backward(1.0 / samples)
-            summed = pipeline.train(
-                inputs,
-                lambda out, at: criterion(out, targets[at]) * (len(targets[at]) * factor),
-            )
+            factor = optimizer.begin_backward(1.0 / divisor)
+
+            def summed(out: Tensor, at: slice) -> Tensor:
+                part = (inputs, targets[at])
+                return window_loss.sum(out, part, window_loss.items(part).items) * factor
+
+            total = pipeline.train(inputs, summed)
             optimizer.end_backward()
-            loss = summed / (factor * samples) if pipeline.last else None
+            loss = total / (factor * divisor) if pipeline.last else None
         if optimizer is None or return_outputs:
             outputs = pipeline.evaluate(inputs)
             if optimizer is None and outputs is not None:
-                loss = criterion(outputs, targets)
+                loss = criterion(outputs, targets) if len(targets) else outputs.sum() * 0.0
         return {
             "loss": loss if return_loss else None,
             "outputs": outputs if return_outputs else None,
         }
+
+    def _loss_of(self, model: ModelWrapper, criterion: Any) -> WindowLoss:
+        """Return what sums ``criterion``; kept, so that a warning about it comes once."""
+        checked = self._window_loss is None and self.plugin.data_rank == 0
+        if self._window_loss is None or self._window_loss[0] is not criterion:
+            self._window_loss = (
+                criterion,
+                WindowLoss(model.unwrap(), criterion, checked=checked),
+            )
+        return self._window_loss[1]
 
     def state_dict(self, model: ModelWrapper) -> dict[str, Tensor]:
         """The state dict of the whole model, on the host; every rank has to call it.

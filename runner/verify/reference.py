@@ -188,8 +188,8 @@ class Reference:
     @torch.enable_grad()
     def _accumulate(self) -> float:
         host = next(self._batches)
-        counts = [self.loss.items(batch)[0] for batch in host]
-        weight = 1.0 / max(sum(counts), 1)
+        counts = [self.loss.items(batch).items for batch in host]
+        weight = 1.0 / self.loss.divisor(sum(counts))
         before = _random_state()
         total = 0.0
         for on_host, items in zip(host, counts, strict=True):

@@ -284,13 +284,9 @@ def _require_new(models: Sequence[nn.Module], *, leaves_models: bool) -> None:
 def _accumulating(
     held: Sequence[AbstractContextManager[Any]], optimizer: OptimizerWrapper | None
 ) -> Iterator[None]:
-    if optimizer is not None:
-        optimizer.accumulating = True
-    try:
-        with ExitStack() as stack:
-            for each in held:
-                stack.enter_context(each)
-            yield
-    finally:
+    with ExitStack() as stack:
         if optimizer is not None:
-            optimizer.accumulating = False
+            stack.enter_context(optimizer.accumulate())
+        for each in held:
+            stack.enter_context(each)
+        yield

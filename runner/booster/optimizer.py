@@ -8,8 +8,10 @@ clipping twice, clipping nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any, Literal
 from weakref import ReferenceType, ref
 
@@ -33,7 +35,10 @@ class Stage(Enum):
     """Where an optimizer step stands."""
 
     EMPTY = "no backward pass has run since the last step"
-    ACCUMULATING = "the last backward pass ran under no_sync: its gradients are not final"
+    ACCUMULATING = (
+        "the last backward pass ran under no_sync, so its gradients are not final: run the last "
+        "microbatch of a step outside of no_sync, forward and backward pass"
+    )
     READY = "gradients are final"
     CLIPPED = "gradients were clipped already in this step"
 
@@ -52,6 +57,14 @@ def _written(layout: Layout) -> Written | None:
             part = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
             return ref(part), part._version
     return None
+
+
+def _is_other(now: Written | None, before: Written | None) -> bool:
+    """Whether there is a gradient now that was not there, or was written to since."""
+    if now is None or before is None:
+        return now is not None
+    # By identity: to ask whether tensors are equal would ask it of their elements.
+    return before[0] is not now[0] or before[1] != now[1]
 
 
 class StepOrderError(RuntimeError):
@@ -104,6 +117,8 @@ class OptimizerWrapper:
         self._max_norm = max_norm
         self._final = False
         self._unscaled = False
+        self._scaled = False
+        self._held = False
         self._left: Written | None = None
         self._start: tuple[float, Tensor] | None = None
         self._finite: bool | Tensor | None = None
@@ -138,11 +153,39 @@ class OptimizerWrapper:
         """
         if self._final or self.stage is Stage.CLIPPED:
             raise StepOrderError(f"cannot accumulate now: {self.stage.value}")
+        self._scaled, self._held = True, False
         return weight if self.loss_scale is None else weight * self.loss_scale.scale
 
     def end_backward(self) -> None:
         """Note that a backward pass was run."""
-        self.stage = Stage.ACCUMULATING if self.accumulating else Stage.READY
+        held = self.accumulating or self._held
+        self.stage = Stage.ACCUMULATING if held else Stage.READY
+
+    def watch(self, output: Tensor, held: bool) -> None:
+        """Note the backward pass through an output of the model, also a plain ``loss.backward()``.
+
+        Args:
+            output: a tensor that the forward pass returned.
+            held: whether that pass has decided that gradients are not synchronised.
+        """
+        if output.requires_grad and not output.is_leaf:
+            output.register_hook(partial(self._reached, held))  # type: ignore[no-untyped-call]
+
+    def _reached(self, held: bool, gradient: Tensor) -> None:
+        if self.stage is not Stage.CLIPPED:
+            self._held = held
+            self.end_backward()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Context of backward passes whose gradients are not final, whoever runs them."""
+        self.accumulating, before = True, _written(self.layout)
+        try:
+            yield
+        finally:
+            self.accumulating = False
+            if self.stage is Stage.EMPTY and _is_other(_written(self.layout), before):
+                self.stage = Stage.ACCUMULATING
 
     @torch.no_grad()
     def clip(self, mode: ClipMode) -> Outcome:
@@ -154,6 +197,20 @@ class OptimizerWrapper:
             StepOrderError: the gradients are not final, or were clipped already.
             NonFiniteGradient: they are not finite and the policy is ``error``.
         """
+        self.begin_clip()
+        norm = total_norm(self.layout, mode.norm_type)
+        self.stage = Stage.CLIPPED
+        if self._proceed(norm):
+            return mode.clip(self.layout, norm)
+        return Outcome.skipped(norm, mode.threshold)
+
+    @torch.no_grad()
+    def begin_clip(self) -> None:
+        """Make the gradients ready to be clipped: synchronised and unscaled.
+
+        Raises:
+            StepOrderError: as :meth:`clip`.
+        """
         if self.stage is Stage.CLIPPED or self.stage is Stage.ACCUMULATING:
             raise StepOrderError(f"cannot clip now: {self.stage.value}")
         # A rank of a model that is split may have none after a backward pass: its peers wait for it
@@ -162,11 +219,6 @@ class OptimizerWrapper:
         if not waited_for and not self._has_gradients():
             raise StepOrderError(f"cannot clip now: {Stage.EMPTY.value}")
         self.unscale()
-        norm = total_norm(self.layout, mode.norm_type)
-        self.stage = Stage.CLIPPED
-        if self._proceed(norm):
-            return mode.clip(self.layout, norm)
-        return Outcome.skipped(norm, mode.threshold)
 
     def step(self, closure: Callable[[], float] | None = None) -> bool:
         """Take the step, unless the gradients were found not to be finite.
@@ -227,12 +279,18 @@ class OptimizerWrapper:
         """Make the gradients final and divide them by the fp16 scale, once a step, in place.
 
         Raises:
+            StepOrderError: no backward pass has scaled its loss.
             TypeError: a gradient is float16 itself: what the scale saved would be lost again.
         """
         self._make_final()
         if self.loss_scale is None or self._unscaled:
             return
         pieces, gradients = self.layout.gradients()
+        if gradients and not self._scaled:
+            raise StepOrderError(
+                "the loss was not scaled, as fp16 needs it: call booster.backward(loss, optimizer) "
+                "instead of loss.backward()"
+            )
         half = [p.name for p, g in zip(pieces, gradients, strict=True) if g.dtype == torch.float16]
         if half:
             raise TypeError(f"{half[0]} is float16: keep parameters in float32, precision casts")
@@ -324,15 +382,14 @@ class OptimizerWrapper:
     def _has_gradients(self) -> bool:
         """Whether there are gradients, and not those of an earlier step alone."""
         now, left = _written(self.layout), self._left
-        if now is None or left is None or self.stage is not Stage.EMPTY:
+        if left is None or self.stage is not Stage.EMPTY:
             return now is not None
-        # By identity: to ask whether tensors are equal would ask it of their elements.
-        return left[0] is not now[0] or left[1] != now[1]
+        return _is_other(now, left)
 
     def _forget(self, left: Written | None) -> None:
         """Begin a step, with the last gradient ``left`` of an earlier one."""
         self.stage, self._finite, self._left = Stage.EMPTY, None, left
-        self._final = self._unscaled = False
+        self._final = self._unscaled = self._scaled = self._held = False
 
     def _mode(self, name: str, threshold: float, norm_type: float) -> ClipMode:
         key = (name, threshold, norm_type)

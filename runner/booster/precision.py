@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from runner.booster.optimizer import OptimizerWrapper
@@ -89,11 +90,19 @@ class ModelWrapper(nn.Module):
         if self.pipeline is not None:
             raise RuntimeError("this model is cut into stages: call booster.execute_pipeline")
         if self.dtype is None:
-            return self.module(*args, **kwargs)
-        device = next(self.module.parameters()).device.type
-        with self.autocast(device):
             outputs = self.module(*args, **kwargs)
-        return tree_map_only(Tensor, _to_float32, outputs)
+        else:
+            device = next(self.module.parameters()).device.type
+            with self.autocast(device):
+                outputs = self.module(*args, **kwargs)
+            outputs = tree_map_only(Tensor, _to_float32, outputs)
+        if self.optimizer is not None and torch.is_grad_enabled():
+            # DDP decides in the forward pass whether a backward pass synchronises.
+            held = self.optimizer.accumulating and isinstance(self.module, DistributedDataParallel)
+            for output in tree_leaves(outputs):
+                if isinstance(output, Tensor):
+                    self.optimizer.watch(output, held)
+        return outputs
 
 
 def _to_float32(tensor: Tensor) -> Tensor:

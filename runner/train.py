@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from runner.booster import Booster, LossScale, ModelWrapper, OptimizerWrapper, Plugin, SinglePlugin
 from runner.booster.optimizer import Nonfinite
-from runner.clip import ClipMode, GradientClipping, Number, build
+from runner.clip import ClipMode, GradientClipping, Number, build, transfer
 from runner.clip.layout import local
 from runner.clip.measure import norms
 from runner.config.duration import Duration
@@ -105,6 +105,7 @@ class Trainer:
         self.accumulation_steps = accumulation_steps
         several = isinstance(schedulers, Sequence)
         self.schedulers = list(schedulers) if several else [schedulers] if schedulers else []
+        self._schedules_behind = False
         self.window_loss = WindowLoss(model, criterion, checked=True)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.booster = Booster(precision, self.plugin, loss_scale, nonfinite)
@@ -154,11 +155,11 @@ class Trainer:
                 counts, (items, samples, tokens) = self._count(window)
                 loss = self._accumulate(window.batches, counts, items)
                 extra = self._layer_norms() if self.per_layer else {}
+                self._follow_schedules()
                 outcome = self.optimizer.clip(self.mode)
                 lr = self.optimizer.param_groups[0]["lr"]
-                if self.optimizer.step():
-                    for scheduler in self.schedulers:
-                        scheduler.step()
+                self.optimizer.step()
+                self._schedules_behind = True
                 self.optimizer.zero_grad()
                 self._show(len(counts), len(counts))
 
@@ -171,6 +172,7 @@ class Trainer:
                     self.evaluate() if due else None,
                 )
                 started = time.perf_counter()
+            self._follow_schedules()
         except BaseException:
             # What led up to the end is the most wanted part of the record; but what ended the run
             # is not to be replaced by a disk that is full as well.
@@ -213,6 +215,17 @@ class Trainer:
         if graded and not unknown:
             figures["eval/accuracy"] = correct / graded
         return figures
+
+    def _follow_schedules(self) -> None:
+        """Step the schedulers if the last optimizer step was taken.
+
+        An accelerator that skips a step tells the host late, so this is called once the next
+        backward pass is queued: the accelerator is never idle while the host waits.
+        """
+        if self.schedulers and self._schedules_behind and self.optimizer.was_taken():
+            for scheduler in self.schedulers:
+                scheduler.step()
+        self._schedules_behind = False
 
     def _windows(self) -> Iterator[Window]:
         """Windows of microbatches, epoch after epoch, until the duration is reached.
@@ -288,7 +301,7 @@ class Trainer:
             if not final:
                 self._show(number, len(batches))
         assert total is not None
-        return total.item() * weight if self.device.type == "cpu" else total * weight
+        return total.item() * weight if transfer.can_read(self.device) else total * weight
 
     def _pass(self, host: Any, count: float | None, weight: float) -> Tensor:
         """Forward and backward of a microbatch; its summed loss, 0 where that is another rank's."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from runner.booster.precision import LossScale
-from runner.clip import ClipMode, Layout, Number, Outcome, build, total_norm
+from runner.clip import ClipMode, Layout, Number, Outcome, build, total_norm, transfer
 from runner.clip.measure import norms
 
 Nonfinite = Literal["skip", "error", "ignore"]
@@ -122,6 +122,7 @@ class OptimizerWrapper:
         self._left: Written | None = None
         self._start: tuple[float, Tensor] | None = None
         self._finite: bool | Tensor | None = None
+        self._taken: bool | Callable[[], float] = False
         self._fused = all(group.get("fused") for group in self.param_groups)
         self._modes: dict[tuple[str, float, float], ClipMode] = {}
 
@@ -200,9 +201,10 @@ class OptimizerWrapper:
         self.begin_clip()
         norm = total_norm(self.layout, mode.norm_type)
         self.stage = Stage.CLIPPED
-        if self._proceed(norm):
-            return mode.clip(self.layout, norm)
-        return Outcome.skipped(norm, mode.threshold)
+        if not self._proceed(norm):
+            return Outcome.skipped(norm, mode.threshold)
+        outcome = mode.clip(self.layout, norm)
+        return outcome.unless(self._finite) if isinstance(self._finite, Tensor) else outcome
 
     @torch.no_grad()
     def begin_clip(self) -> None:
@@ -224,7 +226,8 @@ class OptimizerWrapper:
         """Take the step, unless the gradients were found not to be finite.
 
         Returns:
-            Whether it was taken. True on an accelerator whose fused optimizer decides for itself.
+            Whether it was taken. True on an accelerator whose fused optimizer decides for itself:
+            :meth:`was_taken` then tells.
 
         Raises:
             StepOrderError: the last backward pass ran under ``no_sync``.
@@ -247,9 +250,12 @@ class OptimizerWrapper:
         if self.loss_scale is not None:
             self.loss_scale.update(bool(finite))
         self._forget(_written(self.layout))
+        self._taken = (
+            transfer.read_later(finite) if isinstance(finite, Tensor) else finite is not False
+        )
         if finite is False:
             return False
-        if self._fused:
+        if any(group.get("fused") for group in self.param_groups):
             self._match_strides()
         for optimizer in self.optimizers:
             if isinstance(finite, Tensor):
@@ -262,6 +268,14 @@ class OptimizerWrapper:
                     del optimizer.found_inf  # type: ignore[attr-defined]
         self._publish()
         return True
+
+    def was_taken(self) -> bool:
+        """Return whether the last call of :meth:`step` took a step.
+
+        Where a fused optimizer decides that on an accelerator, this waits for the decision, but not
+        for work that was queued later: call it after the next backward pass.
+        """
+        return self._taken if isinstance(self._taken, bool) else bool(self._taken())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
@@ -401,7 +415,8 @@ class OptimizerWrapper:
         """Whether the gradients may be clipped; notes whether the step may be taken."""
         if isinstance(norm, Tensor):
             finite = torch.isfinite(norm)
-            if self._fused and self.loss_scale is None and self.nonfinite == "skip":
+            device_skips = self._fused and self.loss_scale is None and self.nonfinite == "skip"
+            if device_skips and self._has_momentum():
                 self._finite = finite
                 return True
             host = bool(finite)
@@ -414,6 +429,19 @@ class OptimizerWrapper:
             raise NonFiniteGradient(f"the gradient's norm is {float(norm)}: {self._culprits()}")
         self._finite = self.nonfinite == "ignore" and self.loss_scale is None
         return False
+
+    def _has_momentum(self) -> bool:
+        """Return whether every group that uses momentum has its buffers.
+
+        torch's fused SGD allocates them in its first step, and leaves them uninitialised if
+        ``found_inf`` skips that step; the next one would add their contents to the weights.
+        """
+        return all(
+            any(parameter in optimizer.state for parameter in group["params"])
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            if group.get("momentum") and group["params"]
+        )
 
     def _culprits(self) -> str:
         names = [name for name, norm in norms(self.layout).items() if not math.isfinite(norm)]

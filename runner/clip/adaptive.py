@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runner.clip import transfer
 from runner.clip.layout import Layout, Number, Piece
 from runner.clip.measure import SQUARES_OVERFLOW, combine
 from runner.clip.mode import ClipMode, Outcome, after_counting
@@ -43,42 +44,36 @@ class AdaptiveClip(ClipMode):
             if piece.name not in self._excluded
             and (piece.cut or piece.scattered or piece.param.grad is not None)
         ]
-        # Every rank has the same norm, so all of them measure units alike.
-        huge = not isinstance(norm, Tensor) and norm * norm > SQUARES_OVERFLOW
-        lengths = [_lengths(piece, torch.float64 if huge else torch.float32) for piece in pieces]
+        # Every rank has the same norm, so all of them measure units alike. An accelerator cannot
+        # look at it, and sums in its widest type at any size.
+        narrow = not isinstance(norm, Tensor) and norm * norm <= SQUARES_OVERFLOW
+        dtype = torch.float32 if narrow else transfer.widest(layout.device)
+        lengths = [_lengths(piece, dtype) for piece in pieces]
         _complete_rows(pieces, lengths)
-        ratios = _complete_vectors(layout, pieces, lengths, self.eps)
+        ratios, present = _complete_vectors(layout, pieces, lengths, self.eps)
         # What all ranks know alike is counted by the first of them.
         first = layout.group is None or layout.group.rank() == 0
-        changed: Number = (ratios > self.limit).sum() if first else 0.0
-        units = float(ratios.numel()) if first else 0.0
-        peaks: list[Number] = list(ratios.detach().tolist() if _on_host(ratios) else ratios)
+        changed: Number = transfer.count(ratios > self.limit) if first else 0.0
+        units: Number = transfer.count(present) if first else 0.0
+        peaks: list[Number] = [transfer.read(ratios.amax())] if ratios.numel() else []
         for piece, (weight, length) in zip(pieces, lengths, strict=True):
             gradient = piece.gradient
             if gradient is None or length.numel() == 0:
                 continue
             ratio = length / weight.clamp(min=self.eps)
-            peak: Number = ratio.amax()
-            if _on_host(gradient):
-                peak = float(peak)
+            peak = transfer.read(ratio.amax())
             held = piece.holders * (piece.cut.size() if piece.cut else 1)
             if not piece.scattered:
-                units += length.numel() / held
+                units = units + length.numel() / held
                 peaks.append(peak)
             if not isinstance(peak, Tensor) and peak <= self.limit:
                 continue
             over = ratio > self.limit
             piece.units.view(gradient).mul_(torch.where(over, self.limit / ratio, 1.0))
             if not piece.scattered:
-                count: Number = over.sum() if isinstance(peak, Tensor) else int(over.sum())
-                changed = changed + count / held
+                changed = changed + transfer.count(over) / held
         highest = combine(peaks or [0.0], math.inf)
         return after_counting(self, layout, norm, changed, units, highest)
-
-
-def _on_host(tensor: Tensor) -> bool:
-    """Whether looking at a figure of ``tensor`` is free."""
-    return tensor.device.type == "cpu"
 
 
 def _lengths(piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -110,7 +105,8 @@ def _complete_rows(pieces: list[Piece], lengths: list[tuple[Tensor, Tensor]]) ->
             groups.setdefault(piece.cut, []).append(i)
     for group, members in groups.items():
         parts = [part for i in members for part in lengths[i]]
-        flat = torch.cat([part.reshape(-1).double().square() for part in parts])
+        wide = transfer.widest(parts[0].device)
+        flat = torch.cat([part.reshape(-1).to(wide).square() for part in parts])
         dist.all_reduce(flat, group=group)
         whole = iter(torch.split(flat.sqrt(), [part.numel() for part in parts]))
         for i in members:
@@ -123,26 +119,28 @@ def _complete_rows(pieces: list[Piece], lengths: list[tuple[Tensor, Tensor]]) ->
 
 def _complete_vectors(
     layout: Layout, pieces: list[Piece], lengths: list[tuple[Tensor, Tensor]], eps: float
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Complete the vectors that are spread over ranks: one flat buffer with a place for each name.
 
     Returns:
-        ‖G_u‖/max(‖W_u‖, ε) of every such vector of the model that has a gradient anywhere, the
-        same on all ranks.
+        ‖G_u‖/max(‖W_u‖, ε) of every such vector of the model, and whether it has a gradient
+        anywhere (the ratio is 0 where it has none); the same on all ranks.
     """
-    places = {name: i for i, name in enumerate(layout.scattered)}
-    if not places:
-        return torch.zeros(0)
-    here = [i for i, piece in enumerate(pieces) if piece.scattered]
     device = layout.device
-    flat = torch.zeros(3, len(places), dtype=torch.float64, device=device)
+    places = {name: i for i, name in enumerate(layout.scattered)}
+    flat = torch.zeros(3, len(places), dtype=transfer.widest(device), device=device)
+    if not places:
+        return flat[0], flat[2] > 0
+    here = [i for i, piece in enumerate(pieces) if piece.scattered]
     if here:
-        at = torch.tensor([places[pieces[i].name] for i in here], device=device)
+        at = transfer.on_device([places[pieces[i].name] for i in here], device).long()
         for row in (0, 1):
-            powers = [lengths[i][row].reshape(()).double() ** 2 / pieces[i].holders for i in here]
+            powers = [
+                lengths[i][row].reshape(()).to(flat.dtype) ** 2 / pieces[i].holders for i in here
+            ]
             flat[row].index_add_(0, at, torch.stack(powers))
         there = [float(pieces[i].gradient is not None) for i in here]
-        flat[2].index_add_(0, at, torch.tensor(there, dtype=torch.float64, device=device))
+        flat[2].index_add_(0, at, transfer.on_device(there, device))
     dist.all_reduce(flat, group=layout.group)
     weight, gradient, present = flat[0].sqrt(), flat[1].sqrt(), flat[2] > 0
     for i in here:
@@ -151,7 +149,8 @@ def _complete_vectors(
             weight[place].view_as(lengths[i][0]).to(lengths[i][0].dtype),
             gradient[place].view_as(lengths[i][1]).to(lengths[i][1].dtype),
         )
-    return (gradient / weight.clamp(min=eps))[present]
+    # A mask as an index would make the host wait for the number of its elements.
+    return gradient / weight.clamp(min=eps), present
 
 
 MODE = AdaptiveClip

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from runner.clip import transfer
+
 Number = float | Tensor
 """A figure on the host where looking is free (CPU), a 0-dimensional tensor elsewhere."""
 
@@ -288,11 +290,11 @@ class Layout:
         """
         if self.group is None:
             return [[figure] for figure in figures]
-        row = on_device(figures, self.device)
+        row = transfer.on_device(figures, self.device)
         rows = [torch.empty_like(row) for _ in range(self.group.size())]
         dist.all_gather(rows, row, group=self.group)
         columns = torch.stack(rows, dim=1)
-        return columns.tolist() if columns.device.type == "cpu" else [list(c) for c in columns]
+        return columns.tolist() if transfer.can_read(columns.device) else [list(c) for c in columns]
 
     def matching(self, patterns: Iterable[str]) -> frozenset[str]:
         """Names that match any glob of ``patterns``.
@@ -397,14 +399,6 @@ def _group(mesh: DeviceMesh, axes: list[int]) -> dist.ProcessGroup | None:
     names = mesh.mesh_dim_names
     assert names is not None
     return mesh[tuple(names[axis] for axis in axes)]._flatten().get_group()
-
-
-def on_device(figures: Sequence[Number], device: torch.device) -> Tensor:
-    """One vector of ``figures`` on ``device``, in float64 where the device has it."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    if any(isinstance(figure, Tensor) for figure in figures):
-        return torch.stack([torch.as_tensor(f, dtype=dtype, device=device) for f in figures])
-    return torch.tensor(figures, dtype=dtype, device=device)
 
 
 def head_weight(model: nn.Module) -> str | None:

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from runner.clip.layout import Layout, Number, on_device
+from runner.clip import transfer
+from runner.clip.layout import Layout, Number
 
 ROW = 16_384
 SHORT = 65_536
@@ -46,7 +47,7 @@ def combine(powers: Sequence[Number], norm_type: float) -> Number:
     """The norm, from one figure of :func:`local_power` a rank."""
     device = next((power.device for power in powers if isinstance(power, Tensor)), None)
     if device is not None:
-        every = on_device(powers, device)
+        every = transfer.on_device(powers, device)
         if math.isinf(norm_type):
             return every.amax()
         norm: Tensor = every.sum() ** (1.0 / norm_type)
@@ -62,15 +63,14 @@ def local_power(layout: Layout, norm_type: float) -> Number:
     """This rank's share of ‖G‖^p (Σ|g|^p ÷ holders), or its largest |g| for p = inf."""
     pieces, gradients = layout.gradients()
     powers = power_sums(gradients, norm_type)
-    if isinstance(powers, Tensor):
-        if math.isinf(norm_type):
-            return powers.amax()
-        if any(piece.holders > 1 for piece in pieces):
-            powers = powers / powers.new_tensor([piece.holders for piece in pieces])
-        return powers.sum()
     if math.isinf(norm_type):
-        return combine([0.0, *powers], norm_type)
-    return sum(power / piece.holders for power, piece in zip(powers, pieces, strict=True))
+        return combine(powers or [0.0], norm_type)
+    holders = [piece.holders for piece in pieces]
+    tensors = [power for power in powers if isinstance(power, Tensor)]
+    if tensors:
+        shares = tensors if max(holders) == 1 else torch._foreach_div(tensors, holders)
+        return torch.stack(shares).sum()
+    return sum(power / ranks for power, ranks in zip(powers, holders, strict=True))
 
 
 def norms(layout: Layout, norm_type: float = 2.0) -> dict[str, float]:
@@ -84,17 +84,19 @@ def norms(layout: Layout, norm_type: float = 2.0) -> dict[str, float]:
         # A tied parameter may lie here twice.
         here[piece.name] = combine([here[piece.name], share], math.inf if highest else 1.0)
     columns = layout.gather(list(here.values()))
-    each = zip(here, columns, strict=True)
+    # All of an accelerator's in one transfer.
+    table = torch.stack([transfer.on_device(column, layout.device) for column in columns]).tolist()
+    each = zip(here, table, strict=True)
     return {name: float(combine(column, norm_type)) for name, column in each}
 
 
-def power_sums(gradients: Sequence[Tensor], norm_type: float) -> list[float] | Tensor:
-    """Σ|g|^p (max|g| for inf) of each gradient: floats on a CPU, one float64 vector elsewhere."""
-    if not gradients or gradients[0].device.type == "cpu":
+def power_sums(gradients: Sequence[Tensor], norm_type: float) -> list[Number]:
+    """Σ|g|^p (max|g| for inf) of each: floats on a CPU, 0-dimensional tensors elsewhere."""
+    if not gradients or transfer.can_read(gradients[0].device):
         return [_power_sum(g, norm_type) for g in gradients]
-    dtype = torch.float32 if gradients[0].device.type == "mps" else torch.float64
-    each = torch.stack(torch._foreach_norm(list(gradients), norm_type, dtype=dtype))
-    return each if math.isinf(norm_type) else each**norm_type
+    dtype = transfer.widest(gradients[0].device)
+    each = torch._foreach_norm(list(gradients), norm_type, dtype=dtype)
+    return list(each if math.isinf(norm_type) else torch._foreach_pow(each, norm_type))
 
 
 def _power_sum(gradient: Tensor, norm_type: float) -> float:

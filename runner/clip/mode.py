@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from runner.clip import transfer
 from runner.clip.layout import Layout, Number
 from runner.clip.measure import combine, local_power
 
@@ -46,6 +47,21 @@ class Outcome(NamedTuple):
         """A step that was not taken because its gradient is not finite."""
         nan = math.nan
         return cls(norm, nan, nan, 0.0, 0.0, nan, nan if threshold is None else threshold)
+
+    def unless(self, finite: Tensor) -> Outcome:
+        """Return this outcome where ``finite`` holds, else :meth:`skipped`, decided on the device.
+
+        Args:
+            finite: 0-dimensional boolean, whether the gradient is finite.
+        """
+        nan = math.nan
+        return self._replace(
+            norm_clipped=torch.where(finite, self.norm_clipped, nan),
+            coef=torch.where(finite, self.coef, nan),
+            clipped=torch.where(finite, self.clipped, 0.0),
+            fraction=torch.where(finite, self.fraction, 0.0),
+            peak=torch.where(finite, self.peak, nan),
+        )
 
 
 @dataclass
@@ -113,13 +129,8 @@ class ClipMode(ABC):
         self.threshold = state["threshold"]
 
 
-def _whole(count: Number) -> Number:
-    """A count that ranks added up from their shares, without the rounding of the shares."""
-    return count.round() if isinstance(count, Tensor) else float(round(count))
-
-
 def after_counting(
-    mode: ClipMode, layout: Layout, norm: Number, changed: Number, of: float, peak: Number
+    mode: ClipMode, layout: Layout, norm: Number, changed: Number, of: Number, peak: Number
 ) -> Outcome:
     """Outcome of a mode that changes parts: counts and the new norm, in one collective.
 
@@ -133,17 +144,17 @@ def after_counting(
     """
     power = local_power(layout, mode.norm_type)
     powers, changes, parts, peaks = layout.gather([power, changed, of, peak])
-    total, everything = _whole(sum(changes)), _whole(sum(parts))
+    highest = combine(peaks, math.inf)
     if isinstance(norm, Tensor):
         after = combine(powers, mode.norm_type)
+        # The ranks' shares of a count add up to it but for rounding.
+        counts = transfer.on_device([sum(changes), sum(parts)], norm.device).round()
+        fraction = counts[0] / counts[1].clamp(min=1.0)
         coef = (after / norm).nan_to_num(nan=1.0)
-        clipped = torch.as_tensor(total > 0, dtype=norm.dtype, device=norm.device)
-        fraction = total / max(float(everything), 1.0)
-        return Outcome(norm, after, coef, clipped, fraction, combine(peaks, math.inf), mode.limit)
-    highest = combine(peaks, math.inf)
-    if total == 0.0:
+        return Outcome(norm, after, coef, fraction.sign(), fraction, highest, mode.limit)
+    total, everything = round(float(sum(changes))), round(float(sum(parts)))
+    if total == 0:
         # The same value twice, not a quotient of two roundings.
         return Outcome.untouched(norm, mode.limit, highest)
-    host = float(combine(powers, mode.norm_type))
-    share = float(total) / float(everything)
-    return Outcome(norm, host, host / norm, 1.0, share, highest, mode.limit)
+    limited = float(combine(powers, mode.norm_type))
+    return Outcome(norm, limited, limited / norm, 1.0, total / everything, highest, mode.limit)

@@ -22,7 +22,9 @@ class NormClip(ClipMode):
             # On an accelerator a look at the norm would stall it: always multiply, by 1 mostly.
             coef = (limit / norm).clamp(max=1.0)
             if gradients:
-                torch._foreach_mul_(gradients, coef.float())
+                # Foreach's fast path wants the gradients' own type, but no narrower one.
+                wide = torch.promote_types(gradients[0].dtype, torch.float32)
+                torch._foreach_mul_(gradients, coef.to(wide))
             clipped = (norm > limit).to(norm.dtype)
             return Outcome(norm, norm * coef, coef, clipped, clipped, norm, limit)
         if norm <= limit:

@@ -8,6 +8,7 @@ import math
 
 from torch import Tensor
 
+from runner.clip import transfer
 from runner.clip.layout import Layout, Number
 from runner.clip.measure import combine, power_sums
 from runner.clip.mode import ClipMode, Outcome, after_counting
@@ -20,18 +21,15 @@ class ValueClip(ClipMode):
         """Clamp in place and count what was changed; one collective where ranks share the model."""
         limit = self.limit
         pieces, gradients = layout.gradients()
-        peaks: list[Number] = list(power_sums(gradients, math.inf))
+        peaks = power_sums(gradients, math.inf)
         changed: Number = 0.0
         elements = 0.0
         for piece, gradient, peak in zip(pieces, gradients, peaks, strict=True):
             elements += gradient.numel() / piece.holders
             if not isinstance(peak, Tensor) and peak <= limit:
                 continue  # To see that costs a thirtieth of counting.
-            count: Number = (gradient.abs() > limit).sum()
-            if gradient.device.type == "cpu":
-                count = int(count)
+            changed = changed + transfer.count(gradient.abs() > limit) / piece.holders
             gradient.clamp_(-limit, limit)
-            changed = changed + count / piece.holders
         return after_counting(
             self, layout, norm, changed, elements, combine(peaks or [0.0], math.inf)
         )

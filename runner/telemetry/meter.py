@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from runner.clip import Number, Outcome
+from runner.clip import Number, Outcome, transfer
 from runner.telemetry.sink import Row, Sink
 
 
@@ -247,12 +246,8 @@ def _spread(figures: array[float]) -> dict[str, float]:
 
 def _on_host(rows: list[tuple[Number, ...]]) -> list[list[float]]:
     """All figures as floats; those of an accelerator in one transfer."""
-    away = [f for row in rows for f in row if isinstance(f, Tensor) and f.device.type != "cpu"]
+    away = [f for row in rows for f in row if isinstance(f, Tensor)]
     if not away:
         return [[float(figure) for figure in row] for row in rows]
-    wide = torch.float32 if away[0].device.type == "mps" else torch.float64
-    here = iter(torch.stack([figure.to(wide) for figure in away]).tolist())
-    return [
-        [next(here) if isinstance(f, Tensor) and f.device.type != "cpu" else float(f) for f in row]
-        for row in rows
-    ]
+    here = iter(transfer.on_device(away, away[0].device).tolist())
+    return [[next(here) if isinstance(f, Tensor) else float(f) for f in row] for row in rows]

@@ -65,21 +65,6 @@ def test_a_threshold_clips_exactly_when_it_is_below_the_peak(mode):
         assert apply_gradient_clipping(model(), mode, threshold).clipped == clips
 
 
-@pytest.mark.parametrize("mode", list(MODES))
-def test_figures_of_an_accelerator_are_those_of_the_host(mode, monkeypatch):
-    """The meta device has no values, so tensors of the host stand in for an accelerator's."""
-    threshold = MODES[mode]
-    host = apply_gradient_clipping(model(), mode, threshold)
-    made = model()
-    layout = Layout.of_model(made)
-    norm = torch.tensor(total_norm(layout), dtype=torch.float64)
-    clipper = build(mode, threshold=threshold)
-    clipper.bind(layout)
-    outcome = clipper.clip(layout, norm)
-    assert float(outcome.peak) == pytest.approx(host.peak, rel=1e-12)
-    assert float(outcome.clipped) == host.clipped
-
-
 def test_an_unclipped_run_counts_norms():
     every, _ = fit(*parts(), clip=None)
     norms = [row["grad/norm"] for row in every]

@@ -1,0 +1,53 @@
+"""The accelerator's code on CPU tensors: metrics stay tensors, and the host reads none of them."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runner.clip import transfer
+
+
+@contextmanager
+def kept_on_device() -> Iterator[None]:
+    """Treat the CPU as an accelerator: reading a value of it is not free."""
+    with patch.object(transfer, "can_read", lambda device: False):
+        yield
+
+
+def call_kept_on_device(body: Callable[..., Any], *args: Any) -> Any:
+    """Return ``body(*args)``, computed as on an accelerator; for :func:`tests.ranks.run_ranks`."""
+    with kept_on_device():
+        return body(*args)
+
+
+class Waits(TorchDispatchMode):
+    """Records what would make the host wait for an accelerator, by the line that asks for it.
+
+    A value that is read, an index by a mask (whose size is read), and a tensor that is made of
+    Python numbers elsewhere than in ``transfer.on_device``, which copies without waiting.
+    """
+
+    READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        by = args[1] if name in ("index", "index_put_") else ()
+        masks = any(index is not None and index.dtype == torch.bool for index in by)
+        if name in self.READS or masks or name == "lift_fresh":
+            frame, functions = sys._getframe(1), []
+            while frame is not None:
+                functions.append((frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
+                frame = frame.f_back
+            ours = [at for at in functions if "/runner/" in at[1]]
+            if ours and not (name == "lift_fresh" and ours[0][0] == "on_device"):
+                self.found.append(f"{name} in {ours[0][0]} ({ours[0][1]}:{ours[0][2]})")
+        return func(*args, **(kwargs or {}))

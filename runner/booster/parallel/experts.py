@@ -21,15 +21,22 @@ def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def of_experts(model: nn.Module) -> frozenset[str]:
-    """Names of all parameters that belong to an expert."""
+    """Names of all parameters and buffers that belong to an expert."""
     return frozenset(
         f"{name}.experts.{own}"
         for name, module in mixtures(model)
-        for own, _ in module.get_submodule("experts").named_parameters()
+        for experts in [module.get_submodule("experts")]
+        for own, _ in (*experts.named_parameters(), *experts.named_buffers())
     )
 
 
 def spread_experts(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Leave each rank of ``group`` its share of the experts of every mixture."""
     for _, module in list(mixtures(model)):
+        experts = list(module.get_submodule("experts").children())
+        held = [expert for expert in experts if next(expert.parameters(), None) is not None]
         module.spread(group)  # type: ignore[operator]
+        for expert in held:
+            if next(expert.parameters(), None) is None:  # it lives on another rank
+                for part in expert.modules():
+                    part._buffers.update(dict.fromkeys(part._buffers))

@@ -20,6 +20,8 @@ from torch.distributed.fsdp import (
 )
 
 from runner.booster.parallel.experts import mixtures
+from runner.booster.parallel.hooks import gradient_hooks
+from runner.booster.parallel.usage import Usage
 from runner.booster.precision import dtype_of
 
 
@@ -59,6 +61,7 @@ def shard(
     root: nn.Module,
     mesh: DeviceMesh,
     sharding: Sharding,
+    usage: Usage,
     experts: DeviceMesh | None = None,
     ends: bool = True,
 ) -> None:
@@ -68,11 +71,18 @@ def shard(
         root: the model, or what this rank has of it.
         mesh: the data-parallel ranks; two axes replicate over the first and shard over the second.
         sharding: how.
+        usage: records which parameters get a gradient, and runs the user's hooks on it.
         experts: the ranks that hold the same experts, where experts are spread over ranks. Their
             gradients are averaged over these ranks alone.
         ends: whether what comes out of ``root`` is what comes out of the model.
     """
     options = sharding.options()
+    hooks = {
+        (module, key): found
+        for module in root.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and (found := gradient_hooks(parameter)) is not None
+    }
     for _, mixture in mixtures(root) if experts is not None else ():
         for expert in mixture.get_submodule("experts").children():
             if any(True for _ in expert.parameters()):
@@ -94,9 +104,11 @@ def shard(
         options["mp_policy"] = dataclasses.replace(policy, output_dtype=torch.float32)
     fully_shard(root, mesh=mesh, **options)
     # Ranks whose samples took different ways through the model would else add up gradients of
-    # different parameters, and nobody would notice.
+    # different parameters, and nobody would notice. What no rank used gets its None back from
+    # `usage`.
     assert isinstance(root, FSDPModule)
     root.set_reduce_scatter_unused_params(True)
+    usage.watch(root, hooks)
 
 
 def give_back(roots: Iterable[nn.Module]) -> None:

@@ -12,6 +12,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from runner.booster.parallel.hooks import (
+    carry_over,
+    gradient_hooks,
+    require_no_post_accumulate,
+)
+
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2}
 FILLS_EVERY_STAGE = ("1f1b", "interleaved_1f1b")
 """Schedules that begin with a microbatch in each stage."""
@@ -163,7 +169,11 @@ def untie(model: nn.Module, stages: Sequence[Sequence[Part]]) -> dict[str, str]:
                 places.setdefault(parameter, []).append((module, key))
     for parameter, held in places.items():
         for others in _joined(users[module] for module, _ in held)[1:]:
+            named = [(names[id(parameter)], parameter)]
+            require_no_post_accumulate(named, "several stages have a copy of this parameter each")
             copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            if (hooks := gradient_hooks(parameter)) is not None:
+                carry_over(hooks, copy)
             for module, key in held:
                 if users[module] <= others:
                     module._parameters[key] = copy

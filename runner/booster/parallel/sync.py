@@ -57,6 +57,8 @@ class GradientSync:
         replicas: those that data parts hold alike.
         tied: those that stages hold alike.
         agree: called when all gradients are final, to compare them where they should be the same.
+        drop_unused: called first; sets gradients of unused sharded parameters to None.
+        buffers: those that data-parallel ranks hold alike.
     """
 
     def __init__(
@@ -65,21 +67,63 @@ class GradientSync:
         replicas: Sequence[Replicas],
         tied: Sequence[Tied],
         agree: Callable[[], None],
+        drop_unused: Sequence[Callable[[], None]] = (),
+        buffers: Sequence[ReplicatedBuffers] = (),
     ) -> None:
         self.parameters = [p for p in parameters if isinstance(p, DTensor)]
         self.replicas = replicas
         self.tied = tied
         self.agree = agree
+        self.drop_unused = drop_unused
+        self.buffers = buffers
 
     @torch.no_grad()
     def __call__(self) -> None:
         """Resolve partial sums, average over replicas, add up tied copies: in this order."""
+        for drop in self.drop_unused:
+            drop()
         _resolve(self.parameters)
         for replicas in self.replicas:
             average(replicas)
         for tied in self.tied:
             _add_up(tied)
+        for buffers in self.buffers:
+            buffers.broadcast()
         self.agree()
+
+
+class ReplicatedBuffers:
+    """Buffers of which the ranks of a group hold the same copy, such as running statistics.
+
+    Each rank updates its copy by its own samples. As under DDP, those of the group's first rank
+    count: all ranks evaluate with them, and they are what is saved.
+
+    Args:
+        model: what this rank holds of the model.
+        group: the data-parallel ranks.
+        belongs: which buffers, by qualified name; all by default.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        belongs: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        self.group = group
+        # By owner and key, because a forward pass may put a new tensor in the place of an old one.
+        self.slots = [
+            (module, key)
+            for prefix, module in model.named_modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None and belongs(f"{prefix}.{key}" if prefix else key)
+        ]
+
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        """Give every rank of the group the buffers of its first one."""
+        found = [module._buffers[key] for module, key in self.slots]
+        broadcast([buffer for buffer in found if buffer is not None], self.group)
 
 
 @torch.no_grad()
@@ -140,6 +184,11 @@ def _add_up(tied: Tied) -> None:
     copies = [p for p in tied.copies if p.requires_grad]
     if not copies:
         return
+    used = torch.tensor([any(p.grad is not None for p in copies)], dtype=torch.int32)
+    if tied.group is not None:
+        dist.all_reduce(used, group=tied.group)
+    if not used.item():
+        return
     for parameter in copies:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -190,9 +239,13 @@ def alike(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     Ranks that drew different weights would train different models under the same name.
     """
+    broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())], group)
+
+
+def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Copy the first rank's ``tensors`` to all ranks of ``group``, in place."""
     if group.size() == 1:
         return
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
     for bucket in buckets([tensor for tensor in tensors if tensor.numel()]):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.broadcast(flat, group=group, group_src=0)

@@ -30,6 +30,7 @@ from torch.distributed.tensor import (
 from torch.nn import functional as F
 
 from runner.booster.parallel.exchange import copy_to, gather, scatter, span, sum_of
+from runner.booster.parallel.hooks import carry_over, gradient_hooks
 
 SEQUENCE = 1
 """Dimension of positions in activations [B, T, width]."""
@@ -353,6 +354,8 @@ def _distribute(
         # The ranks have the same weights already: each cuts its own part.
         spread = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         replaced = nn.Parameter(spread, requires_grad=parameter.requires_grad)
+        if (hooks := gradient_hooks(parameter)) is not None:
+            carry_over(hooks, replaced)
         made[id(parameter)] = parameter, replaced
     module._parameters[key] = made[id(parameter)][1]
 

@@ -15,9 +15,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from runner.booster.optimizer import nothing
 from runner.booster.parallel.axes import grid
+from runner.booster.parallel.hooks import require_no_post_accumulate
 from runner.booster.parallel.sharding import Sharding, give_back, shard, unsynchronised
-from runner.booster.parallel.sync import alike
+from runner.booster.parallel.sync import GradientSync, ReplicatedBuffers, alike
+from runner.booster.parallel.usage import Usage
 from runner.booster.plugin.base import Plugin, Spread, require_process_group
 from runner.clip import Layout
 
@@ -63,18 +66,30 @@ class TorchFSDPPlugin(Plugin):
 
     def configure(self, model: nn.Module) -> Spread:
         """Shard each block (each element of a ModuleList), then the rest of the model."""
-        assert dist.group.WORLD is not None
+        world = dist.group.WORLD
+        assert world is not None
+        why = "fsdp computes with temporary copies of parameters"
+        require_no_post_accumulate(model.named_parameters(), why)
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        alike(model, dist.group.WORLD)
+        alike(model, world)
         device = next(model.parameters()).device.type
         shape: tuple[int, ...] = (self.world_size,)
         names: tuple[str, ...] = ("dp_shard",)
         if self.dp_replicate > 1:
             shape = (self.dp_replicate, self.world_size // self.dp_replicate)
             names = ("dp_replicate", "dp_shard")
-        shard(model, grid(device, shape, names), self.sharding)
-        layout = Layout.of_sharded(model, dist.group.WORLD, whole)
-        return Spread(model, layout, publish=partial(give_back, [model]))
+        usage = Usage()
+        shard(model, grid(device, shape, names), self.sharding, usage)
+        sync = GradientSync(
+            (),
+            (),
+            (),
+            nothing,
+            drop_unused=[partial(usage.drop_unused, dict(model.named_parameters()), world)],
+            buffers=[ReplicatedBuffers(model, world)],
+        )
+        layout = Layout.of_sharded(model, world, whole)
+        return Spread(model, layout, finish=sync, publish=partial(give_back, [model]))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Gradients stay whole and local until a backward pass outside."""

@@ -19,6 +19,7 @@ from runner.booster.optimizer import nothing
 from runner.booster.parallel.agreement import Agreement, repeated
 from runner.booster.parallel.axes import Axes, Sizes, position
 from runner.booster.parallel.experts import mixtures, of_experts, spread_experts
+from runner.booster.parallel.hooks import post_accumulate_hooked, require_no_post_accumulate
 from runner.booster.parallel.partition import Partition
 from runner.booster.parallel.pipeline import Pipeline, Stage
 from runner.booster.parallel.sharding import Sharding, give_back, shard, unsynchronised
@@ -34,7 +35,13 @@ from runner.booster.parallel.stages import (
     stages_on,
     untie,
 )
-from runner.booster.parallel.sync import GradientSync, Replicas, Tied, alike
+from runner.booster.parallel.sync import (
+    GradientSync,
+    Replicas,
+    ReplicatedBuffers,
+    Tied,
+    alike,
+)
 from runner.booster.parallel.tensor import (
     PlanError,
     check_heads,
@@ -42,6 +49,7 @@ from runner.booster.parallel.tensor import (
     parallelize,
     plan_of,
 )
+from runner.booster.parallel.usage import Usage
 from runner.booster.plugin.base import Plugin, Spread, require_process_group
 from runner.clip import Layout
 from runner.clip.layout import head_weight
@@ -70,7 +78,8 @@ class HybridParallelPlugin(Plugin):
             there are stages.
         split: names of the modules with which further stages begin; by default stages have about as
             many parameters each.
-        reshard_after_forward: with ``zero_stage`` 3, see :class:`~runner.booster.TorchFSDPPlugin`.
+        reshard_after_forward: with ``zero_stage`` 3, see :class:`~runner.booster.TorchFSDPPlugin`;
+            with ``schedule="zero_bubble"`` parameters stay gathered until the backward pass.
         param_dtype: with ``zero_stage`` 2 and 3, likewise.
         cpu_offload: with ``zero_stage`` 2 and 3, likewise.
         precision: ``fp32``, ``bf16`` or ``fp16``, for a Booster that is not told otherwise.
@@ -131,9 +140,12 @@ class HybridParallelPlugin(Plugin):
                 f"{pp_size} pipeline ranks, as schedule {schedule} has it"
             )
         self.split = split
-        self.sharding = Sharding(
-            reshard_after_forward and zero_stage == 3, param_dtype, cpu_offload
-        )
+        # A zero-bubble schedule looks for the weights of a stage before it computes gradients, and
+        # would not find those that are gathered only then.
+        reshard = reshard_after_forward and zero_stage == 3
+        if pp_size > 1 and schedule == "zero_bubble":
+            reshard = False
+        self.sharding = Sharding(reshard, param_dtype, cpu_offload)
         self.stage, self._part, tensor_part = position(self.rank, self.sizes)
         last = stages_on(self.stage, pp_size, schedule)[-1] == self.stage_count - 1
         self.speaks = tensor_part == 0 and (pp_size == 1 or last)
@@ -216,6 +228,7 @@ class HybridParallelPlugin(Plugin):
         if sizes.tp > 1 and self.sequence_parallel:
             check_sequence(styles)
         stages = cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
+        self._check_hooks(model)
         alike(model, world)
 
         renamed = untie(model, stages)
@@ -234,11 +247,12 @@ class HybridParallelPlugin(Plugin):
             parallelize(model, styles, axes.tp, sequence=self.sequence_parallel)
         modules = {number: Stage(model, stages[number]) for number in own}
         publish: Callable[[], None] = nothing
+        usage = Usage()
         if self.zero_stage >= 2:
             apart = axes.edp if sizes.ep > 1 else None
             roots = list(modules.values()) if stages else [model]
             for root in roots:
-                shard(root, axes.dp, self.sharding, apart, ends=not stages)
+                shard(root, axes.dp, self.sharding, usage, apart, ends=not stages)
             publish = partial(give_back, roots)
 
         def ranks(name: str) -> int:
@@ -254,12 +268,46 @@ class HybridParallelPlugin(Plugin):
         return Spread(
             model,
             layout,
-            finish=GradientSync(model.parameters(), replicas, tied, agree),
+            finish=GradientSync(
+                model.parameters(),
+                replicas,
+                tied,
+                agree,
+                self._drop_unused(model, axes, experts, usage) if self.zero_stage >= 2 else (),
+                [
+                    ReplicatedBuffers(model, axes.group("dp"), lambda name: name not in experts),
+                    ReplicatedBuffers(model, axes.group("edp"), lambda name: name in experts),
+                ],
+            ),
             publish=publish if partition is None else partition.publish,
             steps=None if partition is None else partition.mine,
             pipeline=self._pipeline(modules, axes, device) if stages else None,
             renamed=renamed,
         )
+
+    def _check_hooks(self, model: nn.Module) -> None:
+        """Refuse hooks that cannot run, and warn of those that run more often than one expects.
+
+        Raises:
+            HookError: a parameter with a post-accumulate hook will be replaced, or computed in a
+                way that leaves the hook out.
+        """
+        found = None
+        if self.sizes.tp > 1:
+            found = "tensor parallelism replaces parameters by the parts on each rank"
+        elif self.zero_stage >= 2:
+            found = f"zero_stage={self.zero_stage} computes with temporary copies of parameters"
+        elif self.sizes.pp > 1 and self.schedule == "zero_bubble":
+            found = "schedule=zero_bubble computes the gradients of weights apart"
+        if found is not None:
+            require_no_post_accumulate(model.named_parameters(), found)
+        hooked = post_accumulate_hooked(model.named_parameters())
+        if hooked and self.sizes.pp > 1 and self.rank == 0:
+            log.warning(
+                "%s: a post-accumulate hook runs once for each of the %d microbatches of a batch",
+                ", ".join(hooked),
+                self.num_microbatches,
+            )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Sharded gradients stay local until a backward pass outside, but those of stages, which
@@ -278,6 +326,17 @@ class HybridParallelPlugin(Plugin):
             return [Replicas(spread, None, sizes.ep)] if experts else []
         each = [Replicas(shared, axes.group("dp"), sizes.dp)]
         return [*each, Replicas(spread, axes.group("edp"), sizes.dp)] if experts else each
+
+    def _drop_unused(
+        self, model: nn.Module, axes: Axes, experts: frozenset[str], usage: Usage
+    ) -> list[Callable[[], None]]:
+        """What sets gradients of unused sharded parameters to None, for each group of ranks."""
+        named = list(model.named_parameters())
+        shares = {
+            "dp": {name: p for name, p in named if name not in experts},
+            "edp": {name: p for name, p in named if name in experts},
+        }
+        return [partial(usage.drop_unused, held, axes.group(at)) for at, held in shares.items()]
 
     def _tied(
         self,

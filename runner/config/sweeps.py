@@ -165,10 +165,11 @@ def jobs(composer: Composer, lists: Lists) -> tuple[list[Job], list[Problem]]:
 
 
 def _sweeper_problems(master: DictConfig | None) -> Iterator[Problem]:
-    """Counts of Hydra's sweepers that no sweep can have; Hydra itself fails on them, or never ends."""
+    """Counts that no sweep can have; Hydra's sweepers fail on them, or never end."""
     settings: dict[str, Any] = {} if master is None else dict(master.hydra.sweeper)
-    for key in _COUNTS.keys() & settings.keys():
-        rule = _COUNTS[key]
+    for key, rule in _COUNTS.items():
+        if key not in settings:
+            continue
         try:
             rule.read(settings[key])
         except ValueError:

@@ -7,24 +7,26 @@ where it takes no memory.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from runner import build
 from runner.clip import Layout
-from runner.config.nearest import or_list
 from runner.config.problem import Problem, RequestError
+from runner.config.schema import Data as DataConfig
 from runner.config.schema import RunConfig, Target
 from runner.config.sizes import SizeError, sizes
-from runner.data import Data, DataUnavailable
+from runner.data import Data
 from runner.loss import WindowLoss
+from runner.refused import first_line, require_known, to_blame, wrong_kinds
 
 
 def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
@@ -98,18 +100,29 @@ def _misfit(config: RunConfig) -> SizeError | None:
 
 def _data(config: RunConfig, problems: list[Problem]) -> Data | None:
     try:
-        _bind("data", config.data)
+        if wrong := _arguments("data", config.data):
+            problems += wrong
+            return None
         data = build.make_data(config.data)
         for part in ("train", "test"):
             if not hasattr(getattr(data, part), "__len__"):
                 endless = f"its {part} data has no length: a map-style data set is needed"
                 raise build.TargetError(f"{config.data.target}: {endless}")
         return data
-    except DataUnavailable as error:
-        problems.append(Problem("data._target_", config.data.target, str(error)))
     except Exception as error:
-        problems.append(_refused("data", config.data, error))
+        problems += to_blame("data", config.data, _make_data, error)
     return None
+
+
+def _make_data(target: Target) -> Data:
+    assert isinstance(target, DataConfig)
+    return build.make_data(target)
+
+
+def _arguments(section: str, target: Target) -> list[Problem]:
+    """What the signature of ``target`` tells about its arguments."""
+    require_known(section, target)
+    return wrong_kinds(section, target)
 
 
 def _durations(config: RunConfig, data: Data) -> list[Problem]:
@@ -147,19 +160,30 @@ def _sequence(config: RunConfig, data: Data) -> list[Problem]:
 
 def _model(config: RunConfig, problems: list[Problem]) -> nn.Module | None:
     try:
-        _bind("model", config.model)
-        with torch.device("meta"):
-            model = build.maker(config.model)()
-        if isinstance(model, nn.Module):
-            return model
-        made = f"makes a {type(model).__name__}, not a torch.nn.Module"
-        problems.append(Problem("model._target_", config.model.target, made))
-    except (RuntimeError, NotImplementedError) as error:
-        if not _about_meta(error):
-            problems.append(_refused("model", config.model, error))
+        if wrong := _arguments("model", config.model):
+            problems += wrong
+            return None
+        model = _make_model(config.model)
     except Exception as error:
-        problems.append(_refused("model", config.model, error))
+        problems += to_blame("model", config.model, _make_model, error)
+        return None
+    if model is None or isinstance(model, nn.Module):
+        return model
+    made = f"makes a {type(model).__name__}, not a torch.nn.Module"
+    problems.append(Problem("model._target_", config.model.target, made))
     return None
+
+
+def _make_model(target: Target) -> object:
+    """What ``target`` makes on the meta device; None where that device cannot make it."""
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself says them
+            return build.maker(target)()
+    except (RuntimeError, NotImplementedError) as error:
+        if _about_meta(error):
+            return None
+        raise
 
 
 def _fit(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
@@ -177,7 +201,7 @@ def _fit(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
     except Exception as error:
         if _about_meta(error):
             return []
-        said = _first_line(error)
+        said = first_line(error)
         message = f"does not take a sample of {config.data.target} ({shape}): {said}"
         return [Problem("model._target_", config.model.target, message)]
     return []
@@ -185,19 +209,32 @@ def _fit(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
 
 def _optimizer_and_scheduler(config: RunConfig, data: Data | None, problems: list[Problem]) -> None:
     parameter = nn.Parameter(torch.zeros(1))
+
+    def make_optimizer(target: Target) -> Optimizer:
+        made = build.make_optimizer(target, [parameter])
+        _steps_unasked(target, made)
+        return made
+
+    optimizer: Optimizer = torch.optim.SGD([parameter], lr=0.1)
     try:
-        _bind("optimizer", config.optimizer)
-        optimizer = build.make_optimizer(config.optimizer, [parameter])
-        _steps_unasked(config.optimizer, optimizer)
+        if wrong := _arguments("optimizer", config.optimizer):
+            problems += wrong
+        else:
+            optimizer = make_optimizer(config.optimizer)
     except Exception as error:
-        problems.append(_refused("optimizer", config.optimizer, error))
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        problems += to_blame("optimizer", config.optimizer, make_optimizer, error)
+    steps = 1 if data is None else build.steps_of(config, data, build.data_parts(config))
+
+    def make_scheduler(target: Target) -> None:
+        _steps_unasked(target, build.make_scheduler(target, optimizer, steps))
+
     try:
-        _bind("scheduler", config.scheduler)
-        steps = 1 if data is None else build.steps_of(config, data)
-        _steps_unasked(config.scheduler, build.make_scheduler(config.scheduler, optimizer, steps))
+        if wrong := _arguments("scheduler", config.scheduler):
+            problems += wrong
+        else:
+            make_scheduler(config.scheduler)
     except Exception as error:
-        problems.append(_refused("scheduler", config.scheduler, error))
+        problems += to_blame("scheduler", config.scheduler, make_scheduler, error)
 
 
 def _steps_unasked(target: Target, made: Any) -> None:
@@ -208,43 +245,6 @@ def _steps_unasked(target: Target, made: Any) -> None:
             and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ):
             raise build.TargetError(f"{target.target} cannot be used: its step asks for {name}")
-
-
-def _bind(section: str, target: Target) -> None:
-    """Raise a TargetError that names what ``target`` does not take, and the ways out."""
-    make = build.maker(target)
-    function: Callable[..., Any] = getattr(make, "func", make)
-    try:
-        known = inspect.signature(function).parameters
-    except ValueError:
-        return
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
-        return
-    unknown = [name for name in target.arguments if name not in known]
-    if not unknown:
-        return
-    meant = dict.fromkeys(
-        near for name in unknown for near in difflib.get_close_matches(name, known, n=1)
-    )
-    mean = f" did you mean {or_list(meant)}?" if meant else ""
-    many = len(unknown) > 1
-    # They may be the option's own, which stay where a _target_ alone is replaced.
-    way = f"{' '.join(f'~{section}.{name}' for name in unknown)} leave{'' if many else 's'} "
-    raise build.TargetError(
-        f"{target.target} takes no argument{'s' if many else ''} {', '.join(unknown)};{mean} "
-        f"{way}{'them' if many else 'it'} out  (it takes {', '.join(known) or 'none'})"
-    )
-
-
-def _refused(key: str, target: Target, error: Exception) -> Problem:
-    about_target = isinstance(error, build.TargetError)
-    message = str(error) if about_target else f"refused its arguments: {_first_line(error)}"
-    return Problem(f"{key}._target_", target.target, message)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _about_meta(error: Exception) -> bool:

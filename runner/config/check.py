@@ -12,6 +12,7 @@ from functools import cache, reduce
 from operator import getitem
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+from runner.config.arguments import rule_like, usual
 from runner.config.nearest import nearest_keys, nearest_name, or_list
 from runner.config.problem import MISSING, NOTHING, Problem, RequestError
 from runner.config.rules import Refusal, Rule
@@ -117,7 +118,7 @@ class _Check:
         others = {key: node[key] for key in node if key not in map(_key, hints)}
         if is_open:
             values["arguments"] = others
-            self._missing(others, path)
+            self._arguments(others, path, node.get("_target_"))
         else:
             self._unknown(others, path)
         if len(self.problems) > before:
@@ -135,6 +136,9 @@ class _Check:
         _, rule, meaning = get_args(hint)
         if value == MISSING:
             return self._note(path, value, f"no value given; must be {rule.text} ({meaning})")
+        return self._read(rule, value, path)
+
+    def _read(self, rule: Rule, value: Any, path: str) -> Any:
         try:
             return rule.read(value)
         except Refusal as refusal:
@@ -151,11 +155,16 @@ class _Check:
             for leaf, content in leaves(where, value):
                 self.problems.append(unknown_key(leaf, known, content))
 
-    def _missing(self, others: Mapping[str, Any], path: str) -> None:
+    def _arguments(self, others: Mapping[str, Any], path: str, target: Any) -> None:
+        """Note arguments of ``target`` that are missing, or unlike those of its file."""
+        examples = usual(path, target) if isinstance(target, str) else {}
         for key, value in others.items():
-            for leaf, content in leaves(f"{path}.{key}", value):
-                if content == MISSING:
-                    self._note(leaf, content, "no value given")
+            missing = [leaf for leaf, one in leaves(f"{path}.{key}", value) if one == MISSING]
+            for leaf in missing:
+                self._note(leaf, MISSING, "no value given")
+            rule = rule_like(examples.get(key))
+            if rule is not None and not missing:
+                self._read(rule, value, f"{path}.{key}")
 
     def _note(self, key: str, value: Any, message: str) -> None:
         self.problems.append(Problem(key, value, message))

@@ -58,6 +58,18 @@ def number(above: float) -> Rule:
     return Rule(f"a finite number greater than {above:g}", read)
 
 
+def at_least(least: float) -> Rule:
+    """A finite number of at least ``least``."""
+
+    def read(value: Any) -> float:
+        result = _as_float(value)
+        if not math.isfinite(result) or result < least:
+            raise ValueError
+        return result
+
+    return Rule(f"a finite number of at least {least:g}", read)
+
+
 def numbers(above: float) -> Rule:
     """A list of finite numbers greater than ``above``; an empty one too."""
     one = number(above)

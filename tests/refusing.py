@@ -1,0 +1,43 @@
+"""Targets that refuse arguments, each in a way of its own."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+
+class Optimizer(torch.optim.SGD):
+    def __init__(self, params, lr=0.1, momentum=0.9, weight_decay=0.0, nesterov=False):
+        if lr < 0:
+            raise ValueError("lr is negative")
+        if momentum < 0:
+            raise ValueError("momentum is negative")
+        super().__init__(params, lr, momentum)
+
+
+class Net(nn.Module):
+    def __init__(
+        self,
+        width: int = 4,
+        scale: float | None = None,
+        kind: Literal["plain", "gated"] = "plain",
+        widths: Sequence[int] = (),
+        bias: bool = True,
+        act: nn.Module | None = None,
+        free=None,
+    ):
+        super().__init__()
+        if free == "no":
+            raise RuntimeError("I will not")
+
+
+def pair(first: int, second: int) -> object:
+    """Both must be given."""
+    if first > second:
+        raise ValueError(f"second must be at least first, not {second} and {first}")
+    return first, second
+
+
+def silent(first: int, second: int) -> object:
+    raise ValueError("no")

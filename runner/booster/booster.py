@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.booster import joint
-from runner.booster.optimizer import Nonfinite, OptimizerWrapper
+from runner.booster.optimizer import Nonfinite, OptimizerWrapper, nothing
 from runner.booster.optimizers import require_safe
 from runner.booster.parallel.gathering import gathered
 from runner.booster.plugin import Plugin, SinglePlugin
 from runner.booster.precision import LossScale, ModelWrapper, dtype_of
 from runner.clip import Layout
+from runner.clip.boosted import register
 from runner.loss import WindowLoss
 
 _wrappers: WeakKeyDictionary[nn.Module, ReferenceType[ModelWrapper]] = WeakKeyDictionary()
@@ -130,6 +131,8 @@ class Booster:
             wrapper.renamed, wrapper.names, wrapper.optimizer = spread.renamed, named, boosted
             _wrappers[each] = ref(wrapper)
             wrapped.append(wrapper)
+        if boosted is not None or any(spread.finish is not nothing for spread in spreads.values()):
+            register(boosted, _owned([*wrapped, *parts.values()], given, boosted))
         first = wrapped[0] if isinstance(model, nn.Module) else wrapped
         return first, boosted, criterion, dataloader, lr_scheduler
 
@@ -241,6 +244,29 @@ def _names_of(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     named = model.state_dict(keep_vars=True).items()
     return {name: first.setdefault(id(t), name) for name, t in named if isinstance(t, Tensor)}
+
+
+def _owned(
+    modules: Sequence[nn.Module],
+    given: Mapping[str, Mapping[str, nn.Parameter]],
+    optimizer: OptimizerWrapper | None,
+) -> Iterator[nn.Module | Tensor]:
+    """Everything by which users may name the gradients of what was boosted together.
+
+    Args:
+        modules: the wrappers and the user's modules.
+        given: the parameters of each module before it was spread: some were replaced.
+        optimizer: the boosted optimizer, if any; its layout holds the parameters there are now.
+    """
+    for module in modules:
+        yield module
+        yield from module.parameters()
+        if isinstance(module, ModelWrapper):
+            yield module.module
+    for named in given.values():
+        yield from named.values()
+    if optimizer is not None:
+        yield from (piece.param for piece in optimizer.layout.pieces)
 
 
 def wrapper_of(model: nn.Module) -> ModelWrapper | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.clip.boosted import clip_boosted
 from runner.clip.layout import Layout
 from runner.clip.measure import total_norm
 from runner.clip.mode import ClipMode, Outcome
@@ -49,11 +50,14 @@ def apply_gradient_clipping(
 ) -> Outcome:
     """Clip the gradients of ``parameters`` in place. Call it after ``backward``, before ``step``.
 
+    A boosted model is clipped by its optimizer: gradients are synchronised and unscaled first, the
+    norm is that of the whole model on all ranks, and a second clipping in one step is refused.
+
     Args:
         parameters: a module (whose transposed convolutions and classifier head are then known),
-            or parameters, or one tensor. Of a model whose parameters are DTensors (``fully_shard``,
-            tensor parallelism) give the module, on every rank; for stages and experts boost the
-            model with its plugin and clip through the optimizer.
+            or parameters, or one tensor. Of a boosted model, on every rank: the boosted model, the
+            user's own model object, or all parameters of either. Of another model whose parameters
+            are DTensors (``fully_shard``): the module, on every rank.
         clipping_type: ``norm``, ``value`` or ``adaptive``.
         clipping_threshold: λ, above 0.
         norm_type: p of the total norm.
@@ -62,16 +66,28 @@ def apply_gradient_clipping(
         What was done: the norm before and after, the coefficient, the share clipped.
 
     Raises:
-        ValueError: an unknown type, or a threshold that is not above 0.
+        ValueError: an unknown type, a threshold that is not above 0, no parameters at all, or
+            parameters of a boosted model that cannot be clipped by themselves.
+        StepOrderError: gradients of a boosted model are not final, or were clipped already.
         TypeError: parameters are sharded, and are not given as a module.
     """
     mode = build(clipping_type, threshold=clipping_threshold, norm_type=norm_type)
-    if isinstance(parameters, nn.Module):
-        layout = Layout.of_model(parameters)
-    else:
-        layout = Layout.of_parameters(parameters)
+    listed = [parameters] if isinstance(parameters, Tensor) else parameters
+    given = listed if isinstance(listed, nn.Module) else list(listed)
+    if given == []:
+        raise ValueError("no parameters to clip: give a module, or parameters")
+    outcome = clip_boosted(given, mode)
+    if outcome is not None:
+        return outcome
+    layout = _layout_of(given)
     mode.bind(layout)
     return mode.clip(layout, total_norm(layout, norm_type))
+
+
+def _layout_of(given: nn.Module | list[Tensor]) -> Layout:
+    if isinstance(given, nn.Module):
+        return Layout.of_model(given)
+    return Layout.of_parameters(given)
 
 
 @dataclass(frozen=True)

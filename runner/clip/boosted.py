@@ -1,0 +1,105 @@
+"""Which modules and parameters belong to a boosted model, so that one call can clip it.
+
+A boosted model is spread over ranks, and its gradients may be neither synchronised nor unscaled
+when they are to be clipped. Its optimizer does both; it registers here what it looks after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+from weakref import ReferenceType, ref
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from runner.clip.layout import Layout
+from runner.clip.mode import ClipMode, Outcome
+
+
+class Clipper(Protocol):
+    """Clips the whole gradient of what was boosted together."""
+
+    layout: Layout
+
+    def begin_clip(self) -> None:
+        """Synchronise and unscale the gradients."""
+
+    def clip(self, mode: ClipMode) -> Outcome:
+        """Do that, and clip by ``mode``."""
+
+
+_clippers = WeakIdKeyDictionary()
+"""A weak reference to the clipper of each module and parameter; None where there is no clipper."""
+
+
+def register(clipper: Clipper | None, owned: Iterable[nn.Module | Tensor]) -> None:
+    """Note who clips modules and parameters.
+
+    Args:
+        clipper: kept by a weak reference; None for a model whose gradients nobody synchronises,
+            because it was boosted without an optimizer.
+        owned: the modules that users may name, and the parameters, also those that were replaced.
+    """
+    known = None if clipper is None else ref(clipper)
+    for each in owned:
+        _clippers[each] = known
+
+
+def clip_boosted(given: nn.Module | list[Tensor], mode: ClipMode) -> Outcome | None:
+    """Clip what belongs to a boosted model; None where it belongs to none and nothing was done.
+
+    Args:
+        given: a module, or parameters.
+        mode: how to clip.
+
+    Raises:
+        ValueError: the gradients cannot be clipped as asked; the message says what to write.
+    """
+    parameters = list(given.parameters()) if isinstance(given, nn.Module) else given
+    found = [_known(parameter) for parameter in parameters]
+    if isinstance(given, nn.Module) and given in _clippers:
+        found.append(_known(given))
+    clippers = {id(clipper): clipper for known, clipper in found if known}
+    if not clippers:
+        return None
+    clipper = next(iter(clippers.values()))
+    if clipper is None:
+        raise ValueError(
+            "this model was boosted without its optimizer, which synchronises gradients before "
+            "they are clipped: booster.boost(model, optimizer)"
+        )
+    if len(clippers) > 1 or not all(known for known, _ in found):
+        raise ValueError(
+            "these parameters are not all of one boosted model: clip each boosted model by itself, "
+            "or boost them together: booster.boost([first, second], optimizer)"
+        )
+    pieces = {id(piece.param): piece for piece in clipper.layout.pieces}
+    if any(id(parameter) not in pieces for parameter in parameters):
+        raise ValueError(
+            "these parameters were replaced when the model was boosted: give the boosted model, "
+            "or its parameters() of now"
+        )
+    asked = {id(parameter) for parameter in parameters}
+    if all(key in asked or not piece.param.requires_grad for key, piece in pieces.items()):
+        mode.bind(clipper.layout)
+        return clipper.clip(mode)
+    if clipper.layout.group is not None:
+        raise ValueError(
+            "these are some of the parameters that were boosted together, whose gradients lie on "
+            "several ranks: clip all of them, by apply_gradient_clipping(boosted_model, ...) or by "
+            "optimizer.clip_grad_by_norm(max_norm)"
+        )
+    clipper.begin_clip()
+    return None
+
+
+def _known(owned: nn.Module | Tensor) -> tuple[bool, Clipper | None]:
+    """Whether it belongs to a boosted model, and who clips it."""
+    if owned not in _clippers:
+        return False, None
+    known: ReferenceType[Clipper] | None = _clippers[owned]
+    if known is None:
+        return True, None
+    clipper = known()
+    return clipper is not None, clipper

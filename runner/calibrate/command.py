@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from runner import cli
-from runner.calibrate import candidates, distribution, suggest, would_clip
+from runner.calibrate import (
+    Histogram,
+    candidates,
+    distribution,
+    suggest,
+    suggest_by_parts,
+    would_clip,
+)
+from runner.calibrate.distribution import POINTS, warm_up
 from runner.calibrate.published import nearest
 from runner.calibrate.text import lines
 from runner.config import Problem, RequestError
@@ -93,12 +101,13 @@ def describe(job: Job, measured: Mapping[str, Any], words: Sequence[str]) -> dic
         measured: from :func:`runner.calibrate.measure.execute`.
         words: as typed.
     """
-    clip, asked = job.config.clip, job.config.calibrate
+    clip = job.config.clip
     mode = "norm" if clip.mode == "none" else clip.mode
     norms, peaks = measured["norms"], measured["peaks"]
-    steps = len(norms)
-    first = steps // 10 if asked.warmup_steps is None else min(asked.warmup_steps, steps - 1)
-    suggested = suggest(distribution(peaks[first:]))
+    steps, first = len(norms), warm_up(len(norms), job.config.calibrate.warmup_steps)
+    parts = None if mode == "norm" else Histogram(**measured["parts"])
+    measure = distribution(peaks[first:])
+    suggested = suggest(measure) if parts is None else suggest_by_parts(mode, parts)
     listed = candidates(mode, suggested, (*clip.what_if, clip.threshold))
     near = nearest(mode, measured["kind"], suggested.start if suggested else None)
     found: dict[str, Any] = {
@@ -109,16 +118,24 @@ def describe(job: Job, measured: Mapping[str, Any], words: Sequence[str]) -> dic
         "warmup_steps": first,
         "nonfinite": distribution(norms).nonfinite,
         "loss": measured["loss"],
-        "norm": _parts(norms, first),
+        "norm": _apart(norms, first),
     }
-    if mode != "norm":
-        found["peak"] = _parts(peaks, first)
+    if parts is not None:
+        found["peak"] = _apart(peaks, first)
+        found["parts"] = {
+            "total": parts.total,
+            "nonzero": parts.nonzero,
+            **{f"p{point}": parts.largest(1 - point / 100) for point in POINTS},
+        }
+        found["would_clip_parts"] = {str(one): parts.share_above(one) for one in listed}
     return found | {
         "suggested": asdict(suggested) if suggested else None,
         "would_clip": {str(threshold): would_clip(peaks, threshold) for threshold in listed},
         "kind": measured["kind"],
         "published": [
-            {**asdict(one), "would_clip": would_clip(peaks, one.threshold)} for one in near
+            {**asdict(one), "would_clip": would_clip(peaks, one.threshold)}
+            | ({} if parts is None else {"would_clip_parts": parts.share_above(one.threshold)})
+            for one in near
         ],
         "next": commands(words, mode, suggested.start if suggested else None),
         "norms": norms,
@@ -152,7 +169,7 @@ def commands(words: Sequence[str], mode: str, start: float | None) -> dict[str, 
     return {"run": shlex.join(run), "sweep": shlex.join(sweep)}
 
 
-def _parts(figures: Sequence[float], first: int) -> dict[str, Any]:
+def _apart(figures: Sequence[float], first: int) -> dict[str, Any]:
     return {
         "warm_up": asdict(distribution(figures[:first])),
         "after_warm_up": asdict(distribution(figures[first:])),

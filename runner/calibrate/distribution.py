@@ -1,4 +1,8 @@
-"""What a stream of gradient norms looks like, and which thresholds it suggests. Pure functions."""
+"""What gradients look like, and which thresholds that suggests. Pure functions.
+
+A mode that clips whole steps is judged by the norms of the steps; one that clips elements or units
+by all elements or units of all steps, because the largest of them says nothing about the others.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 POINTS = (50, 75, 90, 95, 99)
+
+CLIPPED = {"adaptive": (0.2, 0.5, 0.05), "value": (0.01, 0.1, 0.001)}
+"""Shares of the units, or elements, that the start and the ends of the range clip, by mode.
+
+No paper gives a rule. On ordinary models the studied thresholds of adaptive clipping (0.01 to 0.16)
+clip from a twentieth to more than half of the units. Clamping elements turns the gradient, so fewer
+of them are clipped."""
 
 STUDIED = {
     "norm": (0.1, 0.25, 1.0, 2.0),
@@ -42,18 +54,62 @@ class Distribution:
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """Elements or units by what is compared with λ, on bins of equal width in log10.
+
+    Attributes:
+        counts: of each bin.
+        total: of everything, so also of zeros, which no bin holds.
+        lowest, highest: log10 of the outer edges.
+    """
+
+    counts: Sequence[float]
+    total: float
+    lowest: float
+    highest: float
+
+    @property
+    def nonzero(self) -> float:
+        """How many are not zero: units of an embedding, say, whose token was in the batch."""
+        return math.fsum(self.counts)
+
+    def share_above(self, threshold: float) -> float:
+        """Share of everything, zeros included, that is above ``threshold``."""
+        edges, above = self._above()
+        return float(np.interp(math.log10(threshold), edges, above)) / max(self.total, 1.0)
+
+    def largest(self, share: float) -> float:
+        """The value above which ``share`` of those that are not zero lie; NaN if all are zero."""
+        edges, above = self._above()
+        if not above[0]:
+            return math.nan
+        # np.interp wants rising numbers.
+        return float(10 ** np.interp(-share * above[0], -above, edges))
+
+    def _above(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The edges of the bins, and how many are above each."""
+        edges = np.linspace(self.lowest, self.highest, len(self.counts) + 1)
+        return edges, np.append(np.cumsum(np.asarray(self.counts)[::-1])[::-1], 0.0)
+
+
+@dataclass(frozen=True)
 class Suggestion:
     """Thresholds to try.
 
     Attributes:
-        start: to begin with, the 90th percentile: it holds the largest tenth of the steps.
-        low: half of the mean.
-        high: ten times the mean.
+        start: to begin with: it clips the largest tenth of the steps, or the largest units.
+        low: lower end of a range worth a sweep.
+        high: its upper end.
     """
 
     start: float
     low: float
     high: float
+
+
+def warm_up(steps: int, asked: int | None) -> int:
+    """How many of the first steps are described apart: as asked, or a tenth."""
+    return steps // 10 if asked is None else min(asked, steps - 1)
 
 
 def distribution(figures: Iterable[float]) -> Distribution:
@@ -84,6 +140,15 @@ def suggest(measured: Distribution) -> Suggestion | None:
     """
     found = [_rounded(x) for x in (measured.p90, measured.mean / 2, measured.mean * 10)]
     return Suggestion(*found) if all(math.isfinite(x) and x > 0 for x in found) else None
+
+
+def suggest_by_parts(mode: str, parts: Histogram) -> Suggestion | None:
+    """Thresholds to three digits for a mode that clips elements or units; None if all are zero.
+
+    The thresholds are those that clip the shares of `CLIPPED`.
+    """
+    found = [_rounded(parts.largest(share)) for share in CLIPPED[mode]]
+    return Suggestion(*found) if all(x > 0 for x in found) else None
 
 
 def would_clip(peaks: Sequence[float], threshold: float) -> float:

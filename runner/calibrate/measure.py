@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from runner import build
+from runner.calibrate.distribution import warm_up
 from runner.clip import ClipMode
+from runner.clip.tally import HIGHEST, LOWEST, Tally
 from runner.config.duration import Duration
 from runner.config.schema import RunConfig
 from runner.job import make_trainer
@@ -29,14 +31,19 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
 
     Returns:
         ``norms`` and ``peaks`` of every step (see :class:`runner.clip.Outcome`), the ``loss`` of
-        the last one, and the ``kind`` of data: ``language``, ``vision`` or ``other``.
+        the last one, the ``kind`` of data: ``language``, ``vision`` or ``other``; and
+        ``parts``, all elements or units of the steps after the warm-up (see
+        :class:`runner.calibrate.Histogram`), empty for a mode that clips whole steps.
     """
-    trainer = make_trainer(
-        config, sinks, mode=unclipped(config), max_duration=end_of(config), evaluates=False
-    )
+    mode, end = unclipped(config), end_of(config)
+    tally = mode.tally = Tally(warm_up(end.value, config.calibrate.warmup_steps))
+    trainer = make_trainer(config, sinks, mode=mode, max_duration=end, evaluates=False)
     trainer.fit()
     meter = trainer.meter
+    counts, total = tally.gather(trainer.optimizer.layout)
+    parts = {"counts": counts, "total": total, "lowest": LOWEST, "highest": HIGHEST}
     return {
+        "parts": parts,
         "norms": meter.norms,
         "peaks": meter.peaks,
         "loss": meter.last["train/loss"],

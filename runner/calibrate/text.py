@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runner.telemetry.guidance import PEAKS, figure, percent
+from runner.calibrate.distribution import CLIPPED, POINTS
+from runner.telemetry.guidance import FEWEST, PARTS, PEAKS, figure, percent
 
 COLUMNS = ("mean", "p50", "p75", "p90", "p95", "p99", "max")
 
@@ -23,15 +24,18 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _distributions(found)
     yield ""
     yield from _suggested(found)
-    yield "threshold   share of the steps it would have clipped"
+    parts, name = found.get("would_clip_parts"), PARTS.get(found["mode"])
+    head = "threshold   share of the steps it would have clipped"
+    yield head + (f", and of their {name}" if parts else "")
     for threshold, share in found["would_clip"].items():
-        yield f"{threshold:>9}   {percent(share)}"
+        own = f"   {percent(parts[threshold]):>12}" if parts else ""
+        yield f"{threshold:>9}   {percent(share):>12}{own}"
     yield ""
     if found["published"]:
         yield f"Published with clip={found['mode']} (other losses and batches: orders of magnitude)"
         width = max(len(one["recipe"]) for one in found["published"])
         for one in found["published"]:
-            share = percent(one["would_clip"])
+            share = percent(one.get("would_clip_parts", one["would_clip"]))
             name = f"{one['recipe']:<{width}}"
             yield f"{one['threshold']:>9g}   {name}  here {share:>12}  {one['source']}"
         yield "What each clipped, and how far it stands from its paper: the head of its recipe"
@@ -47,6 +51,10 @@ def _trouble(found: Mapping[str, Any]) -> Iterator[str]:
             f"{found['nonfinite']} of them had a gradient that was NaN or inf; the rest is of the "
             "others"
         )
+    steps = found["steps"] - found["warmup_steps"]
+    if steps < FEWEST:
+        few = "1 step was" if steps == 1 else f"{steps} steps were"
+        yield f"only {few} measured after the warm-up: too few to rely on what follows"
     if not math.isfinite(found["loss"]):
         yield "the loss diverged without clipping: the norms after that say little"
 
@@ -66,6 +74,11 @@ def _distributions(found: Mapping[str, Any]) -> Iterator[str]:
     yield " " * width + "".join(f"{column:>10}" for column in COLUMNS)
     for label, one in rows:
         yield f"{label:<{width}}" + "".join(f"{figure(one[column]):>10}" for column in COLUMNS)
+    if "parts" in found:
+        name, parts = PARTS[found["mode"]], found["parts"]
+        points = "  ".join(f"p{point} {figure(parts[f'p{point}'])}" for point in POINTS)
+        share = percent(parts["nonzero"] / max(parts["total"], 1))
+        yield f"all {name} whose gradient is not 0 ({share} of them): {points}"
 
 
 def _suggested(found: Mapping[str, Any]) -> Iterator[str]:
@@ -77,6 +90,11 @@ def _suggested(found: Mapping[str, Any]) -> Iterator[str]:
         )
     else:
         start, low, high = (f"{suggested[key]:g}" for key in ("start", "low", "high"))
-        yield f"clip.threshold to begin with, for clip={found['mode']}: {start} (the p90)"
-        yield f"range worth a sweep: {low} to {high} (half to ten times the mean)"
+        mode = found["mode"]
+        why = ["the p90", "half to ten times the mean"]
+        if mode in CLIPPED:
+            clips = [percent(share) for share in CLIPPED[mode]]
+            why = [f"clips {clips[0]} of these {PARTS[mode]}", f"clips {clips[1]} to {clips[2]}"]
+        yield f"clip.threshold to begin with, for clip={mode}: {start} ({why[0]})"
+        yield f"range worth a sweep: {low} to {high} ({why[1]})"
     yield ""

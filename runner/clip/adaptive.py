@@ -56,6 +56,8 @@ class AdaptiveClip(ClipMode):
         changed: Number = transfer.count(ratios > self.limit) if first else 0.0
         units: Number = transfer.count(present) if first else 0.0
         peaks: list[Number] = [transfer.read(ratios.amax())] if ratios.numel() else []
+        if self.tally is not None and first:
+            self.tally.add(ratios.where(present, math.nan), 1.0)
         for piece, (weight, length) in zip(pieces, lengths, strict=True):
             gradient = piece.gradient
             if gradient is None or length.numel() == 0:
@@ -65,6 +67,8 @@ class AdaptiveClip(ClipMode):
             held = piece.holders * (piece.cut.size() if piece.cut else 1)
             if not piece.scattered:
                 units = units + length.numel() / held
+                if self.tally is not None:
+                    self.tally.add(ratio, 1 / held)
                 peaks.append(peak)
             if not isinstance(peak, Tensor) and peak <= self.limit:
                 continue

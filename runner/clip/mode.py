@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from runner.clip import transfer
 from runner.clip.layout import Layout, Number
 from runner.clip.measure import combine, local_power
+from runner.clip.tally import Tally
 
 
 class Outcome(NamedTuple):
@@ -84,6 +85,9 @@ class ClipMode(ABC):
     exclude: tuple[str, ...] | str = "auto"
     eps: float = 1e-3
 
+    tally: Tally | None = field(default=None, init=False, repr=False)
+    """Counts the elements or units that the mode compares with λ, where it is set."""
+
     def __post_init__(self) -> None:
         if self.threshold is not None and not self.threshold > 0:
             raise ValueError(f"the clipping threshold must be above 0, not {self.threshold}")
@@ -142,6 +146,8 @@ def after_counting(
         of: parts of this rank in all, each ÷ its holders.
         peak: what is compared with λ, at its largest on this rank.
     """
+    if mode.tally is not None:
+        mode.tally.end_step(norm)
     power = local_power(layout, mode.norm_type)
     powers, changes, parts, peaks = layout.gather([power, changed, of, peak])
     highest = combine(peaks, math.inf)

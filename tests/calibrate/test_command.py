@@ -65,7 +65,10 @@ def test_predicted_shares_are_those_of_an_unclipped_run_to_the_bit(mode, outputs
     row = next(row for row in rows if row["train/step"] == 12)
     observed = {t: row[f"clip/what_if/{t}"] for t in thresholds}
     assert observed == found["would_clip"]
-    assert 0 < found["would_clip"][str(found["suggested"]["start"])] < 0.5
+    start = str(found["suggested"]["start"])
+    assert ("would_clip_parts" in found) == (mode != "norm")
+    assert 0 < found.get("would_clip_parts", found["would_clip"])[start] < 0.5
+    assert "only 11 steps were measured after the warm-up" in said
     assert found["norms"] == [row["grad/norm"] for row in rows[:12]]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["clip/what_if/" + thresholds[0]] == rows[-1]["clip/what_if/" + thresholds[0]]
@@ -81,6 +84,20 @@ def test_two_ranks_measure_what_one_process_measures(outputs):
     )
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
     assert two["peaks"] == pytest.approx(one["peaks"], rel=1e-4)
+    assert two["parts"] == pytest.approx(one["parts"], rel=1e-3)
+    assert two["suggested"] == pytest.approx(one["suggested"], rel=0.01)
+
+
+def test_an_ordinary_model_is_given_a_threshold_that_publications_study(outputs):
+    """The largest unit of a step is no measure: one near zero exceeds its weight many times."""
+    words = ["data=digits", "device=cpu", "clip=adaptive", "calibrate.steps=100"]
+    said = python("runner.calibrate", *words)
+    found = written(outputs)
+    assert 0.01 <= found["suggested"]["start"] <= 0.16
+    assert found["peak"]["after_warm_up"]["p90"] > 0.5
+    assert "(clips 20 % of these units)" in said
+    assert "share of the steps it would have clipped, and of their units" in said
+    assert "only" not in said
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,15 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from runner.calibrate import candidates, distribution, suggest, would_clip
+from runner.calibrate import (
+    Histogram,
+    candidates,
+    distribution,
+    suggest,
+    suggest_by_parts,
+    would_clip,
+)
+from runner.calibrate.distribution import CLIPPED
 
 POINTS = {"p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
@@ -70,3 +78,35 @@ def test_candidates_are_those_studied_for_the_mode_those_suggested_and_ones_own(
     suggested = suggest(distribution([1.0] * 5))
     assert candidates("norm", suggested, [0.3, None, 0.25]) == [0.1, 0.25, 0.3, 0.5, 1, 2, 10]
     assert candidates("adaptive", None) == [0.01, 0.02, 0.04, 0.08, 0.16]
+
+
+def histogram(values: np.ndarray, zeros: int = 0) -> Histogram:
+    counts, _ = np.histogram(np.log10(values), 400, (-6, 4))
+    return Histogram(counts.tolist(), len(values) + zeros, -6, 4)
+
+
+def test_a_histogram_gives_shares_and_quantiles_back():
+    values, exact, _ = stream("lognormal", 20_000)
+    found = histogram(values, zeros=20_000)
+    for name, value in exact.items():
+        assert found.largest(1 - POINTS[name]) == pytest.approx(value, rel=0.02), name
+        assert found.share_above(value) == pytest.approx((1 - POINTS[name]) / 2, abs=0.005), name
+    assert found.share_above(1e9) == 0.0
+    assert found.share_above(1e-9) == 0.5
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "value"])
+def test_the_start_clips_the_same_share_of_units_whatever_the_largest_is(mode):
+    values, _, _ = stream("lognormal", 2000)
+    start, low, high = CLIPPED[mode]
+    suggested = suggest_by_parts(mode, histogram(values))
+    for threshold, share in zip(
+        (suggested.start, suggested.low, suggested.high), (start, low, high), strict=True
+    ):
+        assert np.mean(values > threshold) == pytest.approx(share, abs=0.02)
+    spoiled = suggest_by_parts(mode, histogram(np.append(values, [1560.0])))
+    assert spoiled.start == pytest.approx(suggested.start, rel=0.03)
+
+
+def test_units_without_any_gradient_suggest_nothing():
+    assert suggest_by_parts("adaptive", Histogram([0.0] * 400, 30.0, -6, 4)) is None

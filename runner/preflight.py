@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from runner import build
 from runner.clip import Layout
@@ -105,9 +105,13 @@ def _data(config: RunConfig, problems: list[Problem]) -> Data | None:
             return None
         data = build.make_data(config.data)
         for part in ("train", "test"):
-            if not hasattr(getattr(data, part), "__len__"):
-                endless = f"its {part} data has no length: a map-style data set is needed"
-                raise build.TargetError(f"{config.data.target}: {endless}")
+            dataset = getattr(data, part)
+            why = "" if hasattr(dataset, "__len__") else "has no length"
+            if isinstance(dataset, IterableDataset):
+                why = f"{why or 'has no index'} (an IterableDataset)"
+            if why:
+                needed = f"its {part} data {why}: a map-style data set is"
+                raise build.TargetError(f"{config.data.target}: {needed} needed")
         return data
     except Exception as error:
         problems += to_blame("data", config.data, _make_data, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data.distributed import DistributedSampler
 
 from runner.booster import Booster, LossScale, ModelWrapper, OptimizerWrapper, Plugin, SinglePlugin
 from runner.booster.optimizer import Nonfinite
+from runner.booster.plugin.base import SHARD_BY_HAND
 from runner.clip import ClipMode, GradientClipping, Number, build, transfer
 from runner.clip.layout import local
 from runner.clip.measure import norms
@@ -120,6 +123,11 @@ class Trainer:
         self._forward = self.model if self.model.dtype else self.model.module
         divided = (
             accumulation_steps > 1 or self.plugin.data_size > 1 or self.model.pipeline is not None
+        )
+        # Whether this loader may not divide its data over the ranks.
+        self._foreign = not (
+            isinstance(getattr(train_dataloader, "batch_sampler", None), DealtBatches)
+            or isinstance(getattr(train_dataloader, "sampler", None), DistributedSampler)
         )
         self.window_loss.checked &= divided and self.plugin.speaks and self.plugin.data_rank == 0
         self.progress = Progress()
@@ -274,14 +282,40 @@ class Trainer:
             total, samples, tokens = total + here, samples + read, tokens + seen
         if self.plugin.data_size == 1:
             return counts, Count(total, samples, tokens)
-        everywhere = self.plugin.sum_over_data([total, samples, tokens, window.last])
-        all_items, (all_samples, all_tokens, ended) = everywhere[0], map(int, everywhere[1:])
+        mark = self._mark(window)
+        mine = [total, samples, tokens, window.last, mark, mark**2]
+        all_items, *others = self.plugin.sum_over_data(mine)
+        all_samples, all_tokens, ended, marks, squares = map(int, others)
+        if mark and squares * self.plugin.data_size == marks**2:  # All marks are the same.
+            raise ValueError(
+                f"all {self.plugin.data_size} data-parallel ranks read the same first batch, so "
+                "every sample counts that many times: make the loader by plugin.prepare_dataloader,"
+                f" or give it a DistributedSampler. Of an IterableDataset: {SHARD_BY_HAND}"
+            )
         if 0 < ended < self.plugin.data_size:
             raise ValueError(
                 f"the data of {ended} of {self.plugin.data_size} ranks has ended before that of "
-                "the others: make the loader by plugin.prepare_dataloader"
+                "the others: make the loader by plugin.prepare_dataloader, or let an "
+                "IterableDataset yield the same number of batches on each rank"
             )
         return counts, Count(all_items, all_samples, all_tokens)
+
+    def _mark(self, window: Window) -> int:
+        """Return what tells the first batch of a run from that of another rank; 0 if not needed.
+
+        A loader that does not divide its data over ranks reads the same everywhere. Marks have 20
+        bits, so that sums of their squares are exact.
+        """
+        if self.progress.step or not self._foreign:
+            return 0
+        digest = 0
+        for leaf in tree_leaves(window.batches[0]):
+            if isinstance(leaf, Tensor):
+                flat = leaf.detach().cpu().contiguous().flatten()
+                digest = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), digest)
+            else:
+                digest = zlib.crc32(repr(leaf).encode(), digest)
+        return digest % 2**20 + 1
 
     def _accumulate(self, batches: list[Any], counts: list[float | None], items: float) -> Number:
         """Forward and backward of every microbatch; ranks synchronise on the last one alone.

@@ -11,13 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from runner.booster.optimizer import nothing
 from runner.booster.parallel.pipeline import Pipeline
 from runner.clip import Layout
 from runner.data.dataset import collate_pairs
 from runner.data.order import DealtBatches
+
+SHARD_BY_HAND = (
+    "Let its __iter__ yield this rank's samples alone, itertools.islice(samples, plugin.data_rank, "
+    "None, plugin.data_size), equally many on each rank (with num_workers, each worker yields its "
+    "part of them), and hand it to torch.utils.data.DataLoader"
+)
+"""What to write for a data set without an index, under several data-parallel ranks."""
 
 
 def require_process_group(plugin: str) -> None:
@@ -146,14 +153,28 @@ class Plugin(ABC):
         global batch alone.
 
         Args:
-            dataset: map-style; one that answers ``__getitems__`` is read a batch at a time.
+            dataset: map-style; one that answers ``__getitems__`` is read a batch at a time. An
+                :class:`~torch.utils.data.IterableDataset` is taken where one data-parallel rank
+                reads all of it; it has an order of its own.
             batch_size: samples of one microbatch on one data-parallel rank.
             shuffle: permute the samples, anew each epoch.
             seed: of the permutation.
             drop_last: leave out a last microbatch that is not full.
             num_workers: processes that read ahead.
             kwargs: further arguments of :class:`torch.utils.data.DataLoader`.
+
+        Raises:
+            TypeError: several data-parallel ranks cannot share an ``IterableDataset``.
         """
+        kwargs.setdefault("collate_fn", collate_pairs)
+        if isinstance(dataset, IterableDataset):
+            if self.data_size > 1:
+                raise TypeError(
+                    f"{type(dataset).__name__} is an IterableDataset: each of {self.data_size} "
+                    f"data-parallel ranks would read all of it. {SHARD_BY_HAND}"
+                )
+            kwargs |= {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
+            return DataLoader(dataset, num_workers=num_workers, **kwargs)
         order = DealtBatches(
             len(dataset),  # type: ignore[arg-type]
             batch_size,
@@ -163,5 +184,4 @@ class Plugin(ABC):
             drop_last=drop_last,
             seed=seed,
         )
-        kwargs.setdefault("collate_fn", collate_pairs)
         return DataLoader(dataset, batch_sampler=order, num_workers=num_workers, **kwargs)

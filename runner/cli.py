@@ -11,7 +11,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from runner.config.compose import (
 )
 from runner.config.folders import find
 from runner.config.problem import NOTHING
+from runner.config.sizes import may_grow
 from runner.config.tensor_plan import settled
 
 WRONG_REQUEST = 2
@@ -128,6 +129,7 @@ def single(words: Sequence[str], purpose: str) -> Job:
     if wanted.multirun:
         message = f"{purpose} is of one run: leave out what makes a sweep of it"
         raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
+    note(wanted.notes)
     check_jobs(wanted.jobs)
     return wanted.jobs[0]
 
@@ -146,6 +148,7 @@ def _run(words: list[str]) -> int:
     wanted = request(
         args.overrides, multirun=args.multirun, source=flags.source_of(args), claims=not joins()
     )
+    note(wanted.notes)
     if wanted.sweep is not None:
         return _sweep(wanted, args, words)
     check_jobs(wanted.jobs)
@@ -225,6 +228,28 @@ def check_jobs(jobs: Sequence[Job]) -> None:
             )
     if problems:
         raise RequestError(problems)
+    note(_one_rank(jobs))
+
+
+def _one_rank(jobs: Sequence[Job]) -> list[str]:
+    """A sentence for each plugin that spreads a run, but has one rank unless more are asked for."""
+    growing = [job.config for job in jobs if may_grow(job.config.plugin)]
+    if "RANK" in os.environ or not growing:
+        return []
+    from runner import build
+
+    names = {config.plugin.name for config in growing if build.ranks_of(config) == 1}
+    return [
+        f"plugin={name} has one rank here, since plugin.nproc is not given and there is at most "
+        "one GPU: plugin.nproc=2 starts two"
+        for name in sorted(names)
+    ]
+
+
+def note(sentences: Iterable[str]) -> None:
+    """Print ``sentences`` to standard error, on the first rank alone."""
+    for sentence in () if joins() else sentences:
+        print(f"clip-runner: note: {sentence}", file=sys.stderr)
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(find("conf")), config_name=CONFIG_NAME)

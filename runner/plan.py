@@ -37,6 +37,7 @@ def _plan(words: Sequence[str]) -> int:
         return cli.tell_version()
     args = cli.read(words, "a plan", also=("--multirun",))
     wanted = request(args.overrides, multirun=args.multirun, source=flags.source_of(args))
+    cli.note(wanted.notes)
     cli.check_jobs(wanted.jobs)
     states = _states(wanted)
     rows = [("run", "", "also differs", "steps", "state")]

@@ -43,7 +43,7 @@ class Fakes:
         if problems := self.refuse(config):
             raise RequestError(problems)
 
-    def run(self, plain, folder, words, tells=True):
+    def run(self, plain, folder, words, **settings):
         self.runs.append((plain, folder, words))
         return self.behave(plain)
 
@@ -381,6 +381,67 @@ def test_a_reader_that_leaves_early_is_no_error(words, unbuffered):
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["clip=norm", "clip=value"], "clip is given 2 times: clip=value holds"),
+        (
+            ["clip.threshold=1", "seed=1", "clip.threshold=2"],
+            "clip.threshold=2 holds, since it com",
+        ),
+        (["seed=1", "++seed=2", "seed=3"], "seed is given 3 times: seed=3 holds"),
+        (["-m", "seed=1,2", "seed=3,4"], "seed is given 2 times: seed=3,4 holds"),
+    ],
+)
+def test_a_key_or_group_that_is_given_twice_is_told_of(words, said, fakes, capsys):
+    assert cli.main(words) == 0
+    err = capsys.readouterr().err
+    assert err.count("clip-runner: note: ") == 1
+    assert said in err
+
+
+@pytest.mark.parametrize("words", [["clip=value", "clip=value"], ["clip=value", "seed=1"]])
+def test_what_is_given_once_or_alike_needs_no_note(words, fakes, capsys):
+    assert cli.main(words) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_what_the_last_of_two_says_is_what_runs(fakes):
+    cli.main(["clip=norm", "clip=value"])
+    assert fakes.runs[0][0]["clip"]["mode"] == "value"
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp", "zero", "tensor", "pipeline", "moe", "hybrid"])
+def test_a_plugin_that_has_one_rank_is_told_of(plugin, fakes, capsys):
+    assert cli.main([f"plugin={plugin}", "device=cpu"]) == 0
+    err = capsys.readouterr().err
+    assert err == (
+        f"clip-runner: note: plugin={plugin} has one rank here, since plugin.nproc is not given "
+        "and there is at most one GPU: plugin.nproc=2 starts two\n"
+    )
+
+
+def test_a_sweep_tells_of_one_rank_once_for_each_plugin(fakes, capsys):
+    assert cli.main(["-m", "plugin=ddp,fsdp", "seed=1,2", "device=cpu"]) == 0
+    err = capsys.readouterr().err
+    assert [err.count(f"plugin={plugin} has one rank") for plugin in ("ddp", "fsdp")] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "words", [["plugin=single"], ["plugin=ddp", "plugin.nproc=1"], ["plugin=ddp", "plugin.nproc=2"]]
+)
+def test_ranks_that_are_asked_for_need_no_note(words, fakes, capsys):
+    assert cli.main([*words, "device=cpu"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_ranks_that_torchrun_started_need_no_note(fakes, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert cli.main(["plugin=ddp"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_help_names_every_command_and_every_flag(fakes, capsys):

@@ -171,6 +171,16 @@ WRONG = [
     # Sweeps.
     ("clip.threshold=0.1,0.25", ["clip.threshold=0.1,0.25", "add -m"]),
     ("clip=glob(*)", ["clip=glob(*)", "add -m"]),
+    ("sweep.zip=[clip.threshold,seed]", ["sweep.zip=[clip.threshold,seed]", "add -m"]),
+    ("sweep.name=mine clip.threshold=0.1", ["sweep.name=mine", "goes with a sweep", "add -m"]),
+    ("sweep.objective=eval/accuracy", ["sweep.objective=eval/accuracy", "add -m"]),
+    ("sweep={max_failures:1}", ["sweep={max_failures:1}", "add -m"]),
+    ("hydra.sweep.dir=/tmp/x", ["hydra.sweep.dir=/tmp/x", "add -m"]),
+    ("hydra/launcher=basic", ["hydra/launcher=basic", "add -m"]),
+    (
+        "hydra/sweeper=optuna hydra.sweeper.n_trials=8",
+        ["(2 problems)", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=8", "add -m"],
+    ),
     ("-m clip=norm,valeu", ["clip=valeu", "value?"]),
     ("-m clip.threshold=0.1,-1", ["clip.threshold=-1", "in the job clip.threshold=-1"]),
     (

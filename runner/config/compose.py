@@ -39,12 +39,14 @@ class Request:
         jobs: its jobs, in Hydra's order; of a sweep that chooses them as it goes, jobs that stand
             for those.
         sweep: what is known of the sweep; None for one run.
+        notes: sentences about what is allowed, but may not be meant.
     """
 
     words: tuple[str, ...]
     multirun: bool
     jobs: tuple[Job, ...]
     sweep: Sweep | None = None
+    notes: tuple[str, ...] = ()
 
 
 def register() -> dict[str, str]:
@@ -68,7 +70,8 @@ def request(
         given: the words as typed.
         multirun: whether a sweep is asked for (``-m``).
         source: where the configuration is read; the project's own by default.
-        writes: whether the request will write a folder, which is then tried.
+        writes: whether the request will write a folder, which is then tried; where that is one
+            run's, overrides that only a sweep uses are refused.
         claims: whether that folder must hold no earlier record; not so for a rank that joins, since
             the first rank may have begun the record. The folder of a sweep may hold its own.
 
@@ -96,11 +99,14 @@ def request(
             master = composer.attempt(lists.shared)
             jobs, found = _single(composer, overrides, master)
             problems += found
+            if writes:
+                problems += words.only_for_sweeps(overrides)
             if master is not None and writes:
                 problems += folder_problems(master, "run", overrides, claims)
     if problems:
         raise RequestError(_distinct(problems))
-    return Request(sweep.words if sweep else tuple(given), multirun, tuple(jobs), sweep)
+    final, notes = sweep.words if sweep else tuple(given), tuple(words.given_twice(overrides))
+    return Request(final, multirun, tuple(jobs), sweep, notes)
 
 
 def help_text(given: Sequence[str], source: Source | None = None) -> str:

@@ -93,6 +93,33 @@ def jobs(
     return _combinations(values, together), problems
 
 
+def only_for_sweeps(overrides: Iterable[Override]) -> list[Problem]:
+    """Return a problem for each override that nothing would use, since no sweep is asked for."""
+    homes = ("sweep", "hydra.sweep", "hydra.sweeper", "hydra/sweeper", "hydra.launcher")
+    return [
+        Problem(
+            override.get_key_element(),
+            NOTHING if override.is_delete() else override.value(),
+            "goes with a sweep, and this is one run: add -m",
+        )
+        for override in overrides
+        if override.key_or_group.startswith((*(f"{home}." for home in homes), "hydra/launcher"))
+        or override.key_or_group in homes
+    ]
+
+
+def given_twice(overrides: Iterable[Override]) -> list[str]:
+    """Return a sentence for each key or group that is given different values, of which one holds."""
+    values: dict[str, list[str]] = {}
+    for override in overrides:
+        values.setdefault(override.key_or_group, []).append(override.input_line or "")
+    return [
+        f"{key} is given {len(given)} times: {given[-1]} holds, since it comes last"
+        for key, given in values.items()
+        if len(set(given)) > 1
+    ]
+
+
 def _listed(override: Override) -> list[str]:
     """The values of a list; of an interval, both ends."""
     if override.is_interval_sweep():

@@ -141,7 +141,8 @@ class OptimizerWrapper:
             raise ValueError(f"the loss has shape {list(loss.shape)}: reduce it to one number")
         weight = self.begin_backward(weight)
         start = self._start
-        if start is None or start[0] != weight or start[1].dtype != loss.dtype:
+        known = None if start is None else (start[0], start[1].dtype, start[1].shape)
+        if start is None or known != (weight, loss.dtype, loss.shape):
             start = self._start = (weight, loss.new_full(loss.shape, weight))
         loss.backward(start[1])  # type: ignore[no-untyped-call]
         self.end_backward()

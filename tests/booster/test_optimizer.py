@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from runner.booster import Booster, LossScale, NonFiniteGradient, StepOrderError
-from runner.clip import build
+from runner.booster.optimizer import OptimizerWrapper
+from runner.clip import Layout, build
 
 
 def boosted(precision=None, nonfinite="skip", optimizer=None, **scale):
@@ -288,3 +289,216 @@ def test_state_goes_round():
 def test_unknown_precision():
     with pytest.raises(ValueError, match="unknown precision 'fp8'"):
         Booster("fp8")
+
+
+# -- once a step, and in this order
+
+
+class Calls(list):
+    """Which of the plugin's functions were called."""
+
+    def __getattr__(self, name):
+        return lambda: self.append(name)
+
+
+def wrapped(precision=None, max_norm=0.0, lr=0.1, **scale):
+    torch.manual_seed(0)
+    module = nn.Linear(4, 2)
+    calls = Calls()
+    optimizer = OptimizerWrapper(
+        torch.optim.SGD(module.parameters(), lr=lr),
+        Layout.of_model(module),
+        LossScale(**scale) if scale else None,
+        finish=calls.finish,
+        publish=calls.publish,
+        max_norm=max_norm,
+    )
+    return module, optimizer, calls
+
+
+def loss_of(module):
+    return module(torch.ones(3, 4)).square().sum()
+
+
+def gradients(module):
+    return [p.grad.clone() for p in module.parameters()]
+
+
+def test_gradients_are_made_final_once_a_step_and_weights_published_after_it():
+    module, optimizer, calls = wrapped()
+    for _ in range(2):
+        calls.clear()
+        optimizer.backward(loss_of(module))
+        assert calls == []
+        optimizer.unscale()
+        optimizer.unscale()
+        optimizer.clip_grad_by_norm(0.1)
+        assert calls == ["finish"]
+        assert optimizer.step() is True
+        assert optimizer.was_taken()
+        assert calls == ["finish", "publish"]
+        optimizer.zero_grad()
+    optimizer.backward(loss_of(module))
+    optimizer.step()
+    assert calls == ["finish", "publish"] * 2
+
+
+def test_a_skipped_step_publishes_nothing():
+    module, optimizer, calls = wrapped()
+    optimizer.backward(loss_of(module) * math.nan)
+    optimizer.clip_grad_by_norm(0.1)
+    assert optimizer.step() is False
+    assert not optimizer.was_taken()
+    assert calls == ["finish"]
+
+
+def test_gradients_are_divided_by_the_scale_once():
+    plain, unscaled, _ = wrapped()
+    unscaled.backward(loss_of(plain))
+    module, optimizer, _ = wrapped(scale=8.0)
+    for _ in range(2):
+        optimizer.backward(loss_of(module))
+        scaled = gradients(module)
+        optimizer.unscale()
+        optimizer.unscale()
+        for got, wanted, big in zip(gradients(module), gradients(plain), scaled, strict=True):
+            assert torch.equal(got, wanted)
+            assert torch.equal(got * 8.0, big)
+        optimizer.zero_grad()
+
+
+def test_a_loss_is_weighted_and_scaled_whatever_came_before():
+    plain, reference, _ = wrapped()
+    reference.backward(loss_of(plain))
+    module, optimizer, _ = wrapped(scale=8.0)
+    for weight in (1.0, 0.5, 0.5, 3.0):
+        optimizer.backward(loss_of(module), weight)
+        for got, wanted in zip(gradients(module), gradients(plain), strict=True):
+            assert torch.equal(got, wanted * weight * 8.0)
+        optimizer.zero_grad()
+    optimizer.loss_scale.scale = 2.0
+    optimizer.backward(loss_of(module).double(), 3.0)
+    for got, wanted in zip(gradients(module), gradients(plain), strict=True):
+        assert torch.equal(got, wanted * 6.0)
+    assert optimizer.begin_backward() == 2.0
+
+
+def test_a_loss_may_be_of_any_shape_with_one_element():
+    module, optimizer, _ = wrapped()
+    optimizer.backward(loss_of(module))
+    first = gradients(module)
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(module).reshape(1))
+    for got, wanted in zip(gradients(module), first, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_a_limit_of_the_plugin_clips_what_nobody_clipped():
+    """Once, by the whole norm; a gradient that was clipped to less stays as it is."""
+    module, optimizer, _ = wrapped(max_norm=0.5, lr=1.0)
+    for threshold in (None, 0.25):
+        before = weights(Booster().boost(module)[0])
+        optimizer.backward(loss_of(module))
+        if threshold is not None:
+            optimizer.clip_grad_by_norm(threshold)
+        optimizer.step()
+        after = weights(Booster().boost(module)[0])
+        moved = [a - b for a, b in zip(after, before, strict=True)]
+        assert torch.nn.utils.get_total_norm(moved) == pytest.approx(threshold or 0.5, rel=1e-5)
+        optimizer.zero_grad()
+
+
+def test_nothing_can_be_added_to_gradients_that_are_final():
+    module, optimizer, _ = wrapped()
+    optimizer.backward(loss_of(module))
+    optimizer.unscale()
+    with pytest.raises(StepOrderError, match=r"^cannot accumulate now: gradients are final$"):
+        optimizer.backward(loss_of(module))
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(module))
+
+
+def test_a_norm_that_is_not_finite_is_an_error_where_it_is_asked_for():
+    for bad, text in ((math.nan, "nan"), (math.inf, "inf")):
+        module, optimizer, _ = wrapped()
+        optimizer.backward(loss_of(module))
+        module.bias.grad[0] = bad
+        with pytest.raises(NonFiniteGradient, match=rf"^the gradient's norm is {text}$"):
+            optimizer.clip_grad_by_norm(1.0, error_if_nonfinite=True)
+    module, optimizer, _ = wrapped()
+    optimizer.backward(loss_of(module))
+    norm = optimizer.clip_grad_by_norm(1.0, norm_type=math.inf, error_if_nonfinite=True)
+    assert norm.dtype == torch.float32
+    assert norm.shape == ()
+
+
+def test_the_largest_element_is_limited_where_the_norm_is_that():
+    module, optimizer, _ = wrapped()
+    optimizer.backward(loss_of(module))
+    largest = max(g.abs().max() for g in gradients(module))
+    assert optimizer.clip_grad_by_norm(0.5, norm_type=math.inf) == largest
+    assert max(g.abs().max() for g in gradients(module)) == pytest.approx(0.5)
+
+
+def test_an_error_names_at_most_five_parameters():
+    torch.manual_seed(0)
+    for layers, tail in ((2, ""), (3, " and 1 more")):
+        module = nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)])
+        names = [name for name, _ in module.named_parameters()]
+        booster = Booster(nonfinite="error")
+        model, optimizer, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=1.0))
+        booster.backward(model(torch.ones(1, 2)).sum() * math.nan, optimizer)
+        with pytest.raises(NonFiniteGradient) as raised:
+            optimizer.clip_grad_by_norm(1.0)
+        assert str(raised.value) == (
+            f"the gradient's norm is nan: {', '.join(names[:5])}{tail} "
+            "(clip.nonfinite=skip leaves such steps out)"
+        )
+
+
+def test_an_fp16_overflow_is_skipped_whatever_the_policy():
+    for policy in ("error", "ignore"):
+        booster, model, optimizer = boosted("fp16", nonfinite=policy, scale=4.0)
+        backward(booster, model, optimizer, math.inf)
+        optimizer.clip_grad_by_norm(1.0)
+        assert optimizer.step() is False
+        assert optimizer.loss_scale.scale == 2.0
+
+
+def test_a_step_that_was_ignored_is_taken_and_says_so():
+    booster, model, optimizer = boosted(nonfinite="ignore")
+    backward(booster, model, optimizer, math.nan)
+    outcome = optimizer.clip(build("norm", threshold=2.0))
+    assert math.isnan(outcome.norm)
+    assert (outcome.clipped, outcome.fraction, outcome.threshold) == (0.0, 0.0, 2.0)
+    assert math.isnan(outcome.coef)
+    assert math.isnan(outcome.peak)
+    assert optimizer.step() is True
+    assert optimizer.was_taken()
+
+
+def test_gradients_that_somebody_set_by_hand_are_clipped():
+    """Also a second time, when they replace those of the step before, or are written over."""
+    module, optimizer, _ = wrapped()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert optimizer.clip_grad_by_norm(1.0) == pytest.approx(math.sqrt(10))
+    optimizer.step()
+    with pytest.raises(StepOrderError, match="no backward pass"):
+        optimizer.clip_grad_by_norm(1.0)
+    module.bias.grad.add_(1.0)
+    assert optimizer.clip_grad_by_norm(9.0) > 1.0
+    optimizer.step()
+    module.bias.grad = torch.ones(2)
+    assert optimizer.clip_grad_by_norm(9.0) > 1.0
+
+
+def test_the_state_holds_the_scale_where_there_is_one():
+    _, optimizer, _ = wrapped()
+    assert optimizer.state_dict()["loss_scale"] is None
+    _, scaled, _ = wrapped(scale=8.0)
+    scaled.load_state_dict(optimizer.state_dict())
+    assert scaled.loss_scale.scale == 8.0
+    optimizer.load_state_dict(scaled.state_dict())
+    assert scaled.state_dict()["optimizer"]["param_groups"][0]["lr"] == 0.1
+    assert optimizer.param_groups is not None

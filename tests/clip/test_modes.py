@@ -113,6 +113,36 @@ def test_exactly_at_the_threshold_nothing_is_clipped():
     assert parameter.grad.tolist() == [3.0, 4.0]
 
 
+@pytest.mark.parametrize("mode", ["norm", "value", "adaptive"])
+def test_what_reaches_the_threshold_exactly_is_not_counted(mode):
+    """Also beside something that is above it."""
+    weight = nn.Parameter(torch.eye(4))
+    weight.grad = torch.diag(torch.tensor([0.5, 0.5, -0.5, 1.0]))
+    outcome = apply_gradient_clipping(weight, mode, 0.5)
+    counted = {"norm": 1.0, "value": 1 / 16, "adaptive": 1 / 4}
+    assert outcome.fraction == counted[mode]
+
+
+@pytest.mark.parametrize("value", [0.3, 1.1, 1.7])
+def test_equal_elements_are_summed_without_a_bias(value):
+    """Each addition to a long float32 sum of equal terms rounds the same way: off by 1.3e-5."""
+    parameter = nn.Parameter(torch.empty(100_000))
+    parameter.grad = torch.full((100_000,), value)
+    exact = parameter.grad.double().norm().item()
+    assert total_norm(Layout.of_parameters([parameter])) == pytest.approx(exact, rel=2e-6)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("n", [1, 2_048, 65_536, 65_537, 67_584, 100_000])
+def test_every_length_is_summed_whole(n, p):
+    """Long gradients are summed in rows of 2,048; these fill the last row, or do not."""
+    parameter = nn.Parameter(torch.empty(n))
+    parameter.grad = torch.arange(n).remainder(7.0).add(1.0)
+    parameter.grad[-1] = 1000.0
+    exact = torch.linalg.vector_norm(parameter.grad.double(), p).item()
+    assert total_norm(Layout.of_parameters([parameter]), p) == pytest.approx(exact, rel=1e-6)
+
+
 def test_value():
     made = parameters() + awkward()
     before = [q.grad.clone() for q in with_gradients(made)]
@@ -226,13 +256,17 @@ def test_the_norm_is_accurate_at_1e8_elements():
     assert total_norm(Layout.of_parameters([parameter])) == pytest.approx(exact, rel=1e-6)
 
 
-@pytest.mark.parametrize("size", [1e-25, 1e25])
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
 @pytest.mark.parametrize("n", [10, 100_000])
-def test_squares_may_leave_the_range_of_float32(size, n):
-    parameter = nn.Parameter(torch.empty(n))
-    parameter.grad = torch.full((n,), size)
-    exact = parameter.grad.double().norm().item()
-    assert total_norm(Layout.of_parameters([parameter])) == pytest.approx(exact, rel=1e-6)
+def test_powers_may_leave_the_range_of_float32(n, p):
+    """Every size of an element that float32 has: its square is 0, loses digits, or is infinite."""
+    spread = torch.rand(n, generator=torch.Generator().manual_seed(0)) + 0.5
+    for exponent in range(-44, 38):
+        parameter = nn.Parameter(torch.empty(n))
+        parameter.grad = spread * 10.0**exponent
+        exact = torch.linalg.vector_norm(parameter.grad.double(), p).item()
+        norm = total_norm(Layout.of_parameters([parameter]), p)
+        assert norm == pytest.approx(exact, rel=1e-6, abs=0), exponent
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -1,0 +1,371 @@
+"""A model in pieces is clipped like a whole one: each element, unit and replica counts once."""
+
+import math
+from unittest.mock import MagicMock, Mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from runner.clip import Layout, Piece, Units, build, total_norm
+from runner.clip.layout import LayoutError, placed, units_of
+from runner.clip.measure import norms
+from tests.clip.threads import Ranks
+from tests.on_device import kept_on_device
+
+torch.set_num_threads(1)
+
+MODES = {"none": None, "norm": 0.9, "value": 0.7, "adaptive": 0.3}
+ROWS = Units((1,))
+
+
+def whole(seed=0, scale=1.0):
+    """Named weights with gradients, of which :func:`pieces` deals parts to two ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"rows": (4, 3), "columns": (3, 6), "vector": (5,), "copied": (2, 3), "bias": (3,)}
+    made = {}
+    for name, shape in shapes.items():
+        draw = torch.randn(shape, generator=generator, dtype=torch.float64)
+        made[name] = nn.Parameter(draw)
+        made[name].grad = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+    return made
+
+
+def part(parameter, at):
+    mine = nn.Parameter(parameter.detach()[at].clone())
+    mine.grad = parameter.grad[at].clone()
+    return mine
+
+
+def pieces(made, ranks):
+    """What one of two ranks holds of :func:`whole`; the vector is cut unevenly."""
+    first = ranks.rank() == 0
+    half = slice(None, 2) if first else slice(2, None)
+    left = slice(None, 4) if first else slice(4, None)
+    everything = slice(None)
+    return [
+        Piece("rows", part(made["rows"], half), ROWS),
+        Piece("columns", part(made["columns"], (everything, left)), ROWS, cut=ranks),
+        Piece("vector", part(made["vector"], left), Units((0,)), scattered=True),
+        Piece("copied", part(made["copied"], everything), ROWS, holders=2),
+        Piece("bias", part(made["bias"], everything), Units((0,)), holders=2),
+    ]
+
+
+def clipped(layout, mode, norm_type, exclude=()):
+    clipper = build(mode, threshold=MODES[mode], norm_type=norm_type, exclude=exclude)
+    clipper.bind(layout)
+    outcome = clipper.clip(layout, total_norm(layout, norm_type))
+    return tuple(map(float, outcome)), {p.name: p.gradient.clone() for p in layout.pieces}
+
+
+def on_two(made, mode, norm_type, exclude=()):
+    def body(ranks):
+        return clipped(Layout(pieces(made, ranks), ranks), mode, norm_type, exclude)
+
+    return Ranks(2).run(body)
+
+
+def in_one(made, mode, norm_type, exclude=()):
+    units = {name: Units((0,)) if p.ndim == 1 else ROWS for name, p in made.items()}
+    layout = Layout([Piece(name, p, units[name]) for name, p in made.items()])
+    return clipped(layout, mode, norm_type, exclude)
+
+
+def joined(first, second):
+    return {
+        "rows": torch.cat([first["rows"], second["rows"]]),
+        "columns": torch.cat([first["columns"], second["columns"]], dim=1),
+        "vector": torch.cat([first["vector"], second["vector"]]),
+        "copied": first["copied"],
+        "bias": first["bias"],
+    }
+
+
+def assert_same(ranks, wanted):
+    (mine, first), (other, second) = ranks
+    outcome, gradients = wanted
+    assert repr(mine) == repr(other)
+    assert mine == pytest.approx(outcome, rel=1e-12, nan_ok=True)
+    assert mine[3:5] == outcome[3:5]
+    assert torch.equal(first["copied"], second["copied"])
+    for name, gradient in joined(first, second).items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_clip_like_one(mode, norm_type, kept):
+    if kept:
+        with kept_on_device():
+            ranks = on_two(whole(), mode, norm_type)
+    else:
+        ranks = on_two(whole(), mode, norm_type)
+    wanted = in_one(whole(), mode, norm_type)
+    assert wanted[0][3] == (0.0 if mode == "none" else 1.0)
+    assert_same(ranks, wanted)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("mode", ["value", "adaptive"])
+def test_where_nothing_is_clipped_the_coefficient_is_one(mode, kept):
+    made = whole(scale=1e-3)
+    if kept:
+        with kept_on_device():
+            ranks = on_two(made, mode, 2.0)
+    else:
+        ranks = on_two(made, mode, 2.0)
+    for outcome, _ in ranks:
+        assert outcome[0] == outcome[1]
+        assert outcome[2:5] == (1.0, 0.0, 0.0)
+    assert_same(ranks, in_one(made, mode, 2.0))
+
+
+@pytest.mark.parametrize("name", ["rows", "columns", "vector", "copied", "bias"])
+def test_one_clipped_part_is_counted_once(name):
+    """Of 31 elements and 12 units: one element, one row, one vector."""
+    made = whole(scale=1e-3)
+    made[name].grad.flatten()[0] = 1e3
+    for mode, of in (("value", 12 + 18 + 5 + 6 + 3), ("adaptive", 4 + 3 + 1 + 2 + 1)):
+        for outcome, _ in on_two(made, mode, 2.0):
+            assert outcome[3:5] == (1.0, 1 / of)
+
+
+def test_excluded_parameters_are_neither_clipped_nor_counted():
+    for exclude in (("rows", "vector"), "col*", ("bias", "copied")):
+        wanted = in_one(whole(), "adaptive", 2.0, exclude)
+        assert_same(on_two(whole(), "adaptive", 2.0, exclude), wanted)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_without_gradients_takes_part(mode, kept):
+    """It has none for its rows and its part of the vector; its columns have gradients of zero."""
+    made = whole()
+    for name, at in (("rows", slice(2, None)), ("vector", slice(4, None))):
+        made[name].grad[at] = 0.0
+    made["columns"].grad[:, 4:] = 0.0
+
+    def body(ranks):
+        mine = pieces(made, ranks)
+        if ranks.rank() == 1:
+            mine[0].param.grad = mine[2].param.grad = None
+        layout = Layout(mine, ranks)
+        clipper = build(mode, threshold=MODES[mode], exclude=())
+        clipper.bind(layout)
+        return tuple(map(float, clipper.clip(layout, total_norm(layout))))
+
+    if kept:
+        with kept_on_device():
+            first, second = Ranks(2).run(body)
+    else:
+        first, second = Ranks(2).run(body)
+    wanted, _ = in_one(made, mode, 2.0)
+    assert repr(first) == repr(second)
+    assert first[:3] == pytest.approx(wanted[:3], rel=1e-12)
+    assert first[5] == pytest.approx(wanted[5], rel=1e-12)
+    # Elements and units without a gradient are not among those that are counted.
+    absent = {"value": (44 - 6 - 1, 44), "adaptive": (11 - 2, 11)}
+    here, of = absent.get(mode, (1, 1))
+    assert first[4] == pytest.approx(wanted[4] * of / here, rel=1e-12)
+
+
+def test_a_vector_that_no_rank_has_a_gradient_of_is_no_unit():
+    made = whole()
+
+    def body(ranks):
+        mine = pieces(made, ranks)
+        mine[2].param.grad = None
+        layout = Layout(mine, ranks)
+        clipper = build("adaptive", threshold=1e-6, exclude=())
+        clipper.bind(layout)
+        return float(clipper.clip(layout, total_norm(layout)).fraction)
+
+    assert Ranks(2).run(body) == [1.0, 1.0]
+    with kept_on_device():
+        assert Ranks(2).run(body) == [1.0, 1.0]
+
+
+def test_a_rank_that_holds_nothing_adds_nothing():
+    made = whole()
+    names = list(made)
+
+    def body(ranks):
+        if ranks.rank() == 1:
+            layout = Layout([], ranks, names=names, scattered=[])
+            assert layout.device == torch.device("cpu")
+            assert Layout([], ranks, elsewhere="meta").device == torch.device("meta")
+        else:
+            layout = Layout([Piece(name, p, ROWS) for name, p in made.items() if p.ndim > 1], ranks)
+        found = [total_norm(layout, p) for p in (1.0, 2.0, math.inf)]
+        clipper = build("value", threshold=0.7)
+        return [*found, *map(float, clipper.clip(layout, found[1]))]
+
+    first, second = Ranks(2).run(body)
+    assert first == second
+    every = torch.cat([p.grad.flatten() for p in whole().values() if p.ndim > 1])
+    assert first[0] == pytest.approx(float(every.abs().sum()), rel=1e-12)
+    assert first[2] == float(every.abs().max())
+    assert first[7] == float((every.abs() > 0.7).double().mean())
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_the_norm_of_each_parameter(norm_type, kept):
+    def body(ranks):
+        return norms(Layout(pieces(whole(), ranks), ranks), norm_type)
+
+    if kept:
+        with kept_on_device():
+            first, second = Ranks(2).run(body)
+    else:
+        first, second = Ranks(2).run(body)
+    assert first == second
+    for name, parameter in whole().items():
+        exact = float(torch.linalg.vector_norm(parameter.grad, norm_type))
+        assert first[name] == pytest.approx(exact, rel=1e-12)
+
+
+def test_a_part_that_lies_twice_on_a_rank_under_one_name_is_measured_whole():
+    made = whole()["rows"]
+    halves = [Piece("rows", part(made, at), ROWS) for at in (slice(None, 2), slice(2, None))]
+    for norm_type in (1.0, 2.0, math.inf):
+        exact = float(torch.linalg.vector_norm(made.grad, norm_type))
+        assert norms(Layout(halves), norm_type) == {"rows": pytest.approx(exact, rel=1e-12)}
+
+
+# -- where the parts lie
+
+
+def sharded(shape, placements, sizes):
+    """A stand-in for a DTensor: placements along the axes of a mesh of these sizes."""
+    mesh = MagicMock(mesh_dim_names=tuple("abc"[: len(sizes)]))
+    mesh.size.side_effect = lambda axis: sizes[axis]
+    mesh.get_group.side_effect = lambda axis: f"axis {axis}"
+    mesh.__getitem__.side_effect = lambda names: Mock(
+        _flatten=lambda: Mock(get_group=lambda: f"axes {names}")
+    )
+    return Mock(spec=DTensor, placements=placements, device_mesh=mesh, ndim=len(shape))
+
+
+LINEAR = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "placements", "sizes", "ranks", "holders", "cut", "scattered"),
+    [
+        ((4, 6), [Shard(0)], [2], 2, 1, None, False),
+        ((4, 6), [Shard(1)], [2], 2, 1, "axis 0", False),
+        ((4, 6), [Replicate()], [2], 4, 4, None, False),
+        ((4, 6), [Shard(1)], [1], 4, 4, None, False),
+        ((4, 6), [Replicate(), Shard(0)], [2, 2], 4, 2, None, False),
+        ((4, 6), [Replicate(), Shard(1)], [2, 3], 6, 2, "axis 1", False),
+        ((4, 6), [Shard(0), Shard(1)], [2, 2], 8, 2, "axis 1", False),
+        ((4, 6), [Shard(1), Shard(1)], [2, 2], 4, 1, "axes ('a', 'b')", False),
+        ((4, 6), [Shard(1), Shard(0), Shard(1)], [2, 2, 2], 8, 1, "axes ('a', 'c')", False),
+        ((6,), [Shard(0)], [2], 4, 2, None, True),
+        ((6,), [Replicate()], [2], 2, 2, None, False),
+        ((), [Replicate()], [2], 2, 2, None, False),
+    ],
+)
+def test_placements_say_who_holds_what(shape, placements, sizes, ranks, holders, cut, scattered):
+    piece = placed("weight", sharded(shape, placements, sizes), LINEAR, ranks)
+    assert (piece.holders, piece.cut, piece.scattered) == (holders, cut, scattered)
+    assert piece.units == units_of(torch.empty(shape))
+
+
+def test_a_plain_parameter_is_whole_on_every_rank():
+    piece = placed("weight", LINEAR.weight, LINEAR, 3)
+    assert (piece.holders, piece.cut, piece.scattered) == (3, None, False)
+    assert piece.units == Units((1,))
+
+
+def test_groups_of_a_transposed_convolution_are_not_split():
+    """Its groups lie in dimension 0; a shard of dimension 1 leaves each output channel whole."""
+    layer = nn.ConvTranspose2d(4, 6, 2, groups=2)
+    weight = sharded((4, 3, 2, 2), [Shard(1)], [2])
+    layer.register_parameter("weight", None)
+    layer.__dict__["weight"] = weight
+    assert placed("w", weight, layer, 2).cut is None
+    weight.placements = [Shard(2)]
+    assert placed("w", weight, layer, 2).cut == "axis 0"
+    weight.placements = [Shard(0)]
+    with pytest.raises(
+        TypeError, match=r"^w belongs to a transposed convolution with groups .* 1$"
+    ):
+        placed("w", weight, layer, 2)
+
+
+def test_placements_that_cannot_be_accounted_for_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"^w is placed .*: neither a replica nor a shard$"):
+        placed("w", sharded((4, 6), [Partial()], [2]), LINEAR, 2)
+    with pytest.raises(LayoutError, match=r"^w is split in 2, which does not divide its 3 ranks$"):
+        placed("w", sharded((4, 6), [Shard(0)], [2]), LINEAR, 3)
+
+
+def account(*models, whole=None, ranks=None):
+    """Layouts of what each rank holds, a module each."""
+
+    def body(group):
+        return Layout.of_sharded(models[group.rank()], group, whole, ranks)
+
+    return Ranks(len(models)).run(body)
+
+
+def test_parts_that_do_not_add_up_are_refused_by_name():
+    linear = nn.Linear(3, 2)
+    first, second = account(nn.Linear(3, 2), nn.Linear(3, 2))
+    assert [piece.holders for piece in first.pieces] == [2, 2]
+    assert first.names == second.names == ["weight", "bias"]
+    assert first.scattered == []
+    assert first.head == "weight"
+    with pytest.raises(LayoutError, match=r"^weight has 7 elements, but the ranks account for 6: "):
+        account(linear, linear, whole={"weight": 7, "bias": 2})
+    with pytest.raises(LayoutError, match=r"^extra has 1 elements, but the ranks account for 0: "):
+        account(linear, linear, whole={"weight": 6, "bias": 2, "extra": 1})
+    with pytest.raises(LayoutError, match=r"^bias: no such parameter in the whole model \("):
+        account(linear, linear, whole={"weight": 6})
+    with pytest.raises(LayoutError, match=r"^weight has 6 elements, but the ranks account for 12"):
+        account(linear, linear, ranks=lambda name: 1)
+
+
+def test_names_are_those_of_all_ranks_in_one_order():
+    """A rank that holds nothing knows the names and the device of the others."""
+    whole = {"weight": 6, "bias": 2}
+    first, second = account(nn.Linear(3, 2), nn.Sequential(), whole=whole, ranks=lambda name: 1)
+    assert first.names == second.names == ["weight", "bias"]
+    assert second.pieces == []
+    assert second.device == torch.device("cpu")
+
+
+def test_a_huge_parameter_may_round_but_not_lose_an_element_in_a_million():
+    model = nn.Linear(100, 100, bias=False)
+    account(model, model, model, whole={"weight": 10_000})
+    with pytest.raises(LayoutError, match="has 10001 elements"):
+        account(model, model, model, whole={"weight": 10_001})
+
+
+def test_what_a_layout_cannot_take_is_refused():
+    half = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"^w is complex: clipping is defined on real parameters$"):
+        Layout([Piece("w", half, Units((0,)))])
+
+
+def test_patterns_match_by_glob_and_unknown_ones_list_names():
+    names = [f"layer{i}.weight" for i in range(9)]
+    layout = Layout([], names=names)
+    assert layout.matching(["*[12].weight", "layer0.*"]) == {
+        "layer0.weight",
+        "layer1.weight",
+        "layer2.weight",
+    }
+    with pytest.raises(ValueError, match=r"^clip.exclude=x matches no parameter of: ") as raised:
+        layout.matching(["x"])
+    assert str(raised.value).endswith(
+        "layer0.weight, layer1.weight, layer2.weight, ..., "
+        "layer6.weight, layer7.weight, layer8.weight"
+    )
+    with pytest.raises(ValueError, match=r"of: a, b, c, d, e, f, g$"):
+        Layout([], names=list("abcdefg")).matching(["x"])

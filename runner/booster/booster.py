@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from runner.booster import joint
 from runner.booster.optimizer import Nonfinite, OptimizerWrapper, nothing
 from runner.booster.optimizers import require_safe
-from runner.booster.parallel.gathering import gathered
-from runner.booster.plugin import Plugin, SinglePlugin
+from runner.booster.parallel.gathering import gathered, load
+from runner.booster.parallel.sharding import give_back
+from runner.booster.plugin import Plugin, SinglePlugin, TorchDDPPlugin
 from runner.booster.precision import LossScale, ModelWrapper, dtype_of
+from runner.booster.prepare import compiled_in_place, require_dense
 from runner.clip import Layout
 from runner.clip.boosted import register
 from runner.loss import WindowLoss
@@ -96,9 +98,13 @@ class Booster:
             ValueError: a model was boosted before, models share a parameter, or an optimizer holds
                 a parameter of none of these modules, or has stepped already.
         """
-        models = [model] if isinstance(model, nn.Module) else list(model)
+        listed = [model] if isinstance(model, nn.Module) else list(model)
+        models = [compiled_in_place(each) for each in listed]
         _require_new(models, leaves_models=isinstance(self.plugin, SinglePlugin))
         parts = joint.named(models, criterion)
+        if not isinstance(self.plugin, SinglePlugin | TorchDDPPlugin):
+            for part in parts.values():
+                require_dense(part, type(self.plugin).__name__)
         given = {prefix: dict(part.named_parameters()) for prefix, part in parts.items()}
         names = [_names_of(each) for each in models]
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
@@ -237,6 +243,24 @@ class Booster:
         """
         whole = gathered(model.unwrap(), model.renamed)
         return {name: whole[first] for name, first in model.names.items()} if whole else {}
+
+    def load_state_dict(self, model: ModelWrapper, state: Mapping[str, Tensor]) -> None:
+        """Load a state dict of the whole model; every rank has to call it.
+
+        The state of an optimizer, and an average of earlier weights, are left as they are.
+
+        Args:
+            model: the boosted model.
+            state: what :meth:`state_dict` returned, or the ``state_dict()`` of the user's model in
+                one process. Read on the first rank; what other ranks give is ignored.
+
+        Raises:
+            ValueError: names or shapes are not those of the model; the message, the same on every
+                rank, lists them. Nothing was loaded.
+        """
+        stages = [] if model.pipeline is None else list(model.pipeline.stages.values())
+        give_back([model.unwrap(), *stages])
+        load(model.unwrap(), model.renamed, model.names, state)
 
 
 def _names_of(model: nn.Module) -> dict[str, str]:

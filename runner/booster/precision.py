@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -70,6 +73,34 @@ class ModelWrapper(nn.Module):
         self._model = [model]
         self.dtype = dtype
         self.renamed, self.names, self.optimizer = {}, {}, None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
+        """Copy the model, for an average of its weights: without optimizer and without DDP.
+
+        Raises:
+            TypeError: the model is sharded by ``fully_shard`` or cut into stages.
+        """
+        sharded = any(isinstance(module, FSDPModule) for module in self.modules())
+        if sharded or self.pipeline is not None:
+            how = "sharded over ranks" if sharded else "cut into stages"
+            raise TypeError(
+                f"a model that is {how} cannot be copied: for an average of its weights, copy the "
+                "model before it is boosted and boost the copy as well"
+                + (
+                    ": average, *_ = booster.boost(AveragedModel(net)), and in each step "
+                    "average.unwrap().update_parameters(model.unwrap())"
+                    if sharded
+                    else ", or average what booster.state_dict returns"
+                )
+            )
+        for module in self.unwrap().modules():
+            for value in vars(module).values():
+                if isinstance(value, dist.ProcessGroup):
+                    memo[id(value)] = value
+        model = copy.deepcopy(self.unwrap(), memo)
+        copied = ModelWrapper(model, model, self.dtype)
+        copied.renamed, copied.names = self.renamed, self.names
+        return copied
 
     def unwrap(self) -> nn.Module:
         """The user's model."""

@@ -109,10 +109,10 @@ def check(ranks):
             found = trained[plugin, asked, by_value][1]
             assert by_value or found == pytest.approx(norms, rel=1e-6), (plugin, asked)
     for _, refusals in ranks:
-        for plugin, said in refusals.items():
+        for said in refusals.values():
             assert "before" not in said or said["before"] == (
-                "these parameters were replaced when the model was boosted: give the boosted model, "
-                "or its parameters() of now"
+                "these parameters were replaced when the model was boosted: give the boosted "
+                "model, or its parameters() of now"
             )
             assert said["some"] == (
                 "these are some of the parameters that were boosted together, whose gradients lie "

@@ -9,6 +9,7 @@ from torch import nn
 from runner.booster import Booster
 from runner.booster.parallel.gathering import gathered
 from runner.booster.parallel.stages import (
+    CutError,
     cut,
     keep,
     untie,
@@ -51,6 +52,30 @@ def test_by_default_the_largest_stage_is_as_small_as_can_be(widths, stages):
         )
         # A part counts one more than its parameters, so that those without any are dealt out too.
         assert max(size_of(model, stage) for stage in found) <= best + len(numbers)
+
+
+class Scaled(nn.Module):
+    """A parameter of its own, beside those of its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def pipeline(self):
+        return [(("first",), lambda x: self.first(x) * self.scale), (("last",), self.last)]
+
+
+def test_a_parameter_of_no_part_is_refused():
+    told = (
+        "Scaled cannot be cut into stages: scale is in no module of a part, so no stage would hold "
+        "it: move it into a module, and let the part of pipeline() that uses it name that module"
+    )
+    with pytest.raises(CutError) as error:
+        cut(Scaled(), 2)
+    assert str(error.value) == told
+    # The command line asks before any rank starts.
+    assert told in [text for *_, text in PipelineParallelPlugin.problems(Scaled(), 2, {})]
 
 
 def test_layers_without_parameters_are_parts():

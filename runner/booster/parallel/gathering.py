@@ -1,13 +1,13 @@
-"""A whole model from what the ranks hold of it."""
+"""A whole model from what the ranks hold of it, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def gathered(
@@ -51,6 +51,96 @@ def gathered(
         parts = [{} for _ in names]
     dist.gather_object(mine, parts, dst=0)
     return {name: tensor for part in parts or () for name, tensor in part.items()}
+
+
+@torch.no_grad()
+def load(
+    model: nn.Module,
+    renamed: Mapping[str, str],
+    names: Mapping[str, str],
+    state: Mapping[str, Tensor],
+) -> None:
+    """Copy a state dict of the whole model, read on the first rank, to what each rank holds.
+
+    Every rank has to call it. One tensor travels at a time.
+
+    Args:
+        model: what this rank holds of the model.
+        renamed: the name in the whole model by another name that a parameter has here.
+        names: all names in the state dict of the whole model; for each the first one of the same
+            tensor.
+        state: the state dict.
+
+    Raises:
+        ValueError: names or shapes are not those of the model.
+    """
+    here: dict[str, list[Tensor]] = {}
+    for own, tensor in (*model.named_parameters(), *model.named_buffers()):
+        here.setdefault(renamed.get(own, own), []).append(tensor)
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    kinds = {name: (held[0].shape, held[0].dtype) for name, held in here.items()}
+    listed = [kinds]
+    if not alone:
+        listed = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(listed, kinds)
+    known = {name: kind for part in listed for name, kind in part.items()}
+    given = {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+    found = [_problems(given, names, {name: shape for name, (shape, _) in known.items()})]
+    if not alone:
+        dist.broadcast_object_list(found, src=0)
+    if found[0]:
+        raise ValueError(f"this state does not fit the model: {found[0]}")
+    device = next((held[0].device for held in here.values()), torch.device("cpu"))
+    for name in dict.fromkeys(names.values()):
+        shape, dtype = known[name]
+        if alone or dist.get_rank() == 0:
+            whole = given[name].detach().to(device, dtype).contiguous()
+        else:
+            whole = torch.empty(shape, dtype=dtype, device=device)
+        if not alone:
+            dist.broadcast(whole, src=0)
+        for tensor in here.get(name, ()):
+            _copy(tensor, whole)
+
+
+def _copy(tensor: Tensor, whole: Tensor) -> None:
+    """Copy to ``tensor``, of a DTensor to the part on this rank."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(whole)
+        return
+    mesh = tensor.device_mesh
+    replica = DTensor.from_local(
+        whole.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+    # Each rank cuts its own part: no communication.
+    tensor.to_local().copy_(replica.redistribute(mesh, tensor.placements).to_local())
+
+
+def _problems(
+    state: Mapping[str, Tensor], names: Mapping[str, str], shapes: Mapping[str, torch.Size]
+) -> str:
+    """What is wrong with a state dict; empty if nothing is."""
+    found = []
+    missing = [name for name in names if name not in state]
+    unexpected = [name for name in state if name not in names]
+    if missing:
+        found.append(f"missing: {_some(missing)}")
+    if unexpected:
+        found.append(f"unexpected: {_some(unexpected)}")
+        if all(name.startswith("module.") and name[7:] in names for name in unexpected):
+            found.append("take the state of the model inside the wrapper: wrapper.module")
+    for name, tensor in state.items():
+        shape = shapes[names[name]] if name in names else tensor.shape
+        if tensor.shape != shape:
+            found.append(f"{name} has shape {list(tensor.shape)} instead of {list(shape)}")
+        elif name in names and not torch.equal(tensor, state.get(names[name], tensor)):
+            found.append(f"{name} is {names[name]} in the model, but has other values")
+    return "; ".join(found)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more}"
 
 
 @torch.no_grad()

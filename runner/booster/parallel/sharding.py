@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -23,6 +25,8 @@ from runner.booster.parallel.experts import mixtures
 from runner.booster.parallel.hooks import gradient_hooks
 from runner.booster.parallel.usage import Usage
 from runner.booster.precision import dtype_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,21 @@ def shard(
     assert isinstance(root, FSDPModule)
     root.set_reduce_scatter_unused_params(True)
     usage.watch(root, hooks)
+
+
+def _make_contiguous(root: nn.Module) -> None:
+    """Give channels-last weights the memory format that ``fully_shard`` asks for."""
+    changed = [name for name, p in root.named_parameters() if not p.is_contiguous()]
+    for name in changed:
+        parameter = root.get_parameter(name)
+        parameter.data = parameter.data.contiguous()
+    if changed and (not dist.is_initialized() or dist.get_rank() == 0):
+        log.warning(
+            "%s and %d more were made contiguous: fully_shard does not keep another memory format "
+            "(channels_last)",
+            changed[0],
+            len(changed) - 1,
+        )
 
 
 def give_back(roots: Iterable[nn.Module]) -> None:

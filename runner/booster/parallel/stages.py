@@ -77,9 +77,11 @@ def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> l
             the stages have about as many parameters each.
 
     Raises:
-        CutError: there are fewer parts than stages, or a name is none of a part's.
+        CutError: there are fewer parts than stages, a parameter is in no part, or a name is none
+            of a part's.
     """
     parts = parts_of(model)
+    _require_owner(model, parts)
     if stages > len(parts):
         raise CutError(
             f"{stages} stages, but {type(model).__name__} has only {len(parts)} parts to cut "
@@ -87,6 +89,19 @@ def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> l
         )
     bounds = _balanced(model, parts, stages) if starts is None else _named(parts, stages, starts)
     return [parts[a:b] for a, b in zip([0, *bounds], [*bounds, len(parts)], strict=True)]
+
+
+def _require_owner(model: nn.Module, parts: Sequence[Part]) -> None:
+    modules = [model.get_submodule(name) for part in parts for name in part.modules]
+    held = {id(parameter) for module in modules for parameter in module.parameters()}
+    loose = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
+    if loose:
+        more = f" and {len(loose) - 3} more" if len(loose) > 3 else ""
+        raise CutError(
+            f"{type(model).__name__} cannot be cut into stages: {', '.join(loose[:3])}{more} is in "
+            "no module of a part, so no stage would hold it: move it into a module, and let the "
+            "part of pipeline() that uses it name that module"
+        )
 
 
 def _named(parts: Sequence[Part], stages: int, starts: Sequence[str]) -> list[int]:

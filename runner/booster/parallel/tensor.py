@@ -55,6 +55,10 @@ class Split:
     group: dist.ProcessGroup
     sequence: bool
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Split:
+        """A copy of a model works on the same ranks."""
+        return self
+
     def enter(self, hidden: Tensor) -> Tensor:
         """The whole input of a layer of which each rank computes a part."""
         if self.sequence:

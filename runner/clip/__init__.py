@@ -1,9 +1,10 @@
 """Gradient clipping over layouts: where gradients live, what they measure, and one file a mode."""
 
 from runner.clip.functional import GradientClipping, apply_gradient_clipping, build
-from runner.clip.layout import Layout, Number, Piece, Units
+from runner.clip.layout import Layout, Number, Piece
 from runner.clip.measure import total_norm
 from runner.clip.mode import ClipMode, Outcome
+from runner.clip.units import Units
 
 __all__ = [
     "ClipMode",

@@ -7,7 +7,10 @@ start at zero move. The final classifier's weight is left out.
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -18,19 +21,34 @@ from runner.clip.layout import Layout, Number, Piece
 from runner.clip.measure import SQUARES_OVERFLOW, combine
 from runner.clip.mode import ClipMode, Outcome, after_counting
 
+log = logging.getLogger(__name__)
+
 
 class AdaptiveClip(ClipMode):
     """Scale each unit's gradient by its own coefficient."""
 
-    _excluded: frozenset[str] = frozenset()
+    _layout: Layout | None = None
+    _pieces: Sequence[Piece] = ()
 
     def bind(self, layout: Layout) -> None:
-        """Resolve ``exclude`` against the names of ``layout``."""
+        """Resolve ``exclude`` and ``units`` against the parameters of ``layout``.
+
+        What ``auto`` leaves out, and what layers do not tell about units, is logged.
+        """
         if self.exclude == "auto":
-            self._excluded = frozenset([layout.head] if layout.head else [])
+            excluded = set(layout.heads)
         else:
             globs = (self.exclude,) if isinstance(self.exclude, str) else self.exclude
-            self._excluded = layout.matching(globs)
+            excluded = {name for glob in globs for name in layout.matching(glob, "exclude")}
+        pieces = layout.with_units(self.units)
+        self._pieces = [piece for piece in pieces if piece.name not in excluded]
+        self._layout = layout
+        if self.exclude == "auto":
+            _log_once(layout, logging.INFO, _left_out(layout))
+        chosen = {name for glob in self.units for name in layout.matching(glob, "units")}
+        assumed = [n for n, p in layout.parameters.items() if not p.known and n not in chosen]
+        if left := [name for name in assumed if name not in excluded]:
+            _log_once(layout, logging.WARNING, _unknown(layout, left))
 
     def clip(self, layout: Layout, norm: Number) -> Outcome:
         """Scale in place.
@@ -38,11 +56,12 @@ class AdaptiveClip(ClipMode):
         Collectives: one for each group that shares the units of a matrix (tensor parallelism has
         one), one for all vectors that are spread over ranks, one for the counts.
         """
+        if self._layout is not layout:
+            self.bind(layout)
         pieces = [
             piece
-            for piece in layout.pieces
-            if piece.name not in self._excluded
-            and (piece.cut or piece.scattered or piece.param.grad is not None)
+            for piece in self._pieces
+            if piece.cut or piece.scattered or piece.param.grad is not None
         ]
         # Every rank has the same norm, so all of them measure units alike. An accelerator cannot
         # look at it, and sums in its widest type at any size.
@@ -64,7 +83,7 @@ class AdaptiveClip(ClipMode):
                 continue
             ratio = length / weight.clamp(min=self.eps)
             peak = transfer.read(ratio.amax())
-            held = piece.holders * (piece.cut.size() if piece.cut else 1)
+            held = piece.holders * math.prod(group.size() for group in piece.cut)
             if not piece.scattered:
                 units = units + length.numel() / held
                 if self.tally is not None:
@@ -78,6 +97,34 @@ class AdaptiveClip(ClipMode):
                 changed = changed + transfer.count(over) / held
         highest = combine(peaks or [0.0], math.inf)
         return after_counting(self, layout, norm, changed, units, highest)
+
+
+def _left_out(layout: Layout) -> str:
+    if not layout.heads:
+        return "clip.exclude=auto: no head was found, adaptive clipping leaves out nothing"
+    return f"clip.exclude=auto: adaptive clipping leaves out {', '.join(layout.heads)}"
+
+
+def _unknown(layout: Layout, names: Sequence[str]) -> str:
+    shapes = [f"{name} {list(layout.parameters[name].shape)}" for name in names]
+    more = f" and {len(shapes) - 5} more" if len(shapes) > 5 else ""
+    return (
+        f"adaptive clipping takes dimension 0 for the outputs of {', '.join(shapes[:5])}{more}, "
+        f"because it does not know their layer: set clip.units={{{names[0]}:D}} to the dimension "
+        "that indexes outputs, or to a list of dimensions"
+    )
+
+
+@cache
+def _logged(level: int, message: str) -> None:
+    log.log(level, "%s", message)
+
+
+def _log_once(layout: Layout, level: int, message: str) -> None:
+    """Log on the first rank, once in this process; not for a model that is only checked."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    if first and layout.device.type != "meta":
+        _logged(level, message)
 
 
 def _lengths(piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -103,15 +150,16 @@ def _complete_rows(pieces: list[Piece], lengths: list[tuple[Tensor, Tensor]]) ->
 
     Whether a rank has a gradient plays no part in which collectives run: an absent one adds zeros.
     """
-    groups: dict[dist.ProcessGroup, list[int]] = {}
+    cuts: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for i, piece in enumerate(pieces):
-        if piece.cut is not None:
-            groups.setdefault(piece.cut, []).append(i)
-    for group, members in groups.items():
+        if piece.cut:
+            cuts.setdefault(piece.cut, []).append(i)
+    for groups, members in cuts.items():
         parts = [part for i in members for part in lengths[i]]
         wide = transfer.widest(parts[0].device)
         flat = torch.cat([part.reshape(-1).to(wide).square() for part in parts])
-        dist.all_reduce(flat, group=group)
+        for group in groups:
+            dist.all_reduce(flat, group=group)
         whole = iter(torch.split(flat.sqrt(), [part.numel() for part in parts]))
         for i in members:
             weight, gradient = lengths[i]

@@ -6,7 +6,7 @@ their import lines changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -47,6 +47,7 @@ def apply_gradient_clipping(
     clipping_type: str,
     clipping_threshold: float,
     norm_type: float = 2.0,
+    units: Mapping[str, int | Sequence[int]] | None = None,
 ) -> Outcome:
     """Clip the gradients of ``parameters`` in place. Call it after ``backward``, before ``step``.
 
@@ -54,24 +55,30 @@ def apply_gradient_clipping(
     norm is that of the whole model on all ranks, and a second clipping in one step is refused.
 
     Args:
-        parameters: a module (whose transposed convolutions and classifier head are then known),
-            or parameters, or one tensor. Of a boosted model, on every rank: the boosted model, the
-            user's own model object, or all parameters of either. Of another model whose parameters
-            are DTensors (``fully_shard``): the module, on every rank.
+        parameters: a module (whose layers and heads are then known), or parameters, or one tensor.
+            Of a boosted model, on every rank: the boosted model, the user's own model object, or
+            all parameters of either. Of another model whose parameters are DTensors
+            (``fully_shard``): the module, on every rank.
         clipping_type: ``norm``, ``value`` or ``adaptive``.
         clipping_threshold: λ, above 0.
         norm_type: p of the total norm.
+        units: of ``adaptive``, for a module with layers that it does not know: patterns of
+            parameter names, and the dimension or dimensions of the parameter that index outputs,
+            such as ``{"experts.*": [0, 1]}``.
 
     Returns:
         What was done: the norm before and after, the coefficient, the share clipped.
 
     Raises:
-        ValueError: an unknown type, a threshold that is not above 0, no parameters at all, or
-            parameters of a boosted model that cannot be clipped by themselves.
+        ValueError: an unknown type, a threshold that is not above 0, no parameters at all,
+            parameters of a boosted model that cannot be clipped by themselves, or units that do
+            not fit the parameters.
         StepOrderError: gradients of a boosted model are not final, or were clipped already.
         TypeError: parameters are sharded, and are not given as a module.
     """
-    mode = build(clipping_type, threshold=clipping_threshold, norm_type=norm_type)
+    mode = build(
+        clipping_type, threshold=clipping_threshold, norm_type=norm_type, units=units or {}
+    )
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
     given = listed if isinstance(listed, nn.Module) else list(listed)
     if given == []:
@@ -96,11 +103,17 @@ class GradientClipping:
 
     Example:
         ``Trainer(model=..., algorithms=[GradientClipping("norm", 0.1)])``
+
+    Args:
+        clipping_type: ``norm``, ``value`` or ``adaptive``.
+        clipping_threshold: λ, above 0.
+        units: see :func:`apply_gradient_clipping`.
     """
 
     clipping_type: str
     clipping_threshold: float
+    units: Mapping[str, int | Sequence[int]] | None = None
 
     def mode(self) -> ClipMode:
         """The clipping mode that this describes."""
-        return build(self.clipping_type, threshold=self.clipping_threshold)
+        return build(self.clipping_type, threshold=self.clipping_threshold, units=self.units or {})

@@ -10,54 +10,19 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from runner.clip import transfer
+from runner.clip.head import head_weights
+from runner.clip.units import Units, owned_parameters, units_of
 
 Number = float | Tensor
 """A figure on the host where looking is free (CPU), a 0-dimensional tensor elsewhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class Units:
-    """How a tensor falls into units, the groups of weights that feed one output.
-
-    Brock et al. 2021 (arXiv 2102.06171, section 4): a row of a matrix, the fan-in of one output
-    channel of a convolution. A transposed convolution keeps its output channels in dimension 1, and
-    its groups side by side in dimension 0. Anything with fewer than two dimensions is one unit.
-
-    Attributes:
-        dims: dimensions reduced by a unit's norm, after ``groups`` was split off.
-        groups: 0, or the number of groups to split dimension 0 into before reducing.
-    """
-
-    dims: tuple[int, ...]
-    groups: int = 0
-
-    def view(self, tensor: Tensor) -> Tensor:
-        """``tensor`` with its groups split off; shares memory whatever the strides."""
-        if not self.groups:
-            return tensor
-        inputs, *rest = tensor.shape
-        return tensor.view(self.groups, inputs // self.groups, *rest)
-
-
-def units_of(parameter: Tensor, module: nn.Module | None = None) -> Units:
-    """Units of ``parameter``; ``module`` is its owner, where known, to tell transposed layers."""
-    n = parameter.ndim
-    if n < 2:
-        return Units(tuple(range(n)))
-    if isinstance(module, nn.modules.conv._ConvTransposeNd) and parameter is module.weight:
-        if module.groups == 1:
-            return Units((0, *range(2, n)))
-        return Units((1, *range(3, n + 1)), groups=module.groups)
-    return Units(tuple(range(1, n)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,8 +34,9 @@ class Piece:
         param: the parameter; of a DTensor only the part on this rank is ever worked on.
         units: how the local part falls into units.
         holders: ranks of the layout's group that hold these same elements (replicas).
-        cut: the ranks over which each unit of this part is spread, or None where every unit lies
-            whole on this rank. All of them see the same number of units.
+        cut: groups of ranks over which each unit of this part is spread, one for each mesh axis
+            that cuts units; empty where every unit lies whole on this rank. All ranks of these
+            groups see the same number of units.
         scattered: the parameter is one unit (a vector) whose elements lie on several ranks of the
             layout's group. Its figures are added up under its name.
     """
@@ -79,7 +45,7 @@ class Piece:
     param: Tensor
     units: Units
     holders: int = 1
-    cut: dist.ProcessGroup | None = None
+    cut: tuple[dist.ProcessGroup, ...] = ()
     scattered: bool = False
 
     @property
@@ -93,6 +59,11 @@ class Piece:
         gradient = self.param.grad
         return None if gradient is None else local(gradient)
 
+    def with_units(self, units: Units) -> Piece:
+        """The same part with other units; where a shard boundary cuts them follows from it."""
+        cut = _cut(self.param, units) if isinstance(self.param, DTensor) else self.cut
+        return replace(self, units=units, cut=cut, scattered=False)
+
 
 def local(tensor: Tensor) -> Tensor:
     """What of ``tensor`` lies on this rank."""
@@ -104,8 +75,40 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
 
 
+class Whole(NamedTuple):
+    """What every rank knows of a parameter, wherever it lies.
+
+    Attributes:
+        shape: of the whole parameter.
+        scattered: see :class:`Piece`.
+        known: see :class:`Units`.
+    """
+
+    shape: tuple[int, ...]
+    scattered: bool
+    known: bool
+
+    @classmethod
+    def of(cls, piece: Piece) -> Whole:
+        """What a rank knows of the parameter that it has a part of."""
+        return cls(tuple(piece.param.shape), piece.scattered, piece.units.known)
+
+
 class LayoutError(ValueError):
     """A layout that does not account for every element of a model exactly once."""
+
+
+class OptionError(ValueError):
+    """An option of a mode that does not fit the model.
+
+    Args:
+        option: its name.
+        message: what is wrong, with the value.
+    """
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(message)
+        self.option = option
 
 
 class Layout:
@@ -115,10 +118,10 @@ class Layout:
         pieces: one for each parameter; the same parameter twice counts once.
         group: ranks over which figures are added up. None where this rank holds everything
             (one process, or data-parallel replicas whose gradients were averaged).
-        head: name of the classifier head's weight, which adaptive clipping leaves out by default.
-        names: of all parameters of the model, also those that lie on other ranks alone, in one
-            order for all ranks; by default those of ``pieces``.
-        scattered: names of all parameters that are one unit spread over ranks, likewise.
+        heads: names of the weights of the model's heads, which adaptive clipping leaves out by
+            default.
+        parameters: all parameters of the model by name, also those that lie on other ranks alone,
+            in one order for all ranks; by default those of ``pieces``.
         elsewhere: type of device on which the other ranks have theirs, for a rank without pieces.
 
     Raises:
@@ -129,9 +132,8 @@ class Layout:
         self,
         pieces: Iterable[Piece],
         group: dist.ProcessGroup | None = None,
-        head: str | None = None,
-        names: Sequence[str] | None = None,
-        scattered: Sequence[str] | None = None,
+        heads: Sequence[str] = (),
+        parameters: Mapping[str, Whole] | None = None,
         elsewhere: str = "cpu",
     ) -> None:
         once: dict[int, Piece] = {}
@@ -141,12 +143,19 @@ class Layout:
             once.setdefault(id(piece.param), piece)
         self.pieces = list(once.values())
         self.group = group
-        self.head = head
+        self.heads = tuple(heads)
+        self.parameters = parameters or {piece.name: Whole.of(piece) for piece in self.pieces}
         self._elsewhere = elsewhere
-        here = dict.fromkeys(piece.name for piece in self.pieces)
-        self.names = list(here if names is None else names)
-        vectors = dict.fromkeys(piece.name for piece in self.pieces if piece.scattered)
-        self.scattered = list(vectors if scattered is None else scattered)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters of the model, in one order for all ranks."""
+        return list(self.parameters)
+
+    @property
+    def scattered(self) -> list[str]:
+        """Names of all parameters of the model that are one unit spread over ranks, likewise."""
+        return [name for name, whole in self.parameters.items() if whole.scattered]
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Layout:
@@ -159,9 +168,9 @@ class Layout:
             return cls.of_sharded(model, dist.group.WORLD)
         pieces = [
             Piece(name, parameter, units_of(parameter, module))
-            for name, parameter, module in _owned(model)
+            for name, parameter, module in owned_parameters(model)
         ]
-        return cls(pieces, head=head_weight(model))
+        return cls(pieces, heads=head_weights(model))
 
     @classmethod
     def of_sharded(
@@ -171,7 +180,7 @@ class Layout:
         whole: Mapping[str, int] | None = None,
         ranks: Callable[[str], int] | None = None,
         renamed: Mapping[str, str] | None = None,
-        head: str | None = None,
+        heads: Sequence[str] | None = None,
     ) -> Layout:
         """Every parameter where its DTensor placements say; a plain one is whole where it is.
 
@@ -186,7 +195,7 @@ class Layout:
             ranks: on how many ranks a parameter, by its name, lies at all, in parts or repeated;
                 by default on all of ``group``.
             renamed: the name of a tied parameter by that of its copy, where it has copies.
-            head: see :class:`Layout`.
+            heads: see :class:`Layout`; by default those of ``model``.
 
         Raises:
             TypeError: a parameter cannot be placed; the message names it.
@@ -194,15 +203,16 @@ class Layout:
         """
         known = renamed or {}
         once: dict[int, Piece] = {}
-        for own, parameter, module in _owned(model):
+        for own, parameter, module in owned_parameters(model):
             if id(parameter) not in once:
                 spread = group.size() if ranks is None else ranks(own)
                 once[id(parameter)] = placed(known.get(own, own), parameter, module, spread)
         pieces = list(once.values())
         if whole is None:
             whole = {piece.name: piece.param.numel() for piece in pieces}
-        names, scattered, elsewhere = _account(pieces, group, whole)
-        return cls(pieces, group, head or head_weight(model), names, scattered, elsewhere)
+        parameters, elsewhere = _account(pieces, group, whole)
+        found = head_weights(model) if heads is None else heads
+        return cls(pieces, group, found, parameters, elsewhere)
 
     @classmethod
     def of_parameters(cls, parameters: Iterable[Tensor] | Tensor) -> Layout:
@@ -243,14 +253,13 @@ class Layout:
             for piece in layout.pieces:
                 held = piece.holders * copies
                 pieces.append(replace(piece, name=prefix + piece.name, holders=held))
-        return cls(
-            pieces,
-            group,
-            next((prefix + layout.head for prefix, layout in listed if layout.head), None),
-            names,
-            [prefix + name for prefix, layout in listed for name in layout.scattered],
-            listed[0][1].device.type,
-        )
+        parameters = {
+            prefix + name: known
+            for prefix, layout in listed
+            for name, known in layout.parameters.items()
+        }
+        heads = [prefix + head for prefix, layout in listed for head in layout.heads]
+        return cls(pieces, group, heads, parameters, listed[0][1].device.type)
 
     @property
     def device(self) -> torch.device:
@@ -296,28 +305,48 @@ class Layout:
         columns = torch.stack(rows, dim=1)
         return columns.tolist() if transfer.can_read(columns.device) else [list(c) for c in columns]
 
-    def matching(self, patterns: Iterable[str]) -> frozenset[str]:
-        """Names that match any glob of ``patterns``.
+    def matching(self, pattern: str, option: str) -> list[str]:
+        """Names that match the glob ``pattern``.
+
+        Args:
+            pattern: as :mod:`fnmatch` takes it.
+            option: of the mode that the pattern was given to, for the message.
 
         Raises:
-            ValueError: a pattern matches nothing; the message lists some names.
+            OptionError: it matches nothing; the message lists some names.
         """
         names = self.names
-        found: set[str] = set()
-        for pattern in patterns:
-            hits = fnmatch.filter(names, pattern)
-            if not hits:
-                some = ", ".join([*names[:3], "...", *names[-3:]] if len(names) > 7 else names)
-                raise ValueError(f"clip.exclude={pattern} matches no parameter of: {some}")
-            found.update(hits)
-        return frozenset(found)
+        hits = fnmatch.filter(names, pattern)
+        if not hits:
+            some = ", ".join([*names[:3], "...", *names[-3:]] if len(names) > 7 else names)
+            raise OptionError(option, f"clip.{option}={pattern} matches no parameter of: {some}")
+        return hits
 
+    def with_units(self, units: Mapping[str, int | Sequence[int]]) -> list[Piece]:
+        """The pieces of this layout with the units that a user names.
 
-def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Every parameter under its qualified name, with the module that owns it."""
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            yield f"{prefix}.{name}" if prefix else name, parameter, module
+        Args:
+            units: globs of parameter names, and the dimensions of each parameter that index
+                outputs; of two globs that match a parameter the last one counts.
+
+        Raises:
+            OptionError: a glob matches nothing, or a parameter has no such dimension. All ranks
+                raise it alike.
+        """
+        chosen: dict[str, Units] = {}
+        for pattern, given in units.items():
+            outputs = (given,) if isinstance(given, int) else given
+            for name in self.matching(pattern, "units"):
+                shape = self.parameters[name].shape
+                n = len(shape)
+                if wrong := [dim for dim in outputs if not -n <= dim < n]:
+                    raise OptionError(
+                        "units",
+                        f"clip.units: {pattern} names dimension {wrong[0]} of {name}, whose shape "
+                        f"is {list(shape)}",
+                    )
+                chosen[name] = Units.of_outputs(n, outputs)
+        return [p.with_units(chosen[p.name]) if p.name in chosen else p for p in self.pieces]
 
 
 def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Piece:
@@ -330,50 +359,58 @@ def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Piece
     units = units_of(parameter, module)
     if not isinstance(parameter, DTensor):
         return Piece(name, parameter, units, holders=ranks)
-    parts, cutting = 1, []
-    for axis, placement in enumerate(parameter.placements):
-        size = parameter.device_mesh.size(axis)
-        if placement.is_replicate() or size == 1:
-            continue
-        dim = getattr(placement, "dim", None)
-        if dim is None:
+    parts = 1
+    for axis, placement in _shards(parameter):
+        if not hasattr(placement, "dim"):
             raise TypeError(f"{name} is placed {placement}: neither a replica nor a shard")
-        if units.groups and dim == 0:
+        if units.groups and placement.dim == 0:
             raise TypeError(
                 f"{name} belongs to a transposed convolution with groups and is sharded along "
                 "them: shard it along dimension 1"
             )
-        parts *= size
-        if (dim + bool(units.groups)) in units.dims:
-            cutting.append(axis)
+        parts *= parameter.device_mesh.size(axis)
     if ranks % parts:
         raise LayoutError(f"{name} is split in {parts}, which does not divide its {ranks} ranks")
     if parameter.ndim < 2:
         return Piece(name, parameter, units, holders=ranks // parts, scattered=parts > 1)
-    cut = _group(parameter.device_mesh, cutting)
-    return Piece(name, parameter, units, holders=ranks // parts, cut=cut)
+    return Piece(name, parameter, units, ranks // parts, _cut(parameter, units))
+
+
+def _shards(parameter: DTensor) -> Iterator[tuple[int, Any]]:
+    """Mesh axes of more than one rank along which ``parameter`` is no replica."""
+    for axis, placement in enumerate(parameter.placements):
+        if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1:
+            yield axis, placement
+
+
+def _cut(parameter: DTensor, units: Units) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks over which units are spread: one for each axis that cuts them."""
+    return tuple(
+        parameter.device_mesh.get_group(axis)
+        for axis, placement in _shards(parameter)
+        if placement.dim + bool(units.groups) in units.dims
+    )
 
 
 def _account(
     pieces: Sequence[Piece], group: dist.ProcessGroup, whole: Mapping[str, int]
-) -> tuple[list[str], list[str], str]:
-    """Names of all parameters, and of the scattered ones, if the parts add up to ``whole``; and
-    the type of device that they are on.
+) -> tuple[dict[str, Whole], str]:
+    """All parameters, if the parts add up to ``whole``; and the type of device that they are on.
 
     Raises:
         LayoutError: they do not.
     """
-    here = [(p.name, p.weight.numel() / p.holders, p.scattered) for p in pieces]
+    here = [(p.name, p.weight.numel() / p.holders, Whole.of(p)) for p in pieces]
     mine = (pieces[0].param.device.type if pieces else None, here)
     everywhere: list[Any] = [None] * group.size()
     dist.all_gather_object(everywhere, mine, group=group)
     found: dict[str, float] = {}
-    scattered: dict[str, None] = {}
+    parameters: dict[str, Whole] = {}
     for _, rank in everywhere:
-        for name, share, spread in rank:
+        for name, share, each in rank:
             found[name] = found.get(name, 0.0) + share
-            if spread:
-                scattered[name] = None
+            if name not in parameters or each.scattered:
+                parameters[name] = each
     unknown = sorted(found.keys() - whole.keys())
     if unknown:
         raise LayoutError(
@@ -387,31 +424,4 @@ def _account(
                 f"{name} has {elements} elements, but the ranks account for {counted:g}: its parts "
                 "or its replicas are not what the layout takes them for"
             )
-    return list(found), list(scattered), next((t for t, _ in everywhere if t), "cpu")
-
-
-def _group(mesh: DeviceMesh, axes: list[int]) -> dist.ProcessGroup | None:
-    """The ranks of a mesh that differ along ``axes``."""
-    if not axes:
-        return None
-    if len(axes) == 1:
-        return mesh.get_group(axes[0])
-    names = mesh.mesh_dim_names
-    assert names is not None
-    return mesh[tuple(names[axis] for axis in axes)]._flatten().get_group()
-
-
-def head_weight(model: nn.Module) -> str | None:
-    """Name of the classifier head's weight: the model's own word for it, or its last linear layer.
-
-    timm's models answer ``get_classifier``. Where the head is tied to an embedding the name is that
-    of the embedding, because the two are one parameter.
-    """
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    ask = getattr(model, "get_classifier", None)
-    head = ask() if callable(ask) else None
-    if not isinstance(head, nn.Linear):
-        head = linears[-1] if linears else None
-    if head is None:
-        return None
-    return next((name for name, p in model.named_parameters() if p is head.weight), None)
+    return parameters, next((t for t, _ in everywhere if t), "cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -72,18 +73,23 @@ class ClipMode(ABC):
     Args:
         threshold: λ, above 0. It may be moved between steps; each step logs the one in force.
         norm_type: p of the total norm that is measured (and that mode ``norm`` limits).
-        exclude: globs of parameter names that the mode leaves alone, or ``"auto"``: the classifier
-            head's weight. Only modes that clip parameter by parameter look at it.
+        exclude: globs of parameter names that the mode leaves alone, or ``"auto"``: the weights of
+            the model's heads. Only modes that clip parameter by parameter look at it.
         eps: lower bound of a weight's norm in adaptive clipping.
+        units: globs of parameter names, and the dimension or dimensions of these parameters that
+            index outputs, for layers that adaptive clipping does not know; of two globs that match
+            a parameter the last one counts. Without any dimension the whole tensor is one unit.
 
     Raises:
-        ValueError: a threshold that is not above 0, a norm_type below 1, an eps not above 0.
+        ValueError: a threshold that is not above 0, a norm_type below 1, an eps not above 0, units
+            that are no dimensions.
     """
 
     threshold: float | None = None
     norm_type: float = 2.0
     exclude: tuple[str, ...] | str = "auto"
     eps: float = 1e-3
+    units: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
 
     tally: Tally | None = field(default=None, init=False, repr=False)
     """Counts the elements or units that the mode compares with λ, where it is set."""
@@ -95,6 +101,12 @@ class ClipMode(ABC):
             raise ValueError(f"norm_type must be at least 1 (or inf), not {self.norm_type}")
         if not self.eps > 0:
             raise ValueError(f"eps must be above 0, not {self.eps}")
+        for pattern, dims in self.units.items():
+            if not all(type(dim) is int for dim in ([dims] if isinstance(dims, int) else dims)):
+                raise ValueError(
+                    f"units of {pattern} must be the dimension that indexes outputs, or a list of "
+                    f"dimensions, not {dims!r}"
+                )
 
     @property
     def limit(self) -> float:

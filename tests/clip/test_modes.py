@@ -325,7 +325,7 @@ def test_the_head_is_left_out_by_default_and_globs_say_otherwise():
     mode.clip(layout, total_norm(layout))
     assert torch.equal(model[0].weight.grad, body)
     assert not torch.equal(model[2].weight.grad, head)
-    assert Layout.of_model(tied()).head == "0.weight"
+    assert Layout.of_model(tied()).heads == ("0.weight",)
 
 
 def test_a_glob_that_matches_nothing_is_an_error():

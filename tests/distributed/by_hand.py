@@ -131,8 +131,8 @@ def one_step(
         "gradients": gradients,
         "weights": loop.weights(),
         "names": sorted(loop.layout.names),
-        "head": loop.layout.head,
-        "cut": sorted(p.name for p in loop.layout.pieces if p.cut is not None or p.scattered),
+        "heads": loop.layout.heads,
+        "cut": sorted(p.name for p in loop.layout.pieces if p.cut or p.scattered),
     }
 
 

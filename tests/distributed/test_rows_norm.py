@@ -135,7 +135,7 @@ def test_t02_the_head_is_left_out_wherever_it_lives():
     for rank in ranks:
         for each, result in zip(asked, rank, strict=True):
             head = "head.weight" if each["model"] == "gpt" else "embed.weight"
-            assert result["head"] == head
+            assert result["heads"] == (head,)
     # The head's gradient is that of a step that clips nothing.
     free = one_step("gpt", None, ("none", None, 2.0))
     torch.testing.assert_close(

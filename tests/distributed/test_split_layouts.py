@@ -43,7 +43,7 @@ def clip_split(mode: str, norm_type: float, silent: str | None) -> tuple[Any, di
         part = nn.Parameter(own_part(name, parameter.detach(), rank, world))
         if name != silent or rank != world - 1:
             part.grad = own_part(name, parameter.grad, rank, world)
-        cut = dist.group.WORLD if name in ("columns", "vector") else None
+        cut = (dist.group.WORLD,) if name in ("columns", "vector") else ()
         holders = world if name == "bias" else 1
         pieces.append(Piece(name, part, units_of(part), holders, cut))
     layout = Layout(pieces, group=dist.group.WORLD)

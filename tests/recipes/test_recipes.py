@@ -132,7 +132,7 @@ def test_adaptive_recipes_leave_the_last_linear_weight_out(name):
     assert (found.clip.exclude, found.clip.eps) == ("auto", 1e-3)
     with torch.device("meta"):
         model = build.maker(found.model)()
-    assert Layout.of_model(model).head == "head.fc.weight"
+    assert Layout.of_model(model).heads == ("head.fc.weight",)
 
 
 @pytest.mark.parametrize(

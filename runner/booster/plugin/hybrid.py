@@ -52,7 +52,7 @@ from runner.booster.parallel.tensor import (
 from runner.booster.parallel.usage import Usage
 from runner.booster.plugin.base import Plugin, Spread, require_process_group
 from runner.clip import Layout
-from runner.clip.layout import head_weight
+from runner.clip.head import head_weights
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ class HybridParallelPlugin(Plugin):
         device = next(model.parameters()).device
         axes = Axes(device.type, sizes)
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        head = head_weight(model)
+        heads = head_weights(model)
         experts = of_experts(model) if sizes.ep > 1 else frozenset()
         styles = plan_of(model, self.tp_plan) if sizes.tp > 1 else {}
         check_heads(model, styles, sizes.tp)
@@ -259,7 +259,7 @@ class HybridParallelPlugin(Plugin):
             replicas = sizes.dp // (sizes.ep if name in experts else 1)
             return replicas * sizes.tp * len(copies.get(renamed.get(name, name), [0]))
 
-        layout = Layout.of_sharded(model, world, whole, ranks, renamed, head)
+        layout = Layout.of_sharded(model, world, whole, ranks, renamed, heads)
         replicas = self._replicas(model, axes, experts)
         partition = Partition(replicas) if self.zero_stage == 1 else None
         found = [self._tied(model, name, where, renamed, axes) for name, where in copies.items()]

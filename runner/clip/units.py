@@ -1,0 +1,147 @@
+"""What adaptive clipping measures: units, the groups of weights that feed one output.
+
+Most layers keep their outputs in dimension 0. Those that do not are recognised by their class, by
+the sizes that they declare, or by the shapes of their parameters, without importing the libraries
+that they come from. For all others the option ``units`` of the mode names the dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+_OUTPUTS_FIRST = (nn.modules.conv._ConvNd, nn.Bilinear, nn.MultiheadAttention)
+"""Owners of parameters of three or more dimensions whose dimension 0 indexes outputs."""
+
+_SIZES = (("in_features", "out_features"), ("input_size", "output_size"))
+"""What layers call the numbers of their inputs and outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """How a tensor falls into units, the groups of weights that feed one output.
+
+    Brock et al. 2021 (arXiv 2102.06171, section 4): a row of a matrix, the fan-in of one output
+    channel of a convolution. A transposed convolution keeps its output channels in dimension 1, and
+    its groups side by side in dimension 0. Anything with fewer than two dimensions is one unit.
+
+    Attributes:
+        dims: dimensions reduced by a unit's norm, after ``groups`` was split off.
+        groups: 0, or the number of groups to split dimension 0 into before reducing.
+        known: False where dimension 0 was assumed to index outputs, because neither the layer nor
+            the user says so.
+    """
+
+    dims: tuple[int, ...]
+    groups: int = 0
+    known: bool = True
+
+    @classmethod
+    def of_outputs(cls, ndim: int, outputs: Iterable[int], known: bool = True) -> Units:
+        """Units of a tensor of ``ndim`` dimensions, of which ``outputs`` index outputs.
+
+        Without any the whole tensor is one unit.
+        """
+        kept = {dim % ndim for dim in outputs}
+        return cls(tuple(dim for dim in range(ndim) if dim not in kept), known=known)
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """``tensor`` with its groups split off; shares memory whatever the strides."""
+        if not self.groups:
+            return tensor
+        inputs, *rest = tensor.shape
+        return tensor.view(self.groups, inputs // self.groups, *rest)
+
+
+def units_of(parameter: Tensor, module: nn.Module | None = None) -> Units:
+    """Units of ``parameter``.
+
+    Args:
+        parameter: the whole parameter, or a DTensor, whose shape is that of the whole.
+        module: its owner, where known.
+    """
+    n = parameter.ndim
+    if n < 2:
+        return Units(tuple(range(n)))
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        inputs, outputs = module.in_channels, module.out_channels // module.groups
+        if parameter.shape[:2] == (inputs, outputs):
+            if module.groups == 1:
+                return Units.of_outputs(n, (1,))
+            return Units((1, *range(3, n + 1)), groups=module.groups)
+    outputs_in = None if module is None else _outputs(parameter, module)
+    if outputs_in is not None:
+        return Units.of_outputs(n, outputs_in)
+    return Units.of_outputs(n, (0,), known=n < 3 or isinstance(module, _OUTPUTS_FIRST))
+
+
+def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+    """Yield every parameter under its qualified name, with the module that owns it.
+
+    The owner of what a parametrization computes a weight from is the layer that has the weight.
+    """
+    for prefix, module in model.named_modules():
+        owner = module
+        if isinstance(module, ParametrizationList):
+            owner = model.get_submodule(prefix.rpartition("parametrizations.")[0].rstrip("."))
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{prefix}.{name}" if prefix else name, parameter, owner
+
+
+def _outputs(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | None:
+    """Dimensions that index outputs, as the owner tells; None where it does not.
+
+    Args:
+        parameter: of two or more dimensions.
+        module: its owner.
+    """
+    n, shape = parameter.ndim, tuple(parameter.shape)
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return ()  # A vector of gains, in the shape of what is normalised.
+    if isinstance(module, _OUTPUTS_FIRST):
+        return None
+    if n == 2 and _is_called(module, "Conv1D") and getattr(module, "nf", shape[1]) == shape[1]:
+        return (1,)  # transformers' linear layer of GPT-2: [in, out].
+    if n == 3 and (stacked := _stacked_experts(parameter, module)) is not None:
+        return stacked
+    for inward, outward in _SIZES if n in (2, 3) else ():
+        inputs, outputs = getattr(module, inward, None), getattr(module, outward, None)
+        if inputs != outputs and shape.count(outputs) == 1:
+            if shape[-2:] == (inputs, outputs):
+                return (*range(n - 2), n - 1)
+            if shape[-2:] == (outputs, inputs):
+                return tuple(range(n - 1))
+    if n > 2 and sum(size > 1 for size in shape) < 2:
+        return ()  # A vector with further dimensions of size 1, such as a scale for each channel.
+    return None
+
+
+def _stacked_experts(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | None:
+    """Dimensions that index outputs of weights [experts, ...], one matrix for each expert.
+
+    transformers stores [experts, out, in] (Mixtral, Qwen), some of its models [experts, in, out],
+    for ``torch.bmm``. ``gate_up_proj`` has the outputs of two projections side by side, so its
+    shape beside that of ``down_proj`` tells one from the other, whatever the sizes.
+    """
+    own = module._parameters
+    gate_up, down = own.get("gate_up_proj"), own.get("down_proj")
+    if gate_up is not None and down is not None and gate_up.ndim == down.ndim == 3:
+        (_, a, b), (_, c, d) = gate_up.shape, down.shape
+        if (a, b) == (2 * d, c):
+            return (0, 1)
+        if (b, a) == (2 * c, d):
+            return (0, 2)
+    match getattr(module, "is_transposed", None):
+        case True:
+            return (0, 2)
+        case False:
+            return (0, 1)
+    return None
+
+
+def _is_called(module: nn.Module, name: str) -> bool:
+    """Whether ``name`` is the module's class or one that it derives from (as sharding makes it)."""
+    return any(kind.__name__ == name for kind in type(module).__mro__)

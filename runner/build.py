@@ -133,6 +133,7 @@ def make_mode(config: RunConfig) -> ClipMode:
         norm_type=clip.norm_type,
         exclude=clip.exclude if isinstance(clip.exclude, str) else tuple(clip.exclude),
         eps=clip.eps,
+        units=clip.units or {},
     )
 
 

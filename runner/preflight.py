@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from runner import build
 from runner.clip import Layout
+from runner.clip.layout import OptionError
 from runner.config.problem import Problem, RequestError
 from runner.config.schema import Data as DataConfig
 from runner.config.schema import RunConfig, Target
@@ -51,8 +52,9 @@ def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
             problems += _fit(config, model, data)
         try:
             build.make_mode(config).bind(Layout.of_model(model))
-        except ValueError as error:
-            problems.append(Problem("clip.exclude", list(config.clip.exclude), str(error)))
+        except OptionError as error:
+            given = getattr(config.clip, error.option)
+            problems.append(Problem(f"clip.{error.option}", given, str(error)))
     _optimizer_and_scheduler(config, data, problems)
     if problems:
         raise RequestError(problems)

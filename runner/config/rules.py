@@ -141,6 +141,30 @@ def names_of(*names: str) -> Rule:
     return Rule(f"a list of some of {', '.join(names)}, such as [{names[0]}]", read)
 
 
+def output_dims() -> Rule:
+    """Patterns of parameter names, each with one dimension or a list of dimensions."""
+
+    def read(value: Any) -> dict[str, int | list[int]]:
+        if not isinstance(value, dict) or not value:
+            raise ValueError
+        for pattern, dims in value.items():
+            listed = dims if isinstance(dims, list) else [dims]
+            if not isinstance(pattern, str) or len(set(map(str, listed))) < len(listed):
+                raise ValueError
+            if wrong := [dim for dim in listed if type(dim) is not int]:
+                raise Refusal(
+                    f"{pattern}: {wrong[0]!r} is no dimension; give the number of the dimension "
+                    "that indexes outputs, or a list such as [0,1]"
+                )
+        return value
+
+    return Rule(
+        "patterns of parameters with the dimension, or the list of dimensions, that indexes their "
+        "outputs, such as {*.c_attn.weight:1,experts.*:[0,1]}",
+        read,
+    )
+
+
 def folder_name() -> Rule:
     """The name of one folder."""
 

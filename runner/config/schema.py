@@ -29,6 +29,7 @@ from runner.config.rules import (
     one_of,
     option_of,
     optional,
+    output_dims,
     switch,
     text,
     texts,
@@ -50,7 +51,12 @@ class Clip:
     exclude: Annotated[
         Literal["auto"] | list[str],
         either(one_of("auto"), texts()),
-        "adaptive: parameters left alone, as patterns of names; auto: the classifier head's weight",
+        "adaptive: parameters left alone, as patterns of names; auto: the weights of the heads",
+    ]
+    units: Annotated[
+        dict[str, int | list[int]] | None,
+        optional(output_dims()),
+        "adaptive: patterns of parameters, each with the dimension(s) that index its outputs",
     ]
     eps: Annotated[float, number(above=0), "adaptive: least norm a weight is taken to have"]
     nonfinite: Annotated[

@@ -60,6 +60,11 @@ WRONG = [
     (["data._target_=builtins.dict", "~data.seed", "~data.test_fraction"], ["data", "dict"]),
     (["data.test_fraction=2"], ["data.test_fraction=2", "runner.data.digits.digits refuses it"]),
     (["clip=adaptive", "clip.exclude=[haed.*]"], ["clip.exclude", "haed", "matches no parameter"]),
+    (["clip=adaptive", "clip.units={haed.*:1}"], ["clip.units={haed.*:1}", "matches no parameter"]),
+    (
+        ["clip=adaptive", "clip.units={head.*:[0,1]}"],
+        ["clip.units={head.*:[0,1]}", "head.* names dimension 1 of head.bias, whose shape is [10]"],
+    ),
     (
         ["+optimizer.dampening=x", "data.test_fraction=2"],
         ["2 problems", "optimizer.dampening=x", "data.test_fraction=2"],

@@ -102,7 +102,8 @@ class ClipMode(ABC):
         if not self.eps > 0:
             raise ValueError(f"eps must be above 0, not {self.eps}")
         for pattern, dims in self.units.items():
-            if not all(type(dim) is int for dim in ([dims] if isinstance(dims, int) else dims)):
+            listed = dims if isinstance(dims, list | tuple) else [dims]
+            if any(type(dim) is not int for dim in listed):
                 raise ValueError(
                     f"units of {pattern} must be the dimension that indexes outputs, or a list of "
                     f"dimensions, not {dims!r}"

@@ -90,6 +90,10 @@ def test_infinity_may_be_a_word_or_a_number(plain, value):
         ("clip", "norm_type", None),
         ("clip", "exclude", "head"),
         ("clip", "exclude", [1]),
+        ("clip", "units", "w"),
+        ("clip", "units", {}),
+        ("clip", "units", {1: 0}),
+        ("clip", "units", {"w": [0, 0]}),
         ("clip", "eps", 0),
         ("clip", "nonfinite", "raise"),
         ("accumulation", "steps", 0),
@@ -126,6 +130,18 @@ def test_a_wrong_value_is_named_with_what_is_allowed(plain, section, key, value)
     found = problems(plain)
     assert list(found) == [f"{section}.{key}"]
     assert "must be " in found[f"{section}.{key}"]
+
+
+def test_units_are_dimensions(plain):
+    for given in (None, {"w": 1}, {"*.w": [0, 1], "b": [], "v": -1}):
+        plain["clip"]["units"] = given
+        assert parse(plain).clip.units == given
+    for wrong in ("a", 1.0, True, None):
+        plain["clip"]["units"] = {"w": 0, "experts.*": [0, wrong]}
+        found = problems(plain)
+        assert list(found) == ["clip.units"]
+        assert f"experts.*: {wrong!r} is no dimension" in found["clip.units"]
+        assert "such as [0,1]" in found["clip.units"]
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, 2**32, "0", None])

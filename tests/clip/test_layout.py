@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from runner.clip import Layout, Piece, Units, build, total_norm
-from runner.clip.layout import LayoutError, placed, units_of
+from runner.clip.layout import LayoutError, OptionError, Whole, placed
 from runner.clip.measure import norms
+from runner.clip.units import units_of
 from tests.clip.threads import Ranks
 from tests.on_device import kept_on_device
 
@@ -46,7 +47,7 @@ def pieces(made, ranks):
     everything = slice(None)
     return [
         Piece("rows", part(made["rows"], half), ROWS),
-        Piece("columns", part(made["columns"], (everything, left)), ROWS, cut=ranks),
+        Piece("columns", part(made["columns"], (everything, left)), ROWS, cut=(ranks,)),
         Piece("vector", part(made["vector"], left), Units((0,)), scattered=True),
         Piece("copied", part(made["copied"], everything), ROWS, holders=2),
         Piece("bias", part(made["bias"], everything), Units((0,)), holders=2),
@@ -190,11 +191,11 @@ def test_a_vector_that_no_rank_has_a_gradient_of_is_no_unit():
 
 def test_a_rank_that_holds_nothing_adds_nothing():
     made = whole()
-    names = list(made)
+    known = {name: Whole(tuple(p.shape), False, True) for name, p in made.items()}
 
     def body(ranks):
         if ranks.rank() == 1:
-            layout = Layout([], ranks, names=names, scattered=[])
+            layout = Layout([], ranks, parameters=known)
             assert layout.device == torch.device("cpu")
             assert Layout([], ranks, elsewhere="meta").device == torch.device("meta")
         else:
@@ -241,13 +242,11 @@ def test_a_part_that_lies_twice_on_a_rank_under_one_name_is_measured_whole():
 
 def sharded(shape, placements, sizes):
     """A stand-in for a DTensor: placements along the axes of a mesh of these sizes."""
-    mesh = MagicMock(mesh_dim_names=tuple("abc"[: len(sizes)]))
+    mesh = MagicMock()
     mesh.size.side_effect = lambda axis: sizes[axis]
     mesh.get_group.side_effect = lambda axis: f"axis {axis}"
-    mesh.__getitem__.side_effect = lambda names: Mock(
-        _flatten=lambda: Mock(get_group=lambda: f"axes {names}")
-    )
-    return Mock(spec=DTensor, placements=placements, device_mesh=mesh, ndim=len(shape))
+    known = {"shape": torch.Size(shape), "ndim": len(shape)}
+    return Mock(spec=DTensor, placements=placements, device_mesh=mesh, **known)
 
 
 LINEAR = nn.Linear(2, 2)
@@ -256,18 +255,18 @@ LINEAR = nn.Linear(2, 2)
 @pytest.mark.parametrize(
     ("shape", "placements", "sizes", "ranks", "holders", "cut", "scattered"),
     [
-        ((4, 6), [Shard(0)], [2], 2, 1, None, False),
-        ((4, 6), [Shard(1)], [2], 2, 1, "axis 0", False),
-        ((4, 6), [Replicate()], [2], 4, 4, None, False),
-        ((4, 6), [Shard(1)], [1], 4, 4, None, False),
-        ((4, 6), [Replicate(), Shard(0)], [2, 2], 4, 2, None, False),
-        ((4, 6), [Replicate(), Shard(1)], [2, 3], 6, 2, "axis 1", False),
-        ((4, 6), [Shard(0), Shard(1)], [2, 2], 8, 2, "axis 1", False),
-        ((4, 6), [Shard(1), Shard(1)], [2, 2], 4, 1, "axes ('a', 'b')", False),
-        ((4, 6), [Shard(1), Shard(0), Shard(1)], [2, 2, 2], 8, 1, "axes ('a', 'c')", False),
-        ((6,), [Shard(0)], [2], 4, 2, None, True),
-        ((6,), [Replicate()], [2], 2, 2, None, False),
-        ((), [Replicate()], [2], 2, 2, None, False),
+        ((4, 6), [Shard(0)], [2], 2, 1, (), False),
+        ((4, 6), [Shard(1)], [2], 2, 1, ("axis 0",), False),
+        ((4, 6), [Replicate()], [2], 4, 4, (), False),
+        ((4, 6), [Shard(1)], [1], 4, 4, (), False),
+        ((4, 6), [Replicate(), Shard(0)], [2, 2], 4, 2, (), False),
+        ((4, 6), [Replicate(), Shard(1)], [2, 3], 6, 2, ("axis 1",), False),
+        ((4, 6), [Shard(0), Shard(1)], [2, 2], 8, 2, ("axis 1",), False),
+        ((4, 6), [Shard(1), Shard(1)], [2, 2], 4, 1, ("axis 0", "axis 1"), False),
+        ((4, 6), [Shard(1), Shard(0), Shard(1)], [2, 2, 2], 8, 1, ("axis 0", "axis 2"), False),
+        ((6,), [Shard(0)], [2], 4, 2, (), True),
+        ((6,), [Replicate()], [2], 2, 2, (), False),
+        ((), [Replicate()], [2], 2, 2, (), False),
     ],
 )
 def test_placements_say_who_holds_what(shape, placements, sizes, ranks, holders, cut, scattered):
@@ -278,7 +277,7 @@ def test_placements_say_who_holds_what(shape, placements, sizes, ranks, holders,
 
 def test_a_plain_parameter_is_whole_on_every_rank():
     piece = placed("weight", LINEAR.weight, LINEAR, 3)
-    assert (piece.holders, piece.cut, piece.scattered) == (3, None, False)
+    assert (piece.holders, piece.cut, piece.scattered) == (3, (), False)
     assert piece.units == Units((1,))
 
 
@@ -288,9 +287,9 @@ def test_groups_of_a_transposed_convolution_are_not_split():
     weight = sharded((4, 3, 2, 2), [Shard(1)], [2])
     layer.register_parameter("weight", None)
     layer.__dict__["weight"] = weight
-    assert placed("w", weight, layer, 2).cut is None
+    assert placed("w", weight, layer, 2).cut == ()
     weight.placements = [Shard(2)]
-    assert placed("w", weight, layer, 2).cut == "axis 0"
+    assert placed("w", weight, layer, 2).cut == ("axis 0",)
     weight.placements = [Shard(0)]
     with pytest.raises(
         TypeError, match=r"^w belongs to a transposed convolution with groups .* 1$"
@@ -320,7 +319,7 @@ def test_parts_that_do_not_add_up_are_refused_by_name():
     assert [piece.holders for piece in first.pieces] == [2, 2]
     assert first.names == second.names == ["weight", "bias"]
     assert first.scattered == []
-    assert first.head == "weight"
+    assert first.heads == ("weight",)
     with pytest.raises(LayoutError, match=r"^weight has 7 elements, but the ranks account for 6: "):
         account(linear, linear, whole={"weight": 7, "bias": 2})
     with pytest.raises(LayoutError, match=r"^extra has 1 elements, but the ranks account for 0: "):
@@ -353,19 +352,20 @@ def test_what_a_layout_cannot_take_is_refused():
         Layout([Piece("w", half, Units((0,)))])
 
 
+def named(*names):
+    return Layout([], parameters={name: Whole((1,), False, True) for name in names})
+
+
 def test_patterns_match_by_glob_and_unknown_ones_list_names():
-    names = [f"layer{i}.weight" for i in range(9)]
-    layout = Layout([], names=names)
-    assert layout.matching(["*[12].weight", "layer0.*"]) == {
-        "layer0.weight",
-        "layer1.weight",
-        "layer2.weight",
-    }
-    with pytest.raises(ValueError, match=r"^clip.exclude=x matches no parameter of: ") as raised:
-        layout.matching(["x"])
+    layout = named(*[f"layer{i}.weight" for i in range(9)])
+    assert layout.matching("*[12].weight", "exclude") == ["layer1.weight", "layer2.weight"]
+    assert layout.matching("layer0.*", "exclude") == ["layer0.weight"]
+    with pytest.raises(OptionError, match=r"^clip.exclude=x matches no parameter of: ") as raised:
+        layout.matching("x", "exclude")
+    assert raised.value.option == "exclude"
     assert str(raised.value).endswith(
         "layer0.weight, layer1.weight, layer2.weight, ..., "
         "layer6.weight, layer7.weight, layer8.weight"
     )
-    with pytest.raises(ValueError, match=r"of: a, b, c, d, e, f, g$"):
-        Layout([], names=list("abcdefg")).matching(["x"])
+    with pytest.raises(OptionError, match=r"^clip.units=x .* of: a, b, c, d, e, f, g$"):
+        named(*"abcdefg").matching("x", "units")

@@ -44,7 +44,8 @@ def advice(found: Findings) -> list[str]:
     few = _few(found)
     if few:
         return [*_own(found, ("nonfinite",)), few]
-    return [*_edges(found), *_joint(found), *_alike(found), *_own(found, tuple(_SHARED))]
+    measured = [*_edges(found), *_best_rates(found), *_joint(found), *_alike(found)]
+    return [*measured, *_own(found, tuple(_SHARED))]
 
 
 def varied(found: Findings, key: str) -> bool:
@@ -72,19 +73,19 @@ def edge(found: Findings, key: str) -> str | None:
     if lowest == highest:
         return None
     which = "tried" if len(judged) == len(tried) else "with a result"
-    name = _named(found, best, key)
+    the_best = _named(found, best, key)
     if lowest:
         if key == THRESHOLD and _train_alike(found, list(judged.values())):
             return None
         value = known[0]
         return (
-            f"The best {name}, {figure(value)}, is the lowest {which}: a lower one may do better "
+            f"{the_best}, {figure(value)}, is the lowest {which}: a lower one may do better "
             f"(try {figure(value / 2)} and {figure(value / 4)})."
         )
     value = known[-1]
     if key != THRESHOLD:
         return (
-            f"The best {name}, {figure(value)}, is the highest {which}: a higher one may do better "
+            f"{the_best}, {figure(value)}, is the highest {which}: a higher one may do better "
             f"(try {figure(value * 2)} and {figure(value * 4)})."
         )
     # Beyond the highest threshold lies no clipping: nothing is open where that was tried, or where
@@ -93,7 +94,7 @@ def edge(found: Findings, key: str) -> str | None:
     if unclipped or not found.ratio(best):
         return None
     return (
-        f"The best {name}, {figure(value)}, is the highest {which}: a higher one, or none, may do "
+        f"{the_best}, {figure(value)}, is the highest {which}: a higher one, or none, may do "
         f"better (try {figure(value * 2)} and clip=none)."
     )
 
@@ -101,6 +102,21 @@ def edge(found: Findings, key: str) -> str | None:
 def _edges(found: Findings) -> list[str]:
     said = [edge(found, key) for key in (THRESHOLD, RATE)]
     return [sentence for sentence in said if sentence]
+
+
+def _best_rates(found: Findings) -> list[str]:
+    """That each threshold has a best learning rate of its own, where these differ."""
+    best = next(iter(found.ranked()), None)
+    rates: dict[float, float] = {}
+    for threshold, group in _along(found, best, THRESHOLD).items() if best else ():
+        known = _along(found, group, RATE)
+        ranked = [one for one in found.ranked() if one in known.values()]
+        if len(known) > 1 and ranked and _apart(found, ranked):
+            rates[threshold] = _value(ranked[0], RATE) or math.nan
+    if len(set(rates.values())) < 2 or len(rates) > 6:
+        return []
+    each = ", ".join(f"{figure(rate)} at {figure(threshold)}" for threshold, rate in rates.items())
+    return [f"The best {RATE} depends on the threshold: {each}."]
 
 
 def _joint(found: Findings) -> list[str]:
@@ -190,11 +206,16 @@ def _topics(group: Group) -> dict[str, str]:
 
 
 def _texts(group: Group) -> dict[str, str]:
-    """The text of each topic, of the first run of a setting that has it."""
+    """The text of each topic, of the first run of a setting that has it.
+
+    The guidance of a run leaves out what the sweep that it belongs to decides.
+    """
     texts: dict[str, str] = {}
     for run in group.runs:
+        given = run.summary.get("guidance")
         for remark in _remarks(run.summary):
-            texts.setdefault(str(remark["topic"]), str(remark.get("text", "")))
+            if isinstance(given, list) and remark.get("text") in given:
+                texts.setdefault(str(remark["topic"]), str(remark["text"]))
     return texts
 
 
@@ -234,10 +255,14 @@ def _value(group: Group, key: str) -> float | None:
 
 
 def _named(found: Findings, best: Group, key: str) -> str:
-    if key != THRESHOLD:
-        return key
+    """The subject of a sentence on the best value of ``key``, and where it was found."""
     modes = {group.mode for group in found.groups} - {"none"}
-    return "threshold" if len(modes) < 2 else f"threshold of clip={best.mode}"
+    name = "threshold" if key == THRESHOLD else key
+    if key == THRESHOLD and len(modes) > 1:
+        name = f"threshold of clip={best.mode}"
+    others = [c for c in found.differences.columns if c not in ("seed", "clip.mode", key)]
+    where = [f"{column}={choice(best.runs[0], column)}" for column in others]
+    return f"With {', '.join(where)} the best {name}" if where else f"The best {name}"
 
 
 def _who(found: Findings, groups: list[Group]) -> str:

@@ -62,6 +62,7 @@ def page(folder: Path, *trials: Trial, **changes: Any) -> Findings:
         }
         setting = guidance.Setting(one.mode, one.threshold, "skip", one.effect)
         summary["remarks"] = [asdict(remark) for remark in guidance.remarks(summary, setting)]
+        summary["guidance"] = guidance.sentences(summary["remarks"])
         file.write_text(json.dumps(summary))
     return find(read(folder))
 
@@ -113,9 +114,18 @@ SITUATIONS: dict[str, tuple[list[Trial], list[str]]] = {
     "rates and thresholds, all clipped: both at an edge": (
         [*rates(0.3, 0.2, 0.1, **FULL), *rates(0.5, 0.4, 0.3, threshold=1.0, **FULL)],
         [
-            "The best threshold, 0.25, is the lowest tried: a lower one may do better (try 0.125 "
-            "and 0.0625).",
-            RATE,
+            "With optimizer.lr=0.5 the best threshold, 0.25, is the lowest tried: a lower one may "
+            "do better (try 0.125 and 0.0625).",
+            f"With clip.threshold=0.25 the best{RATE.removeprefix('The best')}",
+        ],
+    ),
+    "each threshold has its own best rate": (
+        [*rates(0.7, 0.2, 0.04), *rates(0.3, 0.05, 0.1, threshold=1.0)],
+        [
+            "With optimizer.lr=0.5 the best threshold, 0.25, is the lowest tried: a lower one may "
+            "do better (try 0.125 and 0.0625).",
+            f"With clip.threshold=0.25 the best{RATE.removeprefix('The best')}",
+            "The best optimizer.lr depends on the threshold: 0.5 at 0.25, 0.1 at 1.",
         ],
     ),
     "nothing but the seed": (
@@ -232,6 +242,17 @@ def test_no_sentence_speaks_against_another_or_the_results(name: str, tmp_path: 
     assert not ("lower one may do better" in said and "raise clip.threshold" in said)
     assert not ("higher one may do better" in said and "ower optimizer.lr" in said)
     assert len(remarks(found)) <= 5
+
+
+def test_the_page_of_one_run_of_a_sweep_leaves_out_what_the_sweep_decides(tmp_path: Path) -> None:
+    page(tmp_path, *thresholds(0.1, 0.2, 0.3, **FULL))
+    own = find(read(tmp_path / "0"))
+    assert "Lower optimizer.lr" in " ".join(advice(own))
+    file = tmp_path / "0" / "summary.json"
+    summary = json.loads(file.read_text())
+    summary["guidance"] = guidance.sentences(summary["remarks"], ["clip.threshold"])
+    file.write_text(json.dumps(summary))
+    assert advice(find(read(tmp_path / "0"))) == []
 
 
 def test_settings_of_one_score_share_the_verdict(tmp_path: Path) -> None:

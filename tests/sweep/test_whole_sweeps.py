@@ -164,3 +164,19 @@ def test_a_search_learns_from_runs_that_went_well(command):
 
     _, err = command(*words, code=1, before=("-c", WITHOUT_TORCH))  # it came to its end
     assert begun(err) == []
+
+
+def test_runs_leave_to_their_sweep_what_it_varies(command):
+    """Every step is clipped: a run of its own would advise on the threshold and the rate."""
+    words = [*SMALL, "train.max_duration=55ba", "log.flush=100"]
+    _, err = command("-m", "clip.threshold=0.001,0.002", *words)
+    assert "optimizer.lr" not in err.replace("clip.threshold=0.00", "")
+    assert "raise clip.threshold" not in err
+    summary = read(command.folder / "0", "summary.json")
+    assert [remark["topic"] for remark in summary["remarks"]] == ["limits"]
+    assert summary["guidance"] == []
+    page = (command.folder / "report.html").read_text()
+    assert "this sweep varied only clip.threshold: vary optimizer.lr as well" in page
+    assert "Lower optimizer.lr" not in page
+    _, err = command("clip.threshold=0.001", *words)
+    assert "Lower optimizer.lr instead" in " ".join(err.split())

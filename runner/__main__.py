@@ -1,3 +1,4 @@
-from runner.cli import main
+from runner.start import start
 
-raise SystemExit(main())
+if __name__ == "__main__":
+    raise SystemExit(start())

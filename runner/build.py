@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from runner.booster import LossScale, Plugin
 from runner.clip import ClipMode
 from runner.clip import build as build_mode
+from runner.config.duration import Duration
 from runner.config.schema import Data as DataConfig
 from runner.config.schema import RunConfig, Target
 from runner.config.sizes import SizeError, least_ranks, may_grow, sizes
@@ -162,7 +163,12 @@ def plugin_of(config: RunConfig) -> tuple[type[Plugin], dict[str, Any]]:
     return kind, {key: value for key, value in vars(config.plugin).items() if key in known}
 
 
-def steps_of(config: RunConfig, data: Data, data_size: int | None = None) -> int | None:
+def steps_of(
+    config: RunConfig,
+    data: Data,
+    data_size: int | None = None,
+    duration: Duration | None = None,
+) -> int | None:
     """Return the optimizer steps of the whole run; None if the duration does not tell.
 
     Args:
@@ -170,13 +176,14 @@ def steps_of(config: RunConfig, data: Data, data_size: int | None = None) -> int
         data: the data set of ``config``.
         data_size: number of data-parallel ranks; by default that of ``config``. Ranks of one tensor
             or pipeline group read the same samples and count once.
+        duration: duration to count instead of that of the whole run.
     """
     microbatch = config.data.batch_size * (data_size or data_parts(config))
     samples = len(data.train)  # type: ignore[arg-type]
     if config.data.drop_last:
         samples -= samples % microbatch
     return total_steps(
-        config.train.max_duration,
+        duration or config.train.max_duration,
         max(samples, 1),
         microbatch * config.accumulation.steps,
         data.tokens_per_sample,

@@ -34,9 +34,10 @@ from runner.config.compose import (
     request,
 )
 from runner.config.folders import find
-from runner.config.problem import NOTHING
+from runner.config.problem import NOTHING, Interrupted
 from runner.config.sizes import may_grow
 from runner.config.tensor_plan import settled
+from runner.start import announce
 
 WRONG_REQUEST = 2
 INTERRUPTED = 130
@@ -70,7 +71,9 @@ def guarded(command: Callable[[], int]) -> int:
         if not joins():  # the first rank says it for all
             print(error, file=sys.stderr)
         return WRONG_REQUEST
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        if not isinstance(interrupt, Interrupted) and not joins():
+            print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         leave_unread()
@@ -208,6 +211,8 @@ def check_jobs(jobs: Sequence[Job]) -> None:
     """Check what needs torch: targets, data and device of each distinct job."""
     from runner import launch
 
+    if "torch" not in sys.modules:
+        announce("clip-runner: importing torch, then checking model and data")
     if _world_size() == 1:
         for job in jobs:
             launch.prepare(job.config)  # ranks get ready while this process imports torch itself

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,11 +14,15 @@ import torch
 from runner import build
 from runner.clip import ClipMode
 from runner.config.duration import Duration
+from runner.config.plural import plural
 from runner.config.schema import RunConfig
+from runner.config.sizes import sizes
 from runner.telemetry import guidance
 from runner.telemetry.optimizers import effect_of
 from runner.telemetry.sink import Sink
 from runner.train import Trainer
+
+log = logging.getLogger(__name__)
 
 
 def _say(text: str) -> None:
@@ -38,6 +43,8 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     """
     started = time.perf_counter()
     trainer = make_trainer(config, sinks)
+    if trainer.plugin.rank == 0:
+        _log_setup(config, trainer)
     summary = trainer.fit()
     clip = config.clip
     effect = effect_of(trainer.optimizer.optimizers, clip.threshold, trainer.parameters)
@@ -49,6 +56,24 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
         "world_size": trainer.plugin.world_size,
         "device": str(trainer.device),
     }
+
+
+def _log_setup(config: RunConfig, trainer: Trainer) -> None:
+    """Log what this rank found: the layout of ranks, the device, and the sizes."""
+    ranks = trainer.plugin.world_size
+    layout = f"plugin={config.plugin.name} on {plural(ranks, 'rank')}"
+    if ranks > 1:
+        axes = sizes(config.plugin, ranks)._asdict()
+        layout += f" ({', '.join(f'{axis}_size={size}' for axis, size in axes.items())})"
+    device = trainer.device
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name(device)
+    else:
+        kind = f"{plural(torch.get_num_threads(), 'thread')} on {platform.machine()}"
+    log.info("layout: %s", layout)
+    log.info("device: %s is %s (%s)", config.device, device, kind)
+    log.info("precision: %s", config.precision.name)
+    log.info("parameters: %s", f"{trainer.parameters:,}")
 
 
 def make_trainer(

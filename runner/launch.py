@@ -26,14 +26,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from runner.config.check import parse
 from runner.config.identity import config_hash
+from runner.config.problem import Interrupted
 from runner.config.schema import RunConfig
 from runner.config.sizes import least_ranks
+from runner.progress import steps_between_lines
 from runner.sweep.objective import objective_of
 from runner.sweep.page import write_page
 from runner.telemetry.guidance import sentences
 from runner.telemetry.jsonl import JsonlSink, follow
 from runner.telemetry.provenance import provenance
 from runner.telemetry.record import Record
+from runner.telemetry.run_log import RunLog
 from runner.telemetry.sink import Row, Sink
 from runner.telemetry.terminal import TerminalSink, is_watched
 from runner.telemetry.wandb_sink import WandbSink, new_run_id
@@ -110,31 +113,34 @@ def run(
         plain: the resolved configuration, checked.
         folder: the run's own folder, which exists.
         words: what the user typed, for the run's name.
-        tells: whether to say on the terminal that it failed.
+        tells: whether to say on the terminal that it failed, and where the results are.
         swept: keys that the sweep of this run varies: the run gives no advice on them.
 
     Raises:
-        KeyboardInterrupt: the user interrupted; it is recorded.
+        Interrupted: the user interrupted; it is recorded.
         SystemExit: with 143 after SIGTERM; it is recorded.
     """
     config = parse(plain)
     run_id = new_run_id() if config.tracker.name == "wandb" else None
     record = Record(folder)
     record.begin(plain, config_hash(plain), run_id)
-    shown: list[Sink] = [_Steps(record)]
+    made_with = provenance()
+    shown: list[Sink] = [_Steps(record), RunLog(folder, words, made_with)]
     summary: dict[str, Any] | None = None
     failure: Failure | None = None
 
     def show_and_train() -> dict[str, Any]:
-        shown.extend(_sinks(config, plain, folder, run_id, words))
+        title = folder.name if tells else f"run {folder.name}"
+        shown.extend(_sinks(config, plain, folder, run_id, words, title))
         return train(config, plain, folder, shown)
 
-    ended = attempt(show_and_train)
+    with _warnings_logged():
+        ended = attempt(show_and_train)
     if isinstance(ended, Failure):
         failure = ended
     else:
         said = sentences(ended.get("remarks", ()), swept)
-        summary = ended | {"guidance": said} | provenance()
+        summary = ended | {"guidance": said} | made_with
     exit_code = 0 if failure is None else failure.exit_code
     if summary is not None:
         record.summary(summary)
@@ -143,16 +149,21 @@ def run(
         record.end("finished", 0, None, None, None)
     else:
         record.end(failure.state, failure.exit_code, failure.error, failure.rank, None)
+    if failure is not None:
+        log.info("%s", failure.error)
     for sink in shown:
         sink.close(summary, exit_code)
+    page = write_page(folder)
+    if failure is not None and failure.state == "failed":
+        what = "the run" if config.plugin.name == "single" else f"rank {failure.rank}"
+        _tell(failure, what, folder, logging.ERROR if tells else logging.INFO)
+    if tells:
+        print(page or folder, flush=True)
     if failure is None:
-        write_page(folder)
         assert summary is not None
         return Ended(0, objective_of(summary, config.sweep.objective))
-    write_page(folder)
-    _tell(failure, folder, logging.ERROR if tells else logging.INFO)
     if failure.exit_code == 130:
-        raise KeyboardInterrupt
+        raise Interrupted
     if failure.exit_code == 143:
         raise SystemExit(143)
     return Ended(1)
@@ -180,13 +191,16 @@ def join(work: Work | None = None) -> int:
 
     from runner.booster.process_group import launch_from_torch, leave
     from runner.job import execute
+    from runner.ranks import log_to
 
     try:
         launch_from_torch(verbose=False)
-        sent: list[dict[str, Any] | None] = [None]
+        sent: list[Any] = [None, None]
         dist.broadcast_object_list(sent, src=0)
-        assert sent[0] is not None
-        (work or execute)(parse(sent[0]), [])
+        plain, folder = sent
+        if folder.is_dir():  # not on another machine without a shared disk
+            log_to(folder / "runner.log", dist.get_rank())
+        (work or execute)(parse(plain), [])
     except Exception:
         traceback.print_exc()
         return 1
@@ -230,7 +244,7 @@ def train(
             import torch.distributed as dist
 
             launch_from_torch(verbose=False, timeout=config.launch.timeout)
-            dist.broadcast_object_list([plain], src=0)
+            dist.broadcast_object_list([plain, folder.absolute()], src=0)
         elif config.plugin.name != "single":
             stand_alone()
         return (work or execute)(config, [JsonlSink(folder / "metrics.jsonl"), *shown])
@@ -310,14 +324,16 @@ def _sinks(
     folder: Path,
     run_id: str | None,
     words: Sequence[str],
+    title: str,
 ) -> list[Sink]:
     from runner import build
 
     data = build.make_data(config.data)
     steps = build.steps_of(config, data)
+    evaluation = build.steps_of(config, data, duration=config.eval.interval)
     # On a pipe a line a step would bury everything else.
-    interval = config.log.interval if config.log.interval > 1 else config.log.flush
-    sinks: list[Sink] = [TerminalSink(steps, interval, title=folder.name)]
+    interval = steps_between_lines(evaluation, max(config.log.interval, config.log.flush))
+    sinks: list[Sink] = [TerminalSink(steps, interval, title)]
     if run_id is not None:
         tracker = config.tracker
         sinks.append(
@@ -365,10 +381,19 @@ def _why(error: BaseException) -> Failure:
     return Failure("failed", 1, "".join(traceback.format_exception(error)).strip(), 0)
 
 
-def _tell(failure: Failure, folder: Path, level: int) -> None:
-    last = failure.error.splitlines()[-1] if failure.error else "no word of why"
-    what = f"rank {failure.rank} failed" if failure.rank is not None else f"run {failure.state}"
-    log.log(level, "%s: %s (see %s)", what, last, folder / "status.json")
+def _tell(failure: Failure, what: str, folder: Path, level: int) -> None:
+    last = failure.error.splitlines()[-1] if failure.error else "no message"
+    log.log(level, "%s failed: %s (see %s)", what, last, folder / "status.json")
+
+
+@contextmanager
+def _warnings_logged() -> Iterator[None]:
+    """Send Python's warnings to the log, and so to ``runner.log``."""
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
 
 
 @contextmanager

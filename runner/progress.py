@@ -91,6 +91,21 @@ def total_steps(
     return epochs * per_epoch + math.ceil(rest / samples_per_step)
 
 
+def steps_between_lines(evaluation: int | None, least: int) -> int:
+    """Steps between printed lines such that every evaluation falls on a line: one rhythm.
+
+    Args:
+        evaluation: steps between evaluations; None if that is not known.
+        least: about how many steps lie between lines.
+
+    Returns:
+        An even part of ``evaluation`` near ``least``, rounded up; all of it where that is less.
+    """
+    if evaluation is None:
+        return least
+    return math.ceil(evaluation / max(1, round(evaluation / least)))
+
+
 class Window(NamedTuple):
     """The microbatches of one optimizer step.
 

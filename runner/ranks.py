@@ -25,6 +25,7 @@ from runner.config.schema import RunConfig
 from runner.job import execute
 from runner.telemetry.jsonl import JsonlSink
 from runner.telemetry.sink import Sink
+from runner.telemetry.terminal import ConsoleHandler
 
 PATIENCE = 5.0
 """Seconds that a rank which lost its peers waits to be ended, so that theirs is the first failure.
@@ -55,7 +56,7 @@ def rank_main(
     config = parse(plain)
     rank, local_ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))
-    _log_to(Path(folder) / "runner.log", rank)
+    log_to(Path(folder) / "runner.log", rank)
     try:
         launch_from_torch(seed=config.seed, verbose=False, timeout=config.launch.timeout)
         sinks = [JsonlSink(Path(folder) / "metrics.jsonl")] if rank == 0 else []
@@ -81,13 +82,13 @@ def _die_with_the_launcher() -> None:
     threading.Thread(target=watch, daemon=True, name="launcher-watch").start()
 
 
-def _log_to(file: Path, rank: int) -> None:
-    """Everything to the run's log; what the first rank says to the terminal as well."""
-    form = f"[%(asctime)s][%(name)s][%(levelname)s] rank {rank}: %(message)s"
+def log_to(file: Path, rank: int) -> None:
+    """Log to the file of the run, with the rank; the first rank's warnings to the terminal too."""
+    form = f"[%(asctime)s][%(name)s][%(levelname)s] - rank {rank}: %(message)s"
     handlers: list[logging.Handler] = [logging.FileHandler(file)]
-    if rank == 0:
-        handlers.append(logging.StreamHandler())
-        handlers[-1].setFormatter(logging.Formatter("%(message)s"))
-        handlers[-1].setLevel(logging.WARNING)
     handlers[0].setFormatter(logging.Formatter(form))
+    if rank == 0:
+        handlers.append(ConsoleHandler())
+        handlers[-1].setLevel(logging.WARNING)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+    logging.captureWarnings(True)

@@ -1,4 +1,4 @@
-from runner.calibrate.command import main
+from runner.start import start
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(start("runner.calibrate.command"))

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from runner.config.plural import plural
+
 MISSING = "???"  # how a configuration file marks a value that somebody must give
 
 
@@ -97,8 +99,12 @@ class RequestError(Exception):
         return type(self), (self.problems,)
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, on the way out of the program after the user was told what it ended."""
+
+
 def _block(problems: tuple[Problem, ...]) -> str:
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    count = plural(len(problems), "problem")
     width = min(max((len(problem.word) for problem in problems), default=0), 40)
     lines = [f"clip-runner: this request cannot be run ({count})"]
     for problem in problems:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from runner.config.plural import plural
 from runner.report.curves import clip_charts, loss_charts, norm_charts
 from runner.report.findings import Findings, find
 from runner.report.groups import Group
@@ -28,11 +29,12 @@ NAME = "report.html"
 _KEYS_SHOWN = 24
 
 
-def write(folder: Path) -> Path:
+def write(folder: Path, left: int = 0) -> Path:
     """Write ``report.html`` into a run folder, or into a sweep folder of any number of runs.
 
     Args:
         folder: of a run (it has ``status.json``), or of a sweep (numbered folders, ``sweep.json``).
+        left: runs that the sweep, which is still running, has yet to finish.
 
     Returns:
         The file, replaced as a whole: who has the page open never sees half of it.
@@ -42,7 +44,7 @@ def write(folder: Path) -> Path:
         OSError: the page cannot be written there.
     """
     sweep = read(folder)
-    page = html(sweep)
+    page = html(sweep, left)
     target = sweep.folder / NAME
     handle, temporary = tempfile.mkstemp(prefix=f".{NAME}-", dir=sweep.folder)
     try:
@@ -57,12 +59,12 @@ def write(folder: Path) -> Path:
     return target
 
 
-def html(sweep: Sweep) -> str:
-    """The whole page of a sweep or a run."""
+def html(sweep: Sweep, left: int = 0) -> str:
+    """The whole page of a sweep or a run; ``left`` as in :func:`write`."""
     found = find(sweep)
     body = tag(
         "body",
-        tag("header", tag("p", _kind(sweep), class_="aside"), tag("h1", sweep.name)),
+        tag("header", tag("p", _kind(sweep), class_="aside"), tag("h1", sweep.name), _going(left)),
         tag("main", *_sections(found)),
         Markup(f"<script>{_asset('page.js')}</script>"),
     )
@@ -145,8 +147,18 @@ def _stroke(group: Group) -> Markup:
 def _kind(sweep: Sweep) -> str:
     if sweep.single:
         return "Run"
-    count = len(sweep.runs)
-    return f"Sweep · {count} run{'' if count == 1 else 's'}"
+    return f"Sweep · {plural(len(sweep.runs), 'run')}"
+
+
+def _going(left: int) -> Markup | None:
+    """Of a sweep that goes on: how many of its runs are left."""
+    if not left:
+        return None
+    told = (
+        f"The sweep was still running when this page was written, with {plural(left, 'run')} left. "
+        "The page is written again after each run: reload it."
+    )
+    return tag("p", told, id="going", role="status")
 
 
 def _policy() -> str:

@@ -14,7 +14,7 @@ from typing import NoReturn
 from filelock import FileLock, Timeout
 
 from runner.config.compose import Job, Request
-from runner.config.problem import Problem, RequestError
+from runner.config.problem import Interrupted, Problem, RequestError
 from runner.config.sweeps import Sweep
 from runner.sweep import live
 from runner.sweep.page import write_page
@@ -44,7 +44,7 @@ def conduct(
 
     Raises:
         RequestError: a job is wrong, or another process runs this very sweep.
-        KeyboardInterrupt: the user interrupted; it is recorded.
+        Interrupted: the user interrupted; it is recorded.
         SystemExit: with 143 after SIGTERM; it is recorded.
     """
     sweep = request.sweep
@@ -55,6 +55,8 @@ def conduct(
     with _claimed(sweep):
         entries = lay_out(request)
         left = _left(request, entries)
+        if told := live.resumed(entries):
+            print(told, file=sys.stderr, flush=True)
         if not left:
             return _show(sweep.folder, SweepRecord.read(sweep.folder))
         _begin(request, entries, typed)
@@ -63,8 +65,13 @@ def conduct(
             with _terminable():
                 code = hand_over(sweep.words)
             interrupted = code in (130, 143)
+        except KeyboardInterrupt:
+            raise Interrupted from None
         finally:
-            record = _end(sweep.folder, code, interrupted, search=sweep.trials is not None)
+            search = sweep.trials is not None
+            record = _end(sweep.folder, code, interrupted, search)
+            if record.state == "interrupted":
+                print(live.interruption(record, search), file=sys.stderr, flush=True)
             failed = _show(sweep.folder, record)
         return max(code, failed)
 

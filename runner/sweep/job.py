@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from runner.config.identity import config_hash
 from runner.sweep import live
+from runner.sweep.page import write_page
 from runner.sweep.record import Entry, SweepRecord, changed
 from runner.sweep.resume import look
 
@@ -78,6 +79,9 @@ def run_job(
     finally:
         look(entry, sweep, record.objective)
         record = _note(sweep, entry)
+        ended = sum(one.state not in ("waiting", "running") for one in record.entries)
+        if left := record.total - ended:  # after the last run the sweep itself writes the page
+            write_page(sweep, left)
     if entry.state == "failed":
         print(live.failure(record, entry), file=sys.stderr, flush=True)
         if _gives_up(record) and in_process:

@@ -1,14 +1,36 @@
-"""What is said of a sweep: a line before each run, a line when one fails, a table at the end."""
+"""What is printed of a sweep: a line before each run, one for each failure, a table at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import mean
 
+from runner.config.plural import plural
 from runner.sweep.objective import best
 from runner.sweep.record import Entry, SweepRecord
 
 _LONGEST_ERROR = 80
+
+
+def resumed(entries: Sequence[Entry]) -> str:
+    """How many runs are done already; empty where none is."""
+    done = sum(entry.state == "finished" for entry in entries)
+    if done == 0:
+        return ""
+    left = len(entries) - done
+    verb = "is" if done == 1 else "are"
+    rest = f"{left} to go" if left else "nothing to run"
+    return f"{done} of {plural(len(entries), 'run')} {verb} done already: {rest}"
+
+
+def interruption(record: SweepRecord, search: bool) -> str:
+    """That the sweep was interrupted, how far it came, and what the same command would do."""
+    done = sum(entry.state == "finished" for entry in record.entries)
+    again = "starts the search afresh" if search else "runs the rest"
+    return (
+        f"the sweep was interrupted after {done} of {plural(record.total, 'run')}; "
+        f"the same command {again}"
+    )
 
 
 def beginning(record: SweepRecord, entry: Entry) -> str:
@@ -26,7 +48,7 @@ def beginning(record: SweepRecord, entry: Entry) -> str:
 
 def failure(record: SweepRecord, entry: Entry) -> str:
     """That a run failed, and why."""
-    return f"{_title(record, entry)}   failed: {entry.error or 'no word of why'}"
+    return f"{_title(record, entry)}   failed: {entry.error or 'no message'}"
 
 
 def table(record: SweepRecord) -> str:
@@ -40,7 +62,7 @@ def table(record: SweepRecord) -> str:
                 str(entry.number),
                 entry.label,
                 entry.state,
-                figure + (" *" if entry is leader else ""),
+                figure + (" (best)" if entry is leader else ""),
                 "" if entry.clip_ratio is None else f"{entry.clip_ratio:.0%}",
                 "" if entry.seconds is None else f"{entry.seconds:.1f}",
                 (entry.error or "")[:_LONGEST_ERROR],
@@ -68,5 +90,5 @@ def clock(seconds: float) -> str:
 
 
 def _title(record: SweepRecord, entry: Entry) -> str:
-    title = f"run {entry.number + 1} of {record.total}"
+    title = f"run {entry.number} ({entry.number + 1} of {record.total})"
     return f"{title}: {entry.label}" if entry.label else title

@@ -1,4 +1,4 @@
-"""The page that is written when a run or a sweep ends."""
+"""The page that is written when a run or a sweep ends, and after each run of a sweep."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 
-def write_page(folder: Path) -> Path | None:
+def write_page(folder: Path, left: int = 0) -> Path | None:
     """Write ``report.html`` into the folder of a run or sweep.
 
     Whatever goes wrong with it is a warning: a run is what its record says, page or none.
+
+    Args:
+        folder: of the run or sweep.
+        left: runs that the sweep, which is still running, has yet to finish.
 
     Returns:
         The file; None where it could not be written.
@@ -19,7 +23,7 @@ def write_page(folder: Path) -> Path | None:
     try:
         from runner import report
 
-        return report.write(folder)
+        return report.write(folder, left)
     except Exception as error:
         log.warning("the page of %s could not be written: %r", folder, error)
         return None

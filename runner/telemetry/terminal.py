@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from runner.config.plural import plural
 from runner.telemetry.sink import Row
 
 REDRAW_SECONDS = 0.1
 """Shortest time between two drawings of the bar: a step may take less than drawing does."""
 
-NARROWEST_BAR = 8
-"""Columns that the bar itself keeps; figures that leave it less are dropped, last ones first."""
+NARROWEST_BAR = 5
+"""Fewest columns of the bar itself; where the other parts leave it less, it is not drawn."""
+
+LEAST_USEFUL = ("samples/s", "eval loss", "bar", "norm", "eval", "clipped", "loss")
+"""What a narrow terminal goes without, the first part first. The step and the time left stay."""
 
 
 def is_watched(stream: TextIO) -> bool:
@@ -30,16 +36,47 @@ def is_watched(stream: TextIO) -> bool:
         return False
 
 
+def columns_of(stream: TextIO) -> int:
+    """Width of the terminal behind ``stream``; 80 where it does not tell."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """``text`` broken between words where ``stream`` is a terminal; unchanged elsewhere."""
+    if not is_watched(stream):
+        return text
+    lines = text.splitlines()
+    width = columns_of(stream) - 1
+    return "\n".join(
+        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines
+    )
+
+
+class ConsoleHandler(logging.StreamHandler[TextIO]):
+    """Shows log messages on the terminal: whole words, and never in the middle of a bar."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message, wrapped; on a terminal it takes the place of a bar that is drawn there."""
+        text = super().format(record)
+        if record.levelno == logging.WARNING:
+            text = f"warning: {text}"
+        erased = "\r\x1b[K" if is_watched(self.stream) else ""
+        return erased + wrapped(text, self.stream)
+
+
 class TerminalSink:
     """Shows rows: a bar that is redrawn where someone watches, otherwise a line now and then.
 
-    A line is written for every row whose step is a multiple of ``interval``, for every row with an
+    A line is written once ``interval`` steps have passed since the last line, for every row with an
     evaluation, and for the last row. A stream that breaks (``| head``) ends the show, never the
     run.
 
     Args:
         total_steps: optimizer steps of the run; None if that is not known.
-        interval: steps between plain lines.
+        interval: steps between plain lines, see :func:`runner.progress.steps_between_lines`.
         title: of the run, for its last words.
         stream: standard error unless told otherwise.
     """
@@ -74,11 +111,11 @@ class TerminalSink:
             if evaluated or now - self._drawn >= REDRAW_SECONDS:
                 self._drawn = now
                 self._draw(self._bar, row, step)
-        elif step % self._interval == 0 or evaluated:
+        elif step - self._shown >= self._interval or evaluated:
             self._print_row(row)
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        """Leave the terminal as it was found; say in three lines how it went, then any guidance."""
+        """Leave the terminal as it was found; print in three lines how it went, then guidance."""
         if self._closed:
             return
         self._closed = True
@@ -95,67 +132,65 @@ class TerminalSink:
             self._print(line)
 
     def _open_bar(self, stream: TextIO) -> _Bar:
-        counted = "{n_fmt}/{total_fmt} |{bar}|" if self._total else "step {n_fmt}"
         return _Bar(
             total=self._total,
             file=stream,
             dynamic_ncols=True,
             mininterval=0,
             miniters=1,
-            bar_format=counted + "  {figures}",
+            bar_format=f"0/{self._total} |{{bar}}|" if self._total else "step 0",
             colour=None if os.environ.get("NO_COLOR") else "green",
         )
 
     def _draw(self, bar: _Bar, row: Row, step: int) -> None:
-        ratio = row.get("clip/ratio_total", math.nan)
-        figures = self._figures({**self._eval, **row}, ratio)
-        # The counts, what stands between the parts, and the bar itself.
-        taken = 2 * len(str(self._total or step)) + 6 + NARROWEST_BAR
+        parts = self._parts({**self._eval, **row}, row.get("clip/ratio_total", math.nan))
+        if self._total:
+            parts["step"] = f"{step}/{self._total}"
+            parts = {"step": parts.pop("step"), "bar": "|" + " " * NARROWEST_BAR + "|", **parts}
         try:
-            columns = os.get_terminal_size(bar.fp.fileno()).columns or 80
-            bar.figures = _fitting(figures, columns - taken)
+            parts = _fitting(parts, columns_of(bar.fp) - 1)
+            if "bar" in parts:
+                parts["bar"] = "|{bar}|"
+            bar.bar_format = "  ".join(parts.values())
             bar.update(step - bar.n)
         except (OSError, ValueError):
             self._bar, self._stream = None, None
 
     def _print_row(self, row: Row) -> None:
-        step = int(row["train/step"])
-        figures = self._figures(row, self._clipped.take())
-        self._print(
-            "  ".join([f"step {step}" + (f"/{self._total}" if self._total else ""), *figures])
-        )
-        self._shown = step
+        self._print("  ".join(self._parts(row, self._clipped.take()).values()))
+        self._shown = int(row["train/step"])
 
-    def _figures(self, row: Row, clipped: float) -> list[str]:
-        """What the row has of the figures worth a look, the most wanted first."""
-        figures = []
+    def _parts(self, row: Row, clipped: float) -> dict[str, str]:
+        """What the row has of the values worth a look, in the order in which they are shown."""
+        step = int(row["train/step"])
+        parts = {"step": f"step {step}" + (f"/{self._total}" if self._total else "")}
         if "train/loss" in row:
-            figures.append(f"loss {_number(row['train/loss'])}")
+            parts["loss"] = f"loss {_number(row['train/loss'])}"
         if "grad/norm" in row:
-            figures.append(f"norm {_number(row['grad/norm'])}")
+            parts["norm"] = f"norm {_number(row['grad/norm'])}"
         if not math.isnan(clipped):
-            figures.append(f"clipped {_percent(clipped)}")
+            parts["clipped"] = f"clipped {_percent(clipped)}"
         if "eval/loss" in row or "eval/accuracy" in row:
-            figures.append(f"eval {_evaluation(row)}")
+            parts["eval"] = f"eval {_evaluation(row)}"
         if "throughput/samples_per_s" in row:
-            figures.append(f"{_count(row['throughput/samples_per_s'])} samples/s")
+            parts["samples/s"] = f"{_count(row['throughput/samples_per_s'])} samples/s"
         if self._total and self._pace.known:
-            left = max(self._total - int(row["train/step"]), 0)
-            figures.append(f"eta {_clock(left * self._pace.seconds_a_step)}")
-        return figures
+            left = max(self._total - step, 0)
+            parts["eta"] = f"eta {_clock(left * self._pace.seconds_a_step)}"
+        return parts
 
     def _farewell(self, summary: dict[str, Any] | None, exit_code: int) -> Iterable[str]:
-        state = {0: "finished", 130: "interrupted", 143: "terminated"}.get(exit_code, "failed")
-        words = [f"{self._title}: {state}"]
+        ended = {0: "finished", 130: "interrupted", 143: "terminated"}.get(exit_code, "failed")
         steps = (summary or {}).get("steps", self._last and int(self._last["train/step"]))
         if steps is not None:
-            words.append(f"{steps} steps")
+            early = self._total is not None and steps < self._total
+            taken = f"{steps} of {self._total} steps" if early else plural(steps, "step")
+            ended += f" after {taken}"
+        if summary is not None and "wall_s" in summary:
+            ended += f" in {summary['wall_s']:.1f} s"
+        yield f"{self._title}: {ended}"
         if summary is None:
-            yield "  ".join(words)
             return
-        if "wall_s" in summary:
-            words.append(f"{summary['wall_s']:.1f} s")
-        yield "  ".join(words)
         final = summary.get("final", {})
         if "eval/loss" in final or "eval/accuracy" in final:
             yield f"eval {_evaluation(final)}  (loss / accuracy)"
@@ -164,7 +199,7 @@ class TerminalSink:
         if "clip/ratio_total" in summary:
             spread.append(f"clipped {_percent(summary['clip/ratio_total'])} of the steps")
         if spread:
-            yield "  ".join([self._norm_sign(), *spread])
+            yield "  ".join(["gradient norm", *spread])
         for sentence in summary.get("guidance", ()):
             yield sentence.replace("‖G‖", self._norm_sign()).replace("‖", self._norm_sign()[0])
 
@@ -180,24 +215,16 @@ class TerminalSink:
         if self._stream is None:
             return
         try:
-            self._stream.write(line + "\n")
+            self._stream.write(wrapped(line, self._stream) + "\n")
             self._stream.flush()
         except (OSError, ValueError):
             self._stream = None
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic only in its stubs
-    """tqdm with figures of our own in its format.
-
-    It goes without tqdm's monitor thread, which redraws stale bars: every row redraws this one.
-    """
+    """tqdm without its monitor thread, which redraws stale bars: every row redraws this one."""
 
     monitor_interval = 0
-    figures = ""
-
-    @property
-    def format_dict(self) -> dict[str, Any]:
-        return {**super().format_dict, "figures": self.figures}
 
 
 class _Pace:
@@ -244,13 +271,15 @@ class _Share:
         return share
 
 
-def _fitting(figures: list[str], columns: int) -> str:
-    kept = ""
-    for figure in figures:
-        longer = f"{kept}  {figure}" if kept else figure
-        if len(longer) > columns:
+def _fitting(parts: dict[str, str], columns: int) -> dict[str, str]:
+    """Those of ``parts`` that fit on one line; see `LEAST_USEFUL` for what is left out first."""
+    kept = dict(parts)
+    for least in LEAST_USEFUL:
+        if len("  ".join(kept.values())) <= columns:
             break
-        kept = longer
+        if least == "eval loss" and " / " in kept.get("eval", ""):
+            kept["eval"] = f"eval {kept['eval'].split(' / ')[1]}"
+        kept.pop(least, None)
     return kept
 
 

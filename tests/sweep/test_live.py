@@ -36,12 +36,12 @@ def test_a_run_begins_with_the_best_so_far_and_the_time_left():
         entry(3, "waiting"),
     )
     assert live.beginning(made, made.of(2)) == (
-        "run 3 of 4: clip.threshold=2   best so far 0.25 (clip.threshold=1)   about 0:24 left"
+        "run 2 (3 of 4): clip.threshold=2   best so far 0.25 (clip.threshold=1)   about 0:24 left"
     )
 
 
 def test_the_first_run_knows_no_time():
-    assert live.beginning(record(), entry(0, "running")) == "run 1 of 4: clip.threshold=0"
+    assert live.beginning(record(), entry(0, "running")) == "run 0 (1 of 4): clip.threshold=0"
 
 
 def test_the_table_names_the_best_and_every_error():
@@ -50,7 +50,7 @@ def test_the_table_names_the_best_and_every_error():
     )
     lines = live.table(made).splitlines()
     assert lines[0].split() == ["run", "state", "eval/loss", "seconds", "error"]
-    assert lines[1].split() == ["0", "clip.threshold=0", "finished", "0.5", "*", "10.0"]
+    assert lines[1].split() == ["0", "clip.threshold=0", "finished", "0.5", "(best)", "10.0"]
     assert lines[2].endswith("RuntimeError: no")
 
 

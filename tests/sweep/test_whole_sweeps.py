@@ -33,7 +33,7 @@ def has_rows(command, number):
 
 def begun(err):
     """The numbers of the runs that began."""
-    return [int(number) for number in re.findall(r"^run (\d+) of \d+(?!.*failed)", err, re.M)]
+    return [int(number) for number in re.findall(r"\((\d+) of \d+\)(?!.*failed)", err)]
 
 
 def read(folder, name):
@@ -51,6 +51,7 @@ def test_a_killed_sweep_is_finished_by_the_same_command(command):
     before = read(command.folder / "0", "status.json")
 
     out, err = command(*words)
+    assert err.startswith("2 of 4 runs are done already: 2 to go\n")
     assert begun(err) == [3, 4], err
     assert "best so far" in err
     assert command.states() == ["finished"] * 4
@@ -77,6 +78,7 @@ def test_a_killed_sweep_is_finished_by_the_same_command(command):
     page = (command.folder / "report.html").stat().st_mtime_ns
     clock = time.monotonic()
     again, err = command(*words, before=("-c", WITHOUT_TORCH))
+    assert err == "4 of 4 runs are done already: nothing to run\n"
     assert time.monotonic() - clock < 15
     assert begun(err) == []
     assert again == out
@@ -89,7 +91,7 @@ def test_failures_are_told_at_once_counted_and_tried_again(command):
     out, err = command(*words, "sweep.max_failures=0", code=1)
     assert begun(err) == [1, 2], err
     told = [line for line in err.splitlines() if "planted fault" in line]
-    assert told == ["run 2 of 3: +model.trial=1   failed: RuntimeError: planted fault"]
+    assert told == ["run 1 (2 of 3): +model.trial=1   failed: RuntimeError: planted fault"]
     assert command.states() == ["finished", "failed", "waiting"]
     assert re.search(r"^1 .*failed .*RuntimeError: planted fault$", out, re.M)
 
@@ -108,11 +110,40 @@ def test_an_interrupt_ends_a_sweep_at_once(command):
     started = command.start(*words)
     until(lambda: has_rows(command, 0), started)
     started.send_signal(signal.SIGINT)
-    assert started.wait(timeout=30) == 130
-    started.communicate()
+    out, err = started.communicate(timeout=30)
+    assert started.returncode == 130
+    told = "the sweep was interrupted after 0 of 2 runs; the same command runs the rest"
+    assert err.splitlines()[-1] == told
+    assert re.search(r"^run 0: interrupted after \d+ of 100000 steps$", err, re.M)
+    assert out.splitlines()[-1] == str(command.folder / "report.html")
     assert command.record()["state"] == "interrupted"
     assert command.states() == ["interrupted", "waiting"]
     assert command.record()["runs"][0]["exit_code"] == 130
+
+
+def test_the_page_grows_with_each_run(command):
+    words = ["-m", "seed=1,2", *SMALL, "train.max_duration=100000ba", "log.flush=1"]
+    words[1:2] = ["train.max_duration=6ba,100000ba"]
+    del words[-2]
+    started = command.start(*words)
+    try:
+        until(lambda: has_rows(command, 1), started)
+        page = (command.folder / "report.html").read_text()
+        assert "still running when this page was written, with 1 run left" in page
+        started.send_signal(signal.SIGINT)
+        started.communicate(timeout=30)
+        assert "still running" not in (command.folder / "report.html").read_text()
+    finally:
+        os.killpg(started.pid, signal.SIGKILL) if started.poll() is None else None
+
+
+def test_a_page_that_cannot_be_written_never_stops_a_sweep(command):
+    words = ["-m", "seed=1,2", *SIX, "sweep.name=mine"]
+    (command.sweeps / "mine" / "report.html").mkdir(parents=True)  # nothing can replace a folder
+    out, err = command(*words)
+    assert command.states() == ["finished", "finished"]
+    assert out.splitlines()[-1] == str(command.folder)
+    assert err.count("could not be written") >= 2
 
 
 def test_two_processes_never_run_one_sweep(command):
@@ -158,7 +189,7 @@ def test_a_search_learns_from_runs_that_went_well(command):
     )
     results = (command.folder / "optimization_results.yaml").read_text()
     assert f"best_value: {best['objective']}" in results
-    assert re.search(rf"^{best['number']} .*\*", out, re.M)
+    assert re.search(rf"^{best['number']} .*\(best\)", out, re.M)
     assert best["overrides"][0].startswith("clip.threshold=")
     assert len(best["overrides"]) == 1
 

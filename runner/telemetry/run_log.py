@@ -1,0 +1,67 @@
+"""What ``runner.log`` keeps of a run, for a person who wonders the day after.
+
+What ranks see for themselves, such as the device and the layout, is logged by :mod:`runner.job`.
+The environment is not logged: it may hold secrets.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.telemetry.sink import Row
+
+log = logging.getLogger("runner")
+
+
+class RunLog:
+    """Logs how a run was started, its first row, its evaluations, its last row, and its end.
+
+    Args:
+        folder: the run's own folder.
+        overrides: of the run.
+        made_with: what :func:`runner.telemetry.provenance.provenance` returned.
+    """
+
+    def __init__(
+        self, folder: Path, overrides: Sequence[str], made_with: Mapping[str, str]
+    ) -> None:
+        self._folder = folder
+        self._first: Row | None = None
+        self._last: Row | None = None
+        log.info("command: %s", shlex.join(sys.orig_argv))
+        log.info("overrides of this run: %s", shlex.join(overrides) or "none")
+        log.info("folder: %s on %s", folder, socket.gethostname())
+        for key, value in made_with.items():
+            log.info("%s: %s", key, value)
+
+    def write(self, row: Row) -> None:
+        """Log the first row, and each one with an evaluation."""
+        if self._first is None:
+            self._first = row
+            log.info("first row: %s", _values(row))
+        elif any(key.startswith("eval/") for key in row):
+            log.info("evaluation: %s", _values(row, ("train/step", "train/loss", "eval/")))
+        self._last = row
+
+    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
+        """Log the last row and how the run ended."""
+        if self._last is not None:
+            log.info("last row: %s", _values(self._last))
+        for sentence in (summary or {}).get("guidance", ()):
+            log.info("%s", sentence)
+        ended = {0: "finished", 130: "interrupted", 143: "terminated"}.get(exit_code, "failed")
+        log.info("%s with exit code %d; results are in %s", ended, exit_code, self._folder)
+
+
+def _values(row: Row, wanted: tuple[str, ...] = ("",)) -> str:
+    """Metrics whose key begins with one of ``wanted``, but for norms of single parameters."""
+    shown = {key: value for key, value in row.items() if key.startswith(wanted)}
+    return "  ".join(
+        f"{key} {value:.6g}" for key, value in shown.items() if not key.startswith("grad/norm/")
+    )

@@ -71,7 +71,7 @@ def _log_setup(config: RunConfig, trainer: Trainer) -> None:
     else:
         kind = f"{plural(torch.get_num_threads(), 'thread')} on {platform.machine()}"
     log.info("layout: %s", layout)
-    log.info("device: %s is %s (%s)", config.device, device, kind)
+    log.info("device: %s (device=%s; %s)", device, config.device, kind)
     log.info("precision: %s", config.precision.name)
     log.info("parameters: %s", f"{trainer.parameters:,}")
 

@@ -90,5 +90,6 @@ def log_to(file: Path, rank: int) -> None:
     if rank == 0:
         handlers.append(ConsoleHandler())
         handlers[-1].setLevel(logging.WARNING)
+        handlers[-1].setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.captureWarnings(True)

@@ -1,8 +1,10 @@
 """A model with a planted fault, for runs that must fail."""
 
+import logging
 import os
 import signal
 import time
+import warnings
 
 import torch
 
@@ -13,7 +15,7 @@ class Faulty(DigitsCNN):
     """Raises, dies or hangs on one rank, in its n-th forward pass.
 
     Args:
-        fault: ``raise``, ``kill`` (SIGKILL to itself), ``hang`` or ``none``.
+        fault: ``raise``, ``kill`` (SIGKILL to itself), ``hang``, ``none``, or ``warn`` (all ranks).
         rank: where.
         at: in which forward pass.
     """
@@ -26,7 +28,11 @@ class Faulty(DigitsCNN):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self.seen += images.device.type != "meta"
-        if self.seen == self.at and int(os.environ.get("RANK", 0)) == self.rank:
+        if self.seen == self.at and self.fault == "warn":
+            rank = os.environ.get("RANK", 0)
+            logging.getLogger("tests.faulty").warning("planted warning of rank %s", rank)
+            warnings.warn("planted Python warning", stacklevel=1)
+        elif self.seen == self.at and int(os.environ.get("RANK", 0)) == self.rank:
             match self.fault:
                 case "raise":
                     raise RuntimeError("planted fault")

@@ -96,7 +96,19 @@ def test_the_record_of_a_run(environment, clip):
     assert config["clip"]["mode"] == clip[0].partition("=")[2]
     assert config["data"]["batch_size"] == 16
     assert (folder / ".hydra" / "overrides.yaml").is_file()
-    assert (folder / "runner.log").is_file()
+    told = (folder / "runner.log").read_text()
+    for wanted in (
+        f"clip={clip[0].partition('=')[2]}",
+        f"torch {torch.__version__.partition('+')[0]}",
+        "layout: plugin=single on 1 rank\n",
+        "device: cpu (device=cpu; ",
+        "wandb: offline (tracker.mode=auto)",
+        f"parameters: {summary['parameters']:,}\n",
+        "first row: train/step 1 ",
+        "last row: train/step 12 ",
+        f"finished with exit code 0; results are in {folder}\n",
+    ):
+        assert wanted in told, told
     assert list((folder / "wandb").glob("offline-run-*"))
 
 
@@ -116,9 +128,29 @@ def test_two_local_ranks_are_one_process(environment, tmp_path, plugin):
     assert len(list((two / "wandb").glob("offline-run-*"))) == 1
 
 
+def test_ranks_write_one_log_without_secrets_and_the_first_one_warns(environment):
+    words = ["plugin=ddp", "plugin.nproc=2", "model._target_=tests.faulty.Faulty", "tracker=none"]
+    secrets = {"WANDB_API_KEY": "5" * 40, "MY_TOKEN": "hush-hush"}
+    folder, said = run(environment | secrets, *words, "+model.fault=warn", *SMALL)
+    told = (folder / "runner.log").read_text()
+    assert "layout: plugin=ddp on 2 ranks (dp_size=2, tp_size=1, pp_size=1, ep_size=1)" in told
+    assert "] - rank 0: layout" in told
+    assert "] - rank 0: planted warning of rank 0" in told
+    assert "] - rank 1: planted warning of rank 1" in told
+    assert "planted Python warning" in told
+    assert "finished with exit code 0" in told
+    assert "warning: planted warning of rank 0\n" in said
+    assert "of rank 1" not in said
+    assert not any(secret in told for secret in secrets.values())
+
+
 def test_torchrun_ranks_are_joined(environment):
     before = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "runner")
-    folder, _ = run(environment, *SMALL, "plugin=ddp", before=before)
+    words = ["plugin=ddp", "model._target_=tests.faulty.Faulty", "+model.fault=warn"]
+    folder, _ = run(environment, *SMALL, *words, before=before)
+    told = (folder / "runner.log").read_text()
+    assert "] - planted warning of rank 0" in told
+    assert "] - rank 1: planted warning of rank 1" in told
     assert read(folder, "status.json")["state"] == "finished"
     assert read(folder, "summary.json")["world_size"] == 2
     assert len(rows_of(folder)) == 12
@@ -179,6 +211,13 @@ def test_a_run_in_place_that_fails(environment):
     assert "planted fault" in status["error"]
     assert "Traceback" in status["error"]
     assert "Traceback" not in said
+    told = (folder / "runner.log").read_text()
+    assert "RuntimeError: planted fault" in told
+    assert "Traceback" in told
+    assert "failed with exit code 1" in told
+    report, *_, why = said.splitlines()  # stdout, then stderr
+    assert why == f"the run failed: RuntimeError: planted fault (see {folder / 'status.json'})"
+    assert report == str(folder / "report.html")
     # The rows before the fault are not lost, though they were not due yet.
     assert [row["train/step"] for row in rows_of(folder)] == [1, 2, 3, 4]
     assert wandb_exit_code(folder) == 1

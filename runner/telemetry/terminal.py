@@ -60,7 +60,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
     def format(self, record: logging.LogRecord) -> str:
         """The message, wrapped; on a terminal it takes the place of a bar that is drawn there."""
-        text = super().format(record)
+        text = super().format(record).rstrip()
         if record.levelno == logging.WARNING:
             text = f"warning: {text}"
         erased = "\r\x1b[K" if is_watched(self.stream) else ""

@@ -90,7 +90,7 @@ class Recorder:
                 mode = "offline"
         if mode == "offline":
             self._run = self._open(mode)
-        say("info", f"tracker.mode: {request['mode']} is {mode}")
+        say("info", f"wandb: {mode} (tracker.mode={request['mode']})")
 
     def write(self, row: dict[str, int | float]) -> None:
         """Log one row. Without ``step=``, which would keep the row open for later keys to join."""

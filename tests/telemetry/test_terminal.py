@@ -295,7 +295,7 @@ def test_a_warning_takes_the_place_of_the_bar_on_a_terminal() -> None:
         seen = os.read(leader, 65536).decode()
     assert seen.startswith("\r\x1b[Kwarning: word word")
     assert max(len(line) for line in _plain(seen).splitlines()) < 60
-    assert ConsoleHandler(io.StringIO()).format(record) == "warning: " + "word " * 30
+    assert ConsoleHandler(io.StringIO()).format(record) == "warning:" + " word" * 30
 
 
 def test_no_color_is_honoured() -> None:

@@ -1,0 +1,67 @@
+"""A terminal for tests: what a program writes on one of a given width, and Ctrl-C typed there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+
+def on_a_terminal(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    columns: int = 80,
+    interrupt: Callable[[str], bool] = lambda seen: False,
+    limit: float = 150,
+) -> tuple[str, int]:
+    """Run a command as the foreground job of a terminal of its own.
+
+    Args:
+        words: of the command.
+        environment: of the command.
+        columns: width of the terminal.
+        interrupt: told what was written so far; once it is true, Ctrl-C is typed.
+        limit: seconds until the command is killed.
+
+    Returns:
+        What it wrote, as text without colours, and its exit code.
+    """
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    started = subprocess.Popen(
+        words,
+        env={**environment, "TERM": "xterm"},
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(follower)
+    seen, typed, until = b"", False, time.monotonic() + limit
+    try:
+        while time.monotonic() < until:
+            if not typed and interrupt(_plain(seen)):
+                os.write(leader, b"\x03")
+                typed = True
+            if select.select([leader], [], [], 0.02)[0]:
+                seen += os.read(leader, 65536)
+    except OSError:  # the last process that had the terminal is gone
+        pass
+    finally:
+        if time.monotonic() >= until:
+            started.kill()
+        os.close(leader)
+    return _plain(seen), started.wait()
+
+
+def _plain(seen: bytes) -> str:
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode(errors="replace"))
+    return text.replace("\r\n", "\n")

@@ -53,3 +53,8 @@ def value_text(value: object) -> str:
             return "[" + ",".join(value_text(item) for item in value) + "]"
         case _:
             return str(value)
+
+
+def plural(count: int, noun: str) -> str:
+    """A count of things: ``1 run``, ``2 runs``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

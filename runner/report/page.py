@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from runner.config.plural import plural
 from runner.report.curves import clip_charts, loss_charts, norm_charts
 from runner.report.findings import Findings, find
 from runner.report.groups import Group
 from runner.report.heat import heat_maps
 from runner.report.markup import Child, Markup, tag
 from runner.report.norms import histogram
+from runner.report.notation import plural
 from runner.report.origin import origin
 from runner.report.predicted import ratio_charts
 from runner.report.sweep import Sweep, read

@@ -14,6 +14,7 @@ import torch
 from runner import build
 from runner.clip import ClipMode
 from runner.config.duration import Duration
+from runner.config.nearest import or_list
 from runner.config.plural import plural
 from runner.config.schema import RunConfig
 from runner.config.sizes import sizes
@@ -45,6 +46,7 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     trainer = make_trainer(config, sinks)
     if trainer.plugin.rank == 0:
         _log_setup(config, trainer)
+    _require_objective(trainer, config.sweep.objective)
     summary = trainer.fit()
     clip = config.clip
     effect = effect_of(trainer.optimizer.optimizers, clip.threshold, trainer.parameters)
@@ -74,6 +76,22 @@ def _log_setup(config: RunConfig, trainer: Trainer) -> None:
     log.info("device: %s (device=%s; %s)", device, config.device, kind)
     log.info("precision: %s", config.precision.name)
     log.info("parameters: %s", f"{trainer.parameters:,}")
+
+
+def _require_objective(trainer: Trainer, key: str) -> None:
+    """End a training at its first evaluation if that lacks what its sweep compares.
+
+    What a check before the run can tell is refused there. On every rank, with the same metrics.
+    """
+    evaluate = trainer.evaluate
+
+    def checked() -> dict[str, float]:
+        metrics = evaluate()
+        if key.startswith("eval/") and metrics and key not in metrics:
+            raise ValueError(f"sweep.objective={key} is not logged; there is {or_list(metrics)}")
+        return metrics
+
+    trainer.evaluate = checked  # type: ignore[method-assign]
 
 
 def make_trainer(

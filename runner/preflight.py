@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
-from runner import build
+from runner import build, fit
 from runner.clip import Layout
 from runner.clip.layout import OptionError
 from runner.config.problem import Problem, RequestError
@@ -26,8 +26,7 @@ from runner.config.schema import Data as DataConfig
 from runner.config.schema import RunConfig, Target
 from runner.config.sizes import SizeError, sizes
 from runner.data import Data
-from runner.loss import WindowLoss
-from runner.refused import first_line, require_known, to_blame, wrong_kinds
+from runner.refused import require_known, to_blame, wrong_kinds
 
 
 def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
@@ -49,7 +48,7 @@ def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
             for key, value, message in kind.problems(model, build.ranks_of(config), options):
                 problems.append(Problem(f"plugin.{key}", value, message))
         if data is not None:
-            problems += _fit(config, model, data)
+            problems += fit.check(config, model, data)
         try:
             build.make_mode(config).bind(Layout.of_model(model))
         except OptionError as error:
@@ -187,30 +186,9 @@ def _make_model(target: Target) -> object:
             warnings.simplefilter("ignore")  # the run itself says them
             return build.maker(target)()
     except (RuntimeError, NotImplementedError) as error:
-        if _about_meta(error):
+        if fit.about_meta(error):
             return None
         raise
-
-
-def _fit(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
-    """Whether samples go through the model and its outputs fit their targets."""
-    if len(data.train) == 0:  # type: ignore[arg-type]
-        return []
-    shape = "of unknown shape"
-    try:
-        samples = default_collate([data.train[0], data.train[0]])
-        shape = "x".join(map(str, samples[0].shape[1:]))
-        batch = tuple(part.to("meta") for part in samples)
-        loss = WindowLoss(model)
-        with torch.device("meta"), torch.no_grad():
-            loss.sum(loss.forward(model, batch), batch, items=1)
-    except Exception as error:
-        if _about_meta(error):
-            return []
-        said = first_line(error)
-        message = f"does not take a sample of {config.data.target} ({shape}): {said}"
-        return [Problem("model._target_", config.model.target, message)]
-    return []
 
 
 def _optimizer_and_scheduler(config: RunConfig, data: Data | None, problems: list[Problem]) -> None:
@@ -251,8 +229,3 @@ def _steps_unasked(target: Target, made: Any) -> None:
             and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ):
             raise build.TargetError(f"{target.target} cannot be used: its step asks for {name}")
-
-
-def _about_meta(error: Exception) -> bool:
-    """Whether an error is the meta device's own: the real device may do what it cannot."""
-    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()

@@ -33,3 +33,22 @@ def endless():
 def nothing():
     empty = TensorDataset(torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.int64))
     return Data(empty, empty, items="samples")
+
+
+class Named(Dataset):
+    """Samples as dictionaries."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"image": torch.zeros(1, 8, 8), "label": 0}
+
+
+def named():
+    return Data(Named(), Named(), items="samples")
+
+
+def regression():
+    numbers = TensorDataset(torch.zeros(8, 1, 8, 8), torch.zeros(8, 10))
+    return Data(numbers, numbers, items="samples")

@@ -36,7 +36,29 @@ WRONG = [
     ),
     (["model=moe", "data=text", "model.top_k=9"], ["model.top_k=9", "the 8 experts"]),
     (["model=gpt"], ["model._target_", "does not take a sample of", "digits"]),
+    (["model=gpt"], ["(1x8x8, float32)", "model=gpt goes with data=text;", "digits goes with mod"]),
     (["data=text"], ["model._target_", "does not take a sample of", "text"]),
+    (
+        ["data=text", "model=resnet34"],
+        ["resnet34 goes with data=cifar10 data.root=", "data=text goes with model=gpt"],
+    ),
+    (
+        ["data=synthetic", "model=lstm"],
+        ["lstm goes with data=text; ", "data=synthetic data.kind=tokens goes with model=gpt"],
+    ),
+    (
+        ["data._target_=tests.odd_data.named", *BARE],
+        ["data._target_", "a dict with the keys 'image', 'label'", "collate_fn", "loss(outputs, "],
+    ),
+    (["sweep.objective=eval/acc"], ["sweep.objective=eval/acc", "did you mean eval/accuracy?"]),
+    (
+        ["data._target_=tests.odd_data.regression", *BARE, "sweep.objective=eval/accuracy"],
+        ["sweep.objective=eval/accuracy  is not logged by this run", "(it logs eval/loss, train/"],
+    ),
+    (
+        ["sweep.objective=clip/threshold", "clip=none"],
+        ["sweep.objective=clip/threshold  is not logged"],
+    ),
     (["+optimizer.dampening=-1", "optimizer.nesterov=true"], ["optimizer.dampening=-1", "zero"]),
     (["optimizer=adam", "optimizer.betas=[0.9,1]"], ["optimizer.betas=[0.9,1]", "Invalid beta"]),
     (["+optimizer.maximize=5"], ["optimizer.maximize=5", "must be true or false"]),
@@ -167,3 +189,12 @@ def test_the_error_of_a_broken_model_is_its_own(monkeypatch):
         preflight.check(job.config, job.plain)
     assert "model._target_" not in str(caught.value)
     assert json.dumps(job.plain)
+
+
+def test_a_length_that_does_not_fit_is_no_matter_of_other_data(capfd, tmp_path, monkeypatch):
+    words = ["model=gpt", "data=text", "data.sequence_length=256"]
+    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
+    assert main(words) == 2
+    message = capfd.readouterr().err
+    assert "256 tokens do not fit a context of 128" in message
+    assert "goes with" not in message

@@ -70,5 +70,6 @@ def _kind(config: RunConfig) -> str:
     data = build.make_data(config.data)
     if data.tokens_per_sample is not None:
         return "language"
-    inputs = data.train[0][0]
+    sample = data.train[0]
+    inputs = sample[0] if isinstance(sample, tuple | list) else None
     return "vision" if getattr(inputs, "ndim", 0) == 3 else "other"

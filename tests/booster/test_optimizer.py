@@ -502,3 +502,32 @@ def test_the_state_holds_the_scale_where_there_is_one():
     optimizer.load_state_dict(scaled.state_dict())
     assert scaled.state_dict()["optimizer"]["param_groups"][0]["lr"] == 0.1
     assert optimizer.param_groups is not None
+
+
+def test_the_states_of_several_optimizers_go_round_in_order():
+    module = nn.Linear(4, 2)
+
+    def several(rates):
+        pairs = zip(module.parameters(), rates, strict=True)
+        return OptimizerWrapper(
+            [torch.optim.SGD([parameter], lr=rate) for parameter, rate in pairs],
+            Layout.of_model(module),
+        )
+
+    saved, other = several((0.1, 0.2)), several((0.3, 0.4))
+    other.load_state_dict(saved.state_dict())
+    assert [group["lr"] for group in other.param_groups] == [0.1, 0.2]
+    _, one, _ = wrapped()
+    with pytest.raises(
+        ValueError, match=r"^the state is that of 2 optimizers, but 1 were boosted$"
+    ):
+        one.load_state_dict(saved.state_dict())
+    with pytest.raises(
+        RuntimeError, match=r"^2 optimizers were boosted together: use .optimizers$"
+    ):
+        saved.unwrap()
+    assert one.unwrap() is one.optimizers[0]
+    with pytest.raises(ValueError, match=r"^a closure goes with one optimizer: run it before step"):
+        saved.step(lambda: 0.0)
+    one.backward(loss_of(module))
+    assert one.step(lambda: 0.0) is True

@@ -271,6 +271,7 @@ LINEAR = nn.Linear(2, 2)
 )
 def test_placements_say_who_holds_what(shape, placements, sizes, ranks, holders, cut, scattered):
     piece = placed("weight", sharded(shape, placements, sizes), LINEAR, ranks)
+    assert (piece.name, piece.param.placements) == ("weight", placements)
     assert (piece.holders, piece.cut, piece.scattered) == (holders, cut, scattered)
     assert piece.units == units_of(torch.empty(shape))
 
@@ -304,11 +305,11 @@ def test_placements_that_cannot_be_accounted_for_are_refused_by_name():
         placed("w", sharded((4, 6), [Shard(0)], [2]), LINEAR, 3)
 
 
-def account(*models, whole=None, ranks=None):
+def account(*models, **options):
     """Layouts of what each rank holds, a module each."""
 
     def body(group):
-        return Layout.of_sharded(models[group.rank()], group, whole, ranks)
+        return Layout.of_sharded(models[group.rank()], group, **options)
 
     return Ranks(len(models)).run(body)
 
@@ -320,8 +321,12 @@ def test_parts_that_do_not_add_up_are_refused_by_name():
     assert first.names == second.names == ["weight", "bias"]
     assert first.scattered == []
     assert first.heads == ("weight",)
-    with pytest.raises(LayoutError, match=r"^weight has 7 elements, but the ranks account for 6: "):
+    with pytest.raises(LayoutError) as raised:
         account(linear, linear, whole={"weight": 7, "bias": 2})
+    assert str(raised.value) == (
+        "weight has 7 elements, but the ranks account for 6: its parts or its replicas are not "
+        "what the layout takes them for"
+    )
     with pytest.raises(LayoutError, match=r"^extra has 1 elements, but the ranks account for 0: "):
         account(linear, linear, whole={"weight": 6, "bias": 2, "extra": 1})
     with pytest.raises(LayoutError, match=r"^bias: no such parameter in the whole model \("):
@@ -337,11 +342,29 @@ def test_names_are_those_of_all_ranks_in_one_order():
     assert first.names == second.names == ["weight", "bias"]
     assert second.pieces == []
     assert second.device == torch.device("cpu")
+    elsewhere = nn.Linear(3, 2, device="meta")
+    _, second = account(elsewhere, nn.Sequential(), whole=whole, ranks=lambda name: 1)
+    assert second.device == torch.device("meta")
+    (nobody,) = account(nn.Sequential(), whole={})
+    assert (nobody.device, nobody.names, nobody.heads) == (torch.device("cpu"), [], ())
+
+
+def test_a_tied_parameter_has_its_first_name():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    (layout,) = account(model)
+    assert layout.names == ["0.weight", "0.bias", "1.bias"]
+    (layout,) = account(model, renamed={"0.weight": "embed"}, heads=["0.bias"],
+                        whole={"embed": 9, "0.bias": 3, "1.bias": 3})  # fmt: skip
+    assert layout.names == ["embed", "0.bias", "1.bias"]
+    assert layout.heads == ("0.bias",)
 
 
 def test_a_huge_parameter_may_round_but_not_lose_an_element_in_a_million():
     model = nn.Linear(100, 100, bias=False)
     account(model, model, model, whole={"weight": 10_000})
+    with pytest.raises(LayoutError, match="has 10000 elements, but the ranks account for 20000"):
+        account(model, model, ranks=lambda name: 1, whole={"weight": 10_000})
     with pytest.raises(LayoutError, match="has 10001 elements"):
         account(model, model, model, whole={"weight": 10_001})
 

@@ -16,6 +16,7 @@ UNKNOWN = "plugin.tp_plan={blocks.*.mlp.upp:colwise}"
 SEQUENCE = "plugin.sequence_parallel=true"
 TWICE = "plugin.schedule=interleaved_1f1b"
 BARE = ["~data.seed", "~data.test_fraction"]
+REGRESSION = "tests.odd_data.regression"
 WRONG = [
     (["model._target_=runner.models.cnn.DigitsCN"], ["model._target_", "DigitsCN"]),
     (["model._target_=no_such_package.Net"], ["model._target_", "no_such_package"]),
@@ -50,13 +51,16 @@ WRONG = [
         ["data._target_=tests.odd_data.named", *BARE],
         ["data._target_", "a dict with the keys 'image', 'label'", "collate_fn", "loss(outputs, "],
     ),
-    (["sweep.objective=eval/acc"], ["sweep.objective=eval/acc", "did you mean eval/accuracy?"]),
     (
-        ["data._target_=tests.odd_data.regression", *BARE, "sweep.objective=eval/accuracy"],
+        ["-m", "seed=1,2", "sweep.objective=eval/acc"],
+        ["sweep.objective=eval/acc", "did you mean eval/accuracy?"],
+    ),
+    (
+        ["-m", "seed=1,2", f"data._target_={REGRESSION}", *BARE, "sweep.objective=eval/accuracy"],
         ["sweep.objective=eval/accuracy  is not logged by this run", "(it logs eval/loss, train/"],
     ),
     (
-        ["sweep.objective=clip/threshold", "clip=none"],
+        ["-m", "seed=1,2", "sweep.objective=clip/threshold", "clip=none"],
         ["sweep.objective=clip/threshold  is not logged"],
     ),
     (["+optimizer.dampening=-1", "optimizer.nesterov=true"], ["optimizer.dampening=-1", "zero"]),

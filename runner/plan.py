@@ -15,6 +15,7 @@ from runner import cli, flags
 from runner.config.check import leaves
 from runner.config.compose import Job, Request, request
 from runner.config.identity import NOT_HASHED
+from runner.config.plural import plural
 from runner.config.problem import shown
 from runner.sweep import lay_out, live
 
@@ -103,11 +104,11 @@ def _summary(wanted: Request, states: Sequence[str], steps: Sequence[int | None]
         return "a run of its own folder in outputs/runs"
     if wanted.sweep.trials is not None:
         return (
-            f"{wanted.sweep.trials} runs that the sweeper chooses as it goes, of the kinds above, "
+            f"{plural(wanted.sweep.trials, 'run')} that the sweeper chooses as it goes, of the kinds above, "
             f"in {wanted.sweep.folder}"
         )
     left = [count for count, state in zip(steps, states, strict=True) if state != "done"]
-    total = "" if None in left else f", {sum(filter(None, left))} steps"
+    total = "" if None in left else f", {plural(sum(filter(None, left)), 'step')}"
     return f"{len(left)} of {len(states)} to run{total}, in {wanted.sweep.folder}"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from runner.calibrate.distribution import CLIPPED, POINTS
+from runner.config.plural import plural
 from runner.telemetry.guidance import FEWEST, PARTS, PEAKS, figure, percent
 
 COLUMNS = ("mean", "p50", "p75", "p90", "p95", "p99", "max")
@@ -18,7 +19,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     Args:
         found: what ``calibrate.json`` holds.
     """
-    yield f"{found['steps']} steps without clipping, the first {found['warmup_steps']} as warm-up"
+    yield f"{plural(found['steps'], 'step')} without clipping, the first {found['warmup_steps']} as warm-up"
     yield from _trouble(found)
     yield ""
     yield from _distributions(found)

@@ -109,7 +109,7 @@ def only_for_sweeps(overrides: Iterable[Override]) -> list[Problem]:
 
 
 def given_twice(overrides: Iterable[Override]) -> list[str]:
-    """Return a sentence for each key or group that is given different values, of which one holds."""
+    """Return a sentence for each key or group that is given several values: only one holds."""
     values: dict[str, list[str]] = {}
     for override in overrides:
         values.setdefault(override.key_or_group, []).append(override.input_line or "")

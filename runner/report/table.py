@@ -15,7 +15,7 @@ from runner.report.figures import PERCENTILES, higher_is_better
 from runner.report.findings import Findings
 from runner.report.groups import Group, choice, mean_and_spread, natural
 from runner.report.markup import Markup, join, tag
-from runner.report.notation import figure, percent
+from runner.report.notation import figure, percent, plural
 from runner.report.run import Run
 
 # A text longer than this may be broken over lines.
@@ -233,7 +233,7 @@ def _mean_row(
             text += f" ± {percent(spread) if column.text is percent else figure(spread, 2)}"
         cells.append(_cell(mean, lambda _, text=text: text))  # type: ignore[misc]
     whole = len(judged) == len(group.runs)
-    name = f"{'' if whole else f'{len(judged)} of '}{len(group.runs)} seeds"
+    name = f"{'' if whole else f'{len(judged)} of '}{plural(len(group.runs), 'seed')}"
     return tag(
         "tr",
         tag("th", _swatch(group), name, _star(best), scope="row", data_value=group.index),

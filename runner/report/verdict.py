@@ -7,7 +7,7 @@ from collections import Counter
 from runner.report.advice import advice
 from runner.report.findings import Findings
 from runner.report.groups import Group
-from runner.report.notation import figure
+from runner.report.notation import figure, plural
 from runner.report.run import Run
 
 # States of a run whose figures are those of a whole run.
@@ -26,7 +26,7 @@ def verdict(found: Findings) -> str:
         reason = "recorded a metric" if found.metric is None else f"has a finite {found.metric}"
         return f"No answer yet: none of the {len(runs)} runs {reason}."
     if len(found.groups) == 1:
-        return f"One setting, {len(runs)} runs: {_score(found, ranked[0])}."
+        return f"One setting, {plural(len(runs), 'run')}: {_score(found, ranked[0])}."
     best = ranked[0]
     word = "highest" if found.higher_is_better else "lowest"
     tied = [group for group in ranked if found.mean(group) == found.mean(best)]
@@ -57,7 +57,7 @@ def _of_one(found: Findings, run: Run) -> str:
         "interrupted": "was interrupted after",
         "killed": "was killed after",
     }.get(run.state, f"({run.state}) took")
-    sentence = f"This run {verb} {run.steps:,} steps"
+    sentence = f"This run {verb} {plural(run.steps, 'step')}"
     if score is not None:
         final = found.figures[run.number].final.get(found.metric or "")
         sentence += f" with a best {found.metric} of {figure(score)}"
@@ -76,7 +76,7 @@ def _score(found: Findings, group: Group) -> str:
     mean, spread = found.mean(group)
     if spread is None:
         return figure(mean)
-    return f"{figure(mean)} ± {figure(spread, 2)} over {len(found.scores(group))} seeds"
+    return f"{figure(mean)} ± {figure(spread, 2)} over {plural(len(found.scores(group)), 'seed')}"
 
 
 def _against(found: Findings, ranked: list[Group]) -> str:
@@ -119,7 +119,7 @@ def _lost(found: Findings) -> str | None:
     if not lost:
         return None
     shown = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
-    return f"The loss diverged in {len(lost)} of {len(found.sweep.runs)} runs: {shown}."
+    return f"The loss diverged in {len(lost)} of {plural(len(found.sweep.runs), 'run')}: {shown}."
 
 
 def _modes(found: Findings) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from runner.config.plural import plural
 from runner.telemetry.sink import Row
 
 HEAD = (
@@ -105,7 +106,7 @@ def words_of(error: str) -> str:
 
 def _of_mode(mode: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        f"clip={mode['mode']}: weights after {len(mode['steps'])} steps off by "
+        f"clip={mode['mode']}: weights after {plural(len(mode['steps']), 'step')} off by "
         f"{mode['weight_error']:.1e}, largest error {mode['max_rel_error']:.1e}"
     )
     if mode["derived"]:

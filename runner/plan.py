@@ -104,8 +104,8 @@ def _summary(wanted: Request, states: Sequence[str], steps: Sequence[int | None]
         return "a run of its own folder in outputs/runs"
     if wanted.sweep.trials is not None:
         return (
-            f"{plural(wanted.sweep.trials, 'run')} that the sweeper chooses as it goes, of the kinds above, "
-            f"in {wanted.sweep.folder}"
+            f"{plural(wanted.sweep.trials, 'run')} that the sweeper chooses as it goes, of the "
+            f"kinds above, in {wanted.sweep.folder}"
         )
     left = [count for count, state in zip(steps, states, strict=True) if state != "done"]
     total = "" if None in left else f", {plural(sum(filter(None, left)), 'step')}"

@@ -19,7 +19,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     Args:
         found: what ``calibrate.json`` holds.
     """
-    yield f"{plural(found['steps'], 'step')} without clipping, the first {found['warmup_steps']} as warm-up"
+    measured = plural(found["steps"], "step")
+    yield f"{measured} without clipping, the first {found['warmup_steps']} as warm-up"
     yield from _trouble(found)
     yield ""
     yield from _distributions(found)

@@ -156,7 +156,7 @@ def _going(left: int) -> Markup | None:
         return None
     told = (
         f"The sweep was still running when this page was written, with {plural(left, 'run')} left. "
-        "The page is written again after each run: reload it."
+        "The page is written again as runs end: reload it."
     )
     return tag("p", told, id="going", role="status")
 

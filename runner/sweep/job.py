@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,10 @@ from runner.sweep.record import Entry, SweepRecord, changed
 from runner.sweep.resume import look
 
 _LONGEST_TAG = 64  # wandb's own limit
+
+PAGE_SECONDS = 0.1
+"""Shortest time between two pages of a sweep for each run on them, several times what writing
+takes: a sweep of many short runs does not spend its time on pages."""
 
 
 class Outcome(Protocol):
@@ -80,7 +85,8 @@ def run_job(
         look(entry, sweep, record.objective)
         record = _note(sweep, entry)
         ended = sum(one.state not in ("waiting", "running") for one in record.entries)
-        if left := record.total - ended:  # after the last run the sweep itself writes the page
+        left = record.total - ended  # after the last run the sweep itself writes the page
+        if left and _page_age(sweep) > PAGE_SECONDS * ended:
             write_page(sweep, left)
     if entry.state == "failed":
         print(live.failure(record, entry), file=sys.stderr, flush=True)
@@ -110,6 +116,14 @@ def _note(sweep: Path, entry: Entry) -> SweepRecord:
         record.entries = [entry if one.number == entry.number else one for one in record.entries]
         record.failures += entry.state == "failed"
     return record
+
+
+def _page_age(sweep: Path) -> float:
+    """Seconds since the page of a sweep was written; infinite where there is none."""
+    try:
+        return time.time() - (sweep / "report.html").stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
 
 
 def _gives_up(record: SweepRecord) -> bool:

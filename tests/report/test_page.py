@@ -180,3 +180,11 @@ def test_a_report_can_be_made_while_a_run_writes(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", rows(steps=50), config(), state="running", torn=True)
     assert write(folder).is_file()
     assert read_run(folder).steps == 50
+
+
+def test_a_sweep_that_goes_on_says_how_many_runs_are_left(tmp_path: Path) -> None:
+    folder = sweep(tmp_path, NORM[:1], steps=20)
+    page = write(folder, 1).read_text()
+    assert "still running when this page was written, with 1 run left." in page
+    assert "Sweep · 1 run<" in write(folder).read_text()
+    assert "still running" not in write(folder).read_text()

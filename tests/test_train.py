@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from runner import GradientClipping, Trainer
 from runner.booster import NonFiniteGradient
 from runner.booster.schedule import LinearWarmupCosineLR
+from runner.loss import BatchError
 from tests.distributed.training import Rows
 
 torch.set_num_threads(1)
@@ -222,3 +223,42 @@ def test_wrong_arguments():
         Trainer(model, loader, "100tok").fit()
     with pytest.raises(ValueError, match="no microbatch"):
         Trainer(model, [], "1ep").fit()
+
+
+class Named(nn.Module):
+    """Reads dictionaries, and has a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, batch):
+        return self.head(batch["inputs"])
+
+    def loss(self, outputs, batch):
+        return nn.functional.cross_entropy(outputs, batch["targets"])
+
+
+def named_batches(samples=20):
+    _, loader = parts(samples)
+    inputs, targets = loader.dataset.tensors
+    each = [{"inputs": x, "targets": y} for x, y in zip(inputs, targets, strict=True)]
+    return DataLoader(each, 8)
+
+
+def test_batches_that_are_dictionaries_need_a_model_that_reads_them():
+    model, loader = parts(20)
+    with pytest.raises(BatchError, match=r"pair \(inputs, targets\).*a dict.*collate_fn.*loss\("):
+        fit(model, named_batches())
+    with pytest.raises(BatchError, match="a dict with the keys 'inputs', 'targets'"):
+        fit(model, loader, "1ep", eval_dataloader=named_batches())
+    model = Named()
+    reference = nn.Linear(6, 3)
+    reference.load_state_dict(model.head.state_dict())
+    options = {"clip": None, "accumulation_steps": 3}
+    rows, _ = fit(model, named_batches(), "2ep", eval_dataloader=named_batches(), **options)
+    wanted, _ = fit(reference, loader, "2ep", eval_dataloader=loader, **options)
+    assert torch.equal(model.head.weight, reference.weight)
+    assert rows[-1]["train/samples"] == 40
+    assert rows[-1]["eval/loss"] == pytest.approx(wanted[-1]["eval/loss"], rel=1e-6)
+    assert "eval/accuracy" not in rows[-1]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
@@ -42,6 +43,10 @@ def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
         problems += _durations(config, data)
     if model is not None:
         kind, options = build.plugin_of(config)
+        layers = (module for module in model.modules() if isinstance(module, _BatchNorm))
+        if config.plugin.sync_batchnorm and next(layers, None) is None:
+            none = f"{type(model).__name__} has no batch norm layer to synchronise; use false"
+            problems.append(Problem("plugin.sync_batchnorm", True, none))
         if data is not None:
             problems += _sequence(config, data)
         if _misfit(config) is None:
@@ -75,6 +80,9 @@ def _machine(config: RunConfig) -> list[Problem]:
     if config.precision.name == "bf16" and gpu and not torch.cuda.is_bf16_supported():
         cannot = "this GPU cannot compute in bf16; fp16 or fp32"
         problems.append(Problem("precision", "bf16", cannot))
+    if config.plugin.sync_batchnorm and not gpu:
+        cannot = "this run is on a CPU: torch.nn.SyncBatchNorm computes on GPUs; use false"
+        problems.append(Problem("plugin.sync_batchnorm", True, cannot))
     ranks = build.ranks_of(config)
     if (error := _misfit(config)) is not None:
         value = joined if error.key == "nproc" else getattr(config.plugin, error.key)

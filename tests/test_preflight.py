@@ -136,6 +136,10 @@ WRONG_ON_A_CPU = [
     (["precision=fp16"], ["precision", "fp16", "GPU", "bf16"]),
     (["device=cuda"], ["device=cuda", "cpu"]),
     (["plugin=ddp", "plugin.nproc=4096"], ["plugin.nproc=4096", "at most"]),
+    (
+        ["plugin=fsdp", "plugin.nproc=2", "plugin.sync_batchnorm=true", "device=cpu"],
+        ["plugin.sync_batchnorm=true", "SyncBatchNorm computes on GPUs", "has no batch norm layer"],
+    ),
 ]
 
 

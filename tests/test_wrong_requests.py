@@ -155,6 +155,10 @@ WRONG = [
         ["data.batch_size=2", "must be 4 or more", "plugin.num_microbatches"],
     ),
     ("plugin=zero plugin.cpu_offload=true", ["plugin.cpu_offload=true", "stages 2 and 3"]),
+    (
+        "plugin=single plugin.sync_batchnorm=true",
+        ["plugin.sync_batchnorm=true", "has no meaning under plugin=single", "plugin=ddp"],
+    ),
     # Words and flags.
     ("norm", ["norm", "KEY=VALUE", "clip=norm?"]),
     ("=3", ["='3'", "no key"]),

@@ -42,6 +42,7 @@ _DATA = ("tensor", "pipeline", "moe", "hybrid")
 _TENSOR = ("tensor", "hybrid")
 _PIPELINE = ("pipeline", "hybrid")
 _SHARDED = ("fsdp", "zero", "hybrid")
+_REPLICAS = ("ddp", "fsdp", "zero", "tensor", "pipeline", "moe", "hybrid")
 
 USES = {
     "find_unused_parameters": Use(False, ("ddp",), "looks for parameters out of use"),
@@ -59,6 +60,7 @@ USES = {
     "split": Use(None, _PIPELINE, "has pipeline stages"),
     "param_dtype": Use(None, _SHARDED, "gathers parameters in a type of their own"),
     "cpu_offload": Use(False, _SHARDED, "keeps shards in host memory"),
+    "sync_batchnorm": Use(False, _REPLICAS, "has data-parallel ranks"),
 }
 """Keys that not every plugin uses."""
 
@@ -130,6 +132,10 @@ class Plugin:
     ]
     cpu_offload: Annotated[
         bool, switch(), "fsdp, zero_stage 2, 3: keep shards in host memory between uses"
+    ]
+
+    sync_batchnorm: Annotated[
+        bool, switch(), "GPUs: batch norm over the samples of all data-parallel ranks"
     ]
 
     def conflicts(self) -> Iterator[Conflict]:

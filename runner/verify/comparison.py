@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -63,6 +63,7 @@ class Step:
         plugin: figures of the plugin's first rank.
         reference: of one process.
         gradients: relative error of each parameter's clipped gradient, by name.
+        present: names of parameters with a gradient on one side alone, in words.
         disagreeing: figures that are not the same bits on all ranks, in words.
         naive: of the rank where it is furthest off; None with one process.
         loss: of both sides; the plugin's first.
@@ -73,6 +74,7 @@ class Step:
     reference: Figures
     gradients: Mapping[str, float]
     disagreeing: Sequence[str] = ()
+    present: Sequence[str] = ()
     naive: Naive | None = None
     loss: tuple[float, float] = (math.nan, math.nan)
 
@@ -165,6 +167,7 @@ class Compared:
                     "the counts differ"
                 )
             yield from step.disagreeing
+            yield from step.present
         if not self.weight_error <= bound:
             yield f"the weights after the last step are off by {self.weight_error:.2g}"
         if self.drifted:
@@ -204,6 +207,24 @@ def tensor_errors(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -
         error = off / size if size else (0.0 if off == 0.0 else math.inf)
         errors[name] = error if math.isfinite(error) else math.inf
     return errors
+
+
+def presence(step: int, ours: Iterable[str], reference: Iterable[str]) -> list[str]:
+    """Which parameters have a gradient on one side alone, in words.
+
+    A gradient of zeros is no error in :func:`tensor_errors`, but momentum and weight decay move a
+    parameter that has one, and leave alone one that has none.
+    """
+    found = []
+    for names, where in (
+        (set(ours) - set(reference), "under the plugin, but none in one process"),
+        (set(reference) - set(ours), "in one process, but none under the plugin"),
+    ):
+        if names:
+            shown = sorted(names)[:WORST]
+            more = f" and {len(names) - WORST} more" if len(names) > WORST else ""
+            found.append(f"in step {step}, {', '.join(shown)}{more}: a gradient {where}")
+    return found
 
 
 def disagreements(step: int, ranks: Sequence[Figures]) -> list[str]:

@@ -24,6 +24,7 @@ from runner.verify.comparison import (
     Naive,
     Step,
     disagreements,
+    presence,
     relative,
     tensor_errors,
 )
@@ -183,6 +184,7 @@ class _Side:
                 reference=figures,
                 gradients=tensor_errors(gradients, wanted),
                 disagreeing=disagreements(number, ranks),
+                present=presence(number, gradients, wanted),
                 naive=naive.worst(by_hand, figures.norm),
                 loss=(math.nan, loss),
             )

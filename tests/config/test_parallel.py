@@ -27,6 +27,7 @@ ASKED = {
     "split": ["blocks.1"],
     "param_dtype": "bf16",
     "cpu_offload": True,
+    "sync_batchnorm": True,
 }
 
 

@@ -8,6 +8,7 @@ from runner.verify.comparison import (
     Figures,
     Step,
     disagreements,
+    presence,
     relative,
     tensor_errors,
 )
@@ -101,6 +102,17 @@ def test_failures_of_a_step(changed, words):
     said = list(compared(steps=[Step(1, off, FIGURES, {})]).failures(1e-9))
     assert len(said) == len(words)
     assert all(expected in line for expected, line in zip(words, said, strict=True))
+
+
+def test_a_gradient_on_one_side_alone_is_a_failure_even_if_it_is_zero():
+    assert presence(1, "ab", "ab") == []
+    said = presence(3, ["a", "b"], ["a", *"cdefgh"])
+    assert said == [
+        "in step 3, b: a gradient under the plugin, but none in one process",
+        "in step 3, c, d, e, f, g and 1 more: a gradient in one process, but none under the plugin",
+    ]
+    step = Step(3, FIGURES, FIGURES, {"b": 0.0}, present=said)
+    assert list(compared(steps=[step]).failures(1e-9)) == said
 
 
 def test_the_worst_parameters_come_first_with_what_is_off():

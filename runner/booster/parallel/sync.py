@@ -250,3 +250,22 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.broadcast(flat, group=group, group_src=0)
         put_back(flat, bucket)
+
+
+def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Compute the batch norm layers of ``model`` over the samples of all ranks, in place.
+
+    Args:
+        model: the whole model, before its parameters are replaced.
+        group: the data-parallel ranks.
+
+    Raises:
+        ValueError: the model is on a CPU, where torch has no synchronised batch norm.
+    """
+    device = next(model.parameters()).device.type
+    if device == "cpu":
+        raise ValueError(
+            "sync_batchnorm=True needs GPUs, where torch.nn.SyncBatchNorm computes, but the model "
+            "is on a CPU: use sync_batchnorm=False"
+        )
+    nn.SyncBatchNorm.convert_sync_batchnorm(model, group)  # type: ignore[no-untyped-call]

@@ -9,9 +9,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from runner.booster.parallel.sync import synchronise_batch_norm
 from runner.booster.plugin.base import Plugin, Spread, require_process_group
 from runner.clip import Layout
 
@@ -19,7 +21,9 @@ from runner.clip import Layout
 class TorchDDPPlugin(Plugin):
     """Data parallelism by :class:`torch.nn.parallel.DistributedDataParallel`.
 
-    The arguments are DDP's own. The process group must exist (:func:`runner.launch_from_torch`).
+    The arguments are DDP's own, but ``sync_batchnorm``: compute batch norm over the samples of all
+    ranks (:class:`torch.nn.SyncBatchNorm`, on GPUs alone). The process group must exist
+    (:func:`runner.launch_from_torch`).
     """
 
     def __init__(
@@ -29,8 +33,10 @@ class TorchDDPPlugin(Plugin):
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        sync_batchnorm: bool = False,
     ) -> None:
         require_process_group("TorchDDPPlugin")
+        self.sync_batchnorm = sync_batchnorm
         self.ddp_kwargs: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
@@ -43,6 +49,9 @@ class TorchDDPPlugin(Plugin):
 
     def configure(self, model: nn.Module) -> Spread:
         """DDP over the model, and a layout that is whole on every rank."""
+        if self.sync_batchnorm:
+            assert dist.group.WORLD is not None
+            synchronise_batch_norm(model, dist.group.WORLD)
         device = next(model.parameters()).device
         ids = [device.index] if device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids=ids, **self.ddp_kwargs)

@@ -19,7 +19,12 @@ from runner.booster.optimizer import nothing
 from runner.booster.parallel.axes import grid
 from runner.booster.parallel.hooks import require_no_post_accumulate
 from runner.booster.parallel.sharding import Sharding, give_back, shard, unsynchronised
-from runner.booster.parallel.sync import GradientSync, ReplicatedBuffers, alike
+from runner.booster.parallel.sync import (
+    GradientSync,
+    ReplicatedBuffers,
+    alike,
+    synchronise_batch_norm,
+)
 from runner.booster.parallel.usage import Usage
 from runner.booster.plugin.base import Plugin, Spread, require_process_group
 from runner.clip import Layout
@@ -35,6 +40,8 @@ class TorchFSDPPlugin(Plugin):
         param_dtype: ``bf16`` or ``fp16``: parameters are gathered and computed in it, gradients are
             reduced in float32. None: as they are.
         cpu_offload: keep parameters, gradients and optimizer state in host memory between uses.
+        sync_batchnorm: compute batch norm over the samples of all data-parallel ranks
+            (:class:`torch.nn.SyncBatchNorm`, on GPUs alone).
 
     Raises:
         RuntimeError: there is no process group.
@@ -47,12 +54,14 @@ class TorchFSDPPlugin(Plugin):
         dp_replicate: int = 1,
         param_dtype: str | None = None,
         cpu_offload: bool = False,
+        sync_batchnorm: bool = False,
     ) -> None:
         require_process_group("TorchFSDPPlugin")
         if self.world_size % dp_replicate:
             raise ValueError(f"{dp_replicate} replicas do not divide {self.world_size} ranks")
         self.sharding = Sharding(reshard_after_forward, param_dtype, cpu_offload)
         self.dp_replicate = dp_replicate
+        self.sync_batchnorm = sync_batchnorm
 
     @classmethod
     def problems(
@@ -68,6 +77,8 @@ class TorchFSDPPlugin(Plugin):
         """Shard each block (each element of a ModuleList), then the rest of the model."""
         world = dist.group.WORLD
         assert world is not None
+        if self.sync_batchnorm:
+            synchronise_batch_norm(model, world)
         why = "fsdp computes with temporary copies of parameters"
         require_no_post_accumulate(model.named_parameters(), why)
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}

@@ -41,6 +41,7 @@ from runner.booster.parallel.sync import (
     ReplicatedBuffers,
     Tied,
     alike,
+    synchronise_batch_norm,
 )
 from runner.booster.parallel.tensor import (
     PlanError,
@@ -82,6 +83,8 @@ class HybridParallelPlugin(Plugin):
             with ``schedule="zero_bubble"`` parameters stay gathered until the backward pass.
         param_dtype: with ``zero_stage`` 2 and 3, likewise.
         cpu_offload: with ``zero_stage`` 2 and 3, likewise.
+        sync_batchnorm: compute batch norm over the samples of all data-parallel ranks
+            (:class:`torch.nn.SyncBatchNorm`, on GPUs alone).
         precision: ``fp32``, ``bf16`` or ``fp16``, for a Booster that is not told otherwise.
         initial_scale: the fp16 scale that training begins with.
         max_norm: above 0, each optimizer step limits the norm of the gradient to it.
@@ -106,6 +109,7 @@ class HybridParallelPlugin(Plugin):
         reshard_after_forward: bool = True,
         param_dtype: str | None = None,
         cpu_offload: bool = False,
+        sync_batchnorm: bool = False,
         precision: str | None = None,
         initial_scale: float | None = None,
         max_norm: float = 0.0,
@@ -121,6 +125,7 @@ class HybridParallelPlugin(Plugin):
             )
         self.sizes = Sizes.of(self.world_size, dp_size, tp_size, pp_size, ep_size)
         self.zero_stage = zero_stage
+        self.sync_batchnorm = sync_batchnorm
         self.precision, self.initial_scale, self.max_norm = precision, initial_scale, max_norm
         self.sequence_parallel = sequence_parallel
         self.tp_plan = tp_plan
@@ -220,6 +225,8 @@ class HybridParallelPlugin(Plugin):
         sizes = self.sizes
         device = next(model.parameters()).device
         axes = Axes(device.type, sizes)
+        if self.sync_batchnorm:
+            synchronise_batch_norm(model, axes.group("dp"))
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
         heads = head_weights(model)
         experts = of_experts(model) if sizes.ep > 1 else frozenset()

@@ -20,6 +20,7 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
         pp_size: ranks that pipeline stages are dealt to.
         dp_size: data parts; by default what is left of the ranks.
         zero_stage: see :class:`HybridParallelPlugin`.
+        sync_batchnorm: likewise.
         kwargs: further arguments of :class:`HybridParallelPlugin`.
 
     Raises:
@@ -34,6 +35,7 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
         pp_size: int = 1,
         dp_size: int | None = None,
         zero_stage: int = 0,
+        sync_batchnorm: bool = False,
         **kwargs: Any,
     ) -> None:
         require_process_group("MoeHybridParallelPlugin")
@@ -44,6 +46,7 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
             dp_size=parts,
             ep_size=ep_size or parts,
             zero_stage=zero_stage,
+            sync_batchnorm=sync_batchnorm,
             **kwargs,
         )
 

@@ -22,6 +22,7 @@ class PipelineParallelPlugin(HybridParallelPlugin):
         num_microbatches: parts that a batch is split into; by default as many as stages.
         split: names of the modules with which further stages begin; by default stages have about as
             many parameters each.
+        sync_batchnorm: see :class:`~runner.booster.TorchFSDPPlugin`.
 
     Raises:
         RuntimeError: there is no process group.
@@ -35,6 +36,7 @@ class PipelineParallelPlugin(HybridParallelPlugin):
         schedule: str = "1f1b",
         num_microbatches: int | None = None,
         split: Sequence[str] | None = None,
+        sync_batchnorm: bool = False,
     ) -> None:
         require_process_group("PipelineParallelPlugin")
         super().__init__(
@@ -43,6 +45,7 @@ class PipelineParallelPlugin(HybridParallelPlugin):
             schedule=schedule,
             num_microbatches=num_microbatches,
             split=split,
+            sync_batchnorm=sync_batchnorm,
         )
 
     @classmethod

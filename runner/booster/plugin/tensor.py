@@ -19,6 +19,7 @@ class TensorParallelPlugin(HybridParallelPlugin):
         dp_size: data parts; by default what is left of the ranks.
         sequence_parallel: split activations between split layers along the sequence.
         tp_plan: patterns of module names and styles; by default the model's own.
+        sync_batchnorm: see :class:`~runner.booster.TorchFSDPPlugin`.
 
     Raises:
         RuntimeError: there is no process group.
@@ -31,6 +32,7 @@ class TensorParallelPlugin(HybridParallelPlugin):
         dp_size: int | None = None,
         sequence_parallel: bool = False,
         tp_plan: Mapping[str, str] | None = None,
+        sync_batchnorm: bool = False,
     ) -> None:
         require_process_group("TensorParallelPlugin")
         super().__init__(
@@ -38,6 +40,7 @@ class TensorParallelPlugin(HybridParallelPlugin):
             dp_size=dp_size,
             sequence_parallel=sequence_parallel,
             tp_plan=tp_plan,
+            sync_batchnorm=sync_batchnorm,
         )
 
     @classmethod

@@ -24,6 +24,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         reshard_after_forward: with stage 3, give gathered parameters back after the forward pass.
         param_dtype: with stages 2 and 3, see :class:`~runner.booster.TorchFSDPPlugin`.
         cpu_offload: with stages 2 and 3, likewise.
+        sync_batchnorm: see :class:`~runner.booster.TorchFSDPPlugin`.
         kwargs: ``precision``, ``initial_scale`` and ``max_norm`` of
             :class:`~runner.booster.HybridParallelPlugin`.
 
@@ -39,6 +40,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         reshard_after_forward: bool = True,
         param_dtype: str | None = None,
         cpu_offload: bool = False,
+        sync_batchnorm: bool = False,
         **kwargs: Any,
     ) -> None:
         chosen = stage if zero_stage is None else zero_stage
@@ -49,6 +51,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
             reshard_after_forward=reshard_after_forward,
             param_dtype=param_dtype,
             cpu_offload=cpu_offload,
+            sync_batchnorm=sync_batchnorm,
             **kwargs,
         )
 

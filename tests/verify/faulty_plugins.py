@@ -8,10 +8,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from runner.booster.plugin import PipelineParallelPlugin, Spread, TorchDDPPlugin
+from runner.booster.plugin import (
+    PipelineParallelPlugin,
+    Spread,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 from runner.clip import Layout
 
 
@@ -48,6 +54,21 @@ class ClipsByStage(PipelineParallelPlugin):
     def configure(self, model: nn.Module) -> Spread:
         spread = super().configure(model)
         return replace(spread, layout=Layout(spread.layout.pieces))
+
+
+class ZerosForUnusedParameters(TorchFSDPPlugin):
+    """A parameter that no rank used gets a gradient of zeros."""
+
+    def configure(self, model: nn.Module) -> Spread:
+        spread = super().configure(model)
+
+        def finish() -> None:
+            spread.finish()
+            for parameter in model.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+        return replace(spread, finish=finish)
 
 
 class ChecksItsLayout(TorchDDPPlugin):

@@ -26,6 +26,14 @@ class Normed(nn.Module):
         return self.head(nn.functional.dropout(hidden, self.chance, self.training))
 
 
+class Spare(Normed):
+    """The same, and a layer that takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
+
+
 class Single(nn.Module):
     """A model that computes in float32 alone."""
 

@@ -69,6 +69,16 @@ def test_batch_norm_sees_the_same_batches_on_both_sides():
     assert_ok(found_on(2, *IMAGES, *net("Chain"), "plugin=pipeline", "plugin.nproc=2"))
 
 
+def test_a_layer_that_takes_no_part_has_no_gradient_on_both_sides():
+    words = [*IMAGES, *net("Spare"), "plugin=fsdp", "plugin.nproc=2"]
+    assert_ok(found_on(2, *words))
+    found = found_on(2, *words, faulty="ZerosForUnusedParameters")
+    [mode] = found["modes"]
+    assert mode["max_rel_error"] < 1e-12, "plain SGD does not see it"
+    said = "spare.bias, spare.weight: a gradient under the plugin, but none in one process"
+    assert mode["failures"] == [f"in step {step}, {said}" for step in (1, 2, 3)]
+
+
 def test_batch_norm_of_a_batch_that_fills_no_pipeline_is_named_as_the_cause():
     words = [*net("Chain"), "data.batch_size=7"]
     found = found_on(2, *IMAGES, *words, "plugin=pipeline", "plugin.nproc=2")

@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
@@ -42,6 +43,9 @@ from runner.start import announce
 WRONG_REQUEST = 2
 INTERRUPTED = 130
 
+LISTENING = 5.0
+"""Seconds that a rank waits with its exit while another one prints why the request is wrong."""
+
 # Exit codes of the jobs that ran in this process since `main` began.
 _exit_codes: list[int] = []
 
@@ -68,8 +72,11 @@ def guarded(command: Callable[[], int]) -> int:
         sys.stdout.flush()  # at the end of the interpreter a broken pipe could not be caught
         return code
     except RequestError as error:
-        if not joins():  # the first rank says it for all
+        if _speaks():
             print(error, file=sys.stderr)
+        else:
+            # torchrun ends all ranks with the first that fails: not before the message is printed.
+            time.sleep(LISTENING)
         return WRONG_REQUEST
     except KeyboardInterrupt as interrupt:
         if not isinstance(interrupt, Interrupted) and not joins():
@@ -327,6 +334,11 @@ def _logging_restored() -> Iterator[None]:
             handler.close()
         root.handlers[:] = handlers
         root.setLevel(level)
+
+
+def _speaks() -> bool:
+    """Whether this process prints what is wrong: one on each machine does."""
+    return not joins() or os.environ.get("LOCAL_RANK") == "0"
 
 
 def joins() -> bool:

@@ -42,6 +42,7 @@ from runner.telemetry.terminal import TerminalSink, is_watched
 from runner.telemetry.wandb_sink import WandbSink, new_run_id
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
 log = logging.getLogger(__name__)
@@ -274,10 +275,11 @@ def _train_on_local_ranks(
     try:
         with tempfile.TemporaryDirectory(prefix="clip-runner-") as logs, _quiet_elastic():
             launch = elastic_launch(_launch_config(ranks, logs), rank_main)
-            summaries: dict[int, dict[str, Any]] = launch(plain, str(folder), work)
-    except ChildFailedError as error:
-        rank, failed = error.get_first_failure()
-        raise RankFailed(rank, _own_words(failed.message)) from None
+            try:
+                summaries: dict[int, dict[str, Any]] = launch(plain, str(folder), work)
+            except ChildFailedError as error:
+                rank, failed = error.get_first_failure()
+                raise RankFailed(rank, _rank_error(failed, Path(logs))) from None
     finally:
         stopped.set()
         follower.join()
@@ -285,7 +287,7 @@ def _train_on_local_ranks(
 
 
 def _launch_config(ranks: int, logs: str) -> LaunchConfig:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
     return LaunchConfig(
@@ -296,7 +298,9 @@ def _launch_config(ranks: int, logs: str) -> LaunchConfig:
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
-        logs_specs=DefaultLogsSpecs(log_dir=logs),
+        # What ranks print on stderr is shown, and kept for those that die without a traceback.
+        logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.ERR),
+        log_line_prefix_template="rank ${rank}: ",
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
@@ -304,12 +308,23 @@ def _launch_config(ranks: int, logs: str) -> LaunchConfig:
     )
 
 
-def _own_words(message: Any) -> str:
-    """A rank's traceback, or the signal that ended it."""
+def _rank_error(failed: ProcessFailure, logs: Path) -> str:
+    """Return a rank's traceback; where it left none, what it printed and how it ended."""
+    message: Any = failed.message  # torch declares it as text
     if isinstance(message, dict):
         words = message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
         return str(words).strip()
-    return str(message).strip()
+    printed: list[str] = []
+    for file in logs.glob(f"*/attempt_*/{failed.local_rank}/stderr.log"):
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        printed = [line for line in lines if line.strip()][-20:]
+    if failed.exitcode < 0:
+        end = str(message).strip()  # the signal
+    elif printed:
+        end = f"it exited with code {failed.exitcode} and printed last: {printed[-1].strip()}"
+    else:
+        end = f"it exited with code {failed.exitcode} and printed nothing"
+    return "\n".join([*printed, end])
 
 
 def _feed(file: Path, stopped: threading.Event, sinks: Sequence[Sink]) -> None:

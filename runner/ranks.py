@@ -61,6 +61,11 @@ def rank_main(
         launch_from_torch(seed=config.seed, verbose=False, timeout=config.launch.timeout)
         sinks = [JsonlSink(Path(folder) / "metrics.jsonl")] if rank == 0 else []
         return (work or execute)(config, sinks)
+    except SystemExit as end:
+        if end.code in (None, 0, 128 + signal.SIGTERM):
+            raise
+        # torch elastic records an exception, and of an exit no more than its code.
+        raise RuntimeError(f"sys.exit({end.code!r}) was called") from end
     except Exception as error:
         if any(sign in str(error) for sign in LOST):
             time.sleep(PATIENCE)

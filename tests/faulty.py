@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 import time
 import warnings
 
@@ -15,7 +16,8 @@ class Faulty(DigitsCNN):
     """Raises, dies or hangs on one rank, in its n-th forward pass.
 
     Args:
-        fault: ``raise``, ``kill`` (SIGKILL to itself), ``hang``, ``none``, or ``warn`` (all ranks).
+        fault: ``raise``, ``kill`` (SIGKILL to itself), ``exit``, ``die`` (at once, as C code
+            does), ``hang``, ``none``, or ``warn`` (all ranks).
         rank: where.
         at: in which forward pass.
     """
@@ -38,6 +40,11 @@ class Faulty(DigitsCNN):
                     raise RuntimeError("planted fault")
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
+                case "exit":
+                    sys.exit(3)
+                case "die":
+                    print("no licence is left", file=sys.stderr)
+                    os._exit(4)
                 case "hang":
                     time.sleep(600)
         return super().forward(images)

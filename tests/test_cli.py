@@ -226,9 +226,28 @@ def test_the_other_ranks_join_and_create_nothing(fakes, monkeypatch, tmp_path, c
     assert cli.main(["plugin=ddp"]) == 0
     assert fakes.joined == 1
     assert fakes.runs == []
-    assert cli.main(["sed=1"]) == 2
-    assert capsys.readouterr().err == ""
     assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "prints"), [(0, 0, True), (1, 1, False), (2, 0, True), (1, None, False)]
+)
+def test_one_rank_of_a_machine_says_what_is_wrong_and_the_others_wait_for_it(
+    rank, local_rank, prints, fakes, monkeypatch, capsys
+):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    waited = []
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    assert cli.main(["sed=1"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("this request cannot be run") == prints
+    # torchrun ends every rank when the first one fails.
+    assert waited == ([] if prints else [cli.LISTENING])
 
 
 def test_a_sweep_is_refused_under_an_outer_launcher(fakes, monkeypatch, capsys):

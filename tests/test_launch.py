@@ -203,6 +203,25 @@ def test_a_rank_that_fails_ends_the_run(environment, fault, rank, cause):
             os.killpg(started.pid, signal.SIGKILL)
 
 
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("exit", "RuntimeError: sys.exit(3) was called"),
+        ("die", "it exited with code 4 and printed last: no licence is left"),
+    ],
+)
+def test_a_rank_that_leaves_no_traceback_is_told_of_by_what_it_printed(environment, fault, cause):
+    words = ["plugin=ddp", "plugin.nproc=2", "model._target_=tests.faulty.Faulty", "+model.at=1"]
+    folder, said = run(environment, *words, f"+model.fault={fault}", "+model.rank=1", code=1)
+    assert f"rank 1 failed: {cause}" in said
+    assert "To enable traceback" not in said
+    status = read(folder, "status.json")
+    assert (status["state"], status["rank"]) == ("failed", 1)
+    assert cause in status["error"]
+    if fault == "die":
+        assert "rank 1: no licence is left" in said
+
+
 def test_a_run_in_place_that_fails(environment):
     words = ["model._target_=tests.faulty.Faulty", "+model.at=5"]
     folder, said = run(environment, *words, code=1)

@@ -97,7 +97,8 @@ def prepare(config: RunConfig) -> None:
     """
     if least_ranks(config.plugin) > 1:
         multiprocessing.set_forkserver_preload(["runner.ranks"])
-        multiprocessing.forkserver.ensure_running()
+        with _ignoring_interrupts():
+            multiprocessing.forkserver.ensure_running()
 
 
 def run(
@@ -399,6 +400,19 @@ def _why(error: BaseException) -> Failure:
 def _tell(failure: Failure, what: str, folder: Path, level: int) -> None:
     last = failure.error.splitlines()[-1] if failure.error else "no message"
     log.log(level, "%s failed: %s (see %s)", what, last, folder / "status.json")
+
+
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Let processes that are started inside ignore Ctrl-C: this one ends them by SIGTERM."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

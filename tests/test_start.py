@@ -21,7 +21,7 @@ TRACED = """
 import sys
 class Trace:
     def find_spec(self, name, path=None, target=None):
-        if name in ("hydra", "torch", "runner.job"):
+        if name in ("hydra", "torch", "torch.nn", "runner.job"):
             print("import", name, file=sys.stderr, flush=True)
 sys.meta_path.insert(0, Trace())
 from runner.start import start
@@ -72,6 +72,7 @@ def test_a_pipe_is_told_only_what_happened(environment):
         ("import hydra", SHORT),
         ("import torch", SHORT),
         ("import torch", [*SHORT, "plugin=ddp", "plugin.nproc=2"]),
+        ("import torch.nn", [*SHORT, "plugin=ddp", "plugin.nproc=2"]),  # its fork server too
         ("import runner.job", SHORT),
     ],
 )

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from runner.clip import transfer
 from runner.clip.layout import Layout, Number
 
 LOWEST, HIGHEST = -16, 12
@@ -46,7 +47,7 @@ class Tally:
         """
         if self._skip > 0 or values.numel() == 0:
             return
-        wide = torch.float32 if values.device.type == "mps" else torch.float64
+        wide = transfer.widest(values.device)
         bins = (HIGHEST - LOWEST) * PER_DECADE
         if self._step is None:
             self._step = torch.zeros(bins, dtype=wide, device=values.device)

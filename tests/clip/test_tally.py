@@ -11,6 +11,7 @@ from runner.calibrate import Histogram
 from runner.clip import Layout, apply_gradient_clipping, build, total_norm
 from runner.clip.tally import HIGHEST, LOWEST, PER_DECADE, Tally
 from tests.distributed.cases import Case, trainer
+from tests.on_device import Waits, kept_on_device
 from tests.ranks import run_ranks
 
 torch.set_num_threads(1)
@@ -85,6 +86,22 @@ def test_steps_that_are_not_finite_count_nothing():
     tally.end_step(torch.tensor(1.0))
     found = histogram(tally, Layout([]))
     assert (found.total, found.nonzero) == (1.0, 0.5)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_an_accelerator_counts_the_same_and_is_never_waited_for(mode):
+    wanted = tallied(mode)
+    made = model()
+    layout = Layout.of_model(made)
+    clipper = build(mode, threshold=1e30)
+    clipper.bind(layout)
+    tally = clipper.tally = Tally()
+    with kept_on_device():
+        norm = total_norm(layout)
+        with Waits() as waits:
+            clipper.clip(layout, norm)
+    assert waits.found == []
+    assert histogram(tally, layout) == wanted
 
 
 def test_counting_changes_no_gradient():

@@ -111,7 +111,10 @@ def train(name: str) -> dict[str, Any]:
         last = number % MICROBATCHES == MICROBATCHES - 1
         with nullcontext() if last else booster.no_sync(model, optimizer):
             if model.pipeline is not None:
-                booster.execute_pipeline(iter([(inputs, targets)]), model, share, optimizer)
+                # The outputs take a forward pass of their own, which must leave no trace.
+                booster.execute_pipeline(
+                    iter([(inputs, targets)]), model, share, optimizer, return_outputs=last
+                )
             else:
                 booster.backward(share(model(inputs), targets), optimizer)
         if last:

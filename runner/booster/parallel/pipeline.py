@@ -149,7 +149,12 @@ class Pipeline:
             inputs: [B, ...], the same on all ranks of the pipeline.
         """
         padded, _ = self._padded(inputs)
+        # In training mode batch norm would count these samples twice in its running statistics.
+        buffers = [b for stage in self.stages.values() if stage.training for b in stage.buffers()]
+        before = [buffer.clone() for buffer in buffers]
         passed = self._walk(padded.chunk(self.microbatches))
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
         if not self.last:
             return None
         return torch.cat([out for _, out in passed[self.count - 1]])[: len(inputs)]

@@ -32,7 +32,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -56,6 +58,10 @@ ELEMENTWISE = frozenset(
 )
 """Classes (not their subclasses) that are correct on any part of a model, so need no trial."""
 
+BRANCHING = frozenset({"AdamP", "SGDP"})
+"""Names of classes that branch on values of a tensor. On DTensors ranks would take different
+branches and wait for each other for ever, so these are refused there without a trial."""
+
 TRIAL_STEPS = 3
 """The first step of an Adam hides the size of gradients; later ones show it."""
 
@@ -75,7 +81,7 @@ WHOLE = (
 def require_safe(optimizer: Optimizer, spreads: Iterable[Spread], plugin: Plugin) -> None:
     """Refuse an optimizer that would silently take another step than in one process.
 
-    On parameters that are sharded every rank has to call it: a trial step may communicate.
+    Every rank has to call it: trial steps communicate, and all ranks refuse or none.
 
     Args:
         optimizer: holds the parameters that this rank steps, as the plugin has placed them.
@@ -85,27 +91,45 @@ def require_safe(optimizer: Optimizer, spreads: Iterable[Spread], plugin: Plugin
     Raises:
         ValueError: its steps would be wrong; the message names the optimizer and what to choose.
     """
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = any(is_sharded(parameter) for parameter in held)
-    some = any(_steps_some(spread) for spread in spreads)
-    if type(optimizer) in ELEMENTWISE or not (sharded or some):
+    listed = list(spreads)
+    if type(optimizer) in ELEMENTWISE or all(each.layout.group is None for each in listed):
         return
-    name, where = type(optimizer).__name__, type(plugin).__name__
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        problem = _problem(optimizer, listed, type(plugin).__name__)
+    # A rank may hold other experts or stages than its peers, which would wait for it in vain.
+    found = [problem] * plugin.world_size
+    if plugin.world_size > 1:
+        dist.all_gather_object(found, problem)
+    for each in found:
+        if each:
+            raise ValueError(each)
+
+
+def _problem(optimizer: Optimizer, spreads: Sequence[Spread], where: str) -> str:
+    """Why ``optimizer`` would take wrong steps on this rank; empty if it does not."""
+    name = type(optimizer).__name__
     if isinstance(optimizer, optim.LBFGS):
-        raise ValueError(
+        return (
             f"{name} searches along a direction over all parameters, which {where} spreads over "
             "ranks: choose TorchDDPPlugin (plugin=ddp) or another optimizer"
         )
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if some and _looks_across(optimizer):
-            raise ValueError(
-                f"{name} computes its steps from all parameters{_norm_option(optimizer)}, but "
-                f"under {where} each rank steps only some of them: choose TorchDDPPlugin "
-                "(plugin=ddp) or another optimizer"
-            )
-        if sharded:
-            _try_on_shards(optimizer, where)
+    if any(_steps_some(spread) for spread in spreads) and _looks_across(optimizer):
+        return (
+            f"{name} computes its steps from all parameters{_norm_option(optimizer)}, but "
+            f"under {where} each rank steps only some of them: choose TorchDDPPlugin "
+            "(plugin=ddp) or another optimizer"
+        )
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    meshes = dict.fromkeys(p.device_mesh for p in held if isinstance(p, DTensor) and is_sharded(p))
+    if meshes and any(kind.__name__ in BRANCHING for kind in type(optimizer).__mro__):
+        return (
+            f"{name} decides by the values of a whole parameter what to do, but under {where} a "
+            f"rank holds a shard: {WHOLE}"
+        )
+    # Each by itself: what fails on one mesh fails on all its ranks alike.
+    problems = [_problem_on_shards(optimizer, mesh, where) for mesh in meshes]
+    return next((problem for problem in problems if problem), "")
 
 
 def _steps_some(spread: Spread) -> bool:
@@ -155,14 +179,14 @@ def _looks_across(optimizer: Optimizer) -> bool:
     )
 
 
-def _try_on_shards(optimizer: Optimizer, where: str) -> None:
-    """Compare trial steps on shards with the same steps on whole tensors.
+def _problem_on_shards(optimizer: Optimizer, mesh: DeviceMesh, where: str) -> str:
+    """Compare trial steps on the shards of a mesh with the same steps on whole tensors.
 
-    Raises:
-        ValueError: they differ, or cannot be made.
+    Returns:
+        Why they are wrong; empty if they are equal, or nothing is known about the class.
     """
     name = type(optimizer).__name__
-    groups = [_examples(group["params"]) for group in optimizer.param_groups]
+    groups = [_examples(group["params"], mesh) for group in optimizer.param_groups]
     starts = [[_filled(p, i) for i, p in enumerate(group)] for group in groups]
     drawn = [
         [[_filled(p, 100 * step + i) for i, p in enumerate(group)] for group in groups]
@@ -172,14 +196,14 @@ def _try_on_shards(optimizer: Optimizer, where: str) -> None:
     try:
         wanted = _updates(optimizer, whole[0], lambda step: whole[step])
     except Exception:
-        return  # A class that cannot be built from its options: nothing is known about it.
+        return ""
     try:
         got = _updates(optimizer, starts, lambda step: drawn[step - 1])
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
+        return (
             f"{name} cannot step the parameters that {where} shards over ranks ({first}): {WHOLE}"
-        ) from error
+        )
     off = max(
         _difference(a, _gathered(b))
         for one, other in zip(wanted, got, strict=True)
@@ -187,20 +211,19 @@ def _try_on_shards(optimizer: Optimizer, where: str) -> None:
     )
     muon = any("muon" in kind.__name__.lower() for kind in type(optimizer).__mro__)
     if not off <= (MUON_TOLERANCE if muon else TOLERANCE):
-        raise ValueError(
+        return (
             f"{name} takes other steps on the parameters that {where} shards over ranks than on "
             f"whole ones (off by {off:.1g} in a trial): {WHOLE}"
         )
+    return ""
 
 
-def _examples(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The smallest parameter of each number of dimensions and placement, in their order."""
-    listed = list(parameters)
+def _examples(parameters: Iterable[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+    """The smallest parameter on ``mesh`` of each number of dimensions and placement, in order."""
+    listed = [p for p in parameters if isinstance(p, DTensor) and p.device_mesh == mesh]
     found: dict[Any, int] = {}
     for place in sorted(range(len(listed)), key=lambda place: listed[place].numel()):
-        parameter = listed[place]
-        placed = parameter.placements if isinstance(parameter, DTensor) else None
-        found.setdefault((parameter.ndim, placed), place)
+        found.setdefault((listed[place].ndim, listed[place].placements), place)
     return [listed[place] for place in sorted(found.values())]
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from timm.optim import Lamb, Lars, Lion, NvNovoGrad
+from timm.optim import AdamP, Lamb, Lars, Lion, NvNovoGrad
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, AdamW, Muon, Optimizer
 
@@ -42,6 +42,7 @@ class NeedsModel(Optimizer):
 KINDS = {
     "adamw": lambda params: AdamW(params, lr=0.05, weight_decay=0.1),
     "lion": lambda params: Lion(params, lr=0.05),
+    "adamp": lambda params: AdamP(params, lr=0.05, weight_decay=0.1),
     "lars": lambda params: Lars(params, lr=5.0, momentum=0.9, weight_decay=0.1),
     "adafactor": lambda params: Adafactor(params, lr=0.05),
     "novograd": lambda params: NvNovoGrad(params, lr=0.05),
@@ -96,8 +97,8 @@ REFUSED = {
     "ddp": set(),
     "zero1": {"lamb", "global", "lbfgs"},
     "pipeline": {"lamb", "global", "lbfgs"},
-    "fsdp": {"adafactor", "novograd", "lbfgs"},
-    "tensor": {"adafactor", "novograd", "lbfgs"},
+    "fsdp": {"adafactor", "adamp", "novograd", "lbfgs"},
+    "tensor": {"adafactor", "adamp", "novograd", "lbfgs"},
 }
 
 
@@ -129,6 +130,7 @@ def test_steps_are_those_of_one_process_or_refused():
         "choose LowLevelZeroPlugin(stage=1) (plugin=zero plugin.zero_stage=1) or TorchDDPPlugin "
         "(plugin=ddp), which step whole parameters, or another optimizer"
     )
+    assert said["tensor", "adamp"].startswith("AdamP decides by the values of a whole parameter")
     assert said["tensor", "lbfgs"].startswith("LBFGS searches along a direction over all param")
 
 

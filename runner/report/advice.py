@@ -29,8 +29,8 @@ _SHARED = {
     "never": "no step was clipped, so the threshold changed nothing.",
     "nothing": "clipping has no effect with {optimizer}, which uses the sign of each gradient "
     "element alone.",
-    "limits": "clipping acts on ordinary gradients rather than on spikes; lower optimizer.lr, or "
-    "raise clip.threshold.",
+    "limits": "clipping acts on ordinary gradients rather than on spikes; raise clip.threshold, "
+    "and lower optimizer.lr if training then becomes unstable.",
     "weighs": "{optimizer} steps by the sign of a mean of gradients, so clipping most of them does "
     "not make its steps smaller.",
     "cancels": "clipping most gradients does not make the steps of {optimizer} smaller.",

@@ -163,8 +163,9 @@ def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark
             )
         if whole:
             text += (
-                "At that rate it limits the learning rate rather than spikes. Lower optimizer.lr "
-                f"instead, or raise clip.threshold to {_start(peak)}."
+                "At that rate it limits the learning rate rather than spikes. To clip spikes "
+                f"alone, raise clip.threshold to {_start(peak)}, and lower optimizer.lr if "
+                "training then becomes unstable."
             )
         else:
             text += f"At that rate it acts on ordinary gradients, not on outliers. {remedy}"

@@ -86,8 +86,8 @@ JOINT = (
     "together, and this sweep varied only {}: vary {} as well."
 )
 LIMITS = (
-    "clipping acts on ordinary gradients rather than on spikes; lower optimizer.lr, or raise "
-    "clip.threshold."
+    "clipping acts on ordinary gradients rather than on spikes; raise clip.threshold, and lower "
+    "optimizer.lr if training then becomes unstable."
 )
 FULL = {"ratio": 0.98}
 SITUATIONS: dict[str, tuple[list[Trial], list[str]]] = {
@@ -132,8 +132,8 @@ SITUATIONS: dict[str, tuple[list[Trial], list[str]]] = {
         [Trial(0.1, loss, seed=seed, **FULL) for seed, loss in enumerate((0.1, 0.2, 0.3))],
         [
             "The threshold 0.1 clipped 98 % of the steps. At that rate it limits the learning rate "
-            "rather than spikes. Lower optimizer.lr instead, or raise clip.threshold to about "
-            "1.25, the 90th percentile of ‖G‖."
+            "rather than spikes. To clip spikes alone, raise clip.threshold to about 1.25, the "
+            "90th percentile of ‖G‖, and lower optimizer.lr if training then becomes unstable."
         ],
     ),
     "modes at one threshold each": (
@@ -247,7 +247,7 @@ def test_no_sentence_speaks_against_another_or_the_results(name: str, tmp_path: 
 def test_the_page_of_one_run_of_a_sweep_leaves_out_what_the_sweep_decides(tmp_path: Path) -> None:
     page(tmp_path, *thresholds(0.1, 0.2, 0.3, **FULL))
     own = find(read(tmp_path / "0"))
-    assert "Lower optimizer.lr" in " ".join(advice(own))
+    assert "lower optimizer.lr" in " ".join(advice(own))
     file = tmp_path / "0" / "summary.json"
     summary = json.loads(file.read_text())
     summary["guidance"] = guidance.sentences(summary["remarks"], ["clip.threshold"])

@@ -216,6 +216,6 @@ def test_runs_leave_to_their_sweep_what_it_varies(command):
     assert summary["guidance"] == []
     page = (command.folder / "report.html").read_text()
     assert "this sweep varied only clip.threshold: vary optimizer.lr as well" in page
-    assert "Lower optimizer.lr" not in page
+    assert "lower optimizer.lr" not in page
     _, err = command("clip.threshold=0.001", *words)
-    assert "Lower optimizer.lr instead" in " ".join(err.split())
+    assert "raise clip.threshold to about" in " ".join(err.split())

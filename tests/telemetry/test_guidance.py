@@ -22,6 +22,10 @@ CALIBRATE = (
     "python -m runner.calibrate with the same overrides shows which threshold clips how large a "
     "share of the "
 )
+UNSTABLE = (
+    "To clip spikes alone, raise clip.threshold to about 1.25, the 90th percentile of ‖G‖, and "
+    "lower optimizer.lr if training then becomes unstable."
+)
 SPIKES = "To clip spikes alone, raise clip.threshold to about 1.25, the 90th percentile of ‖G‖."
 
 
@@ -76,8 +80,7 @@ SITUATIONS = {
         Setting("norm", 0.1),
         [
             "The threshold 0.1 clipped 62 % of the steps. At that rate it limits the learning "
-            "rate rather than spikes. Lower optimizer.lr instead, or raise clip.threshold to about "
-            "1.25, the 90th percentile of ‖G‖."
+            f"rate rather than spikes. {UNSTABLE}"
         ],
     ),
     "every step has a few units clipped": (
@@ -129,8 +132,7 @@ SITUATIONS = {
         [
             "The threshold 1e-06 clipped 100 % of the steps. The constant that AdamW adds to its "
             "divisor is not small beside such a gradient, so clipping makes the steps smaller. At "
-            "that rate it limits the learning rate rather than spikes. Lower optimizer.lr instead, "
-            "or raise clip.threshold to about 1.25, the 90th percentile of ‖G‖."
+            f"that rate it limits the learning rate rather than spikes. {UNSTABLE}"
         ],
     ),
     "most units, Adam": (

@@ -122,6 +122,7 @@ class OptimizerWrapper:
         self._left: Written | None = None
         self._start: tuple[float, Tensor] | None = None
         self._finite: bool | Tensor | None = None
+        self._shares: bool | None = None
         self._taken: bool | Callable[[], float] = False
         self._fused = all(group.get("fused") for group in self.param_groups)
         self._modes: dict[tuple[str, float, float], ClipMode] = {}
@@ -162,6 +163,7 @@ class OptimizerWrapper:
         """Note that a backward pass was run."""
         held = self.accumulating or self._held
         self.stage = Stage.ACCUMULATING if held else Stage.READY
+        self._separate()
 
     def watch(self, output: Tensor, held: bool) -> None:
         """Note the backward pass through an output of the model, also a plain ``loss.backward()``.
@@ -391,8 +393,15 @@ class OptimizerWrapper:
 
     def _make_final(self) -> None:
         if not self._final:
+            self._separate()
             self._finish()
             self._final = True
+
+    @torch.no_grad()
+    def _separate(self) -> None:
+        """Separate gradients that share memory, if the first backward pass made any."""
+        if self._shares is not False and (self._shares or self._has_gradients()):
+            self._shares = self.layout.separate_gradients() or self._shares is True
 
     def _has_gradients(self) -> bool:
         """Whether there are gradients, and not those of an earlier step alone."""

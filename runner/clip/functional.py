@@ -88,6 +88,7 @@ def apply_gradient_clipping(
         return outcome
     layout = _layout_of(given)
     mode.bind(layout)
+    layout.separate_gradients()
     return mode.clip(layout, total_norm(layout, norm_type))
 
 

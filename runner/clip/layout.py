@@ -291,6 +291,28 @@ class Layout:
             gradients.append(gradient)
         return pieces, gradients
 
+    def separate_gradients(self) -> bool:
+        """Give each gradient memory of its own.
+
+        Autograd may give two parameters one gradient, as behind ``torch.stack([a, b]).sum(0)``.
+        What is done to it in place would be done twice.
+
+        Returns:
+            Whether any gradients had the same memory.
+        """
+        seen: set[int] = set()
+        shared = False
+        for piece in self.pieces:
+            gradient = piece.gradient
+            if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
+                continue
+            if gradient.data_ptr() in seen:
+                assert piece.param.grad is not None
+                piece.param.grad = piece.param.grad.clone()
+                shared = True
+            seen.add(gradient.data_ptr())
+        return shared
+
     def gather(self, figures: Sequence[Number]) -> list[list[Number]]:
         """Figures of all ranks, one column a figure; no collective where all is here.
 

@@ -137,3 +137,11 @@ def test_the_schedule_stands_still_when_the_device_skips_a_step():
         trainer.fit()
         assert optimizer.param_groups[0]["lr"] == rates[-1][1]
     assert rates == [(0.5**3, 0.5**4)] * 2
+
+
+def test_the_norm_that_a_call_returns_is_a_float32_of_the_device():
+    booster, model, optimizer = boosted(OPTIMIZERS["sgd"], fused=True)
+    with kept_on_device():
+        booster.backward(model(torch.ones(3, 4, dtype=torch.float64)).square().sum(), optimizer)
+        norm = optimizer.clip_grad_by_norm(0.5)
+    assert (norm.dtype, norm.shape) == (torch.float32, ())

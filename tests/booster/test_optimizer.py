@@ -531,3 +531,34 @@ def test_the_states_of_several_optimizers_go_round_in_order():
         saved.step(lambda: 0.0)
     one.backward(loss_of(module))
     assert one.step(lambda: 0.0) is True
+
+
+def test_gradients_that_somebody_dropped_are_nothing_to_clip():
+    module, optimizer, _ = wrapped()
+    optimizer.backward(loss_of(module))
+    optimizer.step()
+    module.zero_grad()
+    with pytest.raises(StepOrderError, match="no backward pass"):
+        optimizer.clip_grad_by_norm(1.0)
+
+
+def test_a_plain_backward_pass_under_accumulation_is_not_final():
+    """Whether or not there were gradients before; without one, nothing has changed."""
+    module, optimizer, _ = wrapped()
+    for _ in range(2):
+        with optimizer.accumulate():
+            assert optimizer.accumulating
+        assert not optimizer.accumulating
+        with optimizer.accumulate():
+            loss_of(module).backward()
+        with pytest.raises(StepOrderError, match=r"^cannot clip now: .*under no_sync"):
+            optimizer.clip_grad_by_norm(1.0)
+        with pytest.raises(StepOrderError, match=r"^cannot step now: .*under no_sync"):
+            optimizer.step()
+        optimizer.backward(loss_of(module))
+        optimizer.clip_grad_by_norm(1.0)
+        optimizer.step()
+    with optimizer.accumulate():
+        module.zero_grad()
+    with pytest.raises(StepOrderError, match="no backward pass"):
+        optimizer.clip_grad_by_norm(1.0)

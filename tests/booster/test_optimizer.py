@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from runner.booster import Booster, LossScale, NonFiniteGradient, StepOrderError
-from runner.booster.optimizer import OptimizerWrapper
+from runner.booster.optimizer import OptimizerWrapper, Stage
 from runner.clip import Layout, build
 
 
@@ -562,3 +562,22 @@ def test_a_plain_backward_pass_under_accumulation_is_not_final():
         module.zero_grad()
     with pytest.raises(StepOrderError, match="no backward pass"):
         optimizer.clip_grad_by_norm(1.0)
+
+
+def test_a_plain_backward_pass_through_a_watched_output_is_noted():
+    module, optimizer, _ = wrapped()
+    optimizer.watch(torch.ones(2), held=False)
+    optimizer.watch(torch.ones(2, requires_grad=True), held=False)
+    for held, stage in ((False, Stage.READY), (True, Stage.ACCUMULATING)):
+        outputs = module(torch.ones(3, 4))
+        optimizer.watch(outputs, held)
+        assert optimizer.stage is Stage.EMPTY
+        outputs.sum().backward()
+        assert optimizer.stage is stage
+        optimizer.zero_grad()
+    outputs = module(torch.ones(3, 4))
+    optimizer.watch(outputs, held=False)
+    optimizer.backward(loss_of(module))
+    optimizer.clip_grad_by_norm(1.0)
+    outputs.sum().backward()
+    assert optimizer.stage is Stage.CLIPPED

@@ -139,3 +139,12 @@ def test_ranks_count_what_one_process_counts():
             assert total == pytest.approx(all_of_it, rel=1e-12), (plugin, mode)
             assert counts[first:] == pytest.approx(wanted[first:], abs=1e-6), (plugin, mode)
             assert sum(counts[first:]) > 0.5 * total
+
+
+def test_a_tally_that_counted_nothing_has_as_many_bins():
+    counted = Tally()
+    counted.add(torch.tensor([0.5, 2.0]), 1.0)
+    counted.end_step(1.0)
+    bins, total = counted.gather(Layout([]))
+    assert (sum(bins), total) == (2.0, 2.0)
+    assert Tally().gather(Layout([])) == ([0.0] * len(bins), 0.0)

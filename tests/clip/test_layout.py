@@ -392,3 +392,46 @@ def test_patterns_match_by_glob_and_unknown_ones_list_names():
     )
     with pytest.raises(OptionError, match=r"^clip.units=x .* of: a, b, c, d, e, f, g$"):
         named(*"abcdefg").matching("x", "units")
+
+
+# -- several modules together
+
+
+def test_the_union_of_modules_has_the_elements_of_all():
+    first, second = nn.Linear(3, 2), nn.Linear(2, 2, bias=False)
+    for parameter in (*first.parameters(), *second.parameters()):
+        parameter.grad = torch.randn_like(parameter)
+    apart = {"a.": Layout.of_model(first), "b.": Layout.of_model(second)}
+    both = Layout.union(apart)
+    assert both.names == ["a.weight", "a.bias", "b.weight"]
+    assert both.heads == ("a.weight", "b.weight")
+    assert [piece.holders for piece in both.pieces] == [1, 1, 1]
+    assert both.group is None
+    exact = math.hypot(*(total_norm(layout) for layout in apart.values()))
+    assert total_norm(both) == pytest.approx(exact, rel=1e-12)
+    assert Layout.union({"": apart["a."]}) is apart["a."]
+    assert Layout.union({"c.": apart["a."]}).names == ["c.weight", "c.bias"]
+
+
+def test_in_a_union_what_every_rank_holds_whole_counts_once():
+    whole = nn.Linear(2, 2, bias=False)
+    whole.weight.grad = torch.ones(2, 2)
+
+    def body(ranks):
+        spread = Layout([Piece("rows", part(made["rows"], rows[ranks.rank()]), ROWS)], ranks)
+        both = Layout.union({"a.": Layout.of_model(whole), "b.": spread})
+        assert both.group is ranks
+        assert [piece.holders for piece in both.pieces] == [2, 1]
+        return total_norm(both)
+
+    made, rows = {"rows": nn.Parameter(torch.zeros(4, 3))}, (slice(None, 2), slice(2, None))
+    made["rows"].grad = torch.ones(4, 3)
+    assert Ranks(2).run(body) == [4.0, 4.0]
+
+
+def test_two_modules_with_one_name_are_refused():
+    layout = Layout.of_model(nn.Linear(2, 2))
+    other = Layout.of_model(nn.Linear(2, 2, bias=False))
+    layout.parameters = {"b.weight": layout.parameters["weight"]}
+    with pytest.raises(LayoutError, match=r"^b.weight: two modules have a parameter of this name$"):
+        Layout.union({"": layout, "b.": other, "c.": other})

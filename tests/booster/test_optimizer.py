@@ -581,3 +581,14 @@ def test_a_plain_backward_pass_through_a_watched_output_is_noted():
     optimizer.clip_grad_by_norm(1.0)
     outputs.sum().backward()
     assert optimizer.stage is Stage.CLIPPED
+
+
+def test_an_fp16_loss_that_nobody_scaled_is_refused():
+    module, optimizer, _ = wrapped(scale=8.0)
+    loss_of(module).backward()
+    with pytest.raises(StepOrderError) as raised:
+        optimizer.clip_grad_by_norm(1.0)
+    assert str(raised.value) == (
+        "the loss was not scaled, as fp16 needs it: call booster.backward(loss, optimizer) "
+        "instead of loss.backward()"
+    )

@@ -404,6 +404,7 @@ def test_the_union_of_modules_has_the_elements_of_all():
     apart = {"a.": Layout.of_model(first), "b.": Layout.of_model(second)}
     both = Layout.union(apart)
     assert both.names == ["a.weight", "a.bias", "b.weight"]
+    assert [piece.name for piece in both.pieces] == both.names
     assert both.heads == ("a.weight", "b.weight")
     assert [piece.holders for piece in both.pieces] == [1, 1, 1]
     assert both.group is None

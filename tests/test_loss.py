@@ -99,7 +99,7 @@ IMAGE = torch.randn(3, 5, 2, 2, generator=torch.Generator().manual_seed(1))
         (nn.KLDivLoss(reduction="batchmean"), logits(4, 5), logits(4, 5).detach().softmax(1)),
         (nn.HuberLoss(), logits(4, 5), logits(4, 5).detach() * 2),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_sums_over_items_of_parts_are_the_mean_of_the_whole(criterion, outputs, targets, caplog):
     loss = WindowLoss(nn.Identity(), criterion, checked=True)

@@ -252,8 +252,8 @@ def _one_rank(jobs: Sequence[Job]) -> list[str]:
 
     names = {config.plugin.name for config in growing if build.ranks_of(config) == 1}
     return [
-        f"plugin={name} has one rank here, since plugin.nproc is not given and there is at most "
-        "one GPU: plugin.nproc=2 starts two"
+        f"plugin={name} runs on one rank: plugin.nproc is not given, and this run uses at most one "
+        "GPU. plugin.nproc=2 starts two ranks."
         for name in sorted(names)
     ]
 

@@ -437,15 +437,15 @@ def test_a_plugin_that_has_one_rank_is_told_of(plugin, fakes, capsys):
     assert cli.main([f"plugin={plugin}", "device=cpu"]) == 0
     err = capsys.readouterr().err
     assert err == (
-        f"clip-runner: note: plugin={plugin} has one rank here, since plugin.nproc is not given "
-        "and there is at most one GPU: plugin.nproc=2 starts two\n"
+        f"clip-runner: note: plugin={plugin} runs on one rank: plugin.nproc is not given, and this "
+        "run uses at most one GPU. plugin.nproc=2 starts two ranks.\n"
     )
 
 
 def test_a_sweep_tells_of_one_rank_once_for_each_plugin(fakes, capsys):
     assert cli.main(["-m", "plugin=ddp,fsdp", "seed=1,2", "device=cpu"]) == 0
     err = capsys.readouterr().err
-    assert [err.count(f"plugin={plugin} has one rank") for plugin in ("ddp", "fsdp")] == [1, 1]
+    assert [err.count(f"plugin={plugin} runs on one rank") for plugin in ("ddp", "fsdp")] == [1, 1]
 
 
 @pytest.mark.parametrize(

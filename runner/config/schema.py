@@ -58,16 +58,16 @@ class Clip:
         optional(output_dims()),
         "adaptive: patterns of parameters, each with the dimension(s) that index its outputs",
     ]
-    eps: Annotated[float, number(above=0), "adaptive: least norm a weight is taken to have"]
+    eps: Annotated[float, number(above=0), "adaptive: lower bound of a weight's norm"]
     nonfinite: Annotated[
         Literal["skip", "error", "ignore"],
         one_of("skip", "error", "ignore"),
-        "what a step does whose gradient is not finite",
+        "what to do with a step whose gradient is not finite",
     ]
     what_if: Annotated[
         list[float],
         numbers(above=0),
-        "thresholds to log the share of steps of that each would clip",
+        "extra thresholds: log the share of steps each would have clipped",
     ]
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -243,7 +243,7 @@ class Verify:
 
     steps: Annotated[int, integer(1), "optimizer steps to compare"]
     dtype: Annotated[
-        Literal["float64", "float32"], one_of("float64", "float32"), "numbers of both sides"
+        Literal["float64", "float32"], one_of("float64", "float32"), "dtype of both computations"
     ]
     tolerance: Annotated[
         float | None,
@@ -289,7 +289,7 @@ class RunConfig:
     sweep: Sweep
     calibrate: Calibrate
     verify: Verify
-    seed: Annotated[int, integer(0, _LARGEST_SEED), "of everything that is drawn at random"]
+    seed: Annotated[int, integer(0, _LARGEST_SEED), "seed of all random numbers"]
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         one_of("auto", "cpu", "cuda"),

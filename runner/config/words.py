@@ -94,12 +94,12 @@ def jobs(
 
 
 def only_for_sweeps(overrides: Iterable[Override]) -> list[Problem]:
-    """Return a problem for each override that nothing would use, since no sweep is asked for."""
+    """Return a problem for each override that only a sweep accepts, since none is asked for."""
     homes = ("sweep", "hydra.sweep", "hydra.sweeper", "hydra/sweeper", "hydra.launcher")
     return [
         Problem(
             override.get_key_element(),
-            NOTHING if override.is_delete() else override.value(),
+            NOTHING if override.is_delete() else override.get_value_string(),
             "goes with a sweep, and this is one run: add -m",
         )
         for override in overrides
@@ -190,7 +190,7 @@ def plain_word(override: Override) -> str:
     """A word that lists no values, as Hydra reads it."""
     if override.is_delete() and override.value() is None:
         return override.get_key_element()
-    return f"{override.get_key_element()}={override.get_value_element_as_str()}"
+    return f"{override.get_key_element()}={override.get_value_string()}"
 
 
 def _no_sweep(override: Override, allowed: str) -> Problem:

@@ -31,7 +31,7 @@ _SHARED = {
     "element alone.",
     "limits": "clipping acts on ordinary gradients rather than on spikes; raise clip.threshold, "
     "and lower optimizer.lr if training then becomes unstable.",
-    "weighs": "{optimizer} steps by the sign of a mean of gradients, so clipping most of them does "
+    "weighs": "{optimizer} steps by the sign of a mean of gradients: clipping most gradients does "
     "not make its steps smaller.",
     "cancels": "clipping most gradients does not make the steps of {optimizer} smaller.",
 }

@@ -91,11 +91,11 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
         return found
     if steps - skipped < FEWEST:
         return [*found, _few(steps - skipped)]
+    if setting.effect.kind == "sign only":
+        return [*found, _nothing(setting.effect)]
     ratio = summary["clip/ratio_total"]
     if ratio == 0:
         return [*found, _never(peak, setting)]
-    if setting.effect.kind == "stateless sign":
-        return [*found, _nothing(setting.effect)]
     share = ratio if setting.mode == "norm" else summary["clip/fraction"]
     if share > MOSTLY:
         found.append(_mostly(share, peak, setting))
@@ -158,17 +158,17 @@ def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark
     if effect.scales:
         if effect.floor:
             text += (
-                f"The constant that {effect.name} adds to its divisor is not small beside such a "
-                "gradient, so clipping makes the steps smaller. "
+                f"eps of {effect.name} is not negligible for gradients this small, so clipping "
+                "makes the steps smaller. "
             )
         if whole:
             text += (
-                "At that rate it limits the learning rate rather than spikes. To clip spikes "
-                f"alone, raise clip.threshold to {_start(peak)}, and lower optimizer.lr if "
-                "training then becomes unstable."
+                "A threshold that clips so many steps acts like a lower learning rate, not as a "
+                f"limit on spikes. {spikes[:-1]}, and lower optimizer.lr if training then becomes "
+                "unstable."
             )
         else:
-            text += f"At that rate it acts on ordinary gradients, not on outliers. {remedy}"
+            text += f"It changes ordinary gradients, not only outliers. {remedy}"
         return Remark("limits", text, ("optimizer.lr", "clip.threshold"), effect.name)
     if effect.kind == "sign":
         text += (

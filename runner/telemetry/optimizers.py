@@ -6,7 +6,7 @@
 | normalized | Adam and its kin, RMSprop, Adagrad, Adafactor, LAMB, LARS, SOAP | none (*) |
 | orthogonalized | Muon | none on matrices (*) |
 | sign | Lion, Signum | none; clipped gradients weigh less in the momentum |
-| stateless sign | signSGD, Rprop, Signum without momentum | none; no clipping has any effect |
+| sign only | signSGD, Rprop, Signum without momentum | none; clipping changes no step |
 
 (*) while the constant that is added to the divisor is small beside the gradient.
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 NEGLIGIBLE = 0.1
 """A constant in a divisor is negligible below this share of what it is added to."""
 
-Kind = Literal["plain", "normalized", "sign", "stateless sign", "orthogonalized"]
+Kind = Literal["plain", "normalized", "sign", "sign only", "orthogonalized"]
 
 _KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     # Muon first: some implementations have Adam in their names for the parameters left over.
     ("orthogonalized", ("muon",)),
-    ("stateless sign", ("rprop",)),
+    ("sign only", ("rprop",)),
     ("sign", ("lion", "signum", "signsgd", "tiger")),
     (
         "normalized",
@@ -96,7 +96,7 @@ def _effect(optimizer: Optimizer, threshold: float | None, parameters: int) -> E
     kind: Kind = next((k for k, parts in _KINDS if any(p in lower for p in parts)), "plain")
     options = optimizer.defaults
     if kind == "sign" and "lion" not in lower and not _momentum(options):
-        kind = "stateless sign"
+        kind = "sign only"
     constant = _constant(options) if kind in ("normalized", "orthogonalized") else 0.0
     size = math.inf if threshold is None else threshold
     # Orthogonalization divides by the norm of a matrix, the others divide each element.

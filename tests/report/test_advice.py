@@ -19,7 +19,7 @@ from tests.report.examples import config, rows, write_run
 
 ADAM = Effect("AdamW", "normalized")
 LION = Effect("Lion", "sign")
-RPROP = Effect("Rprop", "stateless sign")
+RPROP = Effect("Rprop", "sign only")
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ SITUATIONS: dict[str, tuple[list[Trial], list[str]]] = {
     "nothing but the seed": (
         [Trial(0.1, loss, seed=seed, **FULL) for seed, loss in enumerate((0.1, 0.2, 0.3))],
         [
-            "The threshold 0.1 clipped 98 % of the steps. At that rate it limits the learning rate "
-            "rather than spikes. To clip spikes alone, raise clip.threshold to about 1.25, the "
-            "90th percentile of ‖G‖, and lower optimizer.lr if training then becomes unstable."
+            "The threshold 0.1 clipped 98 % of the steps. A threshold that clips so many steps "
+            "acts like a lower learning rate, not as a limit on spikes. To clip spikes alone, "
+            "raise clip.threshold to about 1.25, the 90th percentile of ‖G‖, and lower optimizer.lr if training then becomes unstable."
         ],
     ),
     "modes at one threshold each": (
@@ -188,7 +188,7 @@ SITUATIONS: dict[str, tuple[list[Trial], list[str]]] = {
     "Lion": (
         thresholds(0.3, 0.2, 0.4, effect=LION, **FULL),
         [
-            "All settings: Lion steps by the sign of a mean of gradients, so clipping most of them "
+            "All settings: Lion steps by the sign of a mean of gradients: clipping most gradients "
             "does not make its steps smaller."
         ],
     ),

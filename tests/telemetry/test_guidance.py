@@ -17,7 +17,7 @@ ADAM = Effect("AdamW", "normalized")
 TINY = Effect("AdamW", "normalized", floor=True)
 LION = Effect("Lion", "sign")
 MUON = Effect("Muon", "orthogonalized")
-RPROP = Effect("Rprop", "stateless sign")
+RPROP = Effect("Rprop", "sign only")
 CALIBRATE = (
     "python -m runner.calibrate with the same overrides shows which threshold clips how large a "
     "share of the "
@@ -79,8 +79,8 @@ SITUATIONS = {
         summary(0.62),
         Setting("norm", 0.1),
         [
-            "The threshold 0.1 clipped 62 % of the steps. At that rate it limits the learning "
-            f"rate rather than spikes. {UNSTABLE}"
+            "The threshold 0.1 clipped 62 % of the steps. A threshold that clips so many steps "
+            f"acts like a lower learning rate, not as a limit on spikes. {UNSTABLE}"
         ],
     ),
     "every step has a few units clipped": (
@@ -97,16 +97,16 @@ SITUATIONS = {
         summary(1.0, fraction=0.8),
         Setting("adaptive", 0.001),
         [
-            "The threshold 0.001 clipped 80 % of the units on average. At that rate it acts on "
-            f"ordinary gradients, not on outliers. {CALIBRATE}units."
+            "The threshold 0.001 clipped 80 % of the units on average. It changes ordinary "
+            f"gradients, not only outliers. {CALIBRATE}units."
         ],
     ),
     "most elements, SGD": (
         summary(1.0, fraction=0.8),
         Setting("value", 0.001),
         [
-            "The threshold 0.001 clipped 80 % of the elements on average. At that rate it acts on "
-            f"ordinary gradients, not on outliers. {CALIBRATE}elements."
+            "The threshold 0.001 clipped 80 % of the elements on average. It changes ordinary "
+            f"gradients, not only outliers. {CALIBRATE}elements."
         ],
     ),
     "most steps, Adam": (
@@ -130,9 +130,9 @@ SITUATIONS = {
         summary(1.0),
         Setting("norm", 1e-6, effect=TINY),
         [
-            "The threshold 1e-06 clipped 100 % of the steps. The constant that AdamW adds to its "
-            "divisor is not small beside such a gradient, so clipping makes the steps smaller. At "
-            f"that rate it limits the learning rate rather than spikes. {UNSTABLE}"
+            "The threshold 1e-06 clipped 100 % of the steps. eps of AdamW is not negligible for "
+            "gradients this small, so clipping makes the steps smaller. A threshold that clips so "
+            f"many steps acts like a lower learning rate, not as a limit on spikes. {UNSTABLE}"
         ],
     ),
     "most units, Adam": (
@@ -269,7 +269,7 @@ def named(name, **defaults):
         (torch.optim.Adagrad, {}, "normalized"),
         (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}, "normalized, floor"),
         (torch.optim.Adafactor, {}, "normalized"),
-        (torch.optim.Rprop, {}, "stateless sign"),
+        (torch.optim.Rprop, {}, "sign only"),
         (torch.optim.Muon, {}, "orthogonalized"),
         (torch.optim.Muon, {"eps": 1.0}, "orthogonalized, floor"),
         (named("Adafactor", eps=(1e-30, 1e-3)), {}, "normalized"),
@@ -278,8 +278,8 @@ def named(name, **defaults):
         (named("Lion", betas=(0.9, 0.99)), {}, "sign"),
         (named("Lion8bit"), {}, "sign"),
         (named("Signum", momentum=0.9), {}, "sign"),
-        (named("Signum", momentum=0.0), {}, "stateless sign"),
-        (named("SignSGD", momentum=0), {}, "stateless sign"),
+        (named("Signum", momentum=0.0), {}, "sign only"),
+        (named("SignSGD", momentum=0), {}, "sign only"),
         (named("SignSGD"), {}, "sign"),
         (named("MuonWithAuxAdam"), {}, "orthogonalized"),
         (named("Unknown"), {}, "plain"),
@@ -356,3 +356,9 @@ def test_a_share_never_reads_as_none_or_all_unless_it_is():
         "3.4 %",
         "50 %",
     ]
+
+
+def test_a_sign_optimizer_is_never_told_to_change_its_threshold():
+    for ratio in (0.0, 0.6):
+        found = remarks(summary(ratio), Setting("norm", 1000.0, effect=RPROP))
+        assert [one.topic for one in found] == ["nothing"]

@@ -99,12 +99,16 @@ def only_for_sweeps(overrides: Iterable[Override]) -> list[Problem]:
     return [
         Problem(
             override.get_key_element(),
-            NOTHING if override.is_delete() else override.get_value_string(),
+            NOTHING if override.is_delete() else override.value(),
             "goes with a sweep, and this is one run: add -m",
         )
         for override in overrides
-        if override.key_or_group.startswith((*(f"{home}." for home in homes), "hydra/launcher"))
-        or override.key_or_group in homes
+        # A list is refused as such: one run takes none.
+        if not override.is_sweep_override()
+        and (
+            override.key_or_group.startswith((*(f"{home}." for home in homes), "hydra/launcher"))
+            or override.key_or_group in homes
+        )
     ]
 
 

@@ -133,8 +133,8 @@ SITUATIONS: dict[str, tuple[list[Trial], list[str]]] = {
         [
             "The threshold 0.1 clipped 98 % of the steps. A threshold that clips so many steps "
             "acts like a lower learning rate, not as a limit on spikes. To clip spikes alone, "
-            "raise clip.threshold to about 1.25, the 90th percentile of ‖G‖, and lower optimizer.lr "
-            "if training then becomes unstable."
+            "raise clip.threshold to about 1.25, the 90th percentile of ‖G‖, and lower "
+            "optimizer.lr if training then becomes unstable."
         ],
     ),
     "modes at one threshold each": (

@@ -38,7 +38,7 @@ from runner.config.folders import find
 from runner.config.problem import NOTHING, Interrupted
 from runner.config.sizes import may_grow
 from runner.config.tensor_plan import settled
-from runner.start import announce
+from runner.start import announce, leave_unread, print_line
 
 WRONG_REQUEST = 2
 INTERRUPTED = 130
@@ -69,27 +69,25 @@ def guarded(command: Callable[[], int]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = command()
-        sys.stdout.flush()  # at the end of the interpreter a broken pipe could not be caught
+        try:
+            sys.stdout.flush()  # at the end of the interpreter a broken pipe could not be caught
+        except BrokenPipeError:
+            leave_unread(sys.stdout)
         return code
     except RequestError as error:
         if _speaks():
-            print(error, file=sys.stderr)
+            print_line(str(error), sys.stderr)
         else:
             # torchrun ends all ranks with the first that fails: not before the message is printed.
             time.sleep(LISTENING)
         return WRONG_REQUEST
     except KeyboardInterrupt as interrupt:
         if not isinstance(interrupt, Interrupted) and not joins():
-            print("interrupted", file=sys.stderr)
+            print_line("interrupted", sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        leave_unread()
+        leave_unread(sys.stdout)
         return 0
-
-
-def leave_unread() -> None:
-    """Say no more on stdout: its reader, such as ``head``, has seen enough."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def tell_version() -> int:
@@ -261,7 +259,7 @@ def _one_rank(jobs: Sequence[Job]) -> list[str]:
 def note(sentences: Iterable[str]) -> None:
     """Print ``sentences`` to standard error, on the first rank alone."""
     for sentence in () if joins() else sentences:
-        print(f"clip-runner: note: {sentence}", file=sys.stderr)
+        print_line(f"clip-runner: note: {sentence}", sys.stderr)
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(find("conf")), config_name=CONFIG_NAME)
@@ -283,7 +281,7 @@ def job(config: DictConfig) -> float | None:
             plain, Path(settings.runtime.output_dir), list(settings.overrides.task)
         )
     except RequestError as error:
-        print(error, file=sys.stderr)
+        print_line(str(error), sys.stderr)
         _exit_codes.append(WRONG_REQUEST)
         return None
     _exit_codes.append(outcome.exit_code)

@@ -18,6 +18,7 @@ from runner.config.nearest import or_list
 from runner.config.plural import plural
 from runner.config.schema import RunConfig
 from runner.config.sizes import sizes
+from runner.start import print_line
 from runner.telemetry import guidance
 from runner.telemetry.optimizers import effect_of
 from runner.telemetry.sink import Sink
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 def _say(text: str) -> None:
     """To the terminal and to the run's log."""
-    print(text, flush=True)
+    print_line(text)
     logging.getLogger("runner.probe").info(text)
 
 

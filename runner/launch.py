@@ -30,6 +30,7 @@ from runner.config.problem import Interrupted
 from runner.config.schema import RunConfig
 from runner.config.sizes import least_ranks
 from runner.progress import steps_between_lines
+from runner.start import print_line
 from runner.sweep.objective import objective_of
 from runner.sweep.page import write_page
 from runner.telemetry.guidance import sentences
@@ -125,8 +126,8 @@ def run(
     config = parse(plain)
     run_id = new_run_id() if config.tracker.name == "wandb" else None
     record = Record(folder)
+    made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
     record.begin(plain, config_hash(plain), run_id)
-    made_with = provenance()
     shown: list[Sink] = [_Steps(record), RunLog(folder, words, made_with)]
     summary: dict[str, Any] | None = None
     failure: Failure | None = None
@@ -160,7 +161,7 @@ def run(
         what = "the run" if config.plugin.name == "single" else f"rank {failure.rank}"
         _tell(failure, what, folder, logging.ERROR if tells else logging.INFO)
     if tells:
-        print(page or folder, flush=True)
+        print_line(str(page or folder))
     if failure is None:
         assert summary is not None
         return Ended(0, objective_of(summary, config.sweep.objective))
@@ -301,7 +302,8 @@ def _launch_config(ranks: int, logs: str) -> LaunchConfig:
         local_addr="127.0.0.1",
         # What ranks print on stderr is shown, and kept for those that die without a traceback.
         logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.ERR),
-        log_line_prefix_template="rank ${rank}: ",
+        # On a terminal such a line takes the place of the bar.
+        log_line_prefix_template=("\r\x1b[K" if is_watched(sys.stderr) else "") + "rank ${rank}: ",
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",

@@ -62,9 +62,10 @@ def rank_main(
         sinks = [JsonlSink(Path(folder) / "metrics.jsonl")] if rank == 0 else []
         return (work or execute)(config, sinks)
     except SystemExit as end:
-        if end.code in (None, 0, 128 + signal.SIGTERM):
+        if end.code == 128 + signal.SIGTERM:
             raise
-        # torch elastic records an exception, and of an exit no more than its code.
+        # torch elastic records an exception, and of an exit at most its code; it takes 0 for
+        # success, and waits for ever for a result after None.
         raise RuntimeError(f"sys.exit({end.code!r}) was called") from end
     except Exception as error:
         if any(sign in str(error) for sign in LOST):

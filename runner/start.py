@@ -1,7 +1,8 @@
 """The first thing that runs: shows a sign of life, then imports the command.
 
 It imports nothing of its own, so that a terminal is not blank while Python imports Hydra, and so
-that Ctrl-C in that time ends in one line as it does later.
+that Ctrl-C in that time ends in one line as it does later. What commands print goes through
+`print_line`, which every module can import from here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 from importlib import import_module
+from typing import TextIO
 
 
 def start(module: str = "runner.cli") -> int:
@@ -36,3 +38,22 @@ def announce(line: str) -> None:
         return
     if watched:
         print(line, "...", file=sys.stderr, flush=True)
+
+
+def print_line(text: str = "", stream: TextIO | None = None) -> None:
+    """Print ``text`` at once; a reader that left does not change how the command ends.
+
+    Args:
+        text: the line, or several.
+        stream: where to print it; stdout by default.
+    """
+    stream = sys.stdout if stream is None else stream
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        leave_unread(stream)
+
+
+def leave_unread(stream: TextIO) -> None:
+    """Discard what is printed on ``stream`` from now on: its reader, such as ``head``, has left."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

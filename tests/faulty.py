@@ -16,8 +16,8 @@ class Faulty(DigitsCNN):
     """Raises, dies or hangs on one rank, in its n-th forward pass.
 
     Args:
-        fault: ``raise``, ``kill`` (SIGKILL to itself), ``exit``, ``die`` (at once, as C code
-            does), ``hang``, ``none``, or ``warn`` (all ranks).
+        fault: ``raise``, ``kill`` (SIGKILL to itself), ``exit``, ``exit_0``, ``exit_none``,
+            ``die`` (at once, as C code does), ``hang``, ``none``, or ``warn`` (all ranks).
         rank: where.
         at: in which forward pass.
     """
@@ -42,6 +42,10 @@ class Faulty(DigitsCNN):
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "exit":
                     sys.exit(3)
+                case "exit_0":
+                    sys.exit(0)
+                case "exit_none":
+                    sys.exit()
                 case "die":
                     print("no licence is left", file=sys.stderr)
                     os._exit(4)

@@ -402,6 +402,18 @@ def test_a_reader_that_leaves_early_is_no_error(words, unbuffered):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_reader_that_leaves_early_does_not_hide_the_exit_code(monkeypatch):
+    def command():
+        print("not read")
+        return 3
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        assert cli.guarded(command) == 3
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -14,6 +14,9 @@ import pytest
 import torch
 import yaml
 
+from runner import launch
+from runner.config.compose import request
+
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["train.max_duration=12ba", "eval.interval=12ba", "data.batch_size=16"]
 
@@ -207,6 +210,8 @@ def test_a_rank_that_fails_ends_the_run(environment, fault, rank, cause):
     ("fault", "cause"),
     [
         ("exit", "RuntimeError: sys.exit(3) was called"),
+        ("exit_0", "RuntimeError: sys.exit(0) was called"),
+        ("exit_none", "RuntimeError: sys.exit(None) was called"),
         ("die", "it exited with code 4 and printed last: no licence is left"),
     ],
 )
@@ -283,6 +288,54 @@ def test_signals(environment, plugin, number, code, state):
     finally:
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
+
+
+def test_an_interrupt_keeps_its_exit_code_though_nobody_reads_what_is_printed(environment):
+    """As with ``| tee log``, which the same Ctrl-C ends."""
+    started = subprocess.Popen(
+        command("tracker=none", "train.max_duration=100000ba", "log.flush=5"),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    started.stdout.close()
+    try:
+        wait_for_rows(environment)
+        started.send_signal(signal.SIGINT)
+        said = started.stderr.read()
+        assert started.wait(30) == 130, said
+        assert "Traceback" not in said
+        assert "BrokenPipe" not in said
+        assert read(only_run(environment), "status.json")["state"] == "interrupted"
+    finally:
+        started.stderr.close()
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+
+
+def test_an_interrupt_before_the_record_begins_leaves_no_run_that_seems_to_run(
+    monkeypatch, tmp_path
+):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path))
+    [job] = request(["tracker=none"], writes=False).jobs
+    monkeypatch.setattr(launch, "provenance", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch.run(job.plain, tmp_path)
+    assert not (tmp_path / "status.json").exists()
+
+
+@pytest.mark.parametrize(("watched", "erased"), [(True, "\r\x1b[K"), (False, "")])
+def test_what_ranks_print_takes_the_place_of_the_bar(watched, erased, monkeypatch):
+    monkeypatch.setattr(launch, "is_watched", lambda stream: watched)
+    config = launch._launch_config(2, "logs")
+    assert config.log_line_prefix_template == erased + "rank ${rank}: "
 
 
 def test_the_recipe_accumulate_4_shows_weights_that_move_every_fourth_microbatch(environment):

@@ -31,6 +31,7 @@ from runner.calibrate.text import lines
 from runner.config import Problem, RequestError
 from runner.config.compose import Job
 from runner.config.folders import obstacle, outputs
+from runner.start import print_line
 
 FILE = "calibrate.json"
 
@@ -81,15 +82,15 @@ def _run(words: list[str]) -> int:
     measured = launch.attempt(lambda: launch.train(job.config, job.plain, folder, [shown], execute))
     if isinstance(measured, launch.Failure):
         shown.close(None, measured.exit_code)
-        print(f"clip-runner: {measured.error}", file=sys.stderr)
+        print_line(f"clip-runner: {measured.error}", sys.stderr)
         return measured.exit_code
     shown.close(None, 0)
     found = describe(job, measured, words)
     write_text(folder / FILE, encode(found, indent=2) + "\n")
-    print()
+    print_line()
     for line in lines(found):
         _print(line)
-    print(f"\n{folder / FILE}")
+    print_line(f"\n{folder / FILE}")
     return 0
 
 
@@ -201,4 +202,4 @@ def _print(line: str) -> None:
         line.encode(encoding)
     except (UnicodeEncodeError, LookupError):
         line = line.replace("‖", "|").encode("ascii", "replace").decode("ascii")
-    print(line)
+    print_line(line)

@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from runner.config.compose import Job, Request
 from runner.config.problem import Interrupted, Problem, RequestError
 from runner.config.sweeps import Sweep
+from runner.start import print_line
 from runner.sweep import live
 from runner.sweep.page import write_page
 from runner.sweep.record import Entry, SweepRecord, changed, now
@@ -56,7 +57,7 @@ def conduct(
         entries = lay_out(request)
         left = _left(request, entries)
         if told := live.resumed(entries):
-            print(told, file=sys.stderr, flush=True)
+            print_line(told, sys.stderr)
         if not left:
             return _show(sweep.folder, SweepRecord.read(sweep.folder))
         _begin(request, entries, typed)
@@ -71,7 +72,7 @@ def conduct(
             search = sweep.trials is not None
             record = _end(sweep.folder, code, interrupted, search)
             if record.state == "interrupted":
-                print(live.interruption(record, search), file=sys.stderr, flush=True)
+                print_line(live.interruption(record, search), sys.stderr)
             failed = _show(sweep.folder, record)
         return max(code, failed)
 
@@ -145,8 +146,8 @@ def _end(folder: Path, code: int, interrupted: bool, search: bool) -> SweepRecor
 def _show(folder: Path, record: SweepRecord) -> int:
     """Write the page, print the table; 1 where a run failed, else 0."""
     page = write_page(folder)
-    print(live.table(record))
-    print(f"{page or folder}", flush=True)
+    print_line(live.table(record))
+    print_line(str(page or folder))
     return int(any(entry.state == "failed" for entry in record.entries))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from runner.config.identity import config_hash
+from runner.start import print_line
 from runner.sweep import live
 from runner.sweep.page import write_page
 from runner.sweep.record import Entry, SweepRecord, changed
@@ -71,7 +72,7 @@ def run_job(
             return None
         entry = _entry(record, number, plain, words)
         entry.folder, entry.state = str(folder.relative_to(sweep)), "running"
-    print(live.beginning(record, entry), file=sys.stderr, flush=True)
+    print_line(live.beginning(record, entry), sys.stderr)
     try:
         outcome = run(_grouped(plain, record.name), folder, words)
         entry.exit_code, entry.objective = outcome.exit_code, outcome.objective
@@ -89,10 +90,10 @@ def run_job(
         if left and _page_age(sweep) > PAGE_SECONDS * ended:
             write_page(sweep, left)
     if entry.state == "failed":
-        print(live.failure(record, entry), file=sys.stderr, flush=True)
+        print_line(live.failure(record, entry), sys.stderr)
         if _gives_up(record) and in_process:
             stop = f"the sweep stops: sweep.max_failures={record.max_failures}"
-            print(stop, file=sys.stderr, flush=True)
+            print_line(stop, sys.stderr)
             raise SystemExit(1)
         return None
     objective = entry.objective

@@ -24,6 +24,7 @@ from runner.config import Problem, RequestError
 from runner.config.compose import Job, register
 from runner.config.composer import session
 from runner.config.folders import obstacle, outputs
+from runner.start import print_line
 
 FILE = "verify.json"
 
@@ -75,8 +76,8 @@ def _run(words: list[str]) -> int:
         return launch.join(execute)
     folder.mkdir(parents=True, exist_ok=True)
     config = job.config
-    _say(f"plugin={config.plugin.name} against one process, in {config.verify.dtype}")
-    shown = StepLines(config.verify.modes or [config.clip.mode], _say)
+    print_line(f"plugin={config.plugin.name} against one process, in {config.verify.dtype}")
+    shown = StepLines(config.verify.modes or [config.clip.mode], print_line)
     work = functools.partial(launch.train, config, job.plain, folder, [shown], execute)
     ended = launch.attempt(work)
     if isinstance(ended, launch.Failure):
@@ -112,22 +113,24 @@ def conclude(
     write_text(folder / FILE, encode(whole, indent=2) + "\n")
     if found["error"] is None:
         for line in lines(found):
-            _say(line)
-        _say(f"\n{folder / FILE}")
-        _say(last_line(found))
+            print_line(line)
+        print_line(f"\n{folder / FILE}")
+        print_line(last_line(found))
         return exit_code
     who = "" if found["rank"] is None else f"rank {found['rank']}: "
     raised = words_of(found["error"])
     # The advice that a run gives has no part here.
     raised, skips = re.subn(r" \(clip\.nonfinite=skip .*\)$", "", raised)
-    _say(f"\n{who}{raised}")
+    print_line(f"\n{who}{raised}")
     if skips:
-        _say("a verification compares every step and leaves none out, whatever clip.nonfinite is")
+        print_line(
+            "a verification compares every step and leaves none out, whatever clip.nonfinite is"
+        )
     if job.config.verify.dtype == "float64" and re.search("dtype|scalar type", raised):
-        _say("perhaps the model computes in float32 alone: verify.dtype=float32")
-    _say(f"\n{folder / FILE}")
+        print_line("perhaps the model computes in float32 alone: verify.dtype=float32")
+    print_line(f"\n{folder / FILE}")
     if exit_code == 1:
-        _say("verify: FAILED")
+        print_line("verify: FAILED")
     return exit_code
 
 
@@ -194,10 +197,3 @@ def _typed_folder(words: Sequence[str], key: str) -> Path:
     with session(source):
         composed = compose(source.name, args.overrides, return_hydra_config=True)
         return Path(str(OmegaConf.select(composed, key))).absolute()
-
-
-def _say(line: str) -> None:
-    try:
-        print(line, flush=True)
-    except BrokenPipeError:  # what is compared decides the exit code, whoever reads the lines
-        cli.leave_unread()

@@ -132,6 +132,18 @@ def test_an_interrupt_ends_a_sweep_at_once(command):
     assert command.record()["runs"][0]["exit_code"] == 130
 
 
+def test_a_sweep_keeps_its_exit_code_though_nobody_reads_what_it_prints(command):
+    """As with ``2>&1 | tee log``, which the same Ctrl-C ends."""
+    started = command.start("-m", "seed=1,2", *SMALL, "train.max_duration=100000ba", "log.flush=1")
+    until(lambda: has_rows(command, 0), started)
+    started.stdout.close()
+    started.stderr.close()
+    started.send_signal(signal.SIGINT)
+    assert started.wait(30) == 130
+    assert command.record()["state"] == "interrupted"
+    assert command.states() == ["interrupted", "waiting"]
+
+
 def test_the_page_grows_with_each_run(command):
     words = ["-m", "train.max_duration=6ba,100000ba", *SMALL, "log.flush=1"]
     started = command.start(*words)

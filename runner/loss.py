@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.data.dataset import IGNORED
@@ -176,7 +177,8 @@ class WindowLoss:
         if self._sums:
             return loss
         if self.checked:
-            self._check(outputs, batch, float(loss.detach()) * items)
+            self.checked = False
+            self._check(outputs, batch, loss.detach(), items)
         return loss * items
 
     def correct(self, outputs: Any, batch: Any) -> int | None:
@@ -192,36 +194,40 @@ class WindowLoss:
     def _divided_by(self, counted: Any, items: float) -> float:
         return items if self._divisor is None else float(self._divisor(counted))
 
-    def _check(self, outputs: Any, batch: Any, whole: float) -> None:
-        """Warn, once, if the sum of a batch's losses is not that of its first sample and the rest.
+    def _check(self, outputs: Any, batch: Any, loss: Tensor, items: float) -> None:
+        """Warn if the sum of a batch's losses is not that of its first sample and the rest.
+
+        The criterion is called twice more, on this rank alone: so a copy of it is called, whose
+        buffers and attributes are its own, and one that communicates is not looked at.
 
         Args:
             outputs: of the model.
             batch: on the device.
-            whole: the batch's loss times its items.
+            loss: of the batch; read only where there is something to compare it with.
+            items: of the batch.
         """
         samples = _samples(batch)
-        if samples < 2:
+        if samples < 2 or not isinstance(outputs, Tensor) or len(outputs) != samples:
             return
-        self.checked = False
         held = [] if self._holder is None else list(self._holder.parameters())
-        if any(isinstance(parameter, DTensor) for parameter in held):
+        if any(isinstance(each, DTensor) for each in [outputs, *held]):
             return  # Its loss may wait for other ranks.
-        if not isinstance(outputs, Tensor) or len(outputs) != samples:
-            return
         total, on = 0.0, [outputs.device] if outputs.device.type == "cuda" else []
         try:
-            with torch.no_grad(), torch.random.fork_rng(on):
+            with torch.no_grad(), torch.random.fork_rng(on), _Alone():
+                # Parameters are shared: no loss writes to them, and they may be large.
+                criterion = copy.deepcopy(self._criterion, {id(each): each for each in held})
                 for at in (slice(1), slice(1, None)):
                     part = tree_map_only(Tensor, itemgetter(at), batch)
                     if _samples(part) == samples:
                         return  # Of a structure that is not taken apart.
-                    items = self.items(part).items
+                    here = self.items(part).items
                     wanted = part if self.takes_batch else part[1]
-                    if items:
-                        total += float(self._criterion(outputs[at], wanted)) * items
+                    if here:
+                        total += float(criterion(outputs[at], wanted)) * here
         except Exception:
             return  # It cannot be taken apart to look.
+        whole = float(loss) * items
         rounding = _ROUNDING.get(outputs.dtype, _ROUNDING_HALF)
         if math.isfinite(whole) and not abs(total - whole) <= rounding * abs(whole):
             log.warning(
@@ -302,6 +308,15 @@ def _summed(criterion: Criterion) -> Criterion | None:
     elif criterion in _SUMMABLE_FUNCTIONS:
         return partial(criterion, reduction="sum")
     return None
+
+
+class _Alone(TorchDispatchMode):
+    """Refuse collectives: no other rank would take part."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"{func} waits for other ranks")
+        return func(*args, **(kwargs or {}))
 
 
 class _HostCopy:

@@ -112,7 +112,10 @@ class Trainer:
         self.window_loss = WindowLoss(model, criterion, checked=True)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.booster = Booster(precision, self.plugin, loss_scale, nonfinite)
-        optimizer = optimizers or torch.optim.SGD(model.parameters(), lr=0.1)
+        trained = list(model.parameters())
+        if isinstance(criterion, nn.Module):
+            trained += [each for each in criterion.parameters() if each.requires_grad]
+        optimizer = optimizers or torch.optim.SGD(dict.fromkeys(trained), lr=0.1)
         self.model: ModelWrapper
         self.optimizer: OptimizerWrapper
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer, criterion)
@@ -283,19 +286,22 @@ class Trainer:
         if self.plugin.data_size == 1:
             return counts, Count(total, samples, tokens)
         mark = self._mark(window)
-        mine = [total, samples, tokens, window.last, mark, mark**2]
+        size, length = self.plugin.data_size, len(window.batches)
+        mine = [total, samples, tokens, window.last, length, length**2, mark, mark**2]
         all_items, *others = self.plugin.sum_over_data(mine)
-        all_samples, all_tokens, ended, marks, squares = map(int, others)
-        if mark and squares * self.plugin.data_size == marks**2:  # All marks are the same.
+        all_samples, all_tokens, ended, *sums = map(int, others)
+        lengths, squared_lengths, marks, squared_marks = sums
+        if mark and squared_marks * size == marks**2:  # All marks are the same.
             raise ValueError(
-                f"all {self.plugin.data_size} data-parallel ranks read the same first batch, so "
-                "every sample counts that many times: make the loader by plugin.prepare_dataloader,"
-                f" or give it a DistributedSampler. Of an IterableDataset: {SHARD_BY_HAND}"
+                f"all {size} data-parallel ranks read the same first batch, so every sample counts "
+                "that many times: make the loader by plugin.prepare_dataloader, or give it a "
+                f"DistributedSampler. Of an IterableDataset: {SHARD_BY_HAND}"
             )
-        if 0 < ended < self.plugin.data_size:
+        # A last window can have fewer batches here than on another rank.
+        if 0 < ended < size or squared_lengths * size != lengths**2:
             raise ValueError(
-                f"the data of {ended} of {self.plugin.data_size} ranks has ended before that of "
-                "the others: make the loader by plugin.prepare_dataloader, or let an "
+                f"the data of some of the {size} data-parallel ranks has ended before that of the "
+                "others: make the loader by plugin.prepare_dataloader, or let an "
                 "IterableDataset yield the same number of batches on each rank"
             )
         return counts, Count(all_items, all_samples, all_tokens)

@@ -1,13 +1,18 @@
+import logging
 from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from runner.data.dataset import IGNORED
+from runner import Booster, Trainer
+from runner.booster import TorchDDPPlugin
+from runner.data.dataset import IGNORED, TensorPairs
 from runner.loss import BatchError, WindowLoss
+from tests.ranks import run_ranks
 
 
 def logits(*shape):
@@ -175,6 +180,94 @@ class WeightedByHand(nn.Module):
 class WithItems(WeightedByHand):
     def loss_items(self, targets):
         return WEIGHT[targets].sum()
+
+
+class Counting(WeightedByHand):
+    """Keeps what it saw in a buffer and in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = []
+
+    def forward(self, outputs, targets):
+        self.seen += len(targets)
+        self.calls.append(len(targets))
+        return super().forward(outputs, targets)
+
+
+class OwnLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.criterion = Counting()
+
+    def loss(self, outputs, batch):
+        return self.criterion(outputs, batch[1])
+
+
+def test_the_look_at_a_criterion_leaves_its_state_alone(caplog):
+    batch = (None, torch.tensor([0, 1, 4, 4]))
+    alone, model = Counting(), OwnLoss()
+    for loss in (
+        WindowLoss(nn.Identity(), alone, checked=True),
+        WindowLoss(model, checked=True),
+    ):
+        loss.sum(logits(4, 5), batch, 4)
+    assert len(caplog.records) == 2
+    for criterion in (alone, model.criterion):
+        assert (criterion.seen, criterion.calls) == (4, [4])
+
+
+def test_a_loss_of_one_sample_is_not_read(monkeypatch):
+    loss = WindowLoss(nn.Identity(), WeightedByHand(), checked=True)
+    reads = []
+    monkeypatch.setattr(torch.Tensor, "__float__", lambda tensor: reads.append(tensor) or 1.0)
+    for _ in range(2):
+        loss.sum(logits(1, 5), (None, torch.tensor([4])), 1)
+    assert (reads, loss.checked) == ([], False)
+
+
+class Across(WeightedByHand):
+    """Waits for all ranks."""
+
+    calls = 0
+
+    def forward(self, outputs, targets):
+        self.calls += 1
+        dist.all_reduce(torch.ones(()))
+        return super().forward(outputs, targets)
+
+
+def steps_of(criteria):
+    """Of each criterion, messages about it on this rank, and how often it was called."""
+    told = []
+    for criterion in criteria:
+        records = []
+        handler = logging.Handler()
+        handler.emit = records.append
+        logging.getLogger("runner.loss").addHandler(handler)
+        plugin = TorchDDPPlugin()
+        data = TensorPairs(torch.randn(16, 3), torch.arange(16) % 5)
+        loader = plugin.prepare_dataloader(data, 4)
+        Trainer(nn.Linear(3, 5), loader, "2ba", criterion=criterion, plugin=plugin).fit()
+        logging.getLogger("runner.loss").removeHandler(handler)
+        told.append(([record.getMessage() for record in records], getattr(criterion, "calls", 0)))
+    return told
+
+
+def test_a_criterion_that_communicates_is_not_called_more_often_on_one_rank():
+    first, other = run_ranks(steps_of, 2, [Across(), WeightedByHand()], timeout=60)
+    assert first[0] == other[0] == ([], 2)
+    assert "not the mean over the items" in first[1][0][0]
+    assert other[1] == ([], 0)
+
+
+def test_one_of_the_ranks_that_read_the_same_samples_looks_at_the_criterion():
+    for speaks in (True, False):
+        booster = Booster()
+        booster.plugin.speaks = speaks
+        model, *_ = booster.boost(nn.Linear(3, 5))
+        assert booster._loss_of(model, WeightedByHand()).checked == speaks
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,8 @@ class Booster:
 
     def _loss_of(self, model: ModelWrapper, criterion: Any) -> WindowLoss:
         """Return what sums ``criterion``; kept, so that a warning about it comes once."""
-        checked = self._window_loss is None and self.plugin.data_rank == 0
+        plugin = self.plugin
+        checked = self._window_loss is None and plugin.speaks and plugin.data_rank == 0
         if self._window_loss is None or self._window_loss[0] is not criterion:
             self._window_loss = (
                 criterion,

@@ -57,6 +57,20 @@ def test_a_parameter_of_no_module_is_named():
         Trainer(model, [], optimizers=optimizer)
 
 
+def test_the_optimizer_that_the_trainer_makes_trains_the_criterion():
+    criterion = Scaled()
+    criterion.frozen = nn.Parameter(torch.zeros(()), requires_grad=False)
+    model = nn.Linear(5, 1).double()
+    loader = SinglePlugin().prepare_dataloader(_pairs(), 8)
+    trainer = Trainer(model, loader, "2ba", criterion=criterion)
+    assert {criterion.scale, *model.parameters()} == set(
+        trainer.optimizer.param_groups[0]["params"]
+    )
+    before = criterion.scale.detach().clone()
+    trainer.fit()
+    assert criterion.scale != before
+
+
 def test_a_criterion_that_holds_the_model():
     class Penalty(nn.Module):
         def __init__(self, model, **own):

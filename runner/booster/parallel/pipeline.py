@@ -150,11 +150,20 @@ class Pipeline:
         """
         padded, _ = self._padded(inputs)
         # In training mode batch norm would count these samples twice in its running statistics.
-        buffers = [b for stage in self.stages.values() if stage.training for b in stage.buffers()]
-        before = [buffer.clone() for buffer in buffers]
-        passed = self._walk(padded.chunk(self.microbatches))
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
+        before = [
+            (module._buffers, name, buffer, None if buffer is None else buffer.clone())
+            for stage in self.stages.values()
+            if stage.training
+            for module in stage.modules()
+            for name, buffer in module._buffers.items()
+        ]
+        try:
+            passed = self._walk(padded.chunk(self.microbatches))
+        finally:
+            for held, name, buffer, value in before:
+                held[name] = buffer  # A forward pass may have put another tensor there.
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
         if not self.last:
             return None
         return torch.cat([out for _, out in passed[self.count - 1]])[: len(inputs)]

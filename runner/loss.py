@@ -214,7 +214,7 @@ class WindowLoss:
             return  # Its loss may wait for other ranks.
         total, on = 0.0, [outputs.device] if outputs.device.type == "cuda" else []
         try:
-            with torch.no_grad(), torch.random.fork_rng(on), _Alone():
+            with torch.no_grad(), torch.random.fork_rng(on), _Alone():  # type: ignore[no-untyped-call]
                 # Parameters are shared: no loss writes to them, and they may be large.
                 criterion = copy.deepcopy(self._criterion, {id(each): each for each in held})
                 for at in (slice(1), slice(1, None)):
@@ -310,7 +310,7 @@ def _summed(criterion: Criterion) -> Criterion | None:
     return None
 
 
-class _Alone(TorchDispatchMode):
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuse collectives: no other rank would take part."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

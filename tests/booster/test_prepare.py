@@ -50,7 +50,7 @@ class Convolution(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.convolution = nn.Conv2d(2, 4, 1)
+        self.convolution = nn.Conv2d(2, 4, 3, padding=1)
         self.out = nn.Linear(4, 3)
 
     def forward(self, inputs):

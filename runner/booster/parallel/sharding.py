@@ -80,6 +80,7 @@ def shard(
             gradients are averaged over these ranks alone.
         ends: whether what comes out of ``root`` is what comes out of the model.
     """
+    _make_contiguous(root)
     options = sharding.options()
     hooks = {
         (module, key): found
@@ -123,10 +124,8 @@ def _make_contiguous(root: nn.Module) -> None:
         parameter.data = parameter.data.contiguous()
     if changed and (not dist.is_initialized() or dist.get_rank() == 0):
         log.warning(
-            "%s and %d more were made contiguous: fully_shard does not keep another memory format "
-            "(channels_last)",
-            changed[0],
-            len(changed) - 1,
+            "made contiguous, because fully_shard keeps no other memory format (channels_last): %s",
+            ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else ""),
         )
 
 

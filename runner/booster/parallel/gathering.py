@@ -84,8 +84,15 @@ def load(
         listed = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(listed, kinds)
     known = {name: kind for part in listed for name, kind in part.items()}
-    given = {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
-    found = [_problems(given, names, {name: shape for name, (shape, _) in known.items()})]
+    first = alone or dist.get_rank() == 0
+    given: dict[str, Tensor] = {}
+    found = [""]
+    if first:
+        try:
+            given = {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+            found = [_problems(given, names, {name: shape for name, (shape, _) in known.items()})]
+        except Exception as error:  # The other ranks wait for what is said.
+            found = [f"{type(error).__name__}: {error}"]
     if not alone:
         dist.broadcast_object_list(found, src=0)
     if found[0]:
@@ -93,7 +100,7 @@ def load(
     device = next((held[0].device for held in here.values()), torch.device("cpu"))
     for name in dict.fromkeys(names.values()):
         shape, dtype = known[name]
-        if alone or dist.get_rank() == 0:
+        if first:
             whole = given[name].detach().to(device, dtype).contiguous()
         else:
             whole = torch.empty(shape, dtype=dtype, device=device)
@@ -130,11 +137,17 @@ def _problems(
         if all(name.startswith("module.") and name[7:] in names for name in unexpected):
             found.append("take the state of the model inside the wrapper: wrapper.module")
     for name, tensor in state.items():
-        shape = shapes[names[name]] if name in names else tensor.shape
-        if tensor.shape != shape:
+        if name not in names:
+            continue
+        first, shape = names[name], shapes[names[name]]
+        if not isinstance(tensor, Tensor):
+            found.append(f"{name} is no tensor, but of class {type(tensor).__name__}")
+        elif tensor.shape != shape:
             found.append(f"{name} has shape {list(tensor.shape)} instead of {list(shape)}")
-        elif name in names and not torch.equal(tensor, state.get(names[name], tensor)):
-            found.append(f"{name} is {names[name]} in the model, but has other values")
+        elif name == first or not isinstance(state.get(first), Tensor):
+            continue
+        elif not torch.equal(tensor, state[first]):
+            found.append(f"{name} is {first} in the model, but has other values")
     return "; ".join(found)
 
 

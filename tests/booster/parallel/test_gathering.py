@@ -90,12 +90,21 @@ def test_what_does_not_fit_is_listed():
 
 def refused_everywhere():
     state = make("tied").state_dict()
-    return message(state | {"extra": torch.ones(2)} if dist.get_rank() == 0 else state, "zero3")
+    first = dist.get_rank() == 0
+    # Not a mapping, and not a tensor: what fails on the first rank fails on all.
+    given = [state | {"extra": torch.ones(2)}, [1], state | {next(iter(state)): 1.0}]
+    return [message(each if first else None, "zero3") for each in given]
 
 
 def test_every_rank_refuses_what_the_first_rank_gives():
-    said = run_ranks(refused_everywhere, 2)
-    assert said == ["this state does not fit the model: unexpected: extra"] * 2
+    said = run_ranks(refused_everywhere, 2, timeout=100)
+    name = next(iter(make("tied").state_dict()))
+    problems = [
+        "unexpected: extra",
+        "AttributeError: 'list' object has no attribute 'items'",
+        f"{name} is no tensor, but of class float",
+    ]
+    assert said == [[f"this state does not fit the model: {problem}" for problem in problems]] * 2
 
 
 def test_the_state_of_a_compiled_model_fits():

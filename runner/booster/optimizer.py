@@ -124,8 +124,10 @@ class OptimizerWrapper:
         self._finite: bool | Tensor | None = None
         self._shares: bool | None = None
         self._taken: bool | Callable[[], float] = False
-        self._fused = all(group.get("fused") for group in self.param_groups)
-        self._modes: dict[tuple[str, float, float], ClipMode] = {}
+        # A rank may step other parameters than its peers, by other kernels; all decide alike.
+        fused = float(all(group.get("fused") for group in self.param_groups))
+        self._fused = all(float(each) for each in layout.gather([fused])[0])
+        self._modes: dict[tuple[str, float], ClipMode] = {}
 
     # -- one step, in order -------------------------------------------------------------------
 
@@ -242,7 +244,9 @@ class OptimizerWrapper:
             )
         if self.stage is Stage.ACCUMULATING:
             raise StepOrderError(f"cannot step now: {self.stage.value}")
-        if self._max_norm > 0 and self.stage is Stage.READY:
+        # An output of a class that pytree does not know leaves no note of its backward pass.
+        ready = self.stage is Stage.READY or (self.stage is Stage.EMPTY and self._has_gradients())
+        if self._max_norm > 0 and ready:
             self.clip_grad_by_norm(self._max_norm)
         if self.loss_scale is not None and self._finite is None:
             with torch.no_grad():
@@ -252,15 +256,18 @@ class OptimizerWrapper:
         finite = self._finite
         if self.loss_scale is not None:
             self.loss_scale.update(bool(finite))
+        if finite is not False and any(group.get("fused") for group in self.param_groups):
+            self._match_strides()
         self._forget(_written(self.layout))
         self._taken = (
             transfer.read_later(finite) if isinstance(finite, Tensor) else finite is not False
         )
         if finite is False:
             return False
-        if any(group.get("fused") for group in self.param_groups):
-            self._match_strides()
-        for optimizer in self.optimizers:
+        if isinstance(finite, Tensor) and self._starts_momentum():
+            finite = bool(finite)
+        # Without a step of its own a rank still publishes: others may leave theirs to the device.
+        for optimizer in self.optimizers if finite is not False else ():
             if isinstance(finite, Tensor):
                 # The fused kernels read the flag on the device: the host is not asked.
                 optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
@@ -416,17 +423,17 @@ class OptimizerWrapper:
         self._final = self._unscaled = self._scaled = self._held = False
 
     def _mode(self, name: str, threshold: float, norm_type: float) -> ClipMode:
-        key = (name, threshold, norm_type)
-        if key not in self._modes:
-            self._modes[key] = build(name, threshold=threshold, norm_type=norm_type)
-        return self._modes[key]
+        mode = self._modes.get((name, norm_type))
+        if mode is None or mode.threshold != threshold:
+            mode = build(name, threshold=threshold, norm_type=norm_type)
+            self._modes[name, norm_type] = mode
+        return mode
 
     def _proceed(self, norm: Number) -> bool:
         """Whether the gradients may be clipped; notes whether the step may be taken."""
         if isinstance(norm, Tensor):
             finite = torch.isfinite(norm)
-            device_skips = self._fused and self.loss_scale is None and self.nonfinite == "skip"
-            if device_skips and self._has_momentum():
+            if self._fused and self.loss_scale is None and self.nonfinite == "skip":
                 self._finite = finite
                 return True
             host = bool(finite)
@@ -440,17 +447,18 @@ class OptimizerWrapper:
         self._finite = self.nonfinite == "ignore" and self.loss_scale is None
         return False
 
-    def _has_momentum(self) -> bool:
-        """Return whether every group that uses momentum has its buffers.
+    def _starts_momentum(self) -> bool:
+        """Return whether a step would allocate momentum buffers on this rank.
 
-        torch's fused SGD allocates them in its first step, and leaves them uninitialised if
-        ``found_inf`` skips that step; the next one would add their contents to the weights.
+        torch's fused SGD leaves them uninitialised if ``found_inf`` skips that step; the next one
+        would add their contents to the weights.
         """
-        return all(
-            any(parameter in optimizer.state for parameter in group["params"])
+        return any(
+            parameter.grad is not None and parameter not in optimizer.state
             for optimizer in self.optimizers
             for group in optimizer.param_groups
-            if group.get("momentum") and group["params"]
+            if group.get("momentum")
+            for parameter in group["params"]
         )
 
     def _culprits(self) -> str:

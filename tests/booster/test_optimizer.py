@@ -275,6 +275,8 @@ def test_a_gradient_with_other_strides_moves_the_right_weights_under_a_fused_opt
         optimizer.clip_grad_by_norm(0.5)
         optimizer.step()
         results.append(module.weight.detach().clone())
+        with pytest.raises(StepOrderError, match="no backward pass"):
+            optimizer.clip_grad_by_norm(0.5)
     torch.testing.assert_close(results[0], results[1])
 
 
@@ -406,6 +408,26 @@ def test_a_limit_of_the_plugin_clips_what_nobody_clipped():
         moved = [a - b for a, b in zip(after, before, strict=True)]
         assert torch.nn.utils.get_total_norm(moved) == pytest.approx(threshold or 0.5, rel=1e-5)
         optimizer.zero_grad()
+
+
+def test_a_limit_of_the_plugin_clips_after_a_backward_pass_that_nobody_saw():
+    module, optimizer, _ = wrapped(max_norm=0.5)
+    assert optimizer.step() is True
+    loss_of(module).backward()
+    optimizer.step()
+    assert torch.nn.utils.get_total_norm(gradients(module)) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_one_mode_is_kept_however_many_thresholds_there_are():
+    module, optimizer, _ = wrapped()
+    for threshold in (0.5, 0.25, 0.125):
+        optimizer.backward(loss_of(module))
+        optimizer.clip_grad_by_norm(threshold)
+        assert torch.nn.utils.get_total_norm(gradients(module)) == pytest.approx(threshold)
+        optimizer.zero_grad()
+    with pytest.raises(ValueError, match="must be above 0"):
+        optimizer.clip_grad_by_norm(0.0)
+    assert len(optimizer._modes) == 1
 
 
 def test_nothing_can_be_added_to_gradients_that_are_final():

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runner.booster import LossScale, NonFiniteGradient
+from runner.booster import Booster, LossScale, NonFiniteGradient
+from runner.booster.plugin import LowLevelZeroPlugin
 from runner.clip import ClipMode, Outcome
 from runner.data.dataset import IGNORED
 from tests.distributed.cases import (
@@ -206,6 +208,45 @@ def rows_unlike(got: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]])
         for key in expected
         if key not in TIMES and row.get(key) != pytest.approx(expected[key], rel=1e-6, nan_ok=True)
     ]
+
+
+class Momentum(nn.Module):
+    """Two weights, of which one rank steps the first and the other the second under zero 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.full((4,), 0.5))
+        self.second = nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ (self.first * self.second)
+
+
+def momentum_on_one_rank() -> tuple[list[bool], list[int], dict[str, Tensor]]:
+    """Which steps were taken, how many weights this rank steps in each group, and the weights."""
+    model = Momentum()
+    groups = [{"params": [model.first], "momentum": 0.9}, {"params": [model.second]}]
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=1) if dist.is_initialized() else None)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(groups, lr=0.1, fused=True))
+    taken = []
+    for factor in (math.nan, 1.0, math.inf, 2.0):
+        booster.backward(boosted(torch.ones(2, 4)).sum() * factor, optimizer)
+        optimizer.clip_grad_by_value(0.1)
+        optimizer.step()
+        taken.append(optimizer.was_taken())
+        optimizer.zero_grad()
+    held = [len(group["params"]) for group in optimizer.param_groups]
+    return taken, held, booster.state_dict(boosted)
+
+
+def test_ranks_decide_alike_where_one_has_no_momentum_to_start():
+    wanted, _, weights = momentum_on_one_rank()
+    assert wanted == [False, True, False, True]
+    ranks = run_ranks(call_kept_on_device, 2, momentum_on_one_rank, timeout=100)
+    assert sorted(held for _, held, _ in ranks) == [[0, 1], [1, 0]]
+    assert [taken for taken, _, _ in ranks] == [wanted] * 2
+    for name, weight in weights.items():
+        torch.testing.assert_close(ranks[0][2][name], weight)
 
 
 @pytest.mark.parametrize(("world", "kind"), STARTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,7 +125,7 @@ def _copy(tensor: Tensor, whole: Tensor) -> None:
 
 
 def _problems(
-    state: Mapping[str, Tensor], names: Mapping[str, str], shapes: Mapping[str, torch.Size]
+    state: Mapping[str, Any], names: Mapping[str, str], shapes: Mapping[str, torch.Size]
 ) -> str:
     """What is wrong with a state dict; empty if nothing is."""
     found = []

@@ -1,9 +1,13 @@
 """Stages and batches of any size: data parts that wait for each other, modules of many stages."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
+from runner.booster.parallel.pipeline import Pipeline, Stage
+from runner.booster.parallel.stages import Part
 from runner.booster.plugin import HybridParallelPlugin
 from tests.distributed.by_hand import NORM, Loop, cross_entropy, unlike
 from tests.distributed.cases import MODELS
@@ -156,3 +160,31 @@ def test_schedules_of_the_last_few_shapes_are_kept():
     for norms, kept in run_ranks(steps_of_many_sizes, 2, {"pp_size": 2}, timeout=40):
         assert norms == pytest.approx(wanted, rel=1e-9)
         assert kept == 4
+
+
+class Moving(nn.Module):
+    """Keeps statistics: a mean in a new tensor each time, and a count in the same one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, hidden):
+        self.mean = 0.9 * self.mean + 0.1 * hidden.mean()
+        self.count += 1
+        if self.count == 2:
+            raise RuntimeError("no second microbatch")
+        return hidden
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_an_evaluation_in_training_mode_leaves_buffers_alone(microbatches):
+    moving = nn.Sequential(Moving())
+    stage = Stage(moving, [Part(("0",), moving)])
+    pipeline = Pipeline({0: stage}, 1, "gpipe", microbatches, None, torch.device("cpu"))
+    mean = moving[0].mean
+    with nullcontext() if microbatches == 1 else pytest.raises(RuntimeError, match="no second"):
+        pipeline.evaluate(torch.ones(4, 3))
+    assert moving[0].mean is mean
+    assert (moving[0].mean, moving[0].count) == (0, 0)

@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
@@ -92,19 +93,21 @@ def make_optimizer(target: Target, parameters: Iterable[nn.Parameter]) -> Optimi
     """The optimizer over ``parameters``, in its fused form where it has one.
 
     torch's fused steps are two to six times faster than its default ones on a CPU.
+
+    Raises:
+        TargetError: see :func:`maker`; or it returned no optimizer.
     """
     make = maker(target)
     listed = list(parameters)
+    made = None
     if takes(make, "fused"):
-        try:
-            fused = make(listed, fused=True)
-        except RuntimeError:
-            pass  # Not for this device or these options (foreach, differentiable).
-        else:
-            assert isinstance(fused, Optimizer)
-            return fused
-    made = make(listed)
-    assert isinstance(made, Optimizer)
+        with suppress(RuntimeError):  # Not for this device or these options (foreach, ...).
+            made = make(listed, fused=True)
+    if made is None:
+        made = make(listed)
+    if not isinstance(made, Optimizer):
+        kind = type(made).__name__
+        raise TargetError(f"{target.target} returned {kind}, not a torch.optim.Optimizer")
     return made
 
 

@@ -27,7 +27,7 @@ from runner.config.schema import Data as DataConfig
 from runner.config.schema import RunConfig, Target
 from runner.config.sizes import SizeError, sizes
 from runner.data import Data
-from runner.refused import require_known, to_blame, wrong_kinds
+from runner.refused import to_blame, unknown, wrong_kinds
 
 
 def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
@@ -134,8 +134,7 @@ def _make_data(target: Target) -> Data:
 
 def _arguments(section: str, target: Target) -> list[Problem]:
     """What the signature of ``target`` tells about its arguments."""
-    require_known(section, target)
-    return wrong_kinds(section, target)
+    return unknown(section, target) + wrong_kinds(section, target)
 
 
 def _durations(config: RunConfig, data: Data) -> list[Problem]:

@@ -33,25 +33,23 @@ _KINDS = {
 }
 
 
-def require_known(section: str, target: Target) -> None:
-    """Raise a TargetError that names the arguments ``target`` does not take, and the ways out."""
+def unknown(section: str, target: Target) -> list[Problem]:
+    """Return a problem for each argument that ``target`` does not take."""
     known = _parameters(target)
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
-        return
-    unknown = [name for name in target.arguments if name not in known]
-    if not unknown:
-        return
-    meant = dict.fromkeys(
-        near for name in unknown for near in difflib.get_close_matches(name, known, n=1)
-    )
-    mean = f" did you mean {or_list(meant)}?" if meant else ""
-    many = len(unknown) > 1
-    # They may be the option's own, which stay where a _target_ alone is replaced.
-    way = f"{' '.join(f'~{section}.{name}' for name in unknown)} leave{'' if many else 's'} "
-    raise build.TargetError(
-        f"{target.target} takes no argument{'s' if many else ''} {', '.join(unknown)};{mean} "
-        f"{way}{'them' if many else 'it'} out  (it takes {', '.join(known) or 'none'})"
-    )
+        return []
+    problems = []
+    for name in target.arguments:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        mean = f"; did you mean {near[0]}?" if near else "."
+        message = (
+            f"{target.target} has no such argument{mean} Remove it with ~{section}.{name}. "
+            f"Arguments: {', '.join(known) or 'none'}"
+        )
+        problems.append(Problem(f"{section}.{name}", target.arguments[name], message))
+    return problems
 
 
 def wrong_kinds(section: str, target: Target) -> list[Problem]:

@@ -23,11 +23,11 @@ WRONG = [
     (["model._target_=tests.odd_data.Net"], ["'Net' is importable from module 'tests.odd"]),
     (
         ["+model.widht=3"],
-        ["model._target_", "widht", "did you mean width?", "~model.widht leaves it"],
+        ["(1 problem)", "model.widht=3", "did you mean width?", "Remove it with ~model.widht."],
     ),
     (
         ["model._target_=tests.verify.nets.Single"],
-        ["no arguments num_classes, width; ~model.num_classes ~model.width leave them out"],
+        ["(2 problems)", "model.num_classes=10  ", "model.width=", "with ~model.num_classes."],
     ),
     (["data.test_fraction=0"], ["data.test_fraction=0", "must lie between 0 and 1, not 0"]),
     (["model._target_=math.sqrt", "~model.width", "~model.num_classes"], ["model._target_"]),
@@ -74,11 +74,18 @@ WRONG = [
         ["(2 problems)", "optimizer.lr=-1", "lr is negative", "optimizer.momentum=-1", "momentum"],
     ),
     (["optimizer._target_=torch.optim.SDG"], ["optimizer._target_", "SDG"]),
-    (["+optimizer.betas=[0.9,0.99]"], ["optimizer._target_", "betas"]),
-    (["scheduler._target_=torch.optim.lr_scheduler.StepLR"], ["scheduler._target_"]),
+    (["+optimizer.betas=[0.9,0.99]"], ["optimizer.betas=[0.9,0.99]", "no such argument"]),
+    (
+        ["optimizer._target_=tests.refusing.listed"],
+        ["optimizer._target_", "listed returned list, not a torch.optim.Optimizer"],
+    ),
+    (
+        ["scheduler._target_=torch.optim.lr_scheduler.StepLR", "~scheduler.eta_min"],
+        ["scheduler._target_", "step_size"],
+    ),
     (
         ["scheduler._target_=torch.optim.lr_scheduler.StepLR", "+scheduler.step_size=3"],
-        ["scheduler._target_", "no argument eta_min; ~scheduler.eta_min leaves it out"],
+        ["scheduler.eta_min=", "has no such argument", "Remove it with ~scheduler.eta_min."],
     ),
     (["data=cifar10", "data.root=/no/such"], ["data.root=/no/such  data.root", "data.download"]),
     (["data=text", "model=gpt", "data.path=/no/such"], ["data.path=/no/such  data.path", "exist"]),

@@ -8,7 +8,7 @@ from torch import nn
 
 from runner import build
 from runner.config.schema import Target
-from runner.refused import require_known, to_blame, wrong_kinds
+from runner.refused import to_blame, unknown, wrong_kinds
 
 
 def net(**arguments):
@@ -67,7 +67,23 @@ def test_what_the_annotations_allow_is_left_alone(arguments):
 def test_a_target_without_annotations_or_signature_is_left_alone():
     assert wrong_kinds("optimizer", Target("tests.refusing.Optimizer", {"lr": "abc"})) == []
     assert wrong_kinds("model", Target("builtins.dict", {"lr": "abc"})) == []
-    require_known("model", Target("builtins.dict", {"lr": "abc"}))
+    assert unknown("model", Target("builtins.dict", {"lr": "abc"})) == []
+
+
+def test_each_unknown_argument_is_named_with_the_ways_out():
+    found = unknown("model", Target("tests.refusing.pair", {"first": 1, "frist": 2, "x": "y"}))
+    assert [(one.word, one.message) for one in found] == [
+        (
+            "model.frist=2",
+            "tests.refusing.pair has no such argument; did you mean first? "
+            "Remove it with ~model.frist. Arguments: first, second",
+        ),
+        (
+            "model.x=y",
+            "tests.refusing.pair has no such argument. "
+            "Remove it with ~model.x. Arguments: first, second",
+        ),
+    ]
 
 
 def test_every_key_that_is_refused_is_named_with_its_own_error():

@@ -170,6 +170,7 @@ WRONG = [
     ("--config-dir /nowhere", ["--config-dir=/nowhere", "folder that exists"]),
     ("--config-name foo", ["--config-name=foo", "there is no foo.yaml in", "config"]),
     ("--config-name confg seed=1", ["--config-name=confg", "did you mean config?"]),
+    ("--config-name confg.yaml", ["there is no confg.yaml in", "did you mean config?"]),
     ("--help --config-name foo", ["--config-name=foo", "there is no foo.yaml in"]),
     ("--cfg job --config-name foo", ["--config-name=foo", "there is no foo.yaml in"]),
     # Sweeps.

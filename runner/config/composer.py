@@ -80,10 +80,11 @@ def _require_index(source: Source, loader: Any) -> None:
     if loader.repository.config_exists(source.name):
         return
     files = [file for file in loader.get_group_options("", ObjectType.CONFIG) if file[0] != "_"]
-    near = nearest_name(source.name, files)
+    name = source.name.removesuffix(".yaml")
+    near = nearest_name(name, files)
     hint = f"; did you mean {near}?" if near else ""
     where = source.path or find("conf")
-    message = f"there is no {source.name}.yaml in {where}{hint}  (files: {', '.join(files)})"
+    message = f"there is no {name}.yaml in {where}{hint}  (files: {', '.join(files)})"
     raise RequestError([Problem("--config-name", source.name, message)])
 
 

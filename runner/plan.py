@@ -8,6 +8,11 @@ steps, and whether it is done already. It creates nothing.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports below, which take a while
+    from runner.start import start
+
+    raise SystemExit(start("runner.plan"))
+
 import sys
 from collections.abc import Sequence
 
@@ -110,7 +115,3 @@ def _summary(wanted: Request, states: Sequence[str], steps: Sequence[int | None]
     left = [count for count, state in zip(steps, states, strict=True) if state != "done"]
     total = "" if None in left else f", {plural(sum(filter(None, left)), 'step')}"
     return f"{len(left)} of {len(states)} to run{total}, in {wanted.sweep.folder}"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

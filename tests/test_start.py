@@ -91,6 +91,16 @@ def test_ctrl_c_before_training_ends_in_one_sentence(environment, at, words):
         assert lines == ["interrupted"], seen
 
 
+def test_ctrl_c_while_a_plan_imports_ends_in_one_word(environment):
+    traced = TRACED.partition("from runner")[0]
+    planned = f"{traced}import runpy; runpy.run_module('runner.plan', run_name='__main__')"
+    command = [sys.executable, "-c", planned, *SHORT]
+    seen, code = on_a_terminal(command, environment, interrupt=lambda seen: "import hydra" in seen)
+    assert code == 130, seen
+    told = seen.partition("^C")[2].splitlines()
+    assert [line for line in told if line and not line.startswith("import ")] == ["interrupted"]
+
+
 @pytest.mark.parametrize("words", [[], ["plugin=ddp", "plugin.nproc=2"]])
 def test_ctrl_c_while_training_ends_in_one_sentence_and_the_report(environment, words):
     command = [sys.executable, "-m", "runner", *LONG, *words]

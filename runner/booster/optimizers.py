@@ -94,7 +94,8 @@ def require_safe(optimizer: Optimizer, spreads: Iterable[Spread], plugin: Plugin
     listed = list(spreads)
     if type(optimizer) in ELEMENTWISE or all(each.layout.group is None for each in listed):
         return
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         problem = _problem(optimizer, listed, type(plugin).__name__)
     # A rank may hold other experts or stages than its peers, which would wait for it in vain.
@@ -150,18 +151,24 @@ def _looks_across(optimizer: Optimizer) -> bool:
 
     False for a class that cannot be built from its options: nothing is known about it.
     """
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    device = held[0].device if held else None
     few: list[list[Tensor]] = []
     more: list[list[Tensor]] = []
     for group in optimizer.param_groups:
         kinds = sorted({parameter.ndim for parameter in group["params"]}) or [2]
-        few.append([torch.ones((4, 3, *[2] * n)[:n], dtype=torch.float64) for n in kinds])
+        # Some options (capturable) are for an accelerator alone.
+        few.append(
+            [torch.ones((4, 3, *[2] * n)[:n], dtype=torch.float64, device=device) for n in kinds]
+        )
         more.append([*few[-1], *few[-1]])
 
     def gradients(groups: Sequence[Sequence[Tensor]], step: int) -> list[list[Tensor]]:
         # The others' gradients are larger, and more so with each step.
         return [
             [
-                _drawn(tensor.shape, 100 * step + i) * (1.0 if i < len(own) else 10.0**step)
+                _drawn(tensor.shape, 100 * step + i).to(tensor.device)
+                * (1.0 if i < len(own) else 10.0**step)
                 for i, tensor in enumerate(group)
             ]
             for group, own in zip(groups, few, strict=True)
@@ -170,13 +177,13 @@ def _looks_across(optimizer: Optimizer) -> bool:
     try:
         alone = _updates(optimizer, few, partial(gradients, few))
         together = _updates(optimizer, more, partial(gradients, more))
+        return any(
+            _difference(a, b) > TOLERANCE
+            for one, both in zip(alone, together, strict=True)
+            for a, b in zip(one, both, strict=False)
+        )
     except Exception:
         return False
-    return any(
-        _difference(a, b) > TOLERANCE
-        for one, both in zip(alone, together, strict=True)
-        for a, b in zip(one, both, strict=False)
-    )
 
 
 def _problem_on_shards(optimizer: Optimizer, mesh: DeviceMesh, where: str) -> str:

@@ -79,20 +79,24 @@ class AdaptiveClip(ClipMode):
             self.tally.add(ratios.where(present, math.nan), 1.0)
         for piece, (weight, length) in zip(pieces, lengths, strict=True):
             gradient = piece.gradient
-            if gradient is None or length.numel() == 0:
+            if length.numel() == 0 or (gradient is None and not piece.cut):
                 continue
             ratio = length / weight.clamp(min=self.eps)
             peak = transfer.read(ratio.amax())
             held = piece.holders * math.prod(group.size() for group in piece.cut)
             if not piece.scattered:
-                units = units + length.numel() / held
+                # Without a gradient here, a cut unit counts where other ranks have one.
+                counted = length.numel() if gradient is not None else transfer.count(length > 0)
+                units = units + counted / held
                 if self.tally is not None:
-                    self.tally.add(ratio, 1 / held)
+                    there = ratio if gradient is not None else ratio.where(length > 0, math.nan)
+                    self.tally.add(there, 1 / held)
                 peaks.append(peak)
             if not isinstance(peak, Tensor) and peak <= self.limit:
                 continue
             over = ratio > self.limit
-            piece.units.view(gradient).mul_(torch.where(over, self.limit / ratio, 1.0))
+            if gradient is not None:
+                piece.units.view(gradient).mul_(torch.where(over, self.limit / ratio, 1.0))
             if not piece.scattered:
                 changed = changed + transfer.count(over) / held
         highest = combine(peaks or [0.0], math.inf)

@@ -110,6 +110,31 @@ def test_two_ranks_clip_like_one(mode, norm_type, kept):
 
 
 @pytest.mark.parametrize("kept", [False, True])
+def test_a_cut_unit_counts_whole_where_one_rank_has_no_gradient_for_it(kept):
+    made = whole()
+    made["columns"].grad[:, 4:] = 0.0
+
+    def body(ranks):
+        held = pieces(made, ranks)
+        if ranks.rank() == 1:
+            held[1].param.grad = None
+        layout = Layout(held, ranks)
+        clipper = build("adaptive", threshold=MODES["adaptive"], exclude=())
+        clipper.bind(layout)
+        return tuple(map(float, clipper.clip(layout, total_norm(layout))))
+
+    if kept:
+        with kept_on_device():
+            ranks = Ranks(2).run(body)
+    else:
+        ranks = Ranks(2).run(body)
+    wanted, _ = in_one(made, "adaptive", 2.0)
+    assert 0.0 < wanted[4] < 1.0
+    for outcome in ranks:
+        assert outcome == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("mode", ["value", "adaptive"])
 def test_where_nothing_is_clipped_the_coefficient_is_one(mode, kept):
     made = whole(scale=1e-3)

@@ -11,6 +11,7 @@ from typing import Protocol
 from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from runner.clip.layout import Layout
@@ -56,6 +57,11 @@ def clip_boosted(given: nn.Module | list[Tensor], mode: ClipMode) -> Outcome | N
     Raises:
         ValueError: the gradients cannot be clipped as asked; the message says what to write.
     """
+    for module in given.modules() if isinstance(given, nn.Module) else ():
+        if isinstance(module, FSDPModule):
+            # A forward pass after the backward pass may have gathered other parameters than those
+            # that have the gradients.
+            module.reshard()
     parameters = list(given.parameters()) if isinstance(given, nn.Module) else given
     found = [_known(parameter) for parameter in parameters]
     if isinstance(given, nn.Module) and given in _clippers:

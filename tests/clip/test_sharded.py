@@ -10,6 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from runner import apply_gradient_clipping
+from runner.booster import Booster
+from runner.booster.plugin import LowLevelZeroPlugin
 from tests.ranks import run_ranks
 
 MODES = ("norm", "value", "adaptive")
@@ -41,6 +43,26 @@ def both():
     found = [(clipped(alone, mode), clipped(sharded, mode)) for mode in MODES]
     dist.barrier()
     return found
+
+
+def evaluated_before_clipping():
+    """The norm with a forward pass between backward pass and clipping, and without."""
+    norms = []
+    for evaluates in (False, True):
+        booster, model = Booster(plugin=LowLevelZeroPlugin(stage=2)), network()
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        inputs = torch.arange(20.0, dtype=torch.float64).view(4, 5).sin()
+        booster.backward(boosted(inputs).square().mean(), optimizer)
+        if evaluates:
+            with torch.no_grad():
+                boosted(inputs)
+        norms.append(float(apply_gradient_clipping(boosted, "norm", 0.01).norm))
+    return norms
+
+
+def test_a_boosted_model_can_be_evaluated_before_it_is_clipped():
+    for without, evaluated in run_ranks(evaluated_before_clipping, 2):
+        assert evaluated == without > 0.01
 
 
 def test_a_model_sharded_by_hand_is_clipped_like_a_whole_one():

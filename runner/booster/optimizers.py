@@ -94,7 +94,8 @@ def require_safe(optimizer: Optimizer, spreads: Iterable[Spread], plugin: Plugin
     listed = list(spreads)
     if type(optimizer) in ELEMENTWISE or all(each.layout.group is None for each in listed):
         return
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [torch.cuda.current_device()] if started else []
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         problem = _problem(optimizer, listed, type(plugin).__name__)

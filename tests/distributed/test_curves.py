@@ -36,6 +36,7 @@ def both(model: str, plugin: str) -> dict[str, Any]:
     return {optimizer: curves(optimizer, model, plugin) for optimizer in OPTIMIZERS}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("plugin", "world"), WHERE)
 def test_t17_twenty_steps_follow_the_curves_of_one_process(plugin, world):
     model = WHERE[plugin, world]

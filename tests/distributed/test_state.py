@@ -45,6 +45,7 @@ def whole_of(plugin, model):
     return made.booster.state_dict(made.model)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
 def test_the_first_ranks_weights_are_everybodys_and_whole_again(plugin, world):
     model = FAMILIES[plugin, world]

@@ -165,7 +165,8 @@ class OptimizerWrapper:
         """Note that a backward pass was run."""
         held = self.accumulating or self._held
         self.stage = Stage.ACCUMULATING if held else Stage.READY
-        self._separate()
+        if self._shares is not False:
+            self._separate()
 
     def watch(self, output: Tensor, held: bool) -> None:
         """Note the backward pass through an output of the model, also a plain ``loss.backward()``.
@@ -289,9 +290,7 @@ class OptimizerWrapper:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
-        # Also those of parameters that no group of the optimizer holds: they would pile up.
+        # All parameters, also those that no group of an optimizer holds: they would pile up.
         for piece in self.layout.pieces:
             if set_to_none:
                 piece.param.grad = None
@@ -400,14 +399,15 @@ class OptimizerWrapper:
 
     def _make_final(self) -> None:
         if not self._final:
-            self._separate()
+            if self._shares is not False:
+                self._separate()
             self._finish()
             self._final = True
 
     @torch.no_grad()
     def _separate(self) -> None:
         """Separate gradients that share memory, if the first backward pass made any."""
-        if self._shares is not False and (self._shares or self._has_gradients()):
+        if self._shares or self._has_gradients():
             self._shares = self.layout.separate_gradients() or self._shares is True
 
     def _has_gradients(self) -> bool:

@@ -212,7 +212,6 @@ class OptimizerWrapper:
         outcome = mode.clip(self.layout, norm)
         return outcome.unless(self._finite) if isinstance(self._finite, Tensor) else outcome
 
-    @torch.no_grad()
     def begin_clip(self) -> None:
         """Make the gradients ready to be clipped: synchronised and unscaled.
 

@@ -166,6 +166,7 @@ def wandb_exit_code(folder):
     return json.loads(said.stdout)["exit_code"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("fault", "rank", "cause"),
     [
@@ -206,6 +207,7 @@ def test_a_rank_that_fails_ends_the_run(environment, fault, rank, cause):
             os.killpg(started.pid, signal.SIGKILL)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [

@@ -44,6 +44,7 @@ def run(words, environment):
     return done.stdout + done.stderr
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("ranks", "precision"), [(1, "fp32"), (2, "fp32"), (2, "fp16")])
 def test_colossal_booster(cifar, ranks, precision):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -6,7 +6,18 @@ from torch import nn
 
 from runner import apply_gradient_clipping
 from runner.booster import Booster, LossScale, StepOrderError
-from tests.against_torch.plain import PLUGINS, backward, batch, clip, mean_square, network, off
+from runner.booster.plugin import MoeHybridParallelPlugin
+from tests.against_torch import together
+from tests.against_torch.plain import (
+    PLUGINS,
+    backward,
+    batch,
+    clip,
+    mean_square,
+    network,
+    off,
+    part,
+)
 from tests.ranks import run_ranks
 
 STEPS = 3
@@ -134,6 +145,42 @@ def test_over_two_ranks():
 
 def test_over_four_ranks():
     check(run_ranks(everything, 4, ["tensor_data", "pipeline_data", "hybrid"]))
+
+
+def experts(plugin):
+    """Norms and weights of a mixture of experts: in plain PyTorch without a plugin."""
+    [raw] = together.models("moe")
+    model, optimizer, booster = raw, adamw(raw), None
+    if plugin is not None:
+        booster = Booster(plugin=plugin)
+        model, optimizer, *_ = booster.boost(raw, optimizer)
+    norms = []
+    for pair in together.batches(STEPS):
+        if booster is None:
+            together.cross_entropy(raw(pair[0]), pair[1]).backward()
+            norms.append(together.clip(list(raw.parameters())))
+        else:
+            inputs, targets = (part(booster.plugin, whole) for whole in pair)
+            booster.backward(together.cross_entropy(model(inputs), targets), optimizer)
+            norms.append(apply_gradient_clipping(model, "norm", together.THRESHOLD).norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return (raw.state_dict() if booster is None else booster.state_dict(model)), norms
+
+
+def experts_over_ranks():
+    return [experts(MoeHybridParallelPlugin(zero_stage=stage)) for stage in (0, 1)]
+
+
+def test_experts_over_two_ranks():
+    wanted, norms = experts(None)
+    ranks = run_ranks(experts_over_ranks, 2)
+    for rank, trained in enumerate(ranks):
+        for weights, found in trained:
+            assert found == pytest.approx(norms, rel=1e-9)
+            for name in wanted if rank == 0 else ():
+                # Absolute: the bias of keys stays near zero.
+                assert float((weights[name] - wanted[name]).abs().max()) < 1e-9, name
 
 
 def test_in_one_process_parts_can_be_clipped():

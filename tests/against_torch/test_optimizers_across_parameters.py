@@ -98,6 +98,7 @@ REFUSED = {
     "zero1": {"lamb", "global", "lbfgs"},
     "pipeline": {"lamb", "global", "lbfgs"},
     "fsdp": {"adafactor", "adamp", "novograd", "lbfgs"},
+    "zero3": {"adafactor", "adamp", "novograd", "lbfgs"},
     "tensor": {"adafactor", "adamp", "novograd", "lbfgs"},
 }
 

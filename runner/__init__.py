@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from runner.booster import (
         Booster,
-        CosineAnnealingLR,
         HybridParallelPlugin,
         LowLevelZeroPlugin,
         MoeHybridParallelPlugin,
@@ -19,19 +18,19 @@ if TYPE_CHECKING:
         TensorParallelPlugin,
         TorchDDPPlugin,
         TorchFSDPPlugin,
-        get_dist_logger,
-        launch_from_torch,
     )
     from runner.clip import GradientClipping, apply_gradient_clipping
+    from runner.launch.process_group import get_dist_logger, launch_from_torch
     from runner.models import Classifier
-    from runner.train import Trainer
+    from runner.optim.schedulers import CosineAnnealingLR
+    from runner.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Booster": "runner.booster",
     "Classifier": "runner.models",
-    "CosineAnnealingLR": "runner.booster",
+    "CosineAnnealingLR": "runner.optim.schedulers",
     "GradientClipping": "runner.clip",
     "HybridParallelPlugin": "runner.booster",
     "LowLevelZeroPlugin": "runner.booster",
@@ -40,10 +39,10 @@ _HOME = {
     "TensorParallelPlugin": "runner.booster",
     "TorchDDPPlugin": "runner.booster",
     "TorchFSDPPlugin": "runner.booster",
-    "Trainer": "runner.train",
+    "Trainer": "runner.train.trainer",
     "apply_gradient_clipping": "runner.clip",
-    "get_dist_logger": "runner.booster",
-    "launch_from_torch": "runner.booster",
+    "get_dist_logger": "runner.launch.process_group",
+    "launch_from_torch": "runner.launch.process_group",
 }
 
 __all__ = [

@@ -1,4 +1,4 @@
-from runner.start import start
+from runner.cli.main import start
 
 if __name__ == "__main__":
     raise SystemExit(start())

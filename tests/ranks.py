@@ -23,7 +23,7 @@ PRELOAD = [
     "torch.distributed.pipelining",
     # The first optimizer imports it, which takes each rank as long as a short training.
     "torch._dynamo",
-    "runner.train",
+    "runner.train.trainer",
 ]
 
 

@@ -14,14 +14,10 @@ from runner.booster.plugin import (
     TorchFSDPPlugin,
 )
 from runner.booster.precision import LossScale, ModelWrapper
-from runner.booster.process_group import get_dist_logger, launch_from_torch
-from runner.booster.schedule import CosineAnnealingLR, LinearWarmupCosineLR
 
 __all__ = [
     "Booster",
-    "CosineAnnealingLR",
     "HybridParallelPlugin",
-    "LinearWarmupCosineLR",
     "LossScale",
     "LowLevelZeroPlugin",
     "ModelWrapper",
@@ -35,6 +31,4 @@ __all__ = [
     "TensorParallelPlugin",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
-    "get_dist_logger",
-    "launch_from_torch",
 ]

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.booster import joint
+from runner.booster.loss import WindowLoss
 from runner.booster.optimizer import Nonfinite, OptimizerWrapper, nothing
 from runner.booster.optimizers import require_safe
-from runner.booster.parallel.gathering import gathered, load
-from runner.booster.parallel.sharding import give_back
 from runner.booster.plugin import Plugin, SinglePlugin, TorchDDPPlugin
 from runner.booster.precision import LossScale, ModelWrapper, dtype_of
 from runner.booster.prepare import compiled_in_place, require_dense
 from runner.clip import Layout
 from runner.clip.boosted import register
-from runner.loss import WindowLoss
+from runner.parallel.full_state_dict import gathered, load
+from runner.parallel.sharding import give_back
 
 _wrappers: WeakKeyDictionary[nn.Module, ReferenceType[ModelWrapper]] = WeakKeyDictionary()
 """The wrapper of each user's model that was boosted."""
@@ -178,7 +178,7 @@ class Booster:
                 pipeline.
             model: the boosted model.
             criterion: loss of (outputs, targets). The mean is taken over the items of all
-                microbatches, as :class:`runner.loss.WindowLoss` counts them; with
+                microbatches, as :class:`runner.booster.loss.WindowLoss` counts them; with
                 ``reduction="sum"`` nothing divides it.
             optimizer: the boosted optimizer. None: forward passes alone.
             return_loss: whether the loss is wanted.
@@ -190,7 +190,7 @@ class Booster:
             so are its gradients: other data-parallel ranks may wait for this one.
 
         Raises:
-            runner.loss.BatchError: the batch is not a pair (inputs, targets).
+            runner.booster.loss.BatchError: the batch is not a pair (inputs, targets).
             RuntimeError: the model is not cut into stages.
             StepOrderError: the gradients of this step were made final or clipped already.
         """

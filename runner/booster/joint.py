@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
-from runner.booster.parallel.stages import SPLITS_BACKWARD
-from runner.booster.parallel.sync import Replicas, alike, average
 from runner.booster.plugin import Plugin, Spread
 from runner.clip import Layout
+from runner.parallel.gradient_sync import Replicas, alike, average
+from runner.parallel.stages import SPLITS_BACKWARD
 
 CRITERION = "criterion."
 """Prefix of the names of a criterion's parameters."""

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from runner.booster.optimizer import OptimizerWrapper
-    from runner.booster.parallel.pipeline import Pipeline
+    from runner.parallel.pipeline import Pipeline
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

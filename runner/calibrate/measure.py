@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from runner import build
 from runner.calibrate.distribution import warm_up
 from runner.clip import ClipMode
 from runner.clip.tally import HIGHEST, LOWEST, Tally
 from runner.config.duration import Duration
 from runner.config.schema import RunConfig
-from runner.job import make_trainer
-from runner.telemetry.sink import Sink
+from runner.telemetry.sinks.sink import Sink
+from runner.train import build
+from runner.train.job import make_trainer
 
 NEVER = 1e30
 """A threshold that no gradient of a training that goes on reaches, and that float32 can hold."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from runner.config import recipes
+from runner.compose import recipes
 from runner.config.folders import find
 
 NEAREST = 4

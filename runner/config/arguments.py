@@ -3,7 +3,7 @@
 The files of ``conf/`` show a usual value for every argument of the targets they name. A text where
 the file has a number, or a negative number where it has none, is a mistake that the target itself
 would answer late, under another name, or not at all. A target that no file names is judged by its
-own signature once torch is imported (`runner.refused`).
+own signature once torch is imported (`runner.train.refused`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from runner.config.duration import Duration
 from runner.config.folders import options
-from runner.config.parallel import Plugin, pipeline_microbatches
+from runner.config.plugin_section import Plugin, pipeline_microbatches
 from runner.config.problem import Conflict
 from runner.config.rules import (
     dotted_name,
@@ -221,7 +221,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Calibrate:
-    """What `python -m runner.calibrate` does; a run takes no notice."""
+    """What `python -m runner calibrate` does; a run takes no notice."""
 
     steps: Annotated[int, integer(2), "optimizer steps to measure, unclipped"]
     warmup_steps: Annotated[
@@ -239,7 +239,7 @@ class Calibrate:
 
 @dataclass(frozen=True)
 class Verify:
-    """What `python -m runner.verify` does; a run takes no notice."""
+    """What `python -m runner verify` does; a run takes no notice."""
 
     steps: Annotated[int, integer(1), "optimizer steps to compare"]
     dtype: Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from runner.config.nearest import or_list
 
 if TYPE_CHECKING:
-    from runner.config.parallel import Plugin
+    from runner.config.plugin_section import Plugin
 
 
 class Sizes(NamedTuple):

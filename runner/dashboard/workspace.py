@@ -1,7 +1,7 @@
 """What the workspace shows: the sections of ``report.html`` as panels of wandb.
 
-Every metric named here stands in a run's rows, its summary or its config exactly as
-:class:`runner.telemetry.wandb_sink.WandbSink` records them; the tests hold this against a run.
+Every metric named here is in a run's rows, its summary or its configuration, as
+:class:`runner.telemetry.sinks.wandb_sink.WandbSink` records them. Tests compare it with a run.
 """
 
 from __future__ import annotations

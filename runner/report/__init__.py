@@ -1,6 +1,6 @@
 """The page that answers: reads the folder of a run or of a sweep, writes one ``report.html``.
 
-    python -m runner.report FOLDER [--open]
+    python -m runner report FOLDER [--open]
 
 It reads files alone, of runs that finished, failed, were killed, or still go on, and imports
 nothing else of this project.

@@ -39,7 +39,7 @@ def origin(sweep: Sweep) -> Markup:
 
 
 def _commands(sweep: Sweep) -> Markup:
-    again = shlex.join(["python", "-m", "runner.report", _shown(sweep.folder)])
+    again = shlex.join(["python", "-m", "runner", "report", _shown(sweep.folder)])
     return join(
         [
             tag("p", "Made by"),

@@ -4,9 +4,9 @@ The record, ``sweep.json``, and the folders of the runs are the only truth, so t
 killed, and runs that a launcher starts in other processes, are understood alike.
 """
 
+from runner.run_folder.objective import objective_of
 from runner.sweep.control import conduct
 from runner.sweep.job import run_job
-from runner.sweep.objective import objective_of
 from runner.sweep.record import Entry, SweepRecord
 from runner.sweep.resume import lay_out
 

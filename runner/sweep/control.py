@@ -13,14 +13,14 @@ from typing import NoReturn
 
 from filelock import FileLock, Timeout
 
-from runner.config.compose import Job, Request
+from runner.compose.jobs import Sweep
+from runner.compose.request import Job, Request
 from runner.config.problem import Interrupted, Problem, RequestError
-from runner.config.sweeps import Sweep
-from runner.start import print_line
+from runner.launch.page import write_page
 from runner.sweep import live
-from runner.sweep.page import write_page
 from runner.sweep.record import Entry, SweepRecord, changed, now
 from runner.sweep.resume import EARLIER, finished_search, lay_out, look, move_aside
+from runner.telemetry.sinks.console import print_line
 
 _RELEASED = 8
 """Seconds in which the helpers of a killed sweep end and let go of its folder."""

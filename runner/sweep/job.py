@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from runner.config.identity import config_hash
-from runner.start import print_line
+from runner.launch.page import write_page
 from runner.sweep import live
-from runner.sweep.page import write_page
 from runner.sweep.record import Entry, SweepRecord, changed
 from runner.sweep.resume import look
+from runner.telemetry.sinks.console import print_line
 
 _LONGEST_TAG = 64  # wandb's own limit
 

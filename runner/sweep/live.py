@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from statistics import mean
 
 from runner.config.plural import plural
-from runner.sweep.objective import best
-from runner.sweep.record import Entry, SweepRecord
+from runner.sweep.record import Entry, SweepRecord, best
 
 _LONGEST_ERROR = 80
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -11,9 +12,9 @@ from typing import Any
 
 from filelock import FileLock
 
-from runner.config.sweeps import RECORD
-from runner.telemetry.jsonl import decode, encode
-from runner.telemetry.record import write_text
+from runner.compose.jobs import RECORD
+from runner.run_folder.rows import decode, encode
+from runner.run_folder.status import write_text
 
 
 @dataclass
@@ -149,3 +150,16 @@ def now() -> str:
 
 def _number(value: Any) -> float | None:
     return None if value is None else float(value)  # float() reads the words of strict JSON too
+
+
+def best(entries: Iterable[Entry], maximizes: bool) -> Entry | None:
+    """The finished run whose objective is best; None where none has a finite one."""
+    known = [
+        (entry.objective, entry)
+        for entry in entries
+        if entry.state == "finished"
+        and entry.objective is not None
+        and math.isfinite(entry.objective)
+    ]
+    choose = max if maximizes else min
+    return choose(known, key=lambda pair: pair[0])[1] if known else None

@@ -10,8 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from runner.config.compose import Request
-from runner.sweep.objective import objective_of
+from runner.compose.request import Request
+from runner.run_folder.objective import objective_of
 from runner.sweep.record import Entry, SweepRecord
 
 EARLIER = "earlier"

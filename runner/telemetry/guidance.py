@@ -4,7 +4,7 @@ The bounds are those in common use: a threshold that clips more than half of the
 "extremely aggressive", and a lower learning rate is the plainer way to the same end; the 90th
 percentile of the unclipped norms is a good start (Google Research, Deep Learning Tuning Playbook,
 https://github.com/google-research/tuning_playbook). What clipping does to a step depends on the
-optimizer, see :mod:`runner.telemetry.optimizers`.
+optimizer, see :mod:`runner.optim.effects`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from runner.telemetry.optimizers import PLAIN, Effect
+from runner.optim.effects import PLAIN, Effect
 
 FEWEST = 50
 """Steps below which nothing is said about a threshold."""
@@ -193,7 +193,7 @@ def _start(peak: Mapping[str, float]) -> str:
 def _calibrate(setting: Setting) -> str:
     """Where to learn about single elements or units, of which a run keeps only the largest."""
     return (
-        "python -m runner.calibrate with the same overrides shows which threshold clips how large "
+        "python -m runner calibrate with the same overrides shows which threshold clips how large "
         f"a share of the {PARTS.get(setting.mode, 'gradient')}."
     )
 

@@ -17,7 +17,8 @@ import numpy as np
 from torch import Tensor
 
 from runner.clip import Number, Outcome, transfer
-from runner.telemetry.sink import Row, Sink
+from runner.run_folder.rows import Row
+from runner.telemetry.sinks.sink import Sink
 
 
 class Step(NamedTuple):

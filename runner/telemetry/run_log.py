@@ -1,7 +1,7 @@
 """What ``runner.log`` keeps of a run, for a person who wonders the day after.
 
-What ranks see for themselves, such as the device and the layout, is logged by :mod:`runner.job`.
-The environment is not logged: it may hold secrets.
+:mod:`runner.train.job` logs what each rank finds out, such as the device and the layout. The
+environment is not logged: it may hold secrets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.telemetry.sink import Row
+from runner.run_folder.rows import Row
 
 log = logging.getLogger("runner")
 
@@ -25,7 +25,7 @@ class RunLog:
     Args:
         folder: the run's own folder.
         overrides: of the run.
-        made_with: what :func:`runner.telemetry.provenance.provenance` returned.
+        made_with: what :func:`runner.run_folder.provenance.provenance` returned.
     """
 
     def __init__(

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner import Trainer, build
 from runner.booster import Plugin
 from runner.clip import ClipMode
 from runner.config.schema import RunConfig
-from runner.telemetry.sink import Row, Sink
+from runner.run_folder.rows import Row
+from runner.telemetry.sinks.sink import Sink
+from runner.train import build
+from runner.train.trainer import Trainer
 from runner.verify import naive, setting, watch
 from runner.verify.comparison import (
     Compared,

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
-from runner import build
 from runner.booster import Booster, NonFiniteGradient, OptimizerWrapper
+from runner.booster.loss import WindowLoss
 from runner.clip import ClipMode, total_norm
 from runner.config.schema import RunConfig
 from runner.data import DealtBatches
-from runner.loss import WindowLoss
+from runner.train import build
 from runner.verify.comparison import Figures
 from runner.verify.setting import Collate, dtype_of, make_model, make_optimizer
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from runner.config.schema import RunConfig
-from runner.telemetry.sink import Row
+from runner.run_folder.rows import Row
 from runner.verify.comparison import Compared, Naive, Step
 
 

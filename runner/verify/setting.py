@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from runner import build
 from runner.clip import ClipMode
 from runner.config.schema import RunConfig
 from runner.data.dataset import collate_pairs
+from runner.train import build
 
 NEVER = 1e30
 """A threshold that no gradient reaches, and that float32 can hold."""

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from runner import Trainer, build
 from runner.booster import Plugin
-from runner.booster.parallel.gathering import gathered
 from runner.clip import ClipMode, Layout, Number, Outcome, Piece
 from runner.config.duration import Duration
 from runner.config.schema import RunConfig
-from runner.telemetry.sink import Sink
+from runner.parallel.full_state_dict import gathered
+from runner.telemetry.sinks.sink import Sink
+from runner.train import build
+from runner.train.trainer import Trainer
 from runner.verify import naive
 from runner.verify.comparison import Figures, Naive
 from runner.verify.setting import Collate, dtype_of, make_model, make_optimizer

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from runner import build, plan
-from runner.calibrate.command import main as calibrate
 from runner.calibrate.measure import end_of
-from runner.config.compose import request
+from runner.cli import plan
+from runner.cli.calibrate import main as calibrate
+from runner.compose.request import request
+from runner.train import build
 
 SAMPLES, BATCH, EPOCHS = 144, 8, 2
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from runner import GradientClipping, Trainer
 from runner.data.dataset import TensorPairs, collate_pairs
-from runner.telemetry.jsonl import JsonlSink
+from runner.run_folder.rows import JsonlSink
 
 STEPS, BATCH, THRESHOLD = 200, 64, 0.25
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from runner.clip import Layout, Outcome, apply_gradient_clipping, build, total_norm
 from runner.telemetry.meter import Meter, Step
-from tests.test_train import fit, parts
+from tests.train.test_trainer import fit, parts
 
 torch.set_num_threads(1)
 

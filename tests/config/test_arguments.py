@@ -8,9 +8,9 @@ from importlib import import_module
 import pytest
 import yaml
 
+from runner.compose.request import request
 from runner.config.arguments import rule_like, usual
 from runner.config.check import examine
-from runner.config.compose import request
 from runner.config.folders import find, options
 
 OPEN = ("optimizer", "scheduler", "model", "data")

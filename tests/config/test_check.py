@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import runner
+from runner.compose.request import request
 from runner.config.check import examine, keys_of, owned_keys, parse, unknown_key
-from runner.config.compose import request
 from runner.config.duration import Duration
 from runner.config.problem import RequestError
 

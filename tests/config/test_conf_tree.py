@@ -6,9 +6,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from runner.config.compose import request
+from runner.compose.request import request
 from runner.config.folders import find, options
-from runner.config.parallel import USES
+from runner.config.plugin_section import USES
 
 FILES = sorted(find("conf").glob("*/*.yaml"))
 OWNED = ["plugin", "clip", "accumulation", "precision", "tracker"]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from runner.config.compose import request
+from runner.compose.request import request
 from runner.config.folders import options
 from runner.config.sizes import SizeError, least_ranks, may_grow, sizes
 

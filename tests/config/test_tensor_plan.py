@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
+from runner.compose.request import request
 from runner.config.check import parse
-from runner.config.compose import request
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError
 from runner.config.tensor_plan import STYLES, settled
@@ -73,17 +73,18 @@ def test_the_other_process_that_composes_settles_the_same(tmp_path):
 
 
 def test_a_run_is_handed_the_plan_that_was_checked(tmp_path, monkeypatch):
-    from runner import cli, launch
+    from runner.cli import run as cli
+    from runner.launch import supervise
 
     handed = []
 
     def run(plain, folder, words):
         handed.append(plain)
-        return launch.Ended(0)
+        return supervise.Ended(0)
 
     monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
     monkeypatch.setattr(cli, "check_jobs", lambda jobs: handed.append(jobs[0].plain))
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(supervise, "run", run)
     (tmp_path / "plan.yaml").write_text(TEXT)
     assert cli.main(["plugin=tensor", f"plugin.tp_plan={tmp_path}/plan.yaml"]) == 0
     checked, started = handed

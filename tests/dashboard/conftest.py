@@ -89,11 +89,11 @@ def start_server(environment: Environment) -> Iterator[Callable[..., Any]]:
 def dashboard(
     environment: Environment, tmp_path: Path
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs `python -m runner.dashboard` with these words."""
+    """Runs `python -m runner dashboard` with these words."""
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "runner.dashboard", *words],
+            [sys.executable, "-m", "runner", "dashboard", *words],
             cwd=tmp_path,
             env=environment,
             capture_output=True,

@@ -1,4 +1,4 @@
-"""``python -m runner.dashboard`` saves the workspace, or writes it to a file and says so."""
+"""``python -m runner dashboard`` saves the workspace, or writes it to a file and says so."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_without_wandb_workspaces_the_message_names_the_extra(
 ) -> None:
     program = (
         "import sys; sys.modules['wandb_workspaces'] = None\n"
-        "from runner.dashboard.__main__ import main\n"
+        "from runner.cli.dashboard import main\n"
         "sys.exit(main([]))"
     )
     done = subprocess.run(

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner.booster import Booster, LossScale, Plugin, SinglePlugin
-from runner.booster.parallel.gathering import gathered
 from runner.booster.plugin import HybridParallelPlugin, TensorParallelPlugin
 from runner.clip import Outcome, build
+from runner.parallel.full_state_dict import gathered
 from tests.distributed.cases import PLUGINS as CASE_PLUGINS
 from tests.distributed.odd_models import BATCH, batch_for, make
 from tests.ranks import run_ranks

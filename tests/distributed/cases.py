@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from runner import Trainer
 from runner.booster import LossScale, Plugin, SinglePlugin
-from runner.booster.parallel.gathering import gathered
 from runner.booster.plugin import (
     HybridParallelPlugin,
     LowLevelZeroPlugin,
@@ -25,6 +24,7 @@ from runner.clip import build
 from runner.data.dataset import TensorPairs
 from runner.models.gpt import GPT
 from runner.models.mixture import MixtureGPT
+from runner.parallel.full_state_dict import gathered
 from tests.distributed.training import Rows, images, network, tokens
 
 BATCH = 12

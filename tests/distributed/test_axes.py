@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch.distributed as dist
 
-from runner.booster.parallel.axes import Axes, Sizes, position
+from runner.parallel.mesh import Axes, Sizes, position
 from tests.ranks import run_ranks
 
 

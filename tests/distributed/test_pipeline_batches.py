@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from runner.booster.parallel.pipeline import Pipeline, Stage
-from runner.booster.parallel.stages import Part
 from runner.booster.plugin import HybridParallelPlugin
+from runner.parallel.pipeline import Pipeline, Stage
+from runner.parallel.stages import Part
 from tests.distributed.by_hand import NORM, Loop, cross_entropy, unlike
 from tests.distributed.cases import MODELS
 from tests.distributed.odd_models import batch_for

@@ -7,15 +7,10 @@ import torch
 from torch import nn
 
 from runner.booster import Booster
-from runner.booster.parallel.gathering import gathered
-from runner.booster.parallel.stages import (
-    CutError,
-    cut,
-    keep,
-    untie,
-)
 from runner.booster.plugin import HybridParallelPlugin, PipelineParallelPlugin
 from runner.clip import apply_gradient_clipping
+from runner.parallel.full_state_dict import gathered
+from runner.parallel.stages import CutError, cut, keep, untie
 from tests.distributed.by_hand import unlike
 from tests.distributed.odd_models import make
 from tests.ranks import run_ranks

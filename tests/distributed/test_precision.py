@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.booster import LossScale
-from runner.booster.parallel.gathering import gathered
 from runner.clip import ClipMode, Outcome, build
 from runner.clip.layout import local
 from runner.data.dataset import IGNORED
+from runner.parallel.full_state_dict import gathered
 from tests.distributed import cases
 from tests.distributed.cases import FAMILIES, MODELS, Case, trainer, uneven, unlike
 from tests.distributed.training import Rows

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from runner.booster import Booster, CosineAnnealingLR
-from runner.booster.parallel.gathering import gathered
+from runner import CosineAnnealingLR
+from runner.booster import Booster
 from runner.booster.plugin import (
     HybridParallelPlugin,
     LowLevelZeroPlugin,
@@ -17,6 +17,7 @@ from runner.booster.plugin import (
 )
 from runner.clip import Layout, apply_gradient_clipping, total_norm
 from runner.data.dataset import TensorPairs
+from runner.parallel.full_state_dict import gathered
 from tests.distributed.by_hand import Loop, cross_entropy, unlike
 from tests.distributed.odd_models import SHAPE, batch_for, make
 from tests.ranks import run_ranks

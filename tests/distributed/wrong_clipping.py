@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate
 import runner.booster.optimizer as optimizer_module
 import runner.booster.plugin.hybrid as hybrid
 from runner.booster.optimizer import OptimizerWrapper, nothing
-from runner.booster.parallel import exchange, sync
-from runner.booster.parallel.agreement import Agreement
 from runner.clip import Layout, Number, Outcome, Piece, adaptive, layout, measure, norm
 from runner.clip.mode import ClipMode
+from runner.parallel import collectives as exchange
+from runner.parallel import gradient_sync as sync
+from runner.parallel.replica_check import Agreement
 
 
 @contextmanager

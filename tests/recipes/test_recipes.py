@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from runner.config import recipes
-from runner.config.compose import help_text, request
+from runner.compose import recipes
+from runner.compose.request import help_text, request
 from runner.config.folders import find
 
 RECIPES = {recipe.name: recipe for recipe in recipes.read_all()}
@@ -125,8 +125,8 @@ def test_threshold_mode_and_optimizer_are_the_published_ones(name):
 def test_adaptive_recipes_leave_the_last_linear_weight_out(name):
     torch = pytest.importorskip("torch")
     pytest.importorskip("timm")
-    from runner import build
     from runner.clip import Layout
+    from runner.train import build
 
     found = config(f"recipe={name}")
     assert (found.clip.exclude, found.clip.eps) == ("auto", 1e-3)

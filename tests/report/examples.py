@@ -34,7 +34,7 @@ def config(**changes: Any) -> dict[str, Any]:
         "model": {"_target_": "runner.models.cnn", "width": 32},
         "data": {"_target_": "runner.data.digits", "batch_size": 32},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9},
-        "scheduler": {"_target_": "runner.booster.CosineAnnealingLR"},
+        "scheduler": {"_target_": "runner.optim.schedulers.CosineAnnealingLR"},
         "tracker": {"name": "wandb", "mode": "auto", "tags": []},
         "train": {"max_duration": "15ep"},
         "log": {"interval": 1, "flush": 50},

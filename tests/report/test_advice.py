@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from runner.optim.effects import PLAIN, Effect
 from runner.report import read
 from runner.report.advice import advice
 from runner.report.findings import Findings, find
 from runner.report.verdict import remarks, verdict
 from runner.telemetry import guidance
-from runner.telemetry.optimizers import PLAIN, Effect
 from tests.report.examples import config, rows, write_run
 
 ADAM = Effect("AdamW", "normalized")

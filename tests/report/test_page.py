@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from runner.cli.report import main
 from runner.report import read_run, write
-from runner.report.__main__ import main
 from tests.report.examples import NORM, config, rows, sweep, troubled, write_run
 
 
@@ -139,9 +139,10 @@ def test_large_sweeps_stay_within_time_and_size(
 
 def test_reading_needs_neither_torch_nor_the_rest_of_the_project() -> None:
     code = (
-        "import sys, runner.report.__main__;"
+        "import sys, runner.cli.report;"
         "print(*{n.split('.')[0] for n in sys.modules} & {'torch', 'hydra', 'wandb', 'omegaconf'},"
-        "*(n for n in sys.modules if n.startswith('runner.') and n.split('.')[1] != 'report'))"
+        "*(n for n in sys.modules if n.startswith('runner.')"
+        "and n.split('.')[1] not in ('cli', 'report')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

@@ -3,8 +3,7 @@ import math
 import pytest
 
 from runner.sweep import live, objective_of
-from runner.sweep.objective import best
-from runner.sweep.record import Entry, SweepRecord
+from runner.sweep.record import Entry, SweepRecord, best
 
 
 def entry(number, state="finished", objective=None, seconds=10.0, error=None):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from runner import GradientClipping, Trainer
+from runner.optim.effects import Effect, effect_of
 from runner.telemetry.guidance import Setting, percent, remarks, sentences
-from runner.telemetry.optimizers import Effect, effect_of
-from tests.test_train import parts
+from tests.train.test_trainer import parts
 
 torch.set_num_threads(1)
 
@@ -19,7 +19,7 @@ LION = Effect("Lion", "sign")
 MUON = Effect("Muon", "orthogonalized")
 RPROP = Effect("Rprop", "sign only")
 CALIBRATE = (
-    "python -m runner.calibrate with the same overrides shows which threshold clips how large a "
+    "python -m runner calibrate with the same overrides shows which threshold clips how large a "
     "share of the "
 )
 UNSTABLE = (

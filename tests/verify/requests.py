@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from runner import build
+from runner.compose.request import request
 from runner.config.check import parse
-from runner.config.compose import request
+from runner.train import build
 from runner.verify.measure import execute
 from tests.verify import faulty_plugins
 

@@ -3,11 +3,11 @@ from itertools import islice
 import pytest
 import torch
 
-from runner import build
 from runner.booster import NonFiniteGradient
 from runner.booster.plugin import SinglePlugin
 from runner.config.check import parse
 from runner.data import DealtBatches
+from runner.train import build
 from runner.verify.reference import Dealt, Reference, Windows
 from runner.verify.setting import make_mode
 from tests.verify.requests import IMAGES, net, plain_of

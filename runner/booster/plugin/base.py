@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from runner.booster.optimizer import nothing
-from runner.booster.parallel.pipeline import Pipeline
 from runner.clip import Layout
 from runner.data.dataset import collate_pairs
 from runner.data.order import DealtBatches
+from runner.parallel.pipeline import Pipeline
 
 SHARD_BY_HAND = (
     "Let its __iter__ yield this rank's samples alone, itertools.islice(samples, plugin.data_rank, "

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runner.booster.parallel.sync import synchronise_batch_norm
 from runner.booster.plugin.base import Plugin, Spread, require_process_group
 from runner.clip import Layout
+from runner.parallel.gradient_sync import synchronise_batch_norm
 
 
 class TorchDDPPlugin(Plugin):

@@ -16,18 +16,19 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.booster.optimizer import nothing
-from runner.booster.parallel.axes import grid
-from runner.booster.parallel.hooks import require_no_post_accumulate
-from runner.booster.parallel.sharding import Sharding, give_back, shard, unsynchronised
-from runner.booster.parallel.sync import (
+from runner.booster.plugin.base import Plugin, Spread, require_process_group
+from runner.booster.precision import dtype_of
+from runner.clip import Layout
+from runner.parallel.gradient_sync import (
     GradientSync,
     ReplicatedBuffers,
     alike,
     synchronise_batch_norm,
 )
-from runner.booster.parallel.usage import Usage
-from runner.booster.plugin.base import Plugin, Spread, require_process_group
-from runner.clip import Layout
+from runner.parallel.hooks import require_no_post_accumulate
+from runner.parallel.mesh import grid
+from runner.parallel.sharding import Sharding, give_back, shard, unsynchronised
+from runner.parallel.usage import Usage
 
 
 class TorchFSDPPlugin(Plugin):
@@ -59,7 +60,7 @@ class TorchFSDPPlugin(Plugin):
         require_process_group("TorchFSDPPlugin")
         if self.world_size % dp_replicate:
             raise ValueError(f"{dp_replicate} replicas do not divide {self.world_size} ranks")
-        self.sharding = Sharding(reshard_after_forward, param_dtype, cpu_offload)
+        self.sharding = Sharding(reshard_after_forward, dtype_of(param_dtype), cpu_offload)
         self.dp_replicate = dp_replicate
         self.sync_batchnorm = sync_batchnorm
 

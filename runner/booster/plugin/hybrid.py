@@ -16,14 +16,26 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.booster.optimizer import nothing
-from runner.booster.parallel.agreement import Agreement, repeated
-from runner.booster.parallel.axes import Axes, Sizes, position
-from runner.booster.parallel.experts import mixtures, of_experts, spread_experts
-from runner.booster.parallel.hooks import post_accumulate_hooked, require_no_post_accumulate
-from runner.booster.parallel.partition import Partition
-from runner.booster.parallel.pipeline import Pipeline, Stage
-from runner.booster.parallel.sharding import Sharding, give_back, shard, unsynchronised
-from runner.booster.parallel.stages import (
+from runner.booster.plugin.base import Plugin, Spread, require_process_group
+from runner.booster.precision import dtype_of
+from runner.clip import Layout
+from runner.clip.head import head_weights
+from runner.parallel.experts import mixtures, of_experts, spread_experts
+from runner.parallel.gradient_sync import (
+    GradientSync,
+    Replicas,
+    ReplicatedBuffers,
+    Tied,
+    alike,
+    synchronise_batch_norm,
+)
+from runner.parallel.hooks import post_accumulate_hooked, require_no_post_accumulate
+from runner.parallel.mesh import Axes, Sizes, position
+from runner.parallel.partition import Partition
+from runner.parallel.pipeline import Pipeline, Stage
+from runner.parallel.replica_check import Agreement, repeated
+from runner.parallel.sharding import Sharding, give_back, shard, unsynchronised
+from runner.parallel.stages import (
     FILLS_EVERY_STAGE,
     STAGES_PER_RANK,
     CutError,
@@ -35,25 +47,8 @@ from runner.booster.parallel.stages import (
     stages_on,
     untie,
 )
-from runner.booster.parallel.sync import (
-    GradientSync,
-    Replicas,
-    ReplicatedBuffers,
-    Tied,
-    alike,
-    synchronise_batch_norm,
-)
-from runner.booster.parallel.tensor import (
-    PlanError,
-    check_heads,
-    check_sequence,
-    parallelize,
-    plan_of,
-)
-from runner.booster.parallel.usage import Usage
-from runner.booster.plugin.base import Plugin, Spread, require_process_group
-from runner.clip import Layout
-from runner.clip.head import head_weights
+from runner.parallel.tensor import PlanError, check_heads, check_sequence, parallelize, plan_of
+from runner.parallel.usage import Usage
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +67,7 @@ class HybridParallelPlugin(Plugin):
         zero_stage: 0: replicas. 1: optimizer state is partitioned over data parts. 2: gradients as
             well, 3: parameters as well (both by ``fully_shard``).
         sequence_parallel: split activations between split layers along the sequence.
-        tp_plan: patterns of module names and their styles (see ``runner.booster.parallel.tensor``);
+        tp_plan: patterns of module names and their styles (see ``runner.parallel.tensor``);
             by default the model's own.
         schedule: of pipeline stages: ``gpipe``, ``1f1b``, ``interleaved_1f1b`` or ``zero_bubble``.
         num_microbatches: parts that a batch is split into for the pipeline; by default as many as
@@ -150,7 +145,7 @@ class HybridParallelPlugin(Plugin):
         reshard = reshard_after_forward and zero_stage == 3
         if pp_size > 1 and schedule == "zero_bubble":
             reshard = False
-        self.sharding = Sharding(reshard, param_dtype, cpu_offload)
+        self.sharding = Sharding(reshard, dtype_of(param_dtype), cpu_offload)
         self.stage, self._part, tensor_part = position(self.rank, self.sizes)
         last = stages_on(self.stage, pp_size, schedule)[-1] == self.stage_count - 1
         self.speaks = tensor_part == 0 and (pp_size == 1 or last)

@@ -1,0 +1,1 @@
+"""The commands: one file each; overrides and flags in, an exit code out."""

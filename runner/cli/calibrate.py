@@ -1,0 +1,208 @@
+"""``python -m runner calibrate <the words of a run>``: words in, thresholds out.
+
+The words are those of ``python -m runner`` and are checked in the same way. Nothing is left under
+``outputs/runs``; ``calibrate.json`` is written to a folder of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from runner.calibrate import (
+    Histogram,
+    candidates,
+    distribution,
+    suggest,
+    suggest_by_parts,
+    would_clip,
+)
+from runner.calibrate.distribution import POINTS, warm_up
+from runner.calibrate.published import nearest
+from runner.calibrate.table import lines
+from runner.cli.checks import single, tell_version
+from runner.cli.exit_codes import guarded
+from runner.compose.request import Job
+from runner.config import Problem, RequestError
+from runner.config.folders import obstacle, outputs
+from runner.launch.environment import joins
+from runner.telemetry.sinks.console import print_line
+
+FILE = "calibrate.json"
+
+USAGE = """\
+python -m runner calibrate [GROUP=OPTION ...] [KEY=VALUE ...]
+
+Trains calibrate.steps optimizer steps without clipping, as the words say, throws the weights away,
+and tells how large the gradient was and which clip.threshold to begin with. clip=value and
+clip=adaptive are measured in their own units. `python -m runner --help` lists the words.
+
+  calibrate.steps=200          optimizer steps to measure
+  calibrate.warmup_steps=20    first steps to describe apart; a tenth by default
+  calibrate.output=FOLDER      where to write calibrate.json
+
+Exit codes: 0 measured   1 training failed   2 the request was wrong   130, 143 interrupted"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Calibrate for the words ``argv`` (``sys.argv[1:]`` by default).
+
+    Returns:
+        0, 1 where training failed, 2 where the request was wrong (one message on stderr, nothing
+        created), 130 where it was interrupted, 143 where it was terminated.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(functools.partial(_run, words))
+
+
+def _run(words: list[str]) -> int:
+    if "--help" in words or "-h" in words:
+        print(USAGE)
+        return 0
+    if "--version" in words:
+        return tell_version()
+    job = single(words, "a calibration")
+    folder = _folder(job)
+    from runner.calibrate.measure import end_of, execute
+    from runner.launch.dispatch import join, train
+    from runner.launch.failure import Failure, attempt
+    from runner.run_folder.rows import encode
+    from runner.run_folder.status import write_text
+    from runner.telemetry.sinks.terminal import TerminalSink
+
+    if joins():
+        return join(execute)
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = end_of(job.config).value
+    shown = TerminalSink(steps, job.config.log.flush, title="calibration")
+    measured = attempt(lambda: train(job.config, job.plain, folder, [shown], execute))
+    if isinstance(measured, Failure):
+        shown.close(None, measured.exit_code)
+        print_line(f"clip-runner: {measured.error}", sys.stderr)
+        return measured.exit_code
+    shown.close(None, 0)
+    found = describe(job, measured, words)
+    write_text(folder / FILE, encode(found, indent=2) + "\n")
+    print_line()
+    for line in lines(found):
+        _print(line)
+    print_line(f"\n{folder / FILE}")
+    return 0
+
+
+def describe(job: Job, measured: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """What ``calibrate.json`` holds.
+
+    Args:
+        job: what was asked for.
+        measured: from :func:`runner.calibrate.measure.execute`.
+        words: as typed.
+    """
+    clip = job.config.clip
+    mode = "norm" if clip.mode == "none" else clip.mode
+    norms, peaks = measured["norms"], measured["peaks"]
+    steps, first = len(norms), warm_up(len(norms), job.config.calibrate.warmup_steps)
+    parts = None if mode == "norm" else Histogram(**measured["parts"])
+    measure = distribution(peaks[first:])
+    suggested = suggest(measure) if parts is None else suggest_by_parts(mode, parts)
+    listed = candidates(mode, suggested, (*clip.what_if, clip.threshold))
+    near = nearest(mode, measured["kind"], suggested.start if suggested else None)
+    found: dict[str, Any] = {
+        "words": list(words),
+        "mode": mode,
+        "norm_type": clip.norm_type,
+        "steps": steps,
+        "warmup_steps": first,
+        "nonfinite": distribution(norms).nonfinite,
+        "loss": measured["loss"],
+        "norm": _apart(norms, first),
+    }
+    if parts is not None:
+        found["peak"] = _apart(peaks, first)
+        found["parts"] = {
+            "total": parts.total,
+            "nonzero": parts.nonzero,
+            **{f"p{point}": parts.largest(1 - point / 100) for point in POINTS},
+        }
+        found["would_clip_parts"] = {str(one): parts.share_above(one) for one in listed}
+    return found | {
+        "suggested": asdict(suggested) if suggested else None,
+        "would_clip": {str(threshold): would_clip(peaks, threshold) for threshold in listed},
+        "kind": measured["kind"],
+        "published": [
+            {**asdict(one), "would_clip": would_clip(peaks, one.threshold)}
+            | ({} if parts is None else {"would_clip_parts": parts.share_above(one.threshold)})
+            for one in near
+        ],
+        "next": commands(words, mode, suggested.start if suggested else None),
+        "norms": norms,
+        "peaks": peaks,
+    }
+
+
+def commands(words: Sequence[str], mode: str, start: float | None) -> dict[str, str]:
+    """The run, and the sweep, to type next; none without a threshold to begin with.
+
+    Args:
+        words: of the calibration.
+        mode: of clipping.
+        start: the threshold to begin with.
+    """
+    if start is None:
+        return {}
+    keys = [word.lstrip("+~").partition("=")[0] for word in words]
+    settled = ("clip", "clip.threshold", "clip.what_if")
+    kept = [
+        word
+        for word, key in zip(words, keys, strict=True)
+        if key not in settled and not key.startswith("calibrate.")
+    ]
+    grid = [float(f"{start * factor:.3g}") for factor in (0.25, 0.5, 1, 2, 4)]
+    base = [*kept, f"clip={mode}"]
+    others = ",".join(f"{x:g}" for x in grid if x != start)
+    run = ["python", "-m", "runner", *base, f"clip.threshold={start:g}", f"clip.what_if=[{others}]"]
+    each = ",".join(f"{x:g}" for x in grid)
+    sweep = ["python", "-m", "runner", "-m", *base, f"clip.threshold={each}"]
+    return {"run": shlex.join(run), "sweep": shlex.join(sweep)}
+
+
+def _apart(figures: Sequence[float], first: int) -> dict[str, Any]:
+    return {
+        "warm_up": asdict(distribution(figures[:first])),
+        "after_warm_up": asdict(distribution(figures[first:])),
+    }
+
+
+def _folder(job: Job) -> Path:
+    """The folder to write, which is not there yet or holds no calibration.
+
+    Raises:
+        RequestError: it cannot be written, or holds one.
+    """
+    given = job.config.calibrate.output
+    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
+    folder = Path(given).absolute() if given else outputs() / "calibrations" / name
+    message = obstacle(folder)
+    if message is None and (folder / FILE).exists():
+        message = f"holds an earlier calibration ({FILE}); choose another name or remove it"
+    if message is None:
+        return folder
+    key, value = ("calibrate.output", given) if given else ("RUNNER_OUTPUTS", str(outputs()))
+    raise RequestError([Problem(key, value, message)])
+
+
+def _print(line: str) -> None:
+    """Print, in plain letters where the terminal has no others."""
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        line.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        line = line.replace("‖", "|").encode("ascii", "replace").decode("ascii")
+    print_line(line)

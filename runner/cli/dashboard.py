@@ -1,0 +1,128 @@
+"""``python -m runner dashboard``: save a wandb workspace, or write what it would be."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from runner.config.folders import find, outputs
+from runner.dashboard import EXTRA
+from runner.dashboard.saving import NotSavedError, Request, save
+from runner.run_folder.status import write_text
+
+WRONG_REQUEST = 2
+INTERRUPTED = 130
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Save the workspace where a key is configured, else write it to a file, and say which.
+
+    Returns:
+        0; 2 where the words are wrong, wandb-workspaces is missing, or the file cannot be written;
+        130 where it was interrupted.
+    """
+    asked = _parser().parse_args(words)
+    if importlib.util.find_spec(EXTRA) is None:
+        return _refuse(
+            "this needs wandb-workspaces, which the extra [dashboard] brings: "
+            'pip install -e ".[dashboard]" -c constraints.txt'
+        )
+    # Error reports would go to wandb's own servers, also where nothing else is sent.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    from runner.dashboard import workspace
+
+    name = asked.name or workspace.default_name(asked.group)
+    if unfit := workspace.unfit(name):
+        return _refuse(f"--name {name!r}: wandb takes no {' '.join(unfit)} in a name")
+    try:
+        return _publish(Request(asked.entity, asked.project, name, asked.group), asked.output)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _publish(request: Request, output: Path | None) -> int:
+    """Save the workspace, or write its specification, or both where ``output`` is given."""
+    from runner.telemetry.sinks.wandb_sink import effective_mode
+
+    file = output or outputs() / "dashboard.json"
+    if effective_mode("auto") != "online":
+        why = f"wandb is offline here (no key, or told to be); the workspace is in {file}. "
+        return _write(request, file, why + "To save it: wandb login, and this command again")
+    try:
+        print(f"workspace saved: {save(request)}")
+    except NotSavedError as error:
+        why = f"wandb did not take the workspace ({error}); it is in {file}"
+        return _write(request, file, why, failed=True)
+    return 0 if output is None else _write(request, file, f"its specification: {file}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m runner dashboard",
+        description="Save a wandb workspace with the charts of report.html. Without a key, or "
+        "where the server does not take it, its specification is written to a file.",
+        allow_abbrev=False,
+    )
+    project = _default_project()
+    parser.add_argument(
+        "--project", type=_text, default=project, help=f"whose runs it shows ({project})"
+    )
+    parser.add_argument(
+        "--entity",
+        type=_text,
+        default=os.environ.get("WANDB_ENTITY") or None,
+        help="user or team that owns the project (the key's own)",
+    )
+    parser.add_argument("--group", type=_text, help="runs of this group alone: a sweep's name")
+    parser.add_argument("--name", type=_text, help="of the workspace (Clipping, and the group)")
+    parser.add_argument(
+        "--output",
+        type=_file,
+        metavar="FILE",
+        help="write the specification here in any case (outputs/dashboard.json, where not saved)",
+    )
+    return parser
+
+
+def _default_project() -> str:
+    """The project that runs are filed under unless told otherwise."""
+    settings = yaml.safe_load((find("conf") / "tracker" / "wandb.yaml").read_text(encoding="utf-8"))
+    return str(settings["project"])
+
+
+def _text(word: str) -> str:
+    if not word.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return word
+
+
+def _file(word: str) -> Path:
+    path = Path(word)
+    if not path.name or path.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file: {word!r} is not")
+    return path
+
+
+def _write(request: Request, file: Path, message: str, failed: bool = False) -> int:
+    """Write the specification and print the message, to standard error where saving failed."""
+    from runner.dashboard import workspace
+
+    built = workspace.build(request.entity or "", request.project, request.name, request.group)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, workspace.specification(built))
+    except OSError as error:
+        return _refuse(f"the specification cannot be written to {file}: {error.strerror or error}")
+    print(message, file=sys.stderr if failed else sys.stdout)
+    return 0
+
+
+def _refuse(message: str) -> int:
+    print(f"clip-runner: {message}", file=sys.stderr)
+    return WRONG_REQUEST

@@ -1,0 +1,114 @@
+"""What a request would run, without running it.
+
+    python -m runner plan [the words of python -m runner]
+
+It lists every run: the words that set it apart, the other keys that differ with them, its optimizer
+steps, and whether it is done already. It creates nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from runner.cli import flags
+from runner.cli.checks import check_jobs, note, read, tell_version
+from runner.cli.exit_codes import guarded
+from runner.compose.request import Job, Request, request
+from runner.config.check import leaves
+from runner.config.identity import NOT_HASHED
+from runner.config.plural import plural
+from runner.config.problem import shown
+from runner.sweep import lay_out, live
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan of the request that the words ``argv`` make (``sys.argv[1:]`` by default).
+
+    Returns:
+        0, or 2 where the request is wrong (one message on stderr), as ``python -m runner`` would.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _plan(words))
+
+
+def _plan(words: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return 0
+    if "--version" in words:
+        return tell_version()
+    args = read(words, "a plan", also=("--multirun",))
+    wanted = request(args.overrides, multirun=args.multirun, source=flags.source_of(args))
+    note(wanted.notes)
+    check_jobs(wanted.jobs)
+    states = _states(wanted)
+    rows = [("run", "", "also differs", "steps", "state")]
+    steps = [_steps(job) for job in wanted.jobs]
+    others = _others(wanted.jobs)
+    for number, job in enumerate(wanted.jobs):
+        known = "unknown" if steps[number] is None else str(steps[number])
+        rows.append((states[number][0], job.label, others[number], known, states[number][1]))
+    rows[1:] = sorted(rows[1:], key=lambda row: int(row[0]) if row[0].isdecimal() else 0)
+    print(live.columns(rows))
+    print(_summary(wanted, [state for _, state in states], steps))
+    return 0
+
+
+def _states(wanted: Request) -> list[tuple[str, str]]:
+    """Number and state of each job."""
+    if wanted.sweep is None or wanted.sweep.trials is not None:
+        return [("" if wanted.sweep else "0", "to run")] * len(wanted.jobs)
+    entries = lay_out(wanted)
+    found = []
+    for job in wanted.jobs:
+        entry = next(one for one in entries if one.config_hash == job.hash)
+        entries.remove(entry)
+        found.append((str(entry.number), "done" if entry.state == "finished" else "to run"))
+    return found
+
+
+def _steps(job: Job) -> int | None:
+    """Optimizer steps of a run; None where its duration and data do not tell."""
+    from runner.train import build
+
+    data = build.make_data(job.config.data)
+    return build.steps_of(job.config, data)
+
+
+def _others(jobs: Sequence[Job]) -> list[str]:
+    """For each job, the keys that no word names but whose values differ between jobs."""
+    flat = [
+        {
+            key: shown(value)
+            for section, content in job.plain.items()
+            if section not in NOT_HASHED
+            for key, value in leaves(section, content)
+        }
+        for job in jobs
+    ]
+    keys = list(dict.fromkeys(key for values in flat for key in values))
+    named = {
+        word.lstrip("+~").partition("=")[0].partition("@")[0] for job in jobs for word in job.apart
+    }
+    # A word that chooses an option has named the key that says which was chosen.
+    named |= {f"{group}.{key}" for group in set(named) for key in ("name", "mode", "_target_")}
+    differing = [
+        key for key in keys if key not in named and len({values.get(key) for values in flat}) > 1
+    ]
+    return [
+        " ".join(f"{key}={values[key]}" for key in differing if key in values) for values in flat
+    ]
+
+
+def _summary(wanted: Request, states: Sequence[str], steps: Sequence[int | None]) -> str:
+    if wanted.sweep is None:
+        return "a run of its own folder in outputs/runs"
+    if wanted.sweep.trials is not None:
+        return (
+            f"{plural(wanted.sweep.trials, 'run')} that the sweeper chooses as it goes, of the "
+            f"kinds above, in {wanted.sweep.folder}"
+        )
+    left = [count for count, state in zip(steps, states, strict=True) if state != "done"]
+    total = "" if None in left else f", {plural(sum(filter(None, left)), 'step')}"
+    return f"{len(left)} of {len(states)} to run{total}, in {wanted.sweep.folder}"

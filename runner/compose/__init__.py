@@ -1,0 +1,1 @@
+"""From overrides to checked configurations: the side of this project that knows Hydra."""

@@ -1,0 +1,287 @@
+"""From the words of a sweep to its jobs, its name and its folder."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from runner.compose import overrides as words
+from runner.compose.composer import Composer
+from runner.compose.destination import folder_problems
+from runner.config.identity import config_hash, request_hash, sweep_name
+from runner.config.problem import Problem
+from runner.config.rules import integer, optional
+from runner.config.schema import RunConfig
+
+RECORD = "sweep.json"
+SWEEPER = "clip_runner"
+"""The option of ``hydra/sweeper`` that runs the jobs of a sweep's record."""
+
+_BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+
+
+# Keys of Hydra's sweepers: optuna's trials and its jobs at a time, the basic one's jobs at a time.
+_COUNTS = {
+    "n_trials": integer(1),
+    "n_jobs": integer(1),
+    "max_batch_size": optional(integer(1)),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training job of a request.
+
+    Attributes:
+        label: the words that set it apart from the other jobs; empty for a single one.
+        config: its configuration.
+        plain: the same as plain containers, to hand to other processes.
+        words: all the words that make it.
+        apart: those of its label.
+    """
+
+    label: str
+    config: RunConfig
+    plain: dict[str, Any]
+    words: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+
+    @cached_property
+    def hash(self) -> str:
+        """What the job asks for, in 16 hexadecimal digits."""
+        return config_hash(self.plain)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is known of a sweep before it starts.
+
+    Attributes:
+        name: of its folder; the same for the same jobs.
+        folder: where it is written.
+        identity: what :func:`runner.config.identity.request_hash` made of it.
+        trials: how many jobs a sweeper will choose as it goes; None where they are known already.
+        keys: what is listed, and so may vary.
+        words: what to hand to Hydra.
+    """
+
+    name: str
+    folder: Path
+    identity: str
+    trials: int | None
+    keys: tuple[str, ...]
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Lists:
+    """The words of a sweep, and what composes without the lists in them.
+
+    Attributes:
+        overrides: the words, read.
+        final: the same, in a form that Hydra can compose without the lists too.
+        master: the configuration without the lists; None where that does not compose.
+    """
+
+    overrides: Sequence[Override]
+    final: tuple[str, ...]
+    master: DictConfig | None
+
+    @property
+    def shared(self) -> list[str]:
+        """The words that list nothing."""
+        kept = (override for override in self.overrides if not override.is_sweep_override())
+        return [words.plain_word(override) for override in kept]
+
+    @property
+    def enumerated(self) -> bool:
+        """Whether the jobs are all combinations of the lists, not what a sweeper comes to."""
+        if self.master is None:
+            return True
+        return str(self.master.hydra.sweeper._target_) == _BASIC
+
+    @property
+    def params(self) -> list[str]:
+        """The lists that files give, as words."""
+        given: Any = None
+        if self.master is not None:
+            given = OmegaConf.select(self.master, "hydra.sweeper.params")
+        return [f"{key}={value}" for key, value in (given or {}).items()]
+
+    @property
+    def together(self) -> list[str]:
+        """The keys whose lists advance together."""
+        keys: Any = None
+        if self.master is not None:
+            keys = OmegaConf.select(self.master, "sweep.zip")
+        return [str(key) for key in keys] if OmegaConf.is_list(keys) else []
+
+
+def read(composer: Composer, given: Sequence[str], overrides: Sequence[Override]) -> Lists:
+    """The words of a sweep, ``given`` and read as ``overrides``."""
+    lists = Lists(overrides, tuple(given), None)
+    master = composer.attempt(lists.shared)
+    if master is not None:
+        return replace(lists, master=master)
+    final = _for_every_job(composer, overrides)
+    listed = {override.input_line for override in overrides if override.is_sweep_override()}
+    master = composer.attempt([word for word in final if word not in listed])
+    return Lists(overrides, final, master)
+
+
+def jobs(composer: Composer, lists: Lists) -> tuple[list[Job], list[Problem]]:
+    """The jobs of a sweep, and all that is wrong with them.
+
+    Where a sweeper chooses jobs as it goes, these stand for them: one for each value of each list,
+    and for either end of each interval.
+    """
+    listed, problems = words.read(lists.params, composer.loader)
+    wanted, found = words.jobs(
+        [*listed, *lists.overrides],
+        composer.loader,
+        composer.refuse,
+        together=lists.together,
+        enumerated=lists.enumerated,
+    )
+    problems += found
+    problems += _sweeper_problems(lists.master)
+    made = []
+    by_job: list[list[Problem]] = []
+    for number, job in enumerate(wanted):
+        parsed, _ = words.read(job.words, composer.loader)
+        typed, plain, found = composer.check(parsed, composer.attempt(job.words), number)
+        by_job.append([replace(problem, job=job.label) for problem in found])
+        if typed is not None:
+            made.append(Job(job.label, typed, plain, tuple(job.words), tuple(job.apart)))
+    return made, problems + _merged(by_job)
+
+
+def _sweeper_problems(master: DictConfig | None) -> Iterator[Problem]:
+    """Counts that no sweep can have; Hydra's sweepers fail on them, or never end."""
+    settings: dict[str, Any] = {} if master is None else dict(master.hydra.sweeper)
+    for key, rule in _COUNTS.items():
+        if key not in settings:
+            continue
+        try:
+            rule.read(settings[key])
+        except ValueError:
+            yield Problem(f"hydra.sweeper.{key}", settings[key], f"must be {rule.text}")
+
+
+def placed(lists: Lists, made: Sequence[Job], writes: bool) -> tuple[Sweep | None, list[Problem]]:
+    """The sweep of the jobs ``made``, and why it cannot be written where it belongs.
+
+    Args:
+        lists: its words.
+        made: its jobs, at least one.
+        writes: whether its folder will be written, which is then tried.
+    """
+    if lists.master is None:
+        return None, []
+    typed = [override for override in lists.overrides if override.is_sweep_override()]
+    settings = [
+        override.input_line or ""
+        for override in lists.overrides
+        if override.key_or_group.startswith(("hydra.sweeper", "hydra/sweeper"))
+    ]
+    search = [] if lists.enumerated else [*settings, *(one.input_line or "" for one in typed)]
+    identity = request_hash((job.hash for job in made), search)
+    recipes = {job.config.recipe for job in made}
+    recipe = recipes.pop() if len(recipes) == 1 else "none"
+    name = made[0].config.sweep.name or sweep_name(
+        recipe, (override.key_or_group for override in typed), identity
+    )
+    master = copy.deepcopy(lists.master)
+    with open_dict(master):
+        master.sweep.name = name
+    problems = list(folder_problems(master, "sweep", lists.overrides, claims=False, tries=writes))
+    if problems:
+        return None, problems
+    folder = Path(str(master.hydra.sweep.dir)).absolute()
+    if writes and (message := _taken(folder, identity)):
+        return None, [Problem("sweep.name", name, message)]
+    trials = None if lists.enumerated else int(master.hydra.sweeper.get("n_trials") or 0)
+    final = _for_hydra(lists, folder, made[0].config.sweep.maximizes)
+    keys = [*(word.partition("=")[0] for word in lists.params)]
+    keys += [override.get_key_element() for override in typed]
+    return Sweep(name, folder, identity, trials, tuple(dict.fromkeys(keys)), final), []
+
+
+def _taken(folder: Path, identity: str) -> str | None:
+    """Why a sweep must not be written to ``folder``, or None where it is new or holds the same."""
+    record = folder / RECORD
+    try:
+        content = json.loads(record.read_text(encoding="utf-8"))
+        held, command = content.get("request"), " ".join(content.get("words") or ())
+    except FileNotFoundError:
+        # A sweep that ended before it wrote anything leaves its locks.
+        if not folder.is_dir() or all(one.suffix == ".lock" for one in folder.iterdir()):
+            return None
+        return f"{folder} holds something that is no sweep; choose another sweep.name or remove it"
+    except (OSError, ValueError, AttributeError, TypeError):
+        return f"{record} cannot be read; choose another sweep.name or remove the folder"
+    if held == identity:
+        return None
+    return (
+        f"{folder} holds another request ({command or 'of an unknown command'}); "
+        "choose another sweep.name"
+    )
+
+
+def _for_hydra(lists: Lists, folder: Path, maximizes: bool) -> tuple[str, ...]:
+    """The words of a sweep whose folder is settled, for Hydra."""
+    path = str(folder).replace("${", "\\${").replace("'", "\\'")
+    ours = {"hydra.sweep.dir": f"hydra.sweep.dir='{path}'"}
+    if lists.enumerated:
+        ours["hydra/sweeper"] = f"hydra/sweeper={SWEEPER}"
+    typed = {override.key_or_group for override in lists.overrides}
+    direction = "hydra.sweeper.direction"
+    known = lists.master is not None and "direction" in lists.master.hydra.sweeper
+    if maximizes and known and direction not in typed:
+        ours[direction] = f"{direction}=maximize"
+    kept = [
+        word
+        for word, override in zip(lists.final, lists.overrides, strict=True)
+        if override.key_or_group not in ours
+    ]
+    return (*kept, *ours.values())
+
+
+def _merged(by_job: Sequence[Sequence[Problem]]) -> list[Problem]:
+    """One problem for those that every job has, the others with their first job."""
+    alike: dict[tuple[str, str], list[Problem]] = {}
+    for problem in (problem for found in by_job for problem in found):
+        alike.setdefault((problem.word, problem.message), []).append(problem)
+    return [
+        replace(found[0], job="") if len(found) == len(by_job) else found[0]
+        for found in alike.values()
+    ]
+
+
+def _for_every_job(composer: Composer, overrides: Sequence[Override]) -> tuple[str, ...]:
+    """The words of a sweep in a form that Hydra can also compose without the lists in it.
+
+    Hydra composes a sweep once without them first, and there ``model.layers=2`` has no place while
+    the model that has layers is one of a list. Every job was checked, so the key may be forced.
+    """
+    settled = [
+        words.plain_word(override)
+        for override in overrides
+        if not override.is_sweep_override()
+        and composer.loader.get_group_options(override.key_or_group)
+    ]
+    final = []
+    for override in overrides:
+        word = override.input_line or ""
+        sets = not (override.is_add() or override.is_force_add() or override.is_delete())
+        homeless = not override.is_sweep_override() and composer.attempt([*settled, word]) is None
+        final.append(f"++{word}" if sets and homeless else word)
+    return tuple(final)

@@ -1,0 +1,78 @@
+"""What ``${runner...:}`` stands for in the configuration."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import Container, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.compose import recipes
+from runner.config.check import owned_keys
+from runner.config.folders import outputs
+from runner.config.problem import MISSING, shown
+
+# Keys that one sets by choosing an option of a group.
+_CHOSEN = {"plugin.name", "clip.mode", "precision.name", "tracker.name", "recipe"}
+
+
+def register() -> None:
+    """Teach OmegaConf the names below; again does no harm."""
+    # Kept within one composition, so that a run has one name; fresh for the next.
+    OmegaConf.register_new_resolver(
+        "runner.id", lambda: secrets.token_hex(3), use_cache=True, replace=True
+    )
+    functions: dict[str, Callable[..., Any]] = {
+        "outputs": lambda: str(outputs()),
+        "first": _first,
+        "groups": _groups,
+        "recipes": _recipes,
+        "keys": _keys,
+    }
+    for name, function in functions.items():
+        OmegaConf.register_new_resolver(f"runner.{name}", function, replace=True)
+
+
+def _first(*values: Any) -> Any:
+    """The first value that is not null."""
+    return next((value for value in values if value is not None), None)
+
+
+def _groups() -> str:
+    """The groups and their options, those of ``--config-dir`` among them, for ``--help``."""
+    loader = GlobalHydra.instance().config_loader()
+    groups = sorted(set(loader.list_groups("")) - {"hydra", "recipe"})
+    return _table((group, ", ".join(loader.get_group_options(group))) for group in groups)
+
+
+def _recipes() -> str:
+    """The recipes and their purposes, for ``--help``; one that cannot be read says why."""
+    return _table((recipe.name, recipe.error or recipe.purpose) for recipe in recipes.read_all())
+
+
+def _keys(*, _root_: Container) -> str:
+    """The owned keys with the values they have in this composition, for ``--help``."""
+    rows = []
+    for key in owned_keys():
+        if key.name in _CHOSEN or key.name.endswith("._target_"):
+            continue
+        try:
+            value = OmegaConf.select(_root_, key.name, default=MISSING)
+        except OmegaConfBaseException:
+            value = MISSING
+        rows.append((f"{key.name}={shown(_plain(value))}", key.meaning))
+    return _table(rows)
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def _table(rows: Any) -> str:
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    text = "".join(f"  {name:<{width}}  {rest}".rstrip() + "\n" for name, rest in rows)
+    return text.replace("$", "$$")  # the help is a string.Template

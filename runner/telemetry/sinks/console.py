@@ -1,0 +1,40 @@
+"""Print to a terminal or a pipe whose reader may leave early.
+
+This module imports nothing else of this project, so that a command can print before it imports
+Hydra and torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+
+def announce(line: str) -> None:
+    """Print what is being done, if a person watches and no outer launcher starts many of us."""
+    try:
+        watched = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    except (AttributeError, ValueError):  # closed
+        return
+    if watched:
+        print(line, "...", file=sys.stderr, flush=True)
+
+
+def print_line(text: str = "", stream: TextIO | None = None) -> None:
+    """Print ``text`` at once. A reader that left does not change how the command ends.
+
+    Args:
+        text: one line, or several.
+        stream: where to print it; stdout by default.
+    """
+    stream = sys.stdout if stream is None else stream
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        leave_unread(stream)
+
+
+def leave_unread(stream: TextIO) -> None:
+    """Discard what is printed on ``stream`` from now on: its reader, such as ``head``, has left."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

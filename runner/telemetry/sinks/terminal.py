@@ -1,0 +1,308 @@
+"""What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from runner.config.plural import plural
+from runner.run_folder.rows import Row
+
+REDRAW_SECONDS = 0.1
+"""Shortest time between two drawings of the bar: a step may take less than drawing does."""
+
+NARROWEST_BAR = 5
+"""Fewest columns of the bar itself; where the other parts leave it less, it is not drawn."""
+
+LEAST_USEFUL = ("samples/s", "eval loss", "bar", "norm", "eval", "clipped", "loss")
+"""What a narrow terminal goes without, the first part first. The step and the time left stay."""
+
+
+def is_watched(stream: TextIO) -> bool:
+    """Whether a person looks at ``stream`` live, on a terminal that can redraw a line."""
+    if os.environ.get("TERM") == "dumb":
+        return False
+    try:
+        return stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def columns_of(stream: TextIO) -> int:
+    """Width of the terminal behind ``stream``; 80 where it does not tell."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """``text`` broken between words where ``stream`` is a terminal; unchanged elsewhere."""
+    if not is_watched(stream):
+        return text
+    lines = text.splitlines()
+    width = columns_of(stream) - 1
+    return "\n".join(
+        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines
+    )
+
+
+class ConsoleHandler(logging.StreamHandler[TextIO]):
+    """Shows log messages on the terminal: whole words, and never in the middle of a bar."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message, wrapped; on a terminal it takes the place of a bar that is drawn there."""
+        text = super().format(record).rstrip()
+        if record.levelno == logging.WARNING:
+            text = f"warning: {text}"
+        erased = "\r\x1b[K" if is_watched(self.stream) else ""
+        return erased + wrapped(text, self.stream)
+
+
+class TerminalSink:
+    """Shows rows: a bar that is redrawn where someone watches, otherwise a line now and then.
+
+    A line is written once ``interval`` steps have passed since the last line, for every row with an
+    evaluation, and for the last row. A stream that breaks (``| head``) ends the show, never the
+    run.
+
+    Args:
+        total_steps: optimizer steps of the run; None if that is not known.
+        interval: steps between plain lines, see :func:`runner.train.progress.steps_between_lines`.
+        title: of the run, for its last words.
+        stream: standard error unless told otherwise.
+    """
+
+    def __init__(
+        self, total_steps: int | None, interval: int, title: str, stream: TextIO | None = None
+    ) -> None:
+        self._total = total_steps
+        self._interval = interval
+        self._title = title
+        self._stream: TextIO | None = sys.stderr if stream is None else stream
+        self._pace = _Pace()
+        self._clipped = _Share()
+        self._last: Row | None = None
+        self._shown = 0
+        self._drawn = -math.inf
+        self._eval: Row = {}
+        self._bar = self._open_bar(self._stream) if is_watched(self._stream) else None
+        self._closed = False
+
+    def write(self, row: Row) -> None:
+        """Show one row, if it is its turn."""
+        step = int(row["train/step"])
+        passed = step - (int(self._last["train/step"]) if self._last else 0)
+        self._pace.add(row, passed)
+        self._clipped.add(row, passed)
+        self._last = dict(row)
+        evaluated = {key: value for key, value in row.items() if key.startswith("eval/")}
+        self._eval = evaluated or self._eval
+        if self._bar is not None:
+            now = time.monotonic()
+            if evaluated or now - self._drawn >= REDRAW_SECONDS:
+                self._drawn = now
+                self._draw(self._bar, row, step)
+        elif step - self._shown >= self._interval or evaluated:
+            self._print_row(row)
+
+    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
+        """Leave the terminal as it was found; print in three lines how it went, then guidance."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._bar is not None and self._last is not None:
+            self._draw(self._bar, self._last, int(self._last["train/step"]))
+        if self._bar is not None:
+            try:
+                self._bar.close()
+            except (OSError, ValueError):
+                self._stream = None
+        elif self._last is not None and self._shown != self._last["train/step"]:
+            self._print_row(self._last)
+        for line in self._farewell(summary, exit_code):
+            self._print(line)
+
+    def _open_bar(self, stream: TextIO) -> _Bar:
+        return _Bar(
+            total=self._total,
+            file=stream,
+            dynamic_ncols=True,
+            mininterval=0,
+            miniters=1,
+            bar_format=f"0/{self._total} |{{bar}}|" if self._total else "step 0",
+            colour=None if os.environ.get("NO_COLOR") else "green",
+        )
+
+    def _draw(self, bar: _Bar, row: Row, step: int) -> None:
+        parts = self._parts({**self._eval, **row}, row.get("clip/ratio_total", math.nan))
+        if self._total:
+            parts["step"] = f"{step}/{self._total}"
+            parts = {"step": parts.pop("step"), "bar": "|" + " " * NARROWEST_BAR + "|", **parts}
+        try:
+            parts = _fitting(parts, columns_of(bar.fp) - 1)
+            if "bar" in parts:
+                parts["bar"] = "|{bar}|"
+            bar.bar_format = "  ".join(parts.values())
+            bar.update(step - bar.n)
+        except (OSError, ValueError):
+            self._bar, self._stream = None, None
+
+    def _print_row(self, row: Row) -> None:
+        self._print("  ".join(self._parts(row, self._clipped.take()).values()))
+        self._shown = int(row["train/step"])
+
+    def _parts(self, row: Row, clipped: float) -> dict[str, str]:
+        """What the row has of the values worth a look, in the order in which they are shown."""
+        step = int(row["train/step"])
+        parts = {"step": f"step {step}" + (f"/{self._total}" if self._total else "")}
+        if "train/loss" in row:
+            parts["loss"] = f"loss {_number(row['train/loss'])}"
+        if "grad/norm" in row:
+            parts["norm"] = f"norm {_number(row['grad/norm'])}"
+        if not math.isnan(clipped):
+            parts["clipped"] = f"clipped {_percent(clipped)}"
+        if "eval/loss" in row or "eval/accuracy" in row:
+            parts["eval"] = f"eval {_evaluation(row)}"
+        if "throughput/samples_per_s" in row:
+            parts["samples/s"] = f"{_count(row['throughput/samples_per_s'])} samples/s"
+        if self._total and self._pace.known:
+            left = max(self._total - step, 0)
+            parts["eta"] = f"eta {_clock(left * self._pace.seconds_a_step)}"
+        return parts
+
+    def _farewell(self, summary: dict[str, Any] | None, exit_code: int) -> Iterable[str]:
+        ended = {0: "finished", 130: "interrupted", 143: "terminated"}.get(exit_code, "failed")
+        steps = (summary or {}).get("steps", self._last and int(self._last["train/step"]))
+        if steps is not None:
+            early = self._total is not None and steps < self._total
+            taken = f"{steps} of {self._total} steps" if early else plural(steps, "step")
+            ended += f" after {taken}"
+        if summary is not None and "wall_s" in summary:
+            ended += f" in {summary['wall_s']:.1f} s"
+        yield f"{self._title}: {ended}"
+        if summary is None:
+            return
+        final = summary.get("final", {})
+        if "eval/loss" in final or "eval/accuracy" in final:
+            yield f"eval {_evaluation(final)}  (loss / accuracy)"
+        norm = summary.get("grad/norm", {})
+        spread = [f"{at} {_number(norm[at])}" for at in ("p50", "p90", "p99") if at in norm]
+        if "clip/ratio_total" in summary:
+            spread.append(f"clipped {_percent(summary['clip/ratio_total'])} of the steps")
+        if spread:
+            yield "  ".join(["gradient norm", *spread])
+        for sentence in summary.get("guidance", ()):
+            yield sentence.replace("‖G‖", self._norm_sign()).replace("‖", self._norm_sign()[0])
+
+    def _norm_sign(self) -> str:
+        encoding = getattr(self._stream, "encoding", None) or "ascii"
+        try:
+            "‖G‖".encode(encoding)
+        except (UnicodeEncodeError, LookupError):
+            return "|G|"
+        return "‖G‖"
+
+    def _print(self, line: str) -> None:
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(wrapped(line, self._stream) + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._stream = None
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic only in its stubs
+    """tqdm without its monitor thread, which redraws stale bars: every row redraws this one."""
+
+    monitor_interval = 0
+
+
+class _Pace:
+    """Mean seconds of a step over all rows.
+
+    Rows come in bursts (they leave the device together), so their times of arrival say nothing.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._steps = 0
+
+    def add(self, row: Row, steps: int) -> None:
+        seconds = row.get("time/step_s", math.nan)
+        if math.isfinite(seconds):
+            self._seconds += seconds * steps
+            self._steps += steps
+
+    @property
+    def known(self) -> bool:
+        return self._steps > 0
+
+    @property
+    def seconds_a_step(self) -> float:
+        return self._seconds / self._steps
+
+
+class _Share:
+    """Share of the steps since the last line that were clipped; a row may speak for one of them."""
+
+    def __init__(self) -> None:
+        self._clipped = 0.0
+        self._steps = 0
+
+    def add(self, row: Row, steps: int) -> None:
+        ratio = row.get("clip/ratio", row.get("clip/clipped", math.nan))
+        if math.isfinite(ratio):
+            self._clipped += ratio * steps
+            self._steps += steps
+
+    def take(self) -> float:
+        share = self._clipped / self._steps if self._steps else math.nan
+        self._clipped, self._steps = 0.0, 0
+        return share
+
+
+def _fitting(parts: dict[str, str], columns: int) -> dict[str, str]:
+    """Those of ``parts`` that fit on one line; see `LEAST_USEFUL` for what is left out first."""
+    kept = dict(parts)
+    for least in LEAST_USEFUL:
+        if len("  ".join(kept.values())) <= columns:
+            break
+        if least == "eval loss" and " / " in kept.get("eval", ""):
+            kept["eval"] = f"eval {kept['eval'].split(' / ')[1]}"
+        kept.pop(least, None)
+    return kept
+
+
+def _evaluation(row: Row) -> str:
+    loss, accuracy = row.get("eval/loss"), row.get("eval/accuracy")
+    parts = [] if loss is None else [_number(loss)]
+    return " / ".join(parts if accuracy is None else [*parts, f"{100 * accuracy:.1f} %"])
+
+
+def _number(value: float) -> str:
+    """Three significant digits, zeros kept so that columns do not jump."""
+    return f"{value:#.3g}".rstrip(".") if math.isfinite(value) else str(float(value))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _count(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 10 or not math.isfinite(value) else f"{value:.2g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

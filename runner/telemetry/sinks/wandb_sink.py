@@ -1,0 +1,198 @@
+"""Rows to wandb, by a process of their own, so that training never waits for a server."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import queue
+import secrets
+import string
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from runner.run_folder.rows import Row
+from runner.telemetry.sinks import wandb_process
+from runner.telemetry.sinks.wandb_process import effective_mode
+
+__all__ = ["WandbSink", "effective_mode", "new_run_id"]
+
+INIT_SECONDS = 5.0
+"""How long a server may take to accept a run before it is recorded offline."""
+
+FINISH_SECONDS = 5.0
+"""How long a server may take at the end to accept what it has not got yet."""
+
+CLOSE_SECONDS = 9.0
+"""Longest time that :meth:`WandbSink.close` takes: more than either of a server's limits and the
+start of the process, for a run that is over before any of it."""
+
+log = logging.getLogger("runner.wandb")
+
+
+def new_run_id() -> str:
+    """Eight characters that no seeded generator repeats, in the form of wandb's own ids."""
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
+
+
+class WandbSink:
+    """Records a run with wandb, everything under ``folder/wandb``.
+
+    Nothing here waits for wandb but :meth:`close`, and that at most ``CLOSE_SECONDS``. Where the
+    server is missing, refuses, hangs or dies, one warning is logged and the complete record is in
+    the folder, to be sent later by ``wandb sync``; nothing is ever raised or asked.
+
+    A run that is never closed because its process was killed is marked as failed.
+
+    Args:
+        folder: the run's own folder.
+        mode: auto, online, offline or disabled; see :func:`effective_mode`.
+        project: of the run.
+        group: None for none.
+        tags: of the run.
+        job_type: of the run.
+        name: shown for the run.
+        run_id: unique in the project; see :func:`new_run_id`.
+        config: resolved, in plain JSON-like containers. It is recorded: no secrets in it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        mode: str,
+        project: str,
+        group: str | None,
+        tags: list[str],
+        job_type: str,
+        name: str,
+        run_id: str,
+        config: dict[str, Any],
+    ) -> None:
+        self._warned = False
+        self._done = False
+        self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._process: subprocess.Popen[str] | None = None
+        if mode == "disabled" or (mode == "auto" and os.environ.get("WANDB_MODE") == "disabled"):
+            return
+        request = {
+            "folder": str(folder.absolute()),
+            "mode": mode,
+            "project": project,
+            "group": group,
+            "tags": list(tags),
+            "job_type": job_type,
+            "name": name,
+            "run_id": run_id,
+            "config": config,
+            "init_seconds": INIT_SECONDS,
+            "finish_seconds": FINISH_SECONDS,
+        }
+        try:
+            self._process = _start()
+        except OSError as error:
+            self._warn(f"wandb records nothing of this run: {error}")
+            return
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._outbox.put(request)
+        self._sender = self._thread(self._send, self._process.stdin)
+        self._listener = self._thread(self._listen, self._process.stdout)
+
+    def write(self, row: Row) -> None:
+        """Hand one row over. This costs a microsecond, whatever the server does."""
+        if self._process is not None:
+            self._outbox.put({"row": dict(row)})
+
+    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
+        """Send the end of the run and wait for the process, at most ``CLOSE_SECONDS``."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        until = time.monotonic() + CLOSE_SECONDS
+        self._outbox.put({"summary": dict(_flat(summary or {})), "exit_code": exit_code})
+        self._outbox.put(None)
+        try:
+            process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._warn("wandb did not end in time; what it had recorded is in the run's folder")
+            process.kill()
+            process.wait()
+        # Both end with the process, whose ends of the pipes are closed now.
+        for thread in (self._sender, self._listener):
+            thread.join(max(until - time.monotonic(), 0.5))
+
+    def _thread(self, target: Any, stream: IO[str]) -> threading.Thread:
+        thread = threading.Thread(target=target, args=(stream,), name="wandb", daemon=True)
+        thread.start()
+        return thread
+
+    def _send(self, stream: IO[str]) -> None:
+        """Pass messages on until the end; a process that is gone takes no more of them."""
+        try:
+            with stream:
+                while (message := self._outbox.get()) is not None:
+                    stream.write(json.dumps(message) + "\n")
+                    if self._outbox.empty():
+                        stream.flush()
+        except OSError:
+            """The listener sees the end of the process as well, and says so."""
+
+    def _listen(self, stream: IO[str]) -> None:
+        """Log what the process has to say until it ends."""
+        with stream:
+            for line in stream:
+                said = json.loads(line)
+                match said["kind"]:
+                    case "warning":
+                        self._warn(said["text"])
+                    case "info":
+                        log.info("%s", said["text"])
+                    case "done":
+                        self._done = True
+        if not self._done:
+            self._warn("wandb's process broke off; the run's own files are complete")
+
+    def _warn(self, text: str) -> None:
+        """One warning is enough: a server that is gone stays gone."""
+        if not self._warned:
+            self._warned = True
+            log.warning("%s", text)
+
+
+def _flat(summary: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested keys joined by slashes, for wandb shows flat ones.
+
+    A number that is not finite becomes its word: as a number wandb makes it null, which would hide
+    that a run diverged.
+    """
+    for key, value in summary.items():
+        name = f"{above}{key}"
+        if isinstance(value, dict):
+            yield from _flat(value, f"{name}/")
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield name, "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        else:
+            yield name, value
+
+
+def _start() -> subprocess.Popen[str]:
+    # A wandb client that this process started for itself must not be shared: it may be given up.
+    environ = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
+    # Error reports would go to wandb's own servers, also from a run that is to stay offline.
+    environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    return subprocess.Popen(
+        [sys.executable, "-P", "-W", "ignore", wandb_process.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environ,
+        encoding="utf-8",
+        start_new_session=True,  # an interrupt at the terminal is for the trainer
+    )

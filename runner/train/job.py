@@ -1,0 +1,154 @@
+"""One training job on one rank: build everything, train, and say what came out."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from runner.clip import ClipMode
+from runner.config.duration import Duration
+from runner.config.nearest import or_list
+from runner.config.plural import plural
+from runner.config.schema import RunConfig
+from runner.config.sizes import sizes
+from runner.optim.effects import effect_of
+from runner.telemetry import guidance
+from runner.telemetry.sinks.console import print_line
+from runner.telemetry.sinks.sink import Sink
+from runner.train import build
+from runner.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def _say(text: str) -> None:
+    """To the terminal and to the run's log."""
+    print_line(text)
+    logging.getLogger("runner.probe").info(text)
+
+
+def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
+    """Train as ``config`` says, in this process, on the ranks that already stand.
+
+    Args:
+        config: the whole configuration.
+        sinks: where rows go; none but on the first rank.
+
+    Returns:
+        The summary of the run, the same on every rank but for times.
+    """
+    started = time.perf_counter()
+    trainer = make_trainer(config, sinks)
+    if trainer.plugin.rank == 0:
+        _log_setup(config, trainer)
+    _require_objective(trainer, config.sweep.objective)
+    summary = trainer.fit()
+    clip = config.clip
+    effect = effect_of(trainer.optimizer.optimizers, clip.threshold, trainer.parameters)
+    setting = guidance.Setting(clip.mode, clip.threshold, clip.nonfinite, effect)
+    return summary | {
+        "remarks": [asdict(remark) for remark in guidance.remarks(summary, setting)],
+        "wall_s": time.perf_counter() - started,
+        "parameters": trainer.parameters,
+        "world_size": trainer.plugin.world_size,
+        "device": str(trainer.device),
+    }
+
+
+def _log_setup(config: RunConfig, trainer: Trainer) -> None:
+    """Log what this rank found: the layout of ranks, the device, and the sizes."""
+    ranks = trainer.plugin.world_size
+    layout = f"plugin={config.plugin.name} on {plural(ranks, 'rank')}"
+    if ranks > 1:
+        axes = sizes(config.plugin, ranks)._asdict()
+        layout += f" ({', '.join(f'{axis}_size={size}' for axis, size in axes.items())})"
+    device = trainer.device
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name(device)
+    else:
+        kind = f"{plural(torch.get_num_threads(), 'thread')} on {platform.machine()}"
+    log.info("layout: %s", layout)
+    log.info("device: %s (device=%s; %s)", device, config.device, kind)
+    log.info("precision: %s", config.precision.name)
+    log.info("parameters: %s", f"{trainer.parameters:,}")
+
+
+def _require_objective(trainer: Trainer, key: str) -> None:
+    """End a training at its first evaluation if that lacks what its sweep compares.
+
+    What a check before the run can tell is refused there. On every rank, with the same metrics.
+    """
+    evaluate = trainer.evaluate
+
+    def checked() -> dict[str, float]:
+        metrics = evaluate()
+        if key.startswith("eval/") and metrics and key not in metrics:
+            raise ValueError(f"sweep.objective={key} is not logged; there is {or_list(metrics)}")
+        return metrics
+
+    trainer.evaluate = checked  # type: ignore[method-assign]
+
+
+def make_trainer(
+    config: RunConfig,
+    sinks: Sequence[Sink],
+    *,
+    mode: ClipMode | None = None,
+    max_duration: Duration | None = None,
+    evaluates: bool = True,
+) -> Trainer:
+    """What trains as ``config`` says, but for what is given here.
+
+    Args:
+        config: the whole configuration.
+        sinks: where rows go; none but on the first rank.
+        mode: instead of the clipping mode of ``config``.
+        max_duration: where to stop instead; the schedule stays that of the whole run.
+        evaluates: whether held-out data is looked at.
+    """
+    device = build.device_of(config.device)
+    plugin = build.make_plugin(config)
+    data = build.make_data(config.data)
+    # All ranks draw the same weights; afterwards (dropout) each data part has its own stream.
+    torch.manual_seed(config.seed)
+    model = build.maker(config.model)().to(device)
+    torch.manual_seed(config.seed + 1_000_003 * (plugin.data_rank + 1))
+    optimizer = build.make_optimizer(config.optimizer, model.parameters())
+    steps = build.steps_of(config, data, plugin.data_size)
+    loader_options: dict[str, Any] = {
+        "batch_size": config.data.batch_size,
+        "num_workers": config.data.num_workers,
+        "seed": config.seed,
+        "pin_memory": device.type == "cuda",
+    }
+    held_out = plugin.prepare_dataloader(data.test, **loader_options) if evaluates else None
+    return Trainer(
+        model,
+        plugin.prepare_dataloader(
+            data.train, shuffle=True, drop_last=config.data.drop_last, **loader_options
+        ),
+        max_duration or config.train.max_duration,
+        algorithms=mode or build.make_mode(config),
+        eval_dataloader=held_out,
+        optimizers=optimizer,
+        schedulers=build.make_scheduler(config.scheduler, optimizer, steps),
+        plugin=plugin,
+        precision=config.precision.name,
+        accumulation_steps=config.accumulation.steps,
+        eval_interval=config.eval.interval,
+        nonfinite=config.clip.nonfinite,
+        loss_scale=build.make_loss_scale(config),
+        sinks=sinks,
+        log_interval=config.log.interval,
+        log_flush=config.log.flush,
+        what_if=config.clip.what_if,
+        per_layer=config.telemetry.per_layer,
+        probe=config.telemetry.probe,
+        say=_say,
+    )

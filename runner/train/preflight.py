@@ -1,0 +1,238 @@
+"""What only torch can tell about a request, before anything is created.
+
+The device can do the precision, the ranks fit on it, every ``_target_`` exists and takes its
+arguments, the data is there and goes through the model. The model is made on torch's meta device,
+where it takes no memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
+
+from runner.clip import Layout
+from runner.clip.layout import OptionError
+from runner.config.problem import Problem, RequestError
+from runner.config.schema import Data as DataConfig
+from runner.config.schema import RunConfig, Target
+from runner.config.sizes import SizeError, sizes
+from runner.data import Data
+from runner.train import build, fit
+from runner.train.refused import to_blame, unknown, wrong_kinds
+
+
+def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
+    """Find what is wrong with a request whose words are right.
+
+    Raises:
+        RequestError: naming everything that is wrong.
+    """
+    problems = _machine(config)
+    data = _data(config, problems)
+    model = _model(config, problems)
+    if data is not None:
+        problems += _durations(config, data)
+    if model is not None:
+        kind, options = build.plugin_of(config)
+        layers = (module for module in model.modules() if isinstance(module, _BatchNorm))
+        if config.plugin.sync_batchnorm and next(layers, None) is None:
+            none = f"{type(model).__name__} has no batch norm layer to synchronise; use false"
+            problems.append(Problem("plugin.sync_batchnorm", True, none))
+        if data is not None:
+            problems += _sequence(config, data)
+        if _misfit(config) is None:
+            for key, value, message in kind.problems(model, build.ranks_of(config), options):
+                problems.append(Problem(f"plugin.{key}", value, message))
+        if data is not None:
+            problems += fit.check(config, model, data)
+        try:
+            build.make_mode(config).bind(Layout.of_model(model))
+        except OptionError as error:
+            given = getattr(config.clip, error.option)
+            problems.append(Problem(f"clip.{error.option}", given, str(error)))
+    _optimizer_and_scheduler(config, data, problems)
+    if problems:
+        raise RequestError(problems)
+
+
+def _machine(config: RunConfig) -> list[Problem]:
+    problems = []
+    joined = build.joined_ranks()
+    if joined and joined > 1 and config.plugin.name == "single":
+        several = f"is one process, but {joined} ranks were started; plugin=ddp spreads over them"
+        problems.append(Problem("plugin", "single", several))
+    gpu = torch.cuda.is_available() and config.device != "cpu"
+    if config.device == "cuda" and not gpu:
+        problems.append(Problem("device", "cuda", "torch sees no GPU here; device=cpu or auto"))
+    if config.precision.name == "fp16" and not gpu:
+        problems.append(
+            Problem("precision", "fp16", "this run is on a CPU: fp16 needs a GPU; bf16 or fp32")
+        )
+    if config.precision.name == "bf16" and gpu and not torch.cuda.is_bf16_supported():
+        cannot = "this GPU cannot compute in bf16; fp16 or fp32"
+        problems.append(Problem("precision", "bf16", cannot))
+    if config.plugin.sync_batchnorm and not gpu:
+        cannot = "this run is on a CPU: torch.nn.SyncBatchNorm computes on GPUs; use false"
+        problems.append(Problem("plugin.sync_batchnorm", True, cannot))
+    ranks = build.ranks_of(config)
+    if (error := _misfit(config)) is not None:
+        value = joined if error.key == "nproc" else getattr(config.plugin, error.key)
+        problems.append(Problem(f"plugin.{error.key}", value, str(error)))
+    limit = torch.cuda.device_count() if gpu else max(8, 4 * (os.cpu_count() or 1))
+    if ranks > limit and joined is None:
+        per = "one rank a GPU" if gpu else "four ranks a core"
+        allowed = f"at most {limit} on this machine ({per})"
+        problems.append(Problem("plugin.nproc", ranks, allowed))
+    return problems
+
+
+def _misfit(config: RunConfig) -> SizeError | None:
+    """Why ranks that stand already do not go into the sizes; None where they do, or none stand."""
+    joined = build.joined_ranks()
+    if joined is None or config.plugin.name == "single":
+        return None
+    try:
+        sizes(config.plugin, joined, joined=True)
+    except SizeError as error:
+        return error
+    return None
+
+
+def _data(config: RunConfig, problems: list[Problem]) -> Data | None:
+    try:
+        if wrong := _arguments("data", config.data):
+            problems += wrong
+            return None
+        data = build.make_data(config.data)
+        for part in ("train", "test"):
+            dataset = getattr(data, part)
+            why = "" if hasattr(dataset, "__len__") else "has no length"
+            if isinstance(dataset, IterableDataset):
+                why = f"{why or 'has no index'} (an IterableDataset)"
+            if why:
+                needed = f"its {part} data {why}: a map-style data set is"
+                raise build.TargetError(f"{config.data.target}: {needed} needed")
+        return data
+    except Exception as error:
+        problems += to_blame("data", config.data, _make_data, error)
+    return None
+
+
+def _make_data(target: Target) -> Data:
+    assert isinstance(target, DataConfig)
+    return build.make_data(target)
+
+
+def _arguments(section: str, target: Target) -> list[Problem]:
+    """What the signature of ``target`` tells about its arguments."""
+    return unknown(section, target) + wrong_kinds(section, target)
+
+
+def _durations(config: RunConfig, data: Data) -> list[Problem]:
+    """Whether the data has what durations count, and any whole microbatch."""
+    problems = []
+    if data.tokens_per_sample is None:
+        asked = {
+            "train.max_duration": config.train.max_duration,
+            "eval.interval": config.eval.interval,
+        }
+        for key, duration in asked.items():
+            if duration.unit == "tok":
+                message = f"{config.data.target} has no tokens; give it in ep, ba or sp"
+                problems.append(Problem(key, str(duration), message))
+    samples = len(data.train)  # type: ignore[arg-type]
+    needed = config.data.batch_size * build.data_parts(config)
+    if samples == 0 or (config.data.drop_last and samples < needed):
+        message = f"with drop_last a microbatch of all ranks is {needed} of only {samples} samples"
+        problems.append(Problem("data.batch_size", config.data.batch_size, message))
+    return problems
+
+
+def _sequence(config: RunConfig, data: Data) -> list[Problem]:
+    """Whether a sequence can be split evenly, where it is to be."""
+    length, ranks = data.tokens_per_sample, build.ranks_of(config)
+    try:
+        parts = sizes(config.plugin, ranks).tp if config.plugin.sequence_parallel else 1
+    except SizeError:
+        return []  # Said elsewhere.
+    if length is None or length % parts == 0:
+        return []
+    message = f"cannot split sequences of {length} evenly over {parts} ranks (plugin.tp_size)"
+    return [Problem("plugin.sequence_parallel", True, message)]
+
+
+def _model(config: RunConfig, problems: list[Problem]) -> nn.Module | None:
+    try:
+        if wrong := _arguments("model", config.model):
+            problems += wrong
+            return None
+        model = _make_model(config.model)
+    except Exception as error:
+        problems += to_blame("model", config.model, _make_model, error)
+        return None
+    if model is None or isinstance(model, nn.Module):
+        return model
+    made = f"makes a {type(model).__name__}, not a torch.nn.Module"
+    problems.append(Problem("model._target_", config.model.target, made))
+    return None
+
+
+def _make_model(target: Target) -> object:
+    """What ``target`` makes on the meta device; None where that device cannot make it."""
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself says them
+            return build.maker(target)()
+    except (RuntimeError, NotImplementedError) as error:
+        if fit.about_meta(error):
+            return None
+        raise
+
+
+def _optimizer_and_scheduler(config: RunConfig, data: Data | None, problems: list[Problem]) -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+
+    def make_optimizer(target: Target) -> Optimizer:
+        made = build.make_optimizer(target, [parameter])
+        _steps_unasked(target, made)
+        return made
+
+    optimizer: Optimizer = torch.optim.SGD([parameter], lr=0.1)
+    try:
+        if wrong := _arguments("optimizer", config.optimizer):
+            problems += wrong
+        else:
+            optimizer = make_optimizer(config.optimizer)
+    except Exception as error:
+        problems += to_blame("optimizer", config.optimizer, make_optimizer, error)
+    steps = 1 if data is None else build.steps_of(config, data, build.data_parts(config))
+
+    def make_scheduler(target: Target) -> None:
+        _steps_unasked(target, build.make_scheduler(target, optimizer, steps))
+
+    try:
+        if wrong := _arguments("scheduler", config.scheduler):
+            problems += wrong
+        else:
+            make_scheduler(config.scheduler)
+    except Exception as error:
+        problems += to_blame("scheduler", config.scheduler, make_scheduler, error)
+
+
+def _steps_unasked(target: Target, made: Any) -> None:
+    """Raise a TargetError if a step needs an argument: the loop has none to give."""
+    for name, parameter in inspect.signature(made.step).parameters.items():
+        if (
+            parameter.default is parameter.empty
+            and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ):
+            raise build.TargetError(f"{target.target} cannot be used: its step asks for {name}")

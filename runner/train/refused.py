@@ -1,0 +1,197 @@
+"""Which key is to blame where a ``_target_`` refuses its arguments."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from torch import Tensor
+
+from runner.config.arguments import usual
+from runner.config.nearest import or_list
+from runner.config.problem import Problem
+from runner.config.schema import Target
+from runner.data import DataUnavailable
+from runner.train import build
+
+Make = Callable[[Target], object]
+
+_KINDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+    type(None): "null",
+}
+
+
+def unknown(section: str, target: Target) -> list[Problem]:
+    """Return a problem for each argument that ``target`` does not take."""
+    known = _parameters(target)
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
+        return []
+    problems = []
+    for name in target.arguments:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        mean = f"; did you mean {near[0]}?" if near else "."
+        message = (
+            f"{target.target} has no such argument{mean} Remove it with ~{section}.{name}. "
+            f"Arguments: {', '.join(known) or 'none'}"
+        )
+        problems.append(Problem(f"{section}.{name}", target.arguments[name], message))
+    return problems
+
+
+def wrong_kinds(section: str, target: Target) -> list[Problem]:
+    """Return a problem for each value that the annotations of ``target`` do not allow.
+
+    Only plain kinds are judged: numbers, truth values, text, lists, mappings, null and literals.
+    """
+    try:
+        function = _function(target)
+        made_by = getattr(function, "__init__") if isinstance(function, type) else function  # noqa: B009
+        hints = get_type_hints(made_by)
+    except Exception:  # an annotation may name anything, such as what is imported for types alone
+        return []
+    problems = []
+    for name, parameter in _parameters(target).items():
+        if name not in target.arguments or name not in hints:
+            continue
+        value, allowed = target.arguments[name], _allowed(hints[name])
+        default = parameter.default
+        is_default = type(value) is type(default) and value == default
+        if allowed is None or is_default or _allows(allowed, value):
+            continue
+        text = or_list(_KINDS[one] if isinstance(one, type) else str(one) for one in allowed)
+        problems.append(Problem(f"{section}.{name}", value, f"must be {text} ({target.target})"))
+    return problems
+
+
+def to_blame(section: str, target: Target, make: Make, error: Exception) -> list[Problem]:
+    """Return a problem for each key whose value makes ``make`` fail, with the error it causes.
+
+    The arguments start from the values that ``conf/`` or the signature gives them, for which
+    ``make`` is taken to succeed; each value of ``target`` is then put in its place, and one that
+    makes it fail is left out again.
+
+    Args:
+        section: section of the configuration.
+        target: the object that refused its arguments.
+        make: makes the object of a target like it, or raises.
+        error: what it raised for ``target``.
+
+    Returns:
+        At least one problem: where no key can be told, it is that of ``_target_``.
+    """
+    if isinstance(error, build.TargetError):
+        return [Problem(f"{section}._target_", target.target, str(error))]
+    given = target.arguments
+    try:
+        settled = _start(section, target)
+        make(replace(target, arguments=settled))
+    except Exception:
+        return [_named(section, target, error)]
+    problems = []
+    for name, value in given.items():
+        if name in settled and settled[name] == value:
+            continue
+        attempt = {**settled, name: value}
+        try:
+            make(replace(target, arguments=attempt))
+        except Exception as caused:
+            problems.append(_problem(section, target, name, caused))
+        else:
+            settled = attempt
+    return problems or [_named(section, target, error)]
+
+
+def first_line(error: Exception) -> str:
+    """Return the kind of an error and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _start(section: str, target: Target) -> dict[str, Any]:
+    """The usual value of each argument; the given one where it must have one and none is usual."""
+    examples = usual(section, target.target)
+    start = {}
+    for name, value in target.arguments.items():
+        parameter = _parameters(target).get(name)
+        if name in examples:
+            start[name] = examples[name]
+        elif parameter is not None and parameter.default is parameter.empty:
+            start[name] = value
+    return start
+
+
+def _named(section: str, target: Target, error: Exception) -> Problem:
+    """The problem of the argument that ``error`` names first, or of the target."""
+    places = {name: re.search(rf"\b{re.escape(name)}\b", str(error)) for name in target.arguments}
+    found = {name: place.start() for name, place in places.items() if place is not None}
+    if found:
+        return _problem(section, target, min(found, key=lambda name: found[name]), error)
+    message = f"refused its arguments: {first_line(error)}"
+    return Problem(f"{section}._target_", target.target, message)
+
+
+def _problem(section: str, target: Target, name: str, error: Exception) -> Problem:
+    if isinstance(error, DataUnavailable):  # it names the key and the ways forward itself
+        message = str(error)
+    else:
+        says = str(error) if type(error) is ValueError else first_line(error)
+        message = f"{target.target} refuses it: {says}"
+    return Problem(f"{section}.{name}", target.arguments[name], message)
+
+
+def _function(target: Target) -> Callable[..., Any]:
+    make = build.maker(target)
+    function: Callable[..., Any] = getattr(make, "func", make)
+    return function
+
+
+def _parameters(target: Target) -> Mapping[str, inspect.Parameter]:
+    """The parameters of ``target``; one that takes anything where they cannot be read."""
+    try:
+        return inspect.signature(_function(target)).parameters
+    except ValueError:
+        return {"any": inspect.Parameter("any", inspect.Parameter.VAR_KEYWORD)}
+
+
+def _allowed(hint: Any) -> tuple[Any, ...] | None:
+    """The plain kinds and literal values that an annotation allows; None where others may do."""
+    kind = get_origin(hint) or hint
+    if kind in (Union, UnionType):
+        # A configuration cannot give a tensor.
+        parts = [_allowed(one) for one in get_args(hint) if one is not Tensor]
+        known = [part for part in parts if part is not None]
+        return tuple(one for part in known for one in part) if len(known) == len(parts) else None
+    if kind is Literal:
+        return get_args(hint)
+    if kind in (list, tuple, Sequence):
+        return (list,)
+    if kind in (dict, Mapping):
+        return (dict,)
+    return (kind,) if isinstance(kind, type) and kind in _KINDS else None
+
+
+def _allows(allowed: Sequence[Any], value: Any) -> bool:
+    if isinstance(value, dict):  # it may describe an object of any kind
+        return True
+    for one in allowed:
+        if one is float:
+            fits = type(value) is int or (type(value) is float and not math.isnan(value))
+        else:
+            fits = type(value) is one if isinstance(one, type) else value == one
+        if fits:
+            return True
+    return False

@@ -1,4 +1,0 @@
-from runner.start import start
-
-if __name__ == "__main__":
-    raise SystemExit(start("runner.verify.command"))

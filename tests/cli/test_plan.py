@@ -1,0 +1,79 @@
+import pytest
+
+from runner.cli import plan
+from runner.sweep import SweepRecord
+
+SMALL = ["tracker=none", "train.max_duration=7ba"]
+
+
+@pytest.fixture(autouse=True)
+def outputs(tmp_path, monkeypatch):
+    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "outputs"
+
+
+def cells(text):
+    """Lines as lists of cells."""
+    return [line.split() for line in text.splitlines()]
+
+
+def test_every_run_is_listed_and_nothing_is_created(outputs, capsys):
+    words = ["-m", "plugin=single,ddp", "clip=norm,adaptive", *SMALL]
+    assert plan.main(words) == 0
+    header, *rows, summary = cells(capsys.readouterr().out)
+    assert header == ["run", "also", "differs", "steps", "state"]
+    assert rows == [
+        ["0", "plugin=single", "clip=norm", "clip.threshold=1.0", "7", "to", "run"],
+        ["1", "plugin=single", "clip=adaptive", "clip.threshold=0.01", "7", "to", "run"],
+        ["2", "plugin=ddp", "clip=norm", "clip.threshold=1.0", "7", "to", "run"],
+        ["3", "plugin=ddp", "clip=adaptive", "clip.threshold=0.01", "7", "to", "run"],
+    ]
+    assert " ".join(summary).startswith("4 of 4 to run, 28 steps, in")
+    assert not outputs.exists()
+
+
+def test_what_is_done_is_said(outputs, capsys):
+    words = ["-m", "seed=1,2", "sweep.name=mine", *SMALL]
+    wanted = plan.request(words[1:], multirun=True)
+    record = SweepRecord(
+        name="mine",
+        words=words,
+        request=wanted.sweep.identity,
+        objective="eval/loss",
+        maximizes=False,
+        max_failures=None,
+        keys=["seed"],
+        total=2,
+        entries=plan.lay_out(wanted),
+    )
+    folder = outputs / "sweeps" / "mine"
+    (folder / "1").mkdir(parents=True)
+    record.write(folder)
+    status = f'{{"state": "finished", "config_hash": "{wanted.jobs[1].hash}"}}'
+    (folder / "1" / "status.json").write_text(status)
+    assert plan.main(words) == 0
+    out = capsys.readouterr().out
+    assert "1    seed=2  7      done" in out
+    assert "1 of 2 to run, 7 steps" in out
+
+
+def test_one_run_is_a_plan_too(capsys):
+    assert plan.main(SMALL) == 0
+    assert cells(capsys.readouterr().out)[1] == ["0", "7", "to", "run"]
+
+
+def test_a_wrong_request_is_refused_as_the_command_would(capsys):
+    assert plan.main(["-m", "seed=1,-1", "clip.treshold=2"]) == 2
+    err = capsys.readouterr().err
+    assert "did you mean clip.threshold?" in err
+    assert "(in the job seed=-1)" in err
+    assert plan.main(["-m", "model=cnn,gpt"]) == 2  # what torch alone can tell
+    assert plan.main(["--cfg", "job"]) == 2
+    assert "does not go with a plan" in capsys.readouterr().err
+
+
+def test_help_says_what_it_does(capsys):
+    assert plan.main(["--help"]) == 0
+    assert "without running it" in capsys.readouterr().out

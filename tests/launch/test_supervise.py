@@ -1,0 +1,361 @@
+"""Whole runs as a user starts them: their record, their failures, their end by a signal."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from runner.compose.request import request
+from runner.launch import local_ranks, supervise
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["train.max_duration=12ba", "eval.interval=12ba", "data.batch_size=16"]
+
+
+@pytest.fixture
+def environment(tmp_path):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RUNNER_"))}
+    return kept | {
+        "PYTHONPATH": str(ROOT),
+        "RUNNER_OUTPUTS": str(tmp_path / "outputs"),
+        "HOME": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "WANDB_ERROR_REPORTING": "false",
+    }
+
+
+def command(*words, before=("-m", "runner")):
+    # On the CPU also where there is a GPU, which could not hold two ranks.
+    return [sys.executable, *before, "device=cpu", *words]
+
+
+def run(environment, *words, code=0, before=("-m", "runner")):
+    """The folder of a run, or its output where it has none."""
+    done = subprocess.run(
+        command(*words, before=before), env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return only_run(environment), done.stdout + done.stderr
+
+
+def only_run(environment):
+    (folder,) = (Path(environment["RUNNER_OUTPUTS"]) / "runs").iterdir()
+    return folder
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def read(folder, name):
+    return json.loads((folder / name).read_text())
+
+
+def left_behind(pid, seconds=5):
+    """Processes of the run of ``pid`` (they carry its group) that do not end in time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        words = ["ps", "-eo", "pgid=,stat=,args="]
+        listed = subprocess.run(words, capture_output=True, text=True).stdout.splitlines()
+        left = [line for line in listed if line.split()[0] == str(pid) and " Z" not in line]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "clip", [["clip=norm", "clip.threshold=0.25"], ["clip=none"], ["clip=value"], ["clip=adaptive"]]
+)
+def test_the_record_of_a_run(environment, clip):
+    folder, _ = run(environment, *clip, *SMALL)
+    status, summary = read(folder, "status.json"), read(folder, "summary.json")
+    assert (status["state"], status["exit_code"], status["step"]) == ("finished", 0, 12)
+    assert status["error"] is None
+    assert status["wandb_run_id"]
+    rows = rows_of(folder)
+    assert [row["train/step"] for row in rows] == list(range(1, 13))
+    for row in rows:
+        product = row["clip/coef"] * row["grad/norm"]
+        assert product == pytest.approx(row["grad/norm_clipped"], rel=1e-5)
+        if clip[0] == "clip=norm":
+            assert row["clip/coef"] == pytest.approx(min(1, 0.25 / row["grad/norm"]), rel=1e-5)
+            assert row["clip/clipped"] == (row["grad/norm"] > 0.25)
+        if clip[0] == "clip=none":
+            assert row["clip/coef"] == 1
+    mean = sum(row["clip/clipped"] for row in rows) / 12
+    assert summary["clip/ratio_total"] == pytest.approx(mean)
+    assert summary["final"]["eval/accuracy"] == rows[-1]["eval/accuracy"]
+    assert f"torch {torch.__version__.partition('+')[0]}" in summary["versions"]
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["clip"]["mode"] == clip[0].partition("=")[2]
+    assert config["data"]["batch_size"] == 16
+    assert (folder / ".hydra" / "overrides.yaml").is_file()
+    told = (folder / "runner.log").read_text()
+    for wanted in (
+        f"clip={clip[0].partition('=')[2]}",
+        f"torch {torch.__version__.partition('+')[0]}",
+        "layout: plugin=single on 1 rank\n",
+        "device: cpu (device=cpu; ",
+        "wandb: offline (tracker.mode=auto)",
+        f"parameters: {summary['parameters']:,}\n",
+        "first row: train/step 1 ",
+        "last row: train/step 12 ",
+        f"finished with exit code 0; results are in {folder}\n",
+    ):
+        assert wanted in told, told
+    assert list((folder / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+def test_two_local_ranks_are_one_process(environment, tmp_path, plugin):
+    one, _ = run(environment, *SMALL, "data.batch_size=32")
+    ranks = environment | {"RUNNER_OUTPUTS": str(tmp_path / "ranks")}
+    two, _ = run(
+        ranks, *SMALL, f"plugin={plugin}", "plugin.nproc=2", "accumulation=x2", "data.batch_size=8"
+    )
+    assert read(two, "summary.json")["world_size"] == 2
+    for row, wanted in zip(rows_of(two), rows_of(one), strict=True):
+        for key in ("train/loss", "grad/norm", "clip/coef"):
+            assert row[key] == pytest.approx(wanted[key], rel=1e-3), key
+        assert row["train/samples"] == wanted["train/samples"]
+    # One wandb run, written by the process the user started.
+    assert len(list((two / "wandb").glob("offline-run-*"))) == 1
+
+
+def test_ranks_write_one_log_without_secrets_and_the_first_one_warns(environment):
+    words = ["plugin=ddp", "plugin.nproc=2", "model._target_=tests.faulty.Faulty", "tracker=none"]
+    secrets = {"WANDB_API_KEY": "5" * 40, "MY_TOKEN": "hush-hush"}
+    folder, said = run(environment | secrets, *words, "+model.fault=warn", *SMALL)
+    told = (folder / "runner.log").read_text()
+    assert "layout: plugin=ddp on 2 ranks (dp_size=2, tp_size=1, pp_size=1, ep_size=1)" in told
+    assert "] - rank 0: layout" in told
+    assert "] - rank 0: planted warning of rank 0" in told
+    assert "] - rank 1: planted warning of rank 1" in told
+    assert "planted Python warning" in told
+    assert "finished with exit code 0" in told
+    assert "warning: planted warning of rank 0\n" in said
+    assert "of rank 1" not in said
+    assert not any(secret in told for secret in secrets.values())
+
+
+def test_torchrun_ranks_are_joined(environment):
+    before = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "runner")
+    words = ["plugin=ddp", "model._target_=tests.faulty.Faulty", "+model.fault=warn"]
+    folder, _ = run(environment, *SMALL, *words, before=before)
+    told = (folder / "runner.log").read_text()
+    assert "] - planted warning of rank 0" in told
+    assert "] - rank 1: planted warning of rank 1" in told
+    assert read(folder, "status.json")["state"] == "finished"
+    assert read(folder, "summary.json")["world_size"] == 2
+    assert len(rows_of(folder)) == 12
+
+
+def wandb_exit_code(folder):
+    (record,) = (folder / "wandb").glob("offline-run-*/*.wandb")
+    words = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(record)]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    return json.loads(said.stdout)["exit_code"]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("fault", "rank", "cause"),
+    [
+        ("raise", 1, "RuntimeError: planted fault"),
+        ("raise", 0, "RuntimeError: planted fault"),
+        ("kill", 1, "SIGKILL"),
+        ("kill", 0, "SIGKILL"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_run(environment, fault, rank, cause):
+    words = ["plugin=ddp", "plugin.nproc=2", "train.max_duration=10000ba"]
+    words += ["model._target_=tests.faulty.Faulty", f"+model.fault={fault}", f"+model.rank={rank}"]
+    started = subprocess.Popen(
+        command(*words, "+model.at=150"),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        # The fault strikes after at least one row was written; from then on 15 s are allowed.
+        wait_for_rows(environment)
+        began = time.monotonic()
+        said, _ = started.communicate(timeout=40)
+        assert time.monotonic() - began < 15 + 5  # the steps from the first row to the fault
+        assert started.returncode == 1, said
+        folder = only_run(environment)
+        status = read(folder, "status.json")
+        assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 1, rank)
+        assert cause in status["error"]
+        assert f"rank {rank} failed" in said
+        assert "Traceback" not in said
+        assert not left_behind(started.pid)
+        assert wandb_exit_code(folder) == 1
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("exit", "RuntimeError: sys.exit(3) was called"),
+        ("exit_0", "RuntimeError: sys.exit(0) was called"),
+        ("exit_none", "RuntimeError: sys.exit(None) was called"),
+        ("die", "it exited with code 4 and printed last: no licence is left"),
+    ],
+)
+def test_a_rank_that_leaves_no_traceback_is_told_of_by_what_it_printed(environment, fault, cause):
+    words = ["plugin=ddp", "plugin.nproc=2", "model._target_=tests.faulty.Faulty", "+model.at=1"]
+    folder, said = run(environment, *words, f"+model.fault={fault}", "+model.rank=1", code=1)
+    assert f"rank 1 failed: {cause}" in said
+    assert "To enable traceback" not in said
+    status = read(folder, "status.json")
+    assert (status["state"], status["rank"]) == ("failed", 1)
+    assert cause in status["error"]
+    if fault == "die":
+        assert "rank 1: no licence is left" in said
+
+
+def test_a_run_in_place_that_fails(environment):
+    words = ["model._target_=tests.faulty.Faulty", "+model.at=5"]
+    folder, said = run(environment, *words, code=1)
+    status = read(folder, "status.json")
+    assert (status["state"], status["rank"]) == ("failed", 0)
+    assert "planted fault" in status["error"]
+    assert "Traceback" in status["error"]
+    assert "Traceback" not in said
+    told = (folder / "runner.log").read_text()
+    assert "RuntimeError: planted fault" in told
+    assert "Traceback" in told
+    assert "failed with exit code 1" in told
+    report, *_, why = said.splitlines()  # stdout, then stderr
+    assert why == f"the run failed: RuntimeError: planted fault (see {folder / 'status.json'})"
+    assert report == str(folder / "report.html")
+    # The rows before the fault are not lost, though they were not due yet.
+    assert [row["train/step"] for row in rows_of(folder)] == [1, 2, 3, 4]
+    assert wandb_exit_code(folder) == 1
+
+
+def wait_for_rows(environment, limit=60):
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        files = list(Path(environment["RUNNER_OUTPUTS"]).glob("runs/*/metrics.jsonl"))
+        if files and files[0].stat().st_size:
+            return
+        time.sleep(0.1)
+    raise AssertionError("no row was written in time")
+
+
+@pytest.mark.parametrize("plugin", [["plugin=single"], ["plugin=ddp", "plugin.nproc=2"]])
+@pytest.mark.parametrize(
+    ("number", "code", "state"),
+    [
+        (signal.SIGTERM, 143, "interrupted"),
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGKILL, -9, "running"),
+    ],
+)
+def test_signals(environment, plugin, number, code, state):
+    started = subprocess.Popen(
+        command(*plugin, "train.max_duration=100000ba", "log.flush=5"),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        wait_for_rows(environment)
+        started.send_signal(number)
+        said, _ = started.communicate(timeout=30)
+        assert started.returncode == code, said
+        assert "Traceback" not in said
+        status = read(only_run(environment), "status.json")
+        assert status["state"] == state
+        assert not left_behind(started.pid)
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+
+
+def test_an_interrupt_keeps_its_exit_code_though_nobody_reads_what_is_printed(environment):
+    """As with ``| tee log``, which the same Ctrl-C ends."""
+    started = subprocess.Popen(
+        command("tracker=none", "train.max_duration=100000ba", "log.flush=5"),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    started.stdout.close()
+    try:
+        wait_for_rows(environment)
+        started.send_signal(signal.SIGINT)
+        said = started.stderr.read()
+        assert started.wait(30) == 130, said
+        assert "Traceback" not in said
+        assert "BrokenPipe" not in said
+        assert read(only_run(environment), "status.json")["state"] == "interrupted"
+    finally:
+        started.stderr.close()
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+
+
+def test_an_interrupt_before_the_record_begins_leaves_no_run_that_seems_to_run(
+    monkeypatch, tmp_path
+):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path))
+    [job] = request(["tracker=none"], writes=False).jobs
+    monkeypatch.setattr(supervise, "provenance", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        supervise.run(job.plain, tmp_path)
+    assert not (tmp_path / "status.json").exists()
+
+
+@pytest.mark.parametrize(("watched", "erased"), [(True, "\r\x1b[K"), (False, "")])
+def test_what_ranks_print_takes_the_place_of_the_bar(watched, erased, monkeypatch):
+    monkeypatch.setattr(local_ranks, "is_watched", lambda stream: watched)
+    config = local_ranks._launch_config(2, "logs")
+    assert config.log_line_prefix_template == erased + "rank ${rank}: "
+
+
+def test_the_recipe_accumulate_4_shows_weights_that_move_every_fourth_microbatch(environment):
+    folder, said = run(environment, "recipe=accumulate_4", "train.max_duration=3ba")
+    lines = [line.split(": ", 1) for line in said.splitlines() if " microbatch " in line]
+    values = [line[1].split() for line in lines if "/4" in line[0]]
+    assert len(values) == 12
+    assert all(len(row) == 10 for row in values)
+    moved = [before != after for before, after in pairwise(values)]
+    # The value after microbatch 4 is the one that microbatches 1 to 3 of the next step still show.
+    assert moved == [False, False, True, False, False, False, True, False, False, False, True]
+    assert len(rows_of(folder)) == 3
+
+
+def test_the_sinks_agree_on_numbers_that_are_not_finite(environment):
+    words = ["optimizer.lr=1e18", "scheduler=constant", "clip=none", *SMALL]
+    folder, _ = run(environment, *words)
+    last = rows_of(folder)[-1]
+    assert last["grad/nonfinite"] > 0
+    assert any(isinstance(row["grad/norm"], str) for row in rows_of(folder))
+    assert all(math.isfinite(float(row["clip/ratio_total"])) for row in rows_of(folder))

@@ -1,0 +1,79 @@
+"""The learning rate of each step, against the formula of each schedule."""
+
+import math
+
+import pytest
+import torch
+
+from runner.optim.schedulers import LinearWarmupCosineLR, LinearWarmupPolynomialLR, StaircaseLR
+
+RATE = 0.5
+
+
+def rates(kind, steps, **options):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=RATE)
+    schedule = kind(optimizer, steps, **options)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"] / RATE)
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+@pytest.mark.parametrize("kind", [LinearWarmupCosineLR, LinearWarmupPolynomialLR])
+def test_the_warm_up_is_a_line_to_the_optimizers_rate(kind):
+    options = {} if kind is LinearWarmupCosineLR else {"power": 1.0}
+    found = rates(kind, 100, warmup_fraction=0.1, **options)
+    assert found[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert found[10] == pytest.approx(1.0)
+    assert max(found) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
+def test_after_the_warm_up_it_is_a_power_of_what_is_left(power):
+    found = rates(LinearWarmupPolynomialLR, 50, warmup_fraction=0.2, power=power)
+    expected = [((50 - step) / 40) ** power for step in range(10, 50)]
+    assert found[10:] == pytest.approx(expected)
+
+
+def test_a_power_of_zero_is_a_constant_to_the_end():
+    assert rates(LinearWarmupPolynomialLR, 7, warmup_fraction=0.0, power=0.0) == [1.0] * 7
+
+
+def test_a_line_that_goes_on_past_its_end_stays_at_zero():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=RATE)
+    schedule = LinearWarmupPolynomialLR(optimizer, 3, warmup_fraction=0.0, power=1.0)
+    for _ in range(5):
+        optimizer.step()
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0
+
+
+def test_a_staircase_of_fifty_falls_every_two_of_a_hundred_epochs():
+    found = rates(StaircaseLR, 300, stairs=50, factor=0.94)
+    epochs = [step // 3 for step in range(300)]
+    assert found == pytest.approx([0.94 ** (epoch // 2) for epoch in epochs])
+
+
+@pytest.mark.parametrize("steps", [1, 7, 20])
+def test_a_staircase_ends_on_its_last_stair_however_short_the_run(steps):
+    found = rates(StaircaseLR, steps, stairs=5, factor=0.5)
+    assert found == [0.5 ** math.floor(5 * step / steps) for step in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name"),
+    [
+        (LinearWarmupPolynomialLR, {"warmup_fraction": 1.0, "power": 1.0}, "warmup_fraction"),
+        (LinearWarmupPolynomialLR, {"warmup_fraction": -0.1, "power": 1.0}, "warmup_fraction"),
+        (LinearWarmupPolynomialLR, {"warmup_fraction": 0.0, "power": -1.0}, "power"),
+        (LinearWarmupPolynomialLR, {"warmup_fraction": 0.0, "power": math.nan}, "power"),
+        (StaircaseLR, {"stairs": 0, "factor": 0.9}, "stairs"),
+        (StaircaseLR, {"stairs": 2, "factor": 0.0}, "factor"),
+        (StaircaseLR, {"stairs": 2, "factor": 1.1}, "factor"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(kind, options, name):
+    with pytest.raises(ValueError, match=name):
+        rates(kind, 10, **options)

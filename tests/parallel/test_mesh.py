@@ -1,0 +1,76 @@
+"""Ranks and where they lie: the sizes of plugins, and those of a request, are the same."""
+
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+
+from runner.booster.plugin import (
+    HybridParallelPlugin,
+    MoeHybridParallelPlugin,
+    PipelineParallelPlugin,
+    TensorParallelPlugin,
+)
+from runner.config.sizes import SizeError, sizes
+from runner.parallel.mesh import Sizes, position
+
+KINDS = {
+    "tensor": TensorParallelPlugin,
+    "pipeline": PipelineParallelPlugin,
+    "moe": MoeHybridParallelPlugin,
+    "hybrid": HybridParallelPlugin,
+}
+OPEN = {"tensor": "tp_size", "pipeline": "pp_size", "moe": "ep_size"}
+
+
+def section(name, **given):
+    neutral = {"dp_size": None, "tp_size": 1, "pp_size": 1, "ep_size": 1, "nproc": None}
+    own = {OPEN[name]: None} if name in OPEN else {}
+    return SimpleNamespace(name=name, **(neutral | own | given))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "given"),
+    [
+        ("tensor", 4, {}),
+        ("tensor", 4, {"tp_size": 2}),
+        ("tensor", 4, {"dp_size": 2}),
+        ("pipeline", 4, {"pp_size": 2}),
+        ("pipeline", 3, {}),
+        ("moe", 4, {}),
+        ("moe", 4, {"ep_size": 2}),
+        ("hybrid", 8, {"tp_size": 2, "pp_size": 2}),
+        ("hybrid", 8, {"dp_size": 2, "tp_size": 2, "pp_size": 2, "ep_size": 2}),
+        ("hybrid", 8, {}),
+    ],
+)
+def test_a_plugin_lays_ranks_out_as_the_request_was_checked(name, ranks, given):
+    asked = section(name, **given)
+    of_request = sizes(asked, ranks)
+    of_plugin = Sizes.of(ranks, **KINDS[name].sizes_given(vars(asked), ranks))
+    for field in fields(Sizes):
+        assert getattr(of_plugin, field.name) == getattr(of_request, field.name), field.name
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "given"),
+    [
+        ("hybrid", 6, {"tp_size": 2, "pp_size": 2}),
+        ("hybrid", 4, {"dp_size": 2, "tp_size": 2, "pp_size": 2}),
+        ("moe", 4, {"ep_size": 3}),
+        ("tensor", 4, {"tp_size": 3}),
+    ],
+)
+def test_both_refuse_the_same(name, ranks, given):
+    asked = section(name, **given)
+    with pytest.raises(SizeError):
+        sizes(asked, ranks)
+    with pytest.raises(ValueError, match=f"{ranks}|does not divide"):
+        Sizes.of(ranks, **KINDS[name].sizes_given(vars(asked), ranks))
+
+
+def test_neighbours_share_weights():
+    laid = [position(rank, Sizes(dp=2, tp=2, pp=2)) for rank in range(8)]
+    assert laid[:4] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
+    assert [stage for stage, _, _ in laid] == [0] * 4 + [1] * 4
+    assert len(set(laid)) == 8

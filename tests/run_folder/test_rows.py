@@ -1,0 +1,147 @@
+"""Rows survive the way through the file bit for bit, and a reader never sees half a row."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import struct
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.run_folder.rows import JsonlSink, Row, decode, encode, follow, read_rows
+
+
+def _bits(value: float) -> bytes:
+    return struct.pack("<d", value)
+
+
+def test_floats_read_back_bit_for_bit(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    rows: list[Row] = []
+    while len(rows) < 500:
+        (value,) = struct.unpack("<d", draw.randbytes(8))
+        if math.isfinite(value):
+            rows.append({"train/step": len(rows) + 1, "grad/norm": value})
+    rows.append({"train/step": 501, "grad/norm": -0.0})
+    rows.append({"train/step": 502, "grad/norm": 5e-324})
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for row in rows:
+        sink.write(row)
+    sink.close(None, 0)
+    back = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["train/step"] for row in back] == [row["train/step"] for row in rows]
+    assert [_bits(row["grad/norm"]) for row in back] == [_bits(row["grad/norm"]) for row in rows]
+
+
+def test_integers_stay_integers() -> None:
+    row = decode(encode({"train/step": 2**53 + 1, "train/loss": 1.0}))
+    assert row == {"train/step": 2**53 + 1, "train/loss": 1.0}
+    assert type(row["train/step"]) is int
+    assert type(row["train/loss"]) is float
+
+
+def test_numbers_that_are_not_finite_are_words_of_strict_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.write({"train/step": 1, "a": math.nan, "b": math.inf, "c": -math.inf})
+    sink.close(None, 0)
+
+    def refuse(word: str) -> float:
+        raise AssertionError(f"{word} is not strict JSON")
+
+    line = json.loads(path.read_text(), parse_constant=refuse)
+    assert line == {"train/step": 1, "a": "NaN", "b": "Infinity", "c": "-Infinity"}
+    (row,) = read_rows(path)
+    assert math.isnan(row["a"])
+    assert (row["b"], row["c"]) == (math.inf, -math.inf)
+
+
+def test_every_row_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    for step in range(1, 4):
+        sink.write({"train/step": step})
+        assert len(read_rows(path)) == step
+    sink.close(None, 0)
+    sink.close(None, 0)
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"train/step": 1}\n{"train/step": 2, "train/lo')
+    assert read_rows(path) == [{"train/step": 1}]
+
+
+def test_a_broken_complete_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"train/step": 1}\n{"train/ste\n{"train/step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
+        read_rows(path)
+
+
+def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.touch()
+    assert read_rows(path) == []
+
+
+class _Follower:
+    """Follows a file in a thread and keeps what came."""
+
+    def __init__(self, path: Path) -> None:
+        self.rows: list[Row] = []
+        self.stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(path,))
+        self._thread.start()
+
+    def _run(self, path: Path) -> None:
+        for row in follow(path, self.stopped, poll=0.01):
+            self.rows.append(row)
+
+    def has(self, count: int) -> bool:
+        until = time.monotonic() + 10
+        while len(self.rows) < count and time.monotonic() < until:
+            time.sleep(0.005)
+        return len(self.rows) == count
+
+    def end(self) -> None:
+        self.stopped.set()
+        self._thread.join(timeout=10)
+        assert not self._thread.is_alive()
+
+
+def test_following_yields_rows_as_they_come_and_keeps_half_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = _Follower(path)
+    time.sleep(0.03)
+    with path.open("w") as file:
+        file.write('{"train/step": 1}\n{"train/st')
+        file.flush()
+        assert follower.has(1)
+        time.sleep(0.05)
+        assert len(follower.rows) == 1
+        file.write('ep": 2, "x": "NaN"}\n')
+        file.flush()
+        assert follower.has(2)
+        file.write('{"train/step": 3}\n{"train/step": 4')
+    follower.end()
+    assert [row["train/step"] for row in follower.rows] == [1, 2, 3]
+    assert math.isnan(follower.rows[1]["x"])
+
+
+def test_following_ends_when_the_file_never_comes(tmp_path: Path) -> None:
+    follower = _Follower(tmp_path / "metrics.jsonl")
+    follower.end()
+    assert follower.rows == []
+
+
+def test_following_misses_nothing_that_was_written_before_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"train/step": {step}}}\n' for step in range(1000)))
+    stopped = threading.Event()
+    stopped.set()
+    assert len(list(follow(path, stopped))) == 1000

@@ -1,0 +1,414 @@
+"""wandb gets every row, offline or online, and no server can hold a run up.
+
+The record is read back by wandb's own command line, which shares no code with ours.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.run_folder.rows import JsonlSink, Row, decode, read_rows
+from runner.telemetry.sinks import wandb_sink
+from runner.telemetry.sinks.wandb_process import STUCK_SECONDS
+from runner.telemetry.sinks.wandb_sink import CLOSE_SECONDS, WandbSink, new_run_id
+
+ROOT = Path(__file__).parents[3]
+SLACK = 2.0
+CONFIG: dict[str, Any] = {
+    "seed": 3,
+    "clip": {"mode": "norm", "threshold": 0.25, "exclude": ["head.*"]},
+    "model": {"_target_": "torch.nn.Linear", "bias": None},
+}
+SUMMARY: dict[str, Any] = {
+    "final": {"eval/loss": 0.125, "train/loss": math.nan},
+    "grad/norm": {"p50": 1 / 3, "max": math.inf},
+    "clip/ratio_total": 0.5,
+    "steps": 6,
+}
+ROWS: list[Row] = [
+    {"train/step": 1, "train/loss": 2.0, "grad/norm": 1 / 3, "clip/clipped": 1},
+    {"train/step": 2, "train/loss": 1e-9, "grad/norm": 12345678.901234567, "clip/clipped": 1},
+    {"train/step": 3, "train/loss": math.nan, "grad/norm": math.inf, "clip/clipped": 0},
+    {"train/step": 4, "train/loss": -math.inf, "grad/norm/head.weight": 0.1, "clip/clipped": 0},
+    {"train/step": 5, "train/loss": 0.1, "eval/loss": 0.3, "eval/accuracy": 0.975},
+    {"train/step": 6, "train/loss": 0.3},
+]
+
+
+def _sink(folder: Path, mode: str = "auto", run_id: str | None = None, **more: Any) -> WandbSink:
+    folder.mkdir(exist_ok=True)
+    given: dict[str, Any] = {
+        "project": "clips",
+        "group": "sweep",
+        "tags": ["a", "b"],
+        "job_type": "train",
+        "name": "clip=norm clip.threshold=0.25",
+        "config": CONFIG,
+    }
+    return WandbSink(folder, mode=mode, run_id=run_id or new_run_id(), **{**given, **more})
+
+
+def _record(folder: Path, run_id: str) -> list[dict[str, Any]]:
+    """What wandb's own reader finds in the only record of that run."""
+    (file,) = folder.glob(f"wandb/*run-*/run-{run_id}.wandb")
+    read = subprocess.run(
+        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return [json.loads(line) for line in read.stdout.splitlines()]
+
+
+def _one(records: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    (found,) = [record[kind] for record in records if record["type"] == kind]
+    one: dict[str, Any] = found
+    return one
+
+
+def _history(records: list[dict[str, Any]]) -> list[Row]:
+    """Rows with wandb's own `_` keys left out."""
+    rows = []
+    for record in records:
+        if record["type"] == "history":
+            item = decode(json.dumps(record["history"]["item"]))
+            rows.append({key: value for key, value in item.items() if not key.startswith("_")})
+    return rows
+
+
+def _assert_same(got: list[Row], expected: list[Row]) -> None:
+    assert [set(row) for row in got] == [set(row) for row in expected]
+    for one, other in zip(got, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-6, nan_ok=True)
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_the_offline_record_holds_what_metrics_jsonl_holds(
+    own_home: Path, tmp_path: Path, exit_code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    sink = _sink(folder, run_id="offline1")
+    file = JsonlSink(folder / "metrics.jsonl")
+    for row in ROWS:
+        sink.write(row)
+        file.write(row)
+    sink.close(SUMMARY if exit_code == 0 else None, exit_code)
+    file.close(None, exit_code)
+    sink.close(SUMMARY, 7)
+
+    records = _record(folder, "offline1")
+    _assert_same(_history(records), read_rows(folder / "metrics.jsonl"))
+    run = _one(records, "run")
+    config = run["config"]["update"]
+    config.pop("_wandb", None)
+    assert config == CONFIG
+    assert (run["run_id"], run["project"], run["run_group"]) == ("offline1", "clips", "sweep")
+    assert (run["job_type"], run["tags"]) == ("train", ["a", "b"])
+    assert run["display_name"] == "clip=norm clip.threshold=0.25"
+    assert _one(records, "exit").get("exit_code", 0) == exit_code
+    metrics = [record["metric"] for record in records if record["type"] == "metric"]
+    assert {"glob_name": "*", "step_metric": "train/step"}.items() <= {
+        key: value for metric in metrics for key, value in metric.items()
+    }.items()
+    if exit_code == 0:
+        updates = [r["summary"]["update"] for r in records if r["type"] == "summary"]
+        last = {key: value for update in updates for key, value in update.items()}
+        assert last["grad/norm/p50"] == pytest.approx(1 / 3)
+        assert (last["final/train/loss"], last["grad/norm/max"]) == ("NaN", "Infinity")
+        assert (last["final/eval/loss"], last["steps"]) == (0.125, 6)
+    assert {path.name for path in folder.iterdir()} == {"wandb", "metrics.jsonl"}
+    assert _warnings(caplog) == []
+
+
+def test_offline_asks_no_server(start_server: Any, tmp_path: Path) -> None:
+    server = start_server()
+    sink = _sink(tmp_path / "run", mode="offline", run_id="quiet1")
+    sink.write(ROWS[0])
+    sink.close(SUMMARY, 0)
+    assert server.requests == []
+    assert len(_history(_record(tmp_path / "run", "quiet1"))) == 1
+
+
+def test_online_delivers_every_row(
+    start_server: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_server()
+    sink = _sink(tmp_path / "run", run_id="online1")
+    more: list[Row] = [{"train/step": step, "grad/norm": 1 / step} for step in range(7, 1000)]
+    for row in ROWS + more:
+        sink.write(row)
+    sink.close(SUMMARY, 3)
+    run = server.runs["online1"]
+    _assert_same(run.history(), ROWS + more)
+    assert run.config == CONFIG
+    assert run.exit_code == 3
+    assert run.summary["grad/norm/p50"] == pytest.approx(1 / 3)
+    assert run.created["groupName"] == "sweep"
+    assert run.created["tags"] == ["a", "b"]
+    assert _warnings(caplog) == []
+
+
+def test_two_runs_in_one_process_are_two_runs_even_at_once(
+    start_server: Any, tmp_path: Path
+) -> None:
+    server = start_server()
+    first = _sink(tmp_path / "1", run_id="first", config={"seed": 1})
+    second = _sink(tmp_path / "2", run_id="second", config={"seed": 2})
+    first.write({"train/step": 1, "train/loss": 1.0})
+    second.write({"train/step": 1, "train/loss": 2.0})
+    first.close(None, 0)
+    second.close(None, 1)
+    third = _sink(tmp_path / "1", run_id="third", config={"seed": 3})
+    third.write({"train/step": 1, "train/loss": 3.0})
+    third.close(None, 0)
+    told = {
+        run.id: (run.config["seed"], run.history()[0]["train/loss"], run.exit_code)
+        for run in server.runs.values()
+    }
+    assert told == {"first": (1, 1, 0), "second": (2, 2, 1), "third": (3, 3, 0)}
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("fault", [401, 403, 500, "hang", "refused"])
+def test_a_server_that_does_not_take_the_run_leaves_an_offline_record(
+    fault: int | str,
+    start_server: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if fault != "hang":  # which is left the whole limit
+        monkeypatch.setattr(wandb_sink, "INIT_SECONDS", 1.5)
+    server = start_server(None if fault == "refused" else fault)
+    if fault == "refused":
+        server.close()
+    begun = time.monotonic()
+    sink = _sink(tmp_path / "run", run_id="refused1")
+    for row in ROWS:
+        sink.write(row)
+    assert time.monotonic() - begun < 1.0
+    begun = time.monotonic()
+    sink.close(SUMMARY, 0)
+    assert time.monotonic() - begun < CLOSE_SECONDS + SLACK
+
+    assert len(_warnings(caplog)) == 1
+    assert "recorded offline" in _warnings(caplog)[0]
+    (only,) = [path for path in (tmp_path / "run/wandb").glob("*run-*") if not path.is_symlink()]
+    assert only.name.startswith("offline-run-")
+    records = _record(tmp_path / "run", "refused1")
+    _assert_same(_history(records), ROWS)
+    assert _one(records, "exit").get("exit_code", 0) == 0
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize(
+    ("fault", "more"),
+    [
+        ("hang", {"answered": 1}),
+        ("hang", {"only": "file_stream"}),
+        (500, {"only": "file_stream"}),
+        (404, {"only": "file_stream"}),
+    ],
+)
+def test_a_server_that_fails_later_holds_nothing_up(
+    fault: int | str,
+    more: dict[str, Any],
+    start_server: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "answered" not in more:  # which is left the whole limit
+        monkeypatch.setattr(wandb_sink, "FINISH_SECONDS", 1.5)
+    start_server(fault, **more)
+    sink = _sink(tmp_path / "run", run_id="later1")
+    for row in ROWS:
+        sink.write(row)
+    begun = time.monotonic()
+    sink.close(SUMMARY, 1)
+    assert time.monotonic() - begun < CLOSE_SECONDS + SLACK
+    assert len(_warnings(caplog)) == 1
+    assert "wandb sync" in _warnings(caplog)[0]
+    records = _record(tmp_path / "run", "later1")
+    _assert_same(_history(records), ROWS)
+    assert _one(records, "exit")["exit_code"] == 1
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("how", ["hangs", "is gone"])
+def test_a_server_that_fails_under_a_flood_of_rows_holds_nothing_up(
+    how: str,
+    start_server: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind some ten megabytes for a server that hangs, wandb forgets its own time limits."""
+    monkeypatch.setattr(wandb_sink, "FINISH_SECONDS", 1.0)
+    server = start_server()
+    sink = _sink(tmp_path / "run", run_id="flood1")
+    sink.write({"train/step": 0})
+    until = time.monotonic() + 20
+    while not server.runs and time.monotonic() < until:
+        time.sleep(0.02)
+    server.fault = "hang"
+    if how == "is gone":
+        server.close()
+    layers = {f"grad/norm/blocks.{i}.weight": 1 / (i + 3) for i in range(1000)}
+    worst = 0.0
+    for step in range(1, 500):
+        begun = time.perf_counter()
+        sink.write({"train/step": step, **layers})
+        worst = max(worst, time.perf_counter() - begun)
+    assert worst < 0.5
+    time.sleep(3)  # the rows reach wandb's client
+    begun = time.monotonic()
+    sink.close(None, 0)
+    assert time.monotonic() - begun < 1.0 + STUCK_SECONDS + SLACK
+    assert len(_warnings(caplog)) == 1
+    records = _record(tmp_path / "run", "flood1")
+    assert [row["train/step"] for row in _history(records)] == list(range(500))
+    assert _one(records, "exit").get("exit_code", 0) == 0
+
+
+def test_online_without_a_key_is_recorded_offline_and_prompts_for_nothing(
+    own_home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = _sink(tmp_path / "run", mode="online", run_id="nokey1")
+    sink.write(ROWS[0])
+    sink.close(None, 0)
+    assert len(_warnings(caplog)) == 1
+    assert "API key" in _warnings(caplog)[0]
+    assert len(_history(_record(tmp_path / "run", "nokey1"))) == 1
+
+
+def test_disabled_records_nothing(
+    own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    for mode in ("disabled", "auto"):
+        sink = _sink(tmp_path / "run", mode=mode)
+        sink.write(ROWS[0])
+        sink.close(SUMMARY, 0)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+from runner.telemetry.sinks.wandb_sink import WandbSink
+folder = Path(sys.argv[1])
+sink = WandbSink(folder, mode="auto", project="p", group=None, tags=[], job_type="train",
+                 name="n", run_id="killed1", config={"seed": 0})
+for step in range(1, 4):
+    sink.write({"train/step": step})
+if os.fork() == 0:  # a loader's worker that holds the pipe open for a while
+    time.sleep(3)
+    os._exit(0)
+if "killed" in sys.argv:
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+sink.close(None, 0)
+"""
+
+
+def _program(folder: Path, *words: str) -> int:
+    folder.mkdir()
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), *words], cwd=ROOT, timeout=60
+    ).returncode
+
+
+def _wait_for_exit_record(folder: Path) -> list[dict[str, Any]]:
+    until = time.monotonic() + 15
+    while True:
+        try:
+            records = _record(folder, "killed1")
+        except (ValueError, subprocess.CalledProcessError):
+            records = []
+        if any(r["type"] == "exit" for r in records) or time.monotonic() > until:
+            return records
+        time.sleep(0.2)
+
+
+def test_a_run_whose_process_is_killed_is_marked_as_failed(own_home: Path, tmp_path: Path) -> None:
+    assert _program(tmp_path / "run", "killed") == -signal.SIGKILL
+    records = _wait_for_exit_record(tmp_path / "run")
+    assert [row["train/step"] for row in _history(records)] == [1, 2, 3]
+    assert _one(records, "exit")["exit_code"] == 1
+
+
+def test_no_secret_and_no_argument_is_recorded(
+    start_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server()
+    monkeypatch.setenv("PLANTED_TOKEN", "planted-in-the-environment")
+    assert _program(tmp_path / "run", "planted-as-an-argument") == 0
+    assert server.runs["killed1"].exit_code == 0
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert _program(tmp_path / "off", "planted-as-an-argument") == 0
+    files = [path for place in ("run", "off") for path in (tmp_path / place).rglob("*")]
+    written = [path.read_bytes() for path in files if path.is_file()]
+    assert len(written) > 4
+    for text in [*written, *server.bodies]:
+        assert b"planted" not in text
+        assert os.environ["WANDB_API_KEY"].encode() not in text
+
+
+def test_a_process_of_wandb_that_breaks_off_is_one_warning(
+    own_home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = _sink(tmp_path / "run")
+    assert sink._process is not None
+    sink._process.kill()
+    sink._process.wait()
+    for row in ROWS:
+        sink.write(row)
+    sink.close(SUMMARY, 0)
+    assert len(_warnings(caplog)) == 1
+
+
+@pytest.mark.timing
+def test_a_process_of_wandb_that_stands_still_is_given_up(
+    own_home: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wandb_sink, "CLOSE_SECONDS", 1.0)
+    sink = _sink(tmp_path / "run")
+    assert sink._process is not None
+    sink._process.send_signal(signal.SIGSTOP)
+    begun = time.monotonic()
+    for step in range(10_000):
+        sink.write({"train/step": step, "train/loss": 0.1})
+    assert time.monotonic() - begun < 1.0
+    sink.close(SUMMARY, 0)
+    assert time.monotonic() - begun < 1.0 + SLACK
+    assert len(_warnings(caplog)) == 1
+
+
+def test_a_config_that_wandb_cannot_take_is_one_warning(
+    own_home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = _sink(tmp_path / "run", project="a/b:c")
+    sink.write(ROWS[0])
+    sink.close(SUMMARY, 0)
+    assert len(_warnings(caplog)) == 1
+    assert "no more of this run" in _warnings(caplog)[0]

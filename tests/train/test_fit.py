@@ -1,0 +1,50 @@
+"""What a run logs is known before it starts, and is what it logs."""
+
+from dataclasses import replace
+
+import pytest
+
+from runner.compose.request import request
+from runner.run_folder.objective import objective_of
+from runner.train import fit
+from runner.train.job import execute
+from tests.distributed.training import Rows
+
+SMALL = ["train.max_duration=1ba", "tracker=none", "device=cpu"]
+
+
+def config(*overrides):
+    (job,) = request([*SMALL, *overrides], writes=False).jobs
+    return job.config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "more"),
+    [
+        (["clip=none"], {"eval/accuracy"}),
+        (
+            ["clip.what_if=[0.5]", "telemetry.per_layer=true"],
+            {"eval/accuracy", "clip/threshold", "clip/what_if/0.5"},
+        ),
+        (
+            ["model=lstm", "data=synthetic", "data.kind=tokens", "data.samples=8"],
+            {"eval/accuracy", "clip/threshold", "train/tokens"},
+        ),
+    ],
+)
+def test_the_metrics_that_an_objective_may_name_are_those_of_a_run(overrides, more):
+    rows = Rows()
+    summary = execute(config(*overrides), [rows])
+    logged = {key for key in rows.rows[-1] if not key.startswith("grad/norm/")} - {"train/step"}
+    assert logged | {"wall_s"} == {*fit.LOGGED, *more}
+    for key in (*fit.LOGGED, *more):
+        assert objective_of(summary, key) is not None, key
+
+
+def test_a_run_whose_evaluation_lacks_the_objective_ends_there():
+    asked = config("data.batch_size=8", "eval.interval=1ba", "train.max_duration=3ba")
+    asked = replace(asked, sweep=replace(asked.sweep, objective="eval/f1"))
+    rows = Rows()
+    with pytest.raises(ValueError, match=r"sweep.objective=eval/f1 .* eval/loss or eval/accuracy"):
+        execute(asked, [rows])
+    assert len(rows.rows) <= 1

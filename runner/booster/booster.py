@@ -21,7 +21,7 @@ from runner.booster.prepare import compiled_in_place, require_dense
 from runner.clip import Layout
 from runner.clip.boosted import register
 from runner.parallel.full_state_dict import gathered, load
-from runner.parallel.sharding import give_back
+from runner.parallel.sharding import reshard
 
 _wrappers: WeakKeyDictionary[nn.Module, ReferenceType[ModelWrapper]] = WeakKeyDictionary()
 """The wrapper of each user's model that was boosted."""
@@ -125,8 +125,10 @@ class Booster:
                 Layout.union({prefix: spread.layout for prefix, spread in spreads.items()}),
                 self.loss_scale,
                 self.nonfinite,
-                finish=joint.in_turn([spread.finish for spread in spreads.values()]),
-                publish=joint.in_turn([spread.publish for spread in spreads.values()]),
+                sync_grads=joint.in_turn([spread.sync_grads for spread in spreads.values()]),
+                broadcast_params=joint.in_turn(
+                    [spread.broadcast_params for spread in spreads.values()]
+                ),
                 max_norm=self.plugin.max_norm,
             )
         wrapped = []
@@ -137,7 +139,9 @@ class Booster:
             wrapper.renamed, wrapper.names, wrapper.optimizer = spread.renamed, named, boosted
             _wrappers[each] = ref(wrapper)
             wrapped.append(wrapper)
-        if boosted is not None or any(spread.finish is not nothing for spread in spreads.values()):
+        if boosted is not None or any(
+            spread.sync_grads is not nothing for spread in spreads.values()
+        ):
             register(boosted, _owned([*wrapped, *parts.values()], given, boosted))
         first = wrapped[0] if isinstance(model, nn.Module) else wrapped
         return first, boosted, criterion, dataloader, lr_scheduler
@@ -227,7 +231,7 @@ class Booster:
     def _loss_of(self, model: ModelWrapper, criterion: Any) -> WindowLoss:
         """Return what sums ``criterion``; kept, so that a warning about it comes once."""
         plugin = self.plugin
-        checked = self._window_loss is None and plugin.speaks and plugin.data_rank == 0
+        checked = self._window_loss is None and plugin.reports_metrics and plugin.data_rank == 0
         if self._window_loss is None or self._window_loss[0] is not criterion:
             self._window_loss = (
                 criterion,
@@ -260,7 +264,7 @@ class Booster:
                 rank, lists them. Nothing was loaded.
         """
         stages = [] if model.pipeline is None else list(model.pipeline.stages.values())
-        give_back([model.unwrap(), *stages])
+        reshard([model.unwrap(), *stages])
         load(model.unwrap(), model.renamed, model.names, state)
 
 
@@ -291,7 +295,7 @@ def _owned(
     for named in given.values():
         yield from named.values()
     if optimizer is not None:
-        yield from (piece.param for piece in optimizer.layout.pieces)
+        yield from (shard.param for shard in optimizer.layout.shards)
 
 
 def wrapper_of(model: nn.Module) -> ModelWrapper | None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
-from runner.booster.plugin import Plugin, Spread
+from runner.booster.plugin import ParallelModel, Plugin
 from runner.clip import Layout
 from runner.parallel.gradient_sync import Replicas, alike, average
 from runner.parallel.stages import SPLITS_BACKWARD
@@ -55,7 +55,7 @@ def named(models: Sequence[nn.Module], criterion: Any) -> dict[str, nn.Module]:
     return parts
 
 
-def replicate(criterion: nn.Module, plugin: Plugin) -> Spread:
+def replicate(criterion: nn.Module, plugin: Plugin) -> ParallelModel:
     """Keep a criterion whole on every rank, with gradients averaged over the data-parallel ranks.
 
     Args:
@@ -73,13 +73,15 @@ def replicate(criterion: nn.Module, plugin: Plugin) -> Spread:
         )
     world = dist.group.WORLD
     if plugin.world_size == 1 or world is None:
-        return Spread(criterion, Layout.of_model(criterion))
+        return ParallelModel(criterion, Layout.of_model(criterion))
     alike(criterion, world)
     parameters = [p for p in criterion.parameters() if p.requires_grad]
-    return Spread(
+    return ParallelModel(
         criterion,
         Layout.of_model(criterion),
-        finish=partial(_average, parameters, Replicas(parameters, world, plugin.data_size), plugin),
+        sync_grads=partial(
+            _average, parameters, Replicas(parameters, world, plugin.data_size), plugin
+        ),
     )
 
 
@@ -88,7 +90,7 @@ def _average(parameters: Sequence[nn.Parameter], replicas: Replicas, plugin: Plu
 
     Tensor-parallel ranks that read the same samples have the same gradient: one of them counts.
     """
-    if not plugin.speaks:
+    if not plugin.reports_metrics:
         for parameter in parameters:
             parameter.grad = None
     average(replicas)
@@ -120,7 +122,7 @@ def rebind(
     optimizers: Sequence[Optimizer],
     given: Mapping[str, Mapping[str, nn.Parameter]],
     parts: Mapping[str, nn.Module],
-    spreads: Mapping[str, Spread],
+    spreads: Mapping[str, ParallelModel],
 ) -> None:
     """Let optimizers hold what this rank steps of what took the place of their parameters.
 

@@ -51,8 +51,8 @@ def _written(layout: Layout) -> Written | None:
     """The last gradient that there is: the one nearest to the loss, which every backward pass adds
     to or replaces.
     """
-    for piece in reversed(layout.pieces):
-        gradient = piece.param.grad
+    for shard in reversed(layout.shards):
+        gradient = shard.param.grad
         if gradient is not None:
             part = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
             return ref(part), part._version
@@ -88,8 +88,8 @@ class OptimizerWrapper:
         nonfinite: what to do with a gradient that is not finite: ``skip`` the step, raise an
             ``error``, or ``ignore`` it (the step is taken, unclipped). An fp16 overflow is skipped
             whatever the policy, because the next, smaller scale mends it.
-        finish: makes the gradients final, on every rank, once a step before they are looked at.
-        publish: called on every rank after the optimizer has stepped.
+        sync_grads: makes the gradients final, on every rank, once a step before they are looked at.
+        broadcast_params: called on every rank after the optimizer has stepped.
         max_norm: above 0, a step limits the norm of a gradient that was not clipped before.
 
     Attributes:
@@ -102,8 +102,8 @@ class OptimizerWrapper:
         layout: Layout,
         loss_scale: LossScale | None = None,
         nonfinite: Nonfinite = "skip",
-        finish: Callable[[], None] = nothing,
-        publish: Callable[[], None] = nothing,
+        sync_grads: Callable[[], None] = nothing,
+        broadcast_params: Callable[[], None] = nothing,
         max_norm: float = 0.0,
     ) -> None:
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -112,8 +112,8 @@ class OptimizerWrapper:
         self.nonfinite = nonfinite
         self.stage = Stage.EMPTY
         self.accumulating = False
-        self._finish = finish
-        self._publish = publish
+        self._sync_grads = sync_grads
+        self._broadcast_params = broadcast_params
         self._max_norm = max_norm
         self._final = False
         self._unscaled = False
@@ -276,7 +276,7 @@ class OptimizerWrapper:
             finally:
                 if isinstance(finite, Tensor):
                     del optimizer.found_inf  # type: ignore[attr-defined]
-        self._publish()
+        self._broadcast_params()
         return True
 
     def was_taken(self) -> bool:
@@ -290,11 +290,11 @@ class OptimizerWrapper:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         # All parameters, also those that no group of an optimizer holds: they would pile up.
-        for piece in self.layout.pieces:
+        for shard in self.layout.shards:
             if set_to_none:
-                piece.param.grad = None
-            elif piece.param.grad is not None:
-                piece.param.grad.zero_()
+                shard.param.grad = None
+            elif shard.param.grad is not None:
+                shard.param.grad.zero_()
         self._forget(None if set_to_none else _written(self.layout))
 
     def unscale(self) -> None:
@@ -307,13 +307,13 @@ class OptimizerWrapper:
         self._make_final()
         if self.loss_scale is None or self._unscaled:
             return
-        pieces, gradients = self.layout.gradients()
+        shards, gradients = self.layout.gradients()
         if gradients and not self._scaled:
             raise StepOrderError(
                 "the loss was not scaled, as fp16 needs it: call booster.backward(loss, optimizer) "
                 "instead of loss.backward()"
             )
-        half = [p.name for p, g in zip(pieces, gradients, strict=True) if g.dtype == torch.float16]
+        half = [p.name for p, g in zip(shards, gradients, strict=True) if g.dtype == torch.float16]
         if half:
             raise TypeError(f"{half[0]} is float16: keep parameters in float32, precision casts")
         if gradients:
@@ -400,7 +400,7 @@ class OptimizerWrapper:
         if not self._final:
             if self._shares is not False:
                 self._separate()
-            self._finish()
+            self._sync_grads()
             self._final = True
 
     @torch.no_grad()
@@ -471,7 +471,7 @@ class OptimizerWrapper:
         torch's fused CPU kernels walk both in memory order and ignore strides: a channels-last
         gradient of a contiguous parameter would move the wrong weights, in silence.
         """
-        for piece in self.layout.pieces:
-            gradient = piece.param.grad
-            if gradient is not None and gradient.stride() != piece.param.stride():
-                piece.param.grad = torch.empty_like(piece.param).copy_(gradient)
+        for shard in self.layout.shards:
+            gradient = shard.param.grad
+            if gradient is not None and gradient.stride() != shard.param.stride():
+                shard.param.grad = torch.empty_like(shard.param).copy_(gradient)

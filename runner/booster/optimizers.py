@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from runner.booster.plugin import Plugin, Spread
+from runner.booster.plugin import ParallelModel, Plugin
 from runner.clip.layout import is_sharded
 
 ELEMENTWISE = frozenset(
@@ -78,7 +78,7 @@ WHOLE = (
 )
 
 
-def require_safe(optimizer: Optimizer, spreads: Iterable[Spread], plugin: Plugin) -> None:
+def require_safe(optimizer: Optimizer, spreads: Iterable[ParallelModel], plugin: Plugin) -> None:
     """Refuse an optimizer that would silently take another step than in one process.
 
     Every rank has to call it: trial steps communicate, and all ranks refuse or none.
@@ -108,7 +108,7 @@ def require_safe(optimizer: Optimizer, spreads: Iterable[Spread], plugin: Plugin
             raise ValueError(each)
 
 
-def _problem(optimizer: Optimizer, spreads: Sequence[Spread], where: str) -> str:
+def _problem(optimizer: Optimizer, spreads: Sequence[ParallelModel], where: str) -> str:
     """Why ``optimizer`` would take wrong steps on this rank; empty if it does not."""
     name = type(optimizer).__name__
     if isinstance(optimizer, optim.LBFGS):
@@ -134,11 +134,11 @@ def _problem(optimizer: Optimizer, spreads: Sequence[Spread], where: str) -> str
     return next((problem for problem in problems if problem), "")
 
 
-def _steps_some(spread: Spread) -> bool:
+def _steps_some(spread: ParallelModel) -> bool:
     """Whether a rank's optimizer steps some parameters of the model and others none."""
     layout = spread.layout
-    dealt = spread.steps is not None and any(id(p.param) not in spread.steps for p in layout.pieces)
-    return dealt or spread.pipeline is not None or len(layout.pieces) < len(layout.names)
+    dealt = spread.steps is not None and any(id(p.param) not in spread.steps for p in layout.shards)
+    return dealt or spread.pipeline is not None or len(layout.shards) < len(layout.names)
 
 
 def _norm_option(optimizer: Optimizer) -> str:

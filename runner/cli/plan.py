@@ -19,7 +19,7 @@ from runner.config.check import leaves
 from runner.config.identity import NOT_HASHED
 from runner.config.plural import plural
 from runner.config.problem import shown
-from runner.sweep import lay_out, live
+from runner.sweep import live, plan_runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def _states(wanted: Request) -> list[tuple[str, str]]:
     """Number and state of each job."""
     if wanted.sweep is None or wanted.sweep.trials is not None:
         return [("" if wanted.sweep else "0", "to run")] * len(wanted.jobs)
-    entries = lay_out(wanted)
+    entries = plan_runs(wanted)
     found = []
     for job in wanted.jobs:
         entry = next(one for one in entries if one.config_hash == job.hash)

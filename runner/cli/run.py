@@ -87,7 +87,7 @@ def _sweep(wanted: Request, args: argparse.Namespace, typed: Sequence[str]) -> i
         message = "a sweep starts its own ranks (plugin.nproc): run it without torchrun"
         raise RequestError([Problem("-m", NOTHING, message)])
     given = [word for word in flags.words_of(args) if word != "--multirun"]
-    return sweep.conduct(
+    return sweep.run_sweep(
         wanted, typed, check_jobs, lambda words: _hand_to_hydra([*given, "--multirun", *words])
     )
 

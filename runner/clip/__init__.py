@@ -1,7 +1,7 @@
 """Gradient clipping over layouts: where gradients live, what they measure, and one file a mode."""
 
 from runner.clip.functional import GradientClipping, apply_gradient_clipping, build
-from runner.clip.layout import Layout, Number, Piece
+from runner.clip.layout import Layout, Number, ParamShard
 from runner.clip.measure import total_norm
 from runner.clip.mode import ClipMode, Outcome
 from runner.clip.units import Units
@@ -12,7 +12,7 @@ __all__ = [
     "Layout",
     "Number",
     "Outcome",
-    "Piece",
+    "ParamShard",
     "Units",
     "apply_gradient_clipping",
     "build",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runner.clip import transfer
-from runner.clip.layout import Layout, Number, Piece
+from runner.clip.layout import Layout, Number, ParamShard
 from runner.clip.measure import SQUARES_OVERFLOW, combine
 from runner.clip.mode import ClipMode, Outcome, after_counting
 
@@ -28,7 +28,7 @@ class AdaptiveClip(ClipMode):
     """Scale each unit's gradient by its own coefficient."""
 
     _layout: Layout | None = None
-    _pieces: Sequence[Piece] = ()
+    _pieces: Sequence[ParamShard] = ()
 
     def bind(self, layout: Layout) -> None:
         """Resolve ``exclude`` and ``units`` against the parameters of ``layout``.
@@ -40,8 +40,8 @@ class AdaptiveClip(ClipMode):
         else:
             globs = (self.exclude,) if isinstance(self.exclude, str) else self.exclude
             excluded = {name for glob in globs for name in layout.matching(glob, "exclude")}
-        pieces = layout.with_units(self.units)
-        self._pieces = [piece for piece in pieces if piece.name not in excluded]
+        shards = layout.with_units(self.units)
+        self._pieces = [shard for shard in shards if shard.name not in excluded]
         self._layout = layout
         if self.exclude == "auto":
             _log_once(layout, logging.INFO, _left_out(layout))
@@ -58,18 +58,18 @@ class AdaptiveClip(ClipMode):
         """
         if self._layout is not layout:
             self.bind(layout)
-        pieces = [
-            piece
-            for piece in self._pieces
-            if piece.cut or piece.scattered or piece.param.grad is not None
+        shards = [
+            shard
+            for shard in self._pieces
+            if shard.shard_groups or shard.sharded_vector or shard.param.grad is not None
         ]
         # Every rank has the same norm, so all of them measure units alike. An accelerator cannot
         # look at it, and sums in its widest type at any size.
         narrow = not isinstance(norm, Tensor) and norm * norm <= SQUARES_OVERFLOW
         dtype = torch.float32 if narrow else transfer.widest(layout.device)
-        lengths = [_lengths(piece, dtype) for piece in pieces]
-        _complete_rows(pieces, lengths)
-        ratios, present = _complete_vectors(layout, pieces, lengths, self.eps)
+        lengths = [_lengths(shard, dtype) for shard in shards]
+        _complete_rows(shards, lengths)
+        ratios, present = _complete_vectors(layout, shards, lengths, self.eps)
         # What all ranks know alike is counted by the first of them.
         first = layout.group is None or layout.group.rank() == 0
         changed: Number = transfer.count(ratios > self.limit) if first else 0.0
@@ -77,14 +77,14 @@ class AdaptiveClip(ClipMode):
         peaks: list[Number] = [transfer.read(ratios.amax())] if ratios.numel() else []
         if self.tally is not None and first:
             self.tally.add(ratios.where(present, math.nan), 1.0)
-        for piece, (weight, length) in zip(pieces, lengths, strict=True):
-            gradient = piece.gradient
-            if length.numel() == 0 or (gradient is None and not piece.cut):
+        for shard, (weight, length) in zip(shards, lengths, strict=True):
+            gradient = shard.gradient
+            if length.numel() == 0 or (gradient is None and not shard.shard_groups):
                 continue
             ratio = length / weight.clamp(min=self.eps)
             peak = transfer.read(ratio.amax())
-            held = piece.holders * math.prod(group.size() for group in piece.cut)
-            if not piece.scattered:
+            held = shard.num_replicas * math.prod(group.size() for group in shard.shard_groups)
+            if not shard.sharded_vector:
                 # Without a gradient here, a cut unit counts where other ranks have one.
                 counted = length.numel() if gradient is not None else transfer.count(length > 0)
                 units = units + counted / held
@@ -96,8 +96,8 @@ class AdaptiveClip(ClipMode):
                 continue
             over = ratio > self.limit
             if gradient is not None:
-                piece.units.view(gradient).mul_(torch.where(over, self.limit / ratio, 1.0))
-            if not piece.scattered:
+                shard.units.view(gradient).mul_(torch.where(over, self.limit / ratio, 1.0))
+            if not shard.sharded_vector:
                 changed = changed + transfer.count(over) / held
         highest = combine(peaks or [0.0], math.inf)
         return after_counting(self, layout, norm, changed, units, highest)
@@ -131,33 +131,33 @@ def _log_once(layout: Layout, level: int, message: str) -> None:
         _logged(level, message)
 
 
-def _lengths(piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _lengths(shard: ParamShard, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """‖W_u‖ and ‖G_u‖ of each local unit, in ``dtype`` or better, broadcastable to the tensor."""
-    weight, gradient = piece.weight, piece.gradient
+    weight, gradient = shard.weight, shard.gradient
     return (
-        _unit_norm(weight, piece, dtype),
-        _unit_norm(torch.zeros_like(weight) if gradient is None else gradient, piece, dtype),
+        _unit_norm(weight, shard, dtype),
+        _unit_norm(torch.zeros_like(weight) if gradient is None else gradient, shard, dtype),
     )
 
 
-def _unit_norm(tensor: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
+def _unit_norm(tensor: Tensor, shard: ParamShard, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(tensor.dtype, dtype)
-    view, dims = piece.units.view(tensor), piece.units.dims
+    view, dims = shard.units.view(tensor), shard.units.dims
     if not dims:
         return view.abs().to(wide)
     norm: Tensor = torch.linalg.vector_norm(view, 2.0, dim=dims, keepdim=True, dtype=wide)
     return norm
 
 
-def _complete_rows(pieces: list[Piece], lengths: list[tuple[Tensor, Tensor]]) -> None:
+def _complete_rows(shards: list[ParamShard], lengths: list[tuple[Tensor, Tensor]]) -> None:
     """Complete the rows that a shard boundary cuts: one flat buffer for each group of ranks.
 
     Whether a rank has a gradient plays no part in which collectives run: an absent one adds zeros.
     """
     cuts: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
-    for i, piece in enumerate(pieces):
-        if piece.cut:
-            cuts.setdefault(piece.cut, []).append(i)
+    for i, shard in enumerate(shards):
+        if shard.shard_groups:
+            cuts.setdefault(shard.shard_groups, []).append(i)
     for groups, members in cuts.items():
         parts = [part for i in members for part in lengths[i]]
         wide = transfer.widest(parts[0].device)
@@ -174,7 +174,7 @@ def _complete_rows(pieces: list[Piece], lengths: list[tuple[Tensor, Tensor]]) ->
 
 
 def _complete_vectors(
-    layout: Layout, pieces: list[Piece], lengths: list[tuple[Tensor, Tensor]], eps: float
+    layout: Layout, shards: list[ParamShard], lengths: list[tuple[Tensor, Tensor]], eps: float
 ) -> tuple[Tensor, Tensor]:
     """Complete the vectors that are spread over ranks: one flat buffer with a place for each name.
 
@@ -183,24 +183,25 @@ def _complete_vectors(
         anywhere (the ratio is 0 where it has none); the same on all ranks.
     """
     device = layout.device
-    places = {name: i for i, name in enumerate(layout.scattered)}
+    places = {name: i for i, name in enumerate(layout.sharded_vector)}
     flat = torch.zeros(3, len(places), dtype=transfer.widest(device), device=device)
     if not places:
         return flat[0], flat[2] > 0
-    here = [i for i, piece in enumerate(pieces) if piece.scattered]
+    here = [i for i, shard in enumerate(shards) if shard.sharded_vector]
     if here:
-        at = transfer.on_device([places[pieces[i].name] for i in here], device).long()
+        at = transfer.on_device([places[shards[i].name] for i in here], device).long()
         for row in (0, 1):
             powers = [
-                lengths[i][row].reshape(()).to(flat.dtype) ** 2 / pieces[i].holders for i in here
+                lengths[i][row].reshape(()).to(flat.dtype) ** 2 / shards[i].num_replicas
+                for i in here
             ]
             flat[row].index_add_(0, at, torch.stack(powers))
-        there = [float(pieces[i].gradient is not None) for i in here]
+        there = [float(shards[i].gradient is not None) for i in here]
         flat[2].index_add_(0, at, transfer.on_device(there, device))
     dist.all_reduce(flat, group=layout.group)
     weight, gradient, present = flat[0].sqrt(), flat[1].sqrt(), flat[2] > 0
     for i in here:
-        place = places[pieces[i].name]
+        place = places[shards[i].name]
         lengths[i] = (
             weight[place].view_as(lengths[i][0]).to(lengths[i][0].dtype),
             gradient[place].view_as(lengths[i][1]).to(lengths[i][1].dtype),

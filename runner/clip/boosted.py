@@ -80,14 +80,14 @@ def clip_boosted(given: nn.Module | list[Tensor], mode: ClipMode) -> Outcome | N
             "these parameters are not all of one boosted model: clip each boosted model by itself, "
             "or boost them together: booster.boost([first, second], optimizer)"
         )
-    pieces = {id(piece.param): piece for piece in clipper.layout.pieces}
-    if any(id(parameter) not in pieces for parameter in parameters):
+    shards = {id(shard.param): shard for shard in clipper.layout.shards}
+    if any(id(parameter) not in shards for parameter in parameters):
         raise ValueError(
             "these parameters were replaced when the model was boosted: give the boosted model, "
             "or its parameters() of now"
         )
     asked = {id(parameter) for parameter in parameters}
-    if all(key in asked or not piece.param.requires_grad for key, piece in pieces.items()):
+    if all(key in asked or not shard.param.requires_grad for key, shard in shards.items()):
         mode.bind(clipper.layout)
         return clipper.clip(mode)
     if clipper.layout.group is not None:

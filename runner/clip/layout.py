@@ -26,27 +26,27 @@ Number = float | Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class ParamShard:
     """The part of one parameter that lies on this rank.
 
     Attributes:
         name: the parameter's qualified name in the user's model.
         param: the parameter; of a DTensor only the part on this rank is ever worked on.
         units: how the local part falls into units.
-        holders: ranks of the layout's group that hold these same elements (replicas).
-        cut: groups of ranks over which each unit of this part is spread, one for each mesh axis
-            that cuts units; empty where every unit lies whole on this rank. All ranks of these
+        num_replicas: ranks of the layout's group that hold these same elements (replicas).
+        shard_groups: groups of ranks over which each unit of this shard is split, one for each mesh
+            axis that splits units; empty where every unit is whole on this rank. All ranks of these
             groups see the same number of units.
-        scattered: the parameter is one unit (a vector) whose elements lie on several ranks of the
-            layout's group. Its figures are added up under its name.
+        sharded_vector: whether the parameter is one unit (a vector) whose elements lie on several
+            ranks of the layout's group. Its metrics are added up under its name.
     """
 
     name: str
     param: Tensor
     units: Units
-    holders: int = 1
-    cut: tuple[dist.ProcessGroup, ...] = ()
-    scattered: bool = False
+    num_replicas: int = 1
+    shard_groups: tuple[dist.ProcessGroup, ...] = ()
+    sharded_vector: bool = False
 
     @property
     def weight(self) -> Tensor:
@@ -59,10 +59,10 @@ class Piece:
         gradient = self.param.grad
         return None if gradient is None else local(gradient)
 
-    def with_units(self, units: Units) -> Piece:
+    def with_units(self, units: Units) -> ParamShard:
         """The same part with other units; where a shard boundary cuts them follows from it."""
-        cut = _cut(self.param, units) if isinstance(self.param, DTensor) else self.cut
-        return replace(self, units=units, cut=cut, scattered=False)
+        groups = _cut(self.param, units) if isinstance(self.param, DTensor) else self.shard_groups
+        return replace(self, units=units, shard_groups=groups, sharded_vector=False)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -80,18 +80,18 @@ class Whole(NamedTuple):
 
     Attributes:
         shape: of the whole parameter.
-        scattered: see :class:`Piece`.
+        sharded_vector: see :class:`ParamShard`.
         known: see :class:`Units`.
     """
 
     shape: tuple[int, ...]
-    scattered: bool
+    sharded_vector: bool
     known: bool
 
     @classmethod
-    def of(cls, piece: Piece) -> Whole:
+    def of(cls, shard: ParamShard) -> Whole:
         """What a rank knows of the parameter that it has a part of."""
-        return cls(tuple(piece.param.shape), piece.scattered, piece.units.known)
+        return cls(tuple(shard.param.shape), shard.sharded_vector, shard.units.known)
 
 
 class LayoutError(ValueError):
@@ -115,14 +115,14 @@ class Layout:
     """All parts on this rank, and the ranks that together hold the whole model.
 
     Args:
-        pieces: one for each parameter; the same parameter twice counts once.
+        shards: one for each parameter; the same parameter twice counts once.
         group: ranks over which figures are added up. None where this rank holds everything
             (one process, or data-parallel replicas whose gradients were averaged).
         heads: names of the weights of the model's heads, which adaptive clipping leaves out by
             default.
         parameters: all parameters of the model by name, also those that lie on other ranks alone,
-            in one order for all ranks; by default those of ``pieces``.
-        elsewhere: type of device on which the other ranks have theirs, for a rank without pieces.
+            in one order for all ranks; by default those of ``shards``.
+        elsewhere: type of device on which the other ranks have theirs, for a rank without shards.
 
     Raises:
         TypeError: a parameter is complex.
@@ -130,21 +130,21 @@ class Layout:
 
     def __init__(
         self,
-        pieces: Iterable[Piece],
+        shards: Iterable[ParamShard],
         group: dist.ProcessGroup | None = None,
         heads: Sequence[str] = (),
         parameters: Mapping[str, Whole] | None = None,
         elsewhere: str = "cpu",
     ) -> None:
-        once: dict[int, Piece] = {}
-        for piece in pieces:
-            if piece.param.is_complex():
-                raise TypeError(f"{piece.name} is complex: clipping is defined on real parameters")
-            once.setdefault(id(piece.param), piece)
-        self.pieces = list(once.values())
+        once: dict[int, ParamShard] = {}
+        for shard in shards:
+            if shard.param.is_complex():
+                raise TypeError(f"{shard.name} is complex: clipping is defined on real parameters")
+            once.setdefault(id(shard.param), shard)
+        self.shards = list(once.values())
         self.group = group
         self.heads = tuple(heads)
-        self.parameters = parameters or {piece.name: Whole.of(piece) for piece in self.pieces}
+        self.parameters = parameters or {shard.name: Whole.of(shard) for shard in self.shards}
         self._elsewhere = elsewhere
 
     @property
@@ -153,9 +153,9 @@ class Layout:
         return list(self.parameters)
 
     @property
-    def scattered(self) -> list[str]:
+    def sharded_vector(self) -> list[str]:
         """Names of all parameters of the model that are one unit spread over ranks, likewise."""
-        return [name for name, whole in self.parameters.items() if whole.scattered]
+        return [name for name, whole in self.parameters.items() if whole.sharded_vector]
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Layout:
@@ -166,11 +166,11 @@ class Layout:
         if any(is_sharded(parameter) for parameter in model.parameters()):
             assert dist.group.WORLD is not None
             return cls.of_sharded(model, dist.group.WORLD)
-        pieces = [
-            Piece(name, parameter, units_of(parameter, module))
+        shards = [
+            ParamShard(name, parameter, units_of(parameter, module))
             for name, parameter, module in owned_parameters(model)
         ]
-        return cls(pieces, heads=head_weights(model))
+        return cls(shards, heads=head_weights(model))
 
     @classmethod
     def of_sharded(
@@ -202,17 +202,17 @@ class Layout:
             LayoutError: the parts that the ranks hold do not add up to the model.
         """
         known = renamed or {}
-        once: dict[int, Piece] = {}
+        once: dict[int, ParamShard] = {}
         for own, parameter, module in owned_parameters(model):
             if id(parameter) not in once:
                 spread = group.size() if ranks is None else ranks(own)
                 once[id(parameter)] = placed(known.get(own, own), parameter, module, spread)
-        pieces = list(once.values())
+        shards = list(once.values())
         if whole is None:
-            whole = {piece.name: piece.param.numel() for piece in pieces}
-        parameters, elsewhere = _account(pieces, group, whole)
+            whole = {shard.name: shard.param.numel() for shard in shards}
+        parameters, elsewhere = _account(shards, group, whole)
         found = head_weights(model) if heads is None else heads
-        return cls(pieces, group, found, parameters, elsewhere)
+        return cls(shards, group, found, parameters, elsewhere)
 
     @classmethod
     def of_parameters(cls, parameters: Iterable[Tensor] | Tensor) -> Layout:
@@ -225,7 +225,7 @@ class Layout:
         for i, parameter in enumerate(listed):
             if is_sharded(parameter):
                 raise TypeError(f"parameters[{i}] is sharded over ranks: give the whole model")
-        return cls(Piece(f"parameters[{i}]", p, units_of(p)) for i, p in enumerate(listed))
+        return cls(ParamShard(f"parameters[{i}]", p, units_of(p)) for i, p in enumerate(listed))
 
     @classmethod
     def union(cls, layouts: Mapping[str, Layout]) -> Layout:
@@ -247,49 +247,49 @@ class Layout:
         if len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise LayoutError(f"{', '.join(twice)}: two modules have a parameter of this name")
-        pieces = []
+        shards = []
         for prefix, layout in listed:
             copies = group.size() if group is not None and layout.group is None else 1
-            for piece in layout.pieces:
-                held = piece.holders * copies
-                pieces.append(replace(piece, name=prefix + piece.name, holders=held))
+            for shard in layout.shards:
+                held = shard.num_replicas * copies
+                shards.append(replace(shard, name=prefix + shard.name, num_replicas=held))
         parameters = {
             prefix + name: known
             for prefix, layout in listed
             for name, known in layout.parameters.items()
         }
         heads = [prefix + head for prefix, layout in listed for head in layout.heads]
-        return cls(pieces, group, heads, parameters, listed[0][1].device.type)
+        return cls(shards, group, heads, parameters, listed[0][1].device.type)
 
     @property
     def device(self) -> torch.device:
         """Where figures are added up: the same type of device on all ranks."""
-        return self.pieces[0].param.device if self.pieces else torch.device(self._elsewhere)
+        return self.shards[0].param.device if self.shards else torch.device(self._elsewhere)
 
-    def gradients(self) -> tuple[list[Piece], list[Tensor]]:
+    def gradients(self) -> tuple[list[ParamShard], list[Tensor]]:
         """Parts that have a gradient (of at least one element), and these gradients.
 
         Raises:
             TypeError: a gradient is sparse.
         """
-        pieces, gradients = [], []
-        for piece in self.pieces:
-            gradient = piece.param.grad
+        shards, gradients = [], []
+        for shard in self.shards:
+            gradient = shard.param.grad
             if isinstance(gradient, DTensor):
                 if any(placement.is_partial() for placement in gradient.placements):
                     raise TypeError(
-                        f"{piece.name} has a gradient that its ranks have not added up yet"
+                        f"{shard.name} has a gradient that its ranks have not added up yet"
                     )
                 gradient = gradient.to_local()
             if gradient is None or gradient.numel() == 0:
                 continue
             if gradient.layout is not torch.strided:
                 raise TypeError(
-                    f"{piece.name} has a sparse gradient: build the layer with sparse=False"
+                    f"{shard.name} has a sparse gradient: build the layer with sparse=False"
                 )
-            pieces.append(piece)
+            shards.append(shard)
             gradients.append(gradient)
-        return pieces, gradients
+        return shards, gradients
 
     def separate_gradients(self) -> bool:
         """Give each gradient memory of its own.
@@ -302,13 +302,13 @@ class Layout:
         """
         seen: set[int] = set()
         shared = False
-        for piece in self.pieces:
-            gradient = piece.gradient
+        for shard in self.shards:
+            gradient = shard.gradient
             if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
                 continue
             if gradient.data_ptr() in seen:
-                assert piece.param.grad is not None
-                piece.param.grad = piece.param.grad.clone()
+                assert shard.param.grad is not None
+                shard.param.grad = shard.param.grad.clone()
                 shared = True
             seen.add(gradient.data_ptr())
         return shared
@@ -344,8 +344,8 @@ class Layout:
             raise OptionError(option, f"clip.{option}={pattern} matches no parameter of: {some}")
         return hits
 
-    def with_units(self, units: Mapping[str, int | Sequence[int]]) -> list[Piece]:
-        """The pieces of this layout with the units that a user names.
+    def with_units(self, units: Mapping[str, int | Sequence[int]]) -> list[ParamShard]:
+        """The shards of this layout with the units that a user names.
 
         Args:
             units: globs of parameter names, and the dimensions of each parameter that index
@@ -368,10 +368,10 @@ class Layout:
                         f"is {list(shape)}",
                     )
                 chosen[name] = Units.of_outputs(n, outputs)
-        return [p.with_units(chosen[p.name]) if p.name in chosen else p for p in self.pieces]
+        return [p.with_units(chosen[p.name]) if p.name in chosen else p for p in self.shards]
 
 
-def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Piece:
+def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> ParamShard:
     """The part of ``parameter`` on this rank, as its placements say, if it lies on ``ranks`` ranks.
 
     Raises:
@@ -380,7 +380,7 @@ def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Piece
     """
     units = units_of(parameter, module)
     if not isinstance(parameter, DTensor):
-        return Piece(name, parameter, units, holders=ranks)
+        return ParamShard(name, parameter, units, num_replicas=ranks)
     parts = 1
     for axis, placement in _shards(parameter):
         if not hasattr(placement, "dim"):
@@ -394,8 +394,10 @@ def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Piece
     if ranks % parts:
         raise LayoutError(f"{name} is split in {parts}, which does not divide its {ranks} ranks")
     if parameter.ndim < 2:
-        return Piece(name, parameter, units, holders=ranks // parts, scattered=parts > 1)
-    return Piece(name, parameter, units, ranks // parts, _cut(parameter, units))
+        return ParamShard(
+            name, parameter, units, num_replicas=ranks // parts, sharded_vector=parts > 1
+        )
+    return ParamShard(name, parameter, units, ranks // parts, _cut(parameter, units))
 
 
 def _shards(parameter: DTensor) -> Iterator[tuple[int, Any]]:
@@ -415,15 +417,15 @@ def _cut(parameter: DTensor, units: Units) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _account(
-    pieces: Sequence[Piece], group: dist.ProcessGroup, whole: Mapping[str, int]
+    shards: Sequence[ParamShard], group: dist.ProcessGroup, whole: Mapping[str, int]
 ) -> tuple[dict[str, Whole], str]:
     """All parameters, if the parts add up to ``whole``; and the type of device that they are on.
 
     Raises:
         LayoutError: they do not.
     """
-    here = [(p.name, p.weight.numel() / p.holders, Whole.of(p)) for p in pieces]
-    mine = (pieces[0].param.device.type if pieces else None, here)
+    here = [(p.name, p.weight.numel() / p.num_replicas, Whole.of(p)) for p in shards]
+    mine = (shards[0].param.device.type if shards else None, here)
     everywhere: list[Any] = [None] * group.size()
     dist.all_gather_object(everywhere, mine, group=group)
     found: dict[str, float] = {}
@@ -431,7 +433,7 @@ def _account(
     for _, rank in everywhere:
         for name, share, each in rank:
             found[name] = found.get(name, 0.0) + share
-            if name not in parameters or each.scattered:
+            if name not in parameters or each.sharded_vector:
                 parameters[name] = each
     unknown = sorted(found.keys() - whole.keys())
     if unknown:

@@ -60,29 +60,29 @@ def combine(powers: Sequence[Number], norm_type: float) -> Number:
 
 
 def local_power(layout: Layout, norm_type: float) -> Number:
-    """This rank's share of ‖G‖^p (Σ|g|^p ÷ holders), or its largest |g| for p = inf."""
-    pieces, gradients = layout.gradients()
+    """This rank's share of ‖G‖^p (Σ|g|^p ÷ num_replicas), or its largest |g| for p = inf."""
+    shards, gradients = layout.gradients()
     powers = power_sums(gradients, norm_type)
     if math.isinf(norm_type):
         return combine(powers or [0.0], norm_type)
-    holders = [piece.holders for piece in pieces]
+    num_replicas = [shard.num_replicas for shard in shards]
     tensors = [power for power in powers if isinstance(power, Tensor)]
     if tensors:
-        shares = tensors if max(holders) == 1 else torch._foreach_div(tensors, holders)
+        shares = tensors if max(num_replicas) == 1 else torch._foreach_div(tensors, num_replicas)
         return torch.stack(shares).sum()
-    return sum(power / ranks for power, ranks in zip(powers, holders, strict=True))
+    return sum(power / ranks for power, ranks in zip(powers, num_replicas, strict=True))
 
 
 def norms(layout: Layout, norm_type: float = 2.0) -> dict[str, float]:
     """The norm of each parameter's gradient alone, on the host; one collective for all of them."""
-    pieces, gradients = layout.gradients()
+    shards, gradients = layout.gradients()
     powers = power_sums(gradients, norm_type)
     highest = math.isinf(norm_type)
     here: dict[str, Number] = dict.fromkeys(layout.names, 0.0)
-    for piece, power in zip(pieces, powers, strict=True):
-        share = power if highest else power / piece.holders
+    for shard, power in zip(shards, powers, strict=True):
+        share = power if highest else power / shard.num_replicas
         # A tied parameter may lie here twice.
-        here[piece.name] = combine([here[piece.name], share], math.inf if highest else 1.0)
+        here[shard.name] = combine([here[shard.name], share], math.inf if highest else 1.0)
     columns = layout.gather(list(here.values()))
     # All of an accelerator's in one transfer.
     table = torch.stack([transfer.on_device(column, layout.device) for column in columns]).tolist()

@@ -155,8 +155,8 @@ def after_counting(
         mode: the mode, for its threshold and norm type.
         layout: with its gradients already clipped.
         norm: ‖G‖ before.
-        changed: parts (elements, units) of this rank that were changed, each ÷ its holders.
-        of: parts of this rank in all, each ÷ its holders.
+        changed: parts (elements, units) of this rank that were changed, each ÷ its num_replicas.
+        of: parts of this rank in all, each ÷ its num_replicas.
         peak: what is compared with λ, at its largest on this rank.
     """
     if mode.tally is not None:

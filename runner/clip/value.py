@@ -20,17 +20,17 @@ class ValueClip(ClipMode):
     def clip(self, layout: Layout, norm: Number) -> Outcome:
         """Clamp in place and count what was changed; one collective where ranks share the model."""
         limit = self.limit
-        pieces, gradients = layout.gradients()
+        shards, gradients = layout.gradients()
         peaks = power_sums(gradients, math.inf)
         changed: Number = 0.0
         elements = 0.0
-        for piece, gradient, peak in zip(pieces, gradients, peaks, strict=True):
-            elements += gradient.numel() / piece.holders
+        for shard, gradient, peak in zip(shards, gradients, peaks, strict=True):
+            elements += gradient.numel() / shard.num_replicas
             if self.tally is not None:
-                self.tally.add(gradient.abs(), 1 / piece.holders)
+                self.tally.add(gradient.abs(), 1 / shard.num_replicas)
             if not isinstance(peak, Tensor) and peak <= limit:
                 continue  # To see that costs a thirtieth of counting.
-            changed = changed + transfer.count(gradient.abs() > limit) / piece.holders
+            changed = changed + transfer.count(gradient.abs() > limit) / shard.num_replicas
             gradient.clamp_(-limit, limit)
         return after_counting(
             self, layout, norm, changed, elements, combine(peaks or [0.0], math.inf)

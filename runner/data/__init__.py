@@ -6,14 +6,14 @@ torchvision.
 """
 
 from runner.data.dataset import IGNORED, Data, DataUnavailable, TensorPairs, collate_pairs
-from runner.data.order import DealtBatches, EmptyPart
+from runner.data.order import EmptyPart, PartitionedBatches
 
 __all__ = [
     "IGNORED",
     "Data",
     "DataUnavailable",
-    "DealtBatches",
     "EmptyPart",
+    "PartitionedBatches",
     "TensorPairs",
     "collate_pairs",
 ]

@@ -24,7 +24,7 @@ class EmptyPart(list[int]):
     weightless = True
 
 
-class DealtBatches(Sampler[list[int]]):
+class PartitionedBatches(Sampler[list[int]]):
     """Batch sampler: the indices of one rank's microbatches.
 
     With R ranks and b samples a microbatch of one rank, microbatch m covers

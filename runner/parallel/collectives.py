@@ -142,5 +142,5 @@ def scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup, *, sums: bool) -
             f"a sequence of {tensor.shape[dim]} cannot be split evenly over tp_size "
             f"{group.size()}: choose a length that it divides, or sequence_parallel=false"
         )
-    scattered: Tensor = _Scattered.apply(tensor, dim, group, sums)
-    return scattered
+    sharded_vector: Tensor = _Scattered.apply(tensor, dim, group, sums)
+    return sharded_vector

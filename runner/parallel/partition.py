@@ -38,7 +38,7 @@ class Partition:
         self.mine = frozenset(mine)
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def broadcast_params(self) -> None:
         """Send what this rank stepped, and take what the others did."""
         for group, shares in self._shares:
             if group.size() == 1:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from runner.parallel.sharding import give_back
-from runner.parallel.stages import STAGES_PER_RANK, Part, home_of
+from runner.parallel.sharding import reshard
+from runner.parallel.stages import STAGES_PER_RANK, Part, stage_to_rank
 
 LossOf = Callable[[Tensor, slice], Tensor]
 """The summed loss of some samples: given their outputs, and where they lie in the batch."""
@@ -189,12 +189,12 @@ class Pipeline:
             if work is not None:
                 work.wait()
         # No backward pass does it, and the next batch would begin with what is gathered now.
-        give_back(self.stages.values())
+        reshard(self.stages.values())
         return passed
 
     def _send(self, hidden: Tensor, stage: int) -> list[tuple[Tensor, dist.Work | None]]:
         """Shape and elements to the rank of ``stage``; both are kept until they have left."""
-        home = home_of(stage, self.group.size(), self.schedule)
+        home = stage_to_rank(stage, self.group.size(), self.schedule)
         shape = torch.zeros(10, dtype=torch.int64)
         shape[0], shape[1] = _DTYPES.index(hidden.dtype), hidden.ndim
         shape[2 : 2 + hidden.ndim] = torch.tensor(hidden.shape)
@@ -202,7 +202,7 @@ class Pipeline:
         return [(part, dist.isend(part, group=self.group, group_dst=home)) for part in parts]
 
     def _receive(self, stage: int) -> Tensor:
-        home = home_of(stage, self.group.size(), self.schedule)
+        home = stage_to_rank(stage, self.group.size(), self.schedule)
         shape = torch.zeros(10, dtype=torch.int64, device=self.device)
         dist.recv(shape, group=self.group, group_src=home)
         kind, n, *sizes = shape.tolist()

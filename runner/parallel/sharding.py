@@ -59,7 +59,7 @@ class Sharding:
         }
 
 
-def shard(
+def shard_model(
     root: nn.Module,
     mesh: DeviceMesh,
     sharding: Sharding,
@@ -127,7 +127,7 @@ def _make_contiguous(root: nn.Module) -> None:
         )
 
 
-def give_back(roots: Iterable[nn.Module]) -> None:
+def reshard(roots: Iterable[nn.Module]) -> None:
     """Give the gathered parameters of ``roots`` back. After a step they are those from before it.
 
     A backward pass does it, but a forward pass without one, between backward pass and step, may

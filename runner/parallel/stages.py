@@ -146,7 +146,7 @@ def stages_on(rank: int, ranks: int, schedule: str) -> list[int]:
     return [rank + ranks * i for i in range(STAGES_PER_RANK[schedule])]
 
 
-def home_of(stage: int, ranks: int, schedule: str) -> int:
+def stage_to_rank(stage: int, ranks: int, schedule: str) -> int:
     """The rank of the pipeline that holds a stage."""
     return next(rank for rank in range(ranks) if stage in stages_on(rank, ranks, schedule))
 

@@ -19,14 +19,14 @@ from runner.config.problem import Interrupted, Problem, RequestError
 from runner.launch.page import write_page
 from runner.sweep import live
 from runner.sweep.record import Entry, SweepRecord, changed, now
-from runner.sweep.resume import EARLIER, finished_search, lay_out, look, move_aside
+from runner.sweep.resume import EARLIER, archive, finished_search, load_status, plan_runs
 from runner.telemetry.sinks.console import print_line
 
 _RELEASED = 8
 """Seconds in which the helpers of a killed sweep end and let go of its folder."""
 
 
-def conduct(
+def run_sweep(
     request: Request,
     typed: Sequence[str],
     check: Callable[[Sequence[Job]], None],
@@ -50,11 +50,11 @@ def conduct(
     """
     sweep = request.sweep
     assert sweep is not None
-    if left := _left(request, lay_out(request)):
+    if left := _left(request, plan_runs(request)):
         check(left)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     with _claimed(sweep):
-        entries = lay_out(request)
+        entries = plan_runs(request)
         left = _left(request, entries)
         if told := live.resumed(entries):
             print_line(told, sys.stderr)
@@ -105,8 +105,8 @@ def _begin(request: Request, entries: list[Entry], typed: Sequence[str]) -> None
     settings = request.jobs[0].config.sweep
     if sweep.trials is not None:  # a search learns from its first run on, so it starts afresh
         begun = [one.name for one in sweep.folder.iterdir() if one.is_dir() and one.name != EARLIER]
-        move_aside(sweep.folder, begun)
-    move_aside(sweep.folder, (one.folder for one in entries if one.state == "waiting"))
+        archive(sweep.folder, begun)
+    archive(sweep.folder, (one.folder for one in entries if one.state == "waiting"))
     record = SweepRecord(
         name=sweep.name,
         words=list(typed),
@@ -129,7 +129,7 @@ def _end(folder: Path, code: int, interrupted: bool, search: bool) -> SweepRecor
     with changed(folder) as record:
         for entry in record.entries:
             if entry.state == "running":
-                look(entry, folder, record.objective)
+                load_status(entry, folder, record.objective)
             if entry.state == "running":  # its process ended without a word
                 entry.state = "interrupted" if interrupted else "failed"
         states = {entry.state for entry in record.entries}

@@ -13,7 +13,7 @@ from runner.config.identity import config_hash
 from runner.launch.page import write_page
 from runner.sweep import live
 from runner.sweep.record import Entry, SweepRecord, changed
-from runner.sweep.resume import look
+from runner.sweep.resume import load_status
 from runner.telemetry.sinks.console import print_line
 
 _LONGEST_TAG = 64  # wandb's own limit
@@ -83,7 +83,7 @@ def run_job(
         entry.state, entry.exit_code = "interrupted", getattr(error, "code", 130)
         raise
     finally:
-        look(entry, sweep, record.objective)
+        load_status(entry, sweep, record.objective)
         record = _note(sweep, entry)
         ended = sum(one.state not in ("waiting", "running") for one in record.entries)
         left = record.total - ended  # after the last run the sweep itself writes the page

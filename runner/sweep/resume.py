@@ -18,7 +18,7 @@ EARLIER = "earlier"
 """Folder of a sweep that keeps what unfinished runs left before they ran again."""
 
 
-def lay_out(request: Request) -> list[Entry]:
+def plan_runs(request: Request) -> list[Entry]:
     """The runs of a sweep, each with the state that its folder records; the disk is only read.
 
     Runs that were recorded before keep their number and folder, whatever the order of the words is
@@ -50,7 +50,7 @@ def lay_out(request: Request) -> list[Entry]:
         entry.folder = str(entry.number)
     made.sort(key=lambda entry: entry.number)
     for entry in made:
-        look(entry, sweep.folder, request.jobs[0].config.sweep.objective)
+        load_status(entry, sweep.folder, request.jobs[0].config.sweep.objective)
         if entry.state != "finished":
             _forget(entry)
     return made
@@ -72,7 +72,7 @@ def finished_search(folder: Path) -> bool:
         return False
 
 
-def look(entry: Entry, sweep: Path, objective: str) -> None:
+def load_status(entry: Entry, sweep: Path, objective: str) -> None:
     """Take over what a run's own folder says of it; nothing where it says nothing of this run."""
     folder = sweep / entry.folder
     status = _read(folder / "status.json")
@@ -89,7 +89,7 @@ def look(entry: Entry, sweep: Path, objective: str) -> None:
         entry.clip_ratio = objective_of(summary, "clip/ratio_total")
 
 
-def move_aside(sweep: Path, folders: Iterable[str]) -> None:
+def archive(sweep: Path, folders: Iterable[str]) -> None:
     """Move what unfinished runs left to ``earlier/<number>-<k>``, so that they start afresh."""
     for name in folders:
         folder = sweep / name

@@ -23,7 +23,7 @@ from runner.clip import ClipMode, GradientClipping, Number, build, transfer
 from runner.clip.layout import local
 from runner.clip.measure import norms
 from runner.config.duration import Duration
-from runner.data.order import DealtBatches
+from runner.data.order import PartitionedBatches
 from runner.telemetry.meter import Meter, Step
 from runner.telemetry.sinks.sink import Sink
 from runner.train.progress import Every, Progress, Window, windows
@@ -129,10 +129,12 @@ class Trainer:
         )
         # Whether this loader may not divide its data over the ranks.
         self._foreign = not (
-            isinstance(getattr(train_dataloader, "batch_sampler", None), DealtBatches)
+            isinstance(getattr(train_dataloader, "batch_sampler", None), PartitionedBatches)
             or isinstance(getattr(train_dataloader, "sampler", None), DistributedSampler)
         )
-        self.window_loss.checked &= divided and self.plugin.speaks and self.plugin.data_rank == 0
+        self.window_loss.checked &= (
+            divided and self.plugin.reports_metrics and self.plugin.data_rank == 0
+        )
         self.progress = Progress()
         self.evaluates = Every(_duration(eval_interval))
         self.per_layer = per_layer
@@ -206,7 +208,7 @@ class Trainer:
         for number, host in enumerate(self.eval_dataloader):
             batch = self._to_device(host)
             # A part without weight goes through the model all the same: other ranks may wait in it.
-            idle = isinstance(order, DealtBatches) and order.weightless(number)
+            idle = isinstance(order, PartitionedBatches) and order.weightless(number)
             count = None if idle else self.window_loss.items(host).items
             items += count or 0.0
             graded += 0 if idle else self.window_loss.graded(host)
@@ -277,7 +279,7 @@ class Trainer:
         total, samples, tokens = 0.0, 0, 0
         order = getattr(self.train_dataloader, "batch_sampler", None)
         for number, batch in enumerate(window.batches, window.first):
-            if isinstance(order, DealtBatches) and order.weightless(number):
+            if isinstance(order, PartitionedBatches) and order.weightless(number):
                 counts.append(None)
                 continue
             here, read, seen = self.window_loss.items(batch)

@@ -32,7 +32,7 @@ def rank_local(layout: Layout, norm_type: float) -> Naive | None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    gradients = [p.param.grad for p in layout.pieces if p.param.grad is not None]
+    gradients = [p.param.grad for p in layout.shards if p.param.grad is not None]
     if not _comes_back(gradients):
         return None
     rank = dist.get_rank()

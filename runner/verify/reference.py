@@ -19,7 +19,7 @@ from runner.booster import Booster, NonFiniteGradient, OptimizerWrapper
 from runner.booster.loss import WindowLoss
 from runner.clip import ClipMode, total_norm
 from runner.config.schema import RunConfig
-from runner.data import DealtBatches
+from runner.data import PartitionedBatches
 from runner.train import build
 from runner.verify.comparison import Figures
 from runner.verify.setting import Collate, dtype_of, make_model, make_optimizer
@@ -62,7 +62,7 @@ class Windows:
     def __iter__(self) -> Iterator[list[Any]]:
         config = self.config
         dataset: Dataset[Any] = build.make_data(config.data).train
-        order = DealtBatches(
+        order = PartitionedBatches(
             len(dataset),  # type: ignore[arg-type]
             config.data.batch_size,
             rank=0,
@@ -141,9 +141,9 @@ class Reference:
         loss = self.accumulate()
         figures = Figures.of(self.optimizer.clip(self.mode))
         gradients = {
-            piece.name: piece.param.grad.detach().cpu().clone()
-            for piece in self.optimizer.layout.pieces
-            if piece.param.grad is not None
+            shard.name: shard.param.grad.detach().cpu().clone()
+            for shard in self.optimizer.layout.shards
+            if shard.param.grad is not None
         }
         self.optimizer.step()
         self.optimizer.zero_grad()

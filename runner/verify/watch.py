@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from runner.booster import Plugin
-from runner.clip import ClipMode, Layout, Number, Outcome, Piece
+from runner.clip import ClipMode, Layout, Number, Outcome, ParamShard
 from runner.config.duration import Duration
 from runner.config.schema import RunConfig
 from runner.parallel.full_state_dict import gathered
@@ -112,7 +112,7 @@ def drifted(layout: Layout) -> list[str]:
 
     Every rank has to call it. One digest of each part travels.
     """
-    here = {(piece.name, *_part(piece)): _digest(piece.weight) for piece in layout.pieces}
+    here = {(shard.name, *_part(shard)): _digest(shard.weight) for shard in layout.shards}
     first: dict[tuple[Any, ...], str] = {}
     found: dict[str, None] = {}
     for ranks in from_all(here):
@@ -124,20 +124,20 @@ def drifted(layout: Layout) -> list[str]:
 
 def placements(layout: Layout) -> dict[str, str]:
     """Where each parameter of the whole model lies, in words; every rank has to call it."""
-    here = {piece.name: _placed(piece) for piece in layout.pieces}
+    here = {shard.name: _placed(shard) for shard in layout.shards}
     found: dict[str, str] = {}
     for ranks in from_all(here):
         found = ranks | found
     return found
 
 
-def _part(piece: Piece) -> tuple[Any, ...]:
+def _part(shard: ParamShard) -> tuple[Any, ...]:
     """Which part of its parameter a rank holds: its place along the axes that split it."""
-    if not isinstance(piece.param, DTensor):
+    if not isinstance(shard.param, DTensor):
         return ()
-    mesh = piece.param.device_mesh
+    mesh = shard.param.device_mesh
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    placed = zip(names, piece.param.placements, strict=True)
+    placed = zip(names, shard.param.placements, strict=True)
     return tuple(
         (name, mesh.get_local_rank(axis))
         for axis, (name, placement) in enumerate(placed)
@@ -150,12 +150,12 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
-def _placed(piece: Piece) -> str:
-    if not isinstance(piece.param, DTensor):
-        return "whole" if piece.holders == 1 else f"whole on {piece.holders} ranks"
-    mesh = piece.param.device_mesh
+def _placed(shard: ParamShard) -> str:
+    if not isinstance(shard.param, DTensor):
+        return "whole" if shard.num_replicas == 1 else f"whole on {shard.num_replicas} ranks"
+    mesh = shard.param.device_mesh
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     return ", ".join(
         f"{name} ({mesh.size(axis)}): {placement}"
-        for axis, (name, placement) in enumerate(zip(names, piece.param.placements, strict=True))
+        for axis, (name, placement) in enumerate(zip(names, shard.param.placements, strict=True))
     )

@@ -166,7 +166,7 @@ def train(name: str, to_none: bool) -> dict[str, Any]:
         outcome = optimizer.clip(mode)
         norms.append(float(outcome.norm))
         fractions.append(float(outcome.fraction))
-        present.append([p.name for p in optimizer.layout.pieces if p.param.grad is not None])
+        present.append([p.name for p in optimizer.layout.shards if p.param.grad is not None])
         optimizer.step()
         optimizer.zero_grad(set_to_none=to_none)
     weights = booster.state_dict(model)

@@ -263,11 +263,11 @@ def test_a_criterion_that_communicates_is_not_called_more_often_on_one_rank():
 
 
 def test_one_of_the_ranks_that_read_the_same_samples_looks_at_the_criterion():
-    for speaks in (True, False):
+    for reports_metrics in (True, False):
         booster = Booster()
-        booster.plugin.speaks = speaks
+        booster.plugin.reports_metrics = reports_metrics
         model, *_ = booster.boost(nn.Linear(3, 5))
-        assert booster._loss_of(model, WeightedByHand()).checked == speaks
+        assert booster._loss_of(model, WeightedByHand()).checked == reports_metrics
 
 
 @pytest.mark.parametrize(

@@ -321,8 +321,8 @@ def wrapped(precision=None, max_norm=0.0, lr=0.1, **scale):
         torch.optim.SGD(module.parameters(), lr=lr),
         Layout.of_model(module),
         LossScale(**scale) if scale else None,
-        finish=calls.finish,
-        publish=calls.publish,
+        sync_grads=calls.sync_grads,
+        broadcast_params=calls.broadcast_params,
         max_norm=max_norm,
     )
     return module, optimizer, calls
@@ -345,14 +345,14 @@ def test_gradients_are_made_final_once_a_step_and_weights_published_after_it():
         optimizer.unscale()
         optimizer.unscale()
         optimizer.clip_grad_by_norm(0.1)
-        assert calls == ["finish"]
+        assert calls == ["sync_grads"]
         assert optimizer.step() is True
         assert optimizer.was_taken()
-        assert calls == ["finish", "publish"]
+        assert calls == ["sync_grads", "broadcast_params"]
         optimizer.zero_grad()
     optimizer.backward(loss_of(module))
     optimizer.step()
-    assert calls == ["finish", "publish"] * 2
+    assert calls == ["sync_grads", "broadcast_params"] * 2
 
 
 def test_a_skipped_step_publishes_nothing():
@@ -361,7 +361,7 @@ def test_a_skipped_step_publishes_nothing():
     optimizer.clip_grad_by_norm(0.1)
     assert optimizer.step() is False
     assert not optimizer.was_taken()
-    assert calls == ["finish"]
+    assert calls == ["sync_grads"]
 
 
 def test_gradients_are_divided_by_the_scale_once():

@@ -29,7 +29,7 @@ def test_a_trial_runs_on_the_device_of_the_parameters():
 
 def test_a_trial_restores_the_random_numbers_of_the_accelerator():
     optimizer = Recording([nn.Parameter(torch.ones(2, 2))], lr=0.1)
-    layout = SimpleNamespace(group=Mock(), pieces=[], names=[])
+    layout = SimpleNamespace(group=Mock(), shards=[], names=[])
     spread = Mock(layout=layout, steps=None, pipeline=None)
     with (
         patch.object(torch.cuda, "is_initialized", lambda: True),

@@ -46,7 +46,7 @@ def test_what_is_done_is_said(outputs, capsys):
         max_failures=None,
         keys=["seed"],
         total=2,
-        entries=plan.lay_out(wanted),
+        entries=plan.plan_runs(wanted),
     )
     folder = outputs / "sweeps" / "mine"
     (folder / "1").mkdir(parents=True)

@@ -10,7 +10,7 @@ from torch import nn
 from runner import apply_gradient_clipping
 from runner.booster import Booster, LossScale, StepOrderError
 from runner.booster.optimizer import Stage
-from runner.clip import Layout, Piece, Units
+from runner.clip import Layout, ParamShard, Units
 from runner.clip.boosted import clip_boosted, register
 
 OF_SEVERAL = (
@@ -110,8 +110,8 @@ def test_requests_that_no_optimizer_answers_say_what_to_write():
 def test_a_part_of_what_lies_on_several_ranks_is_refused():
     """Also what a plugin replaced when it spread the model."""
     first, second, old = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    pieces = [Piece("first", first, Units((0,))), Piece("second", second, Units((0,)))]
-    clipper = Mock(layout=Layout(pieces, group=Mock()))
+    shards = [ParamShard("first", first, Units((0,))), ParamShard("second", second, Units((0,)))]
+    clipper = Mock(layout=Layout(shards, group=Mock()))
     register(clipper, [first, second, old])
     refused([first], SOME)
     refused([old], REPLACED)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from runner.clip import Layout, Piece, Units, build, total_norm
+from runner.clip import Layout, ParamShard, Units, build, total_norm
 from runner.clip.layout import LayoutError, OptionError, Whole, placed
 from runner.clip.measure import norms
 from runner.clip.units import units_of
@@ -22,7 +22,7 @@ ROWS = Units((1,))
 
 
 def whole(seed=0, scale=1.0):
-    """Named weights with gradients, of which :func:`pieces` deals parts to two ranks."""
+    """Named weights with gradients, of which :func:`shards` partitions to two ranks."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"rows": (4, 3), "columns": (3, 6), "vector": (5,), "copied": (2, 3), "bias": (3,)}
     made = {}
@@ -39,18 +39,20 @@ def part(parameter, at):
     return mine
 
 
-def pieces(made, ranks):
+def shards(made, ranks):
     """What one of two ranks holds of :func:`whole`; the vector is cut unevenly."""
     first = ranks.rank() == 0
     half = slice(None, 2) if first else slice(2, None)
     left = slice(None, 4) if first else slice(4, None)
     everything = slice(None)
     return [
-        Piece("rows", part(made["rows"], half), ROWS),
-        Piece("columns", part(made["columns"], (everything, left)), ROWS, cut=(ranks,)),
-        Piece("vector", part(made["vector"], left), Units((0,)), scattered=True),
-        Piece("copied", part(made["copied"], everything), ROWS, holders=2),
-        Piece("bias", part(made["bias"], everything), Units((0,)), holders=2),
+        ParamShard("rows", part(made["rows"], half), ROWS),
+        ParamShard(
+            "columns", part(made["columns"], (everything, left)), ROWS, shard_groups=(ranks,)
+        ),
+        ParamShard("vector", part(made["vector"], left), Units((0,)), sharded_vector=True),
+        ParamShard("copied", part(made["copied"], everything), ROWS, num_replicas=2),
+        ParamShard("bias", part(made["bias"], everything), Units((0,)), num_replicas=2),
     ]
 
 
@@ -58,19 +60,19 @@ def clipped(layout, mode, norm_type, exclude=()):
     clipper = build(mode, threshold=MODES[mode], norm_type=norm_type, exclude=exclude)
     clipper.bind(layout)
     outcome = clipper.clip(layout, total_norm(layout, norm_type))
-    return tuple(map(float, outcome)), {p.name: p.gradient.clone() for p in layout.pieces}
+    return tuple(map(float, outcome)), {p.name: p.gradient.clone() for p in layout.shards}
 
 
 def on_two(made, mode, norm_type, exclude=()):
     def body(ranks):
-        return clipped(Layout(pieces(made, ranks), ranks), mode, norm_type, exclude)
+        return clipped(Layout(shards(made, ranks), ranks), mode, norm_type, exclude)
 
     return Ranks(2).run(body)
 
 
 def in_one(made, mode, norm_type, exclude=()):
     units = {name: Units((0,)) if p.ndim == 1 else ROWS for name, p in made.items()}
-    layout = Layout([Piece(name, p, units[name]) for name, p in made.items()])
+    layout = Layout([ParamShard(name, p, units[name]) for name, p in made.items()])
     return clipped(layout, mode, norm_type, exclude)
 
 
@@ -115,7 +117,7 @@ def test_a_cut_unit_counts_whole_where_one_rank_has_no_gradient_for_it(kept):
     made["columns"].grad[:, 4:] = 0.0
 
     def body(ranks):
-        held = pieces(made, ranks)
+        held = shards(made, ranks)
         if ranks.rank() == 1:
             held[1].param.grad = None
         layout = Layout(held, ranks)
@@ -175,7 +177,7 @@ def test_a_rank_without_gradients_takes_part(mode, kept):
     made["columns"].grad[:, 4:] = 0.0
 
     def body(ranks):
-        mine = pieces(made, ranks)
+        mine = shards(made, ranks)
         if ranks.rank() == 1:
             mine[0].param.grad = mine[2].param.grad = None
         layout = Layout(mine, ranks)
@@ -202,7 +204,7 @@ def test_a_vector_that_no_rank_has_a_gradient_of_is_no_unit():
     made = whole()
 
     def body(ranks):
-        mine = pieces(made, ranks)
+        mine = shards(made, ranks)
         mine[2].param.grad = None
         layout = Layout(mine, ranks)
         clipper = build("adaptive", threshold=1e-6, exclude=())
@@ -224,7 +226,9 @@ def test_a_rank_that_holds_nothing_adds_nothing():
             assert layout.device == torch.device("cpu")
             assert Layout([], ranks, elsewhere="meta").device == torch.device("meta")
         else:
-            layout = Layout([Piece(name, p, ROWS) for name, p in made.items() if p.ndim > 1], ranks)
+            layout = Layout(
+                [ParamShard(name, p, ROWS) for name, p in made.items() if p.ndim > 1], ranks
+            )
         found = [total_norm(layout, p) for p in (1.0, 2.0, math.inf)]
         clipper = build("value", threshold=0.7)
         return [*found, *map(float, clipper.clip(layout, found[1]))]
@@ -241,7 +245,7 @@ def test_a_rank_that_holds_nothing_adds_nothing():
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_the_norm_of_each_parameter(norm_type, kept):
     def body(ranks):
-        return norms(Layout(pieces(whole(), ranks), ranks), norm_type)
+        return norms(Layout(shards(whole(), ranks), ranks), norm_type)
 
     if kept:
         with kept_on_device():
@@ -256,7 +260,7 @@ def test_the_norm_of_each_parameter(norm_type, kept):
 
 def test_a_part_that_lies_twice_on_a_rank_under_one_name_is_measured_whole():
     made = whole()["rows"]
-    halves = [Piece("rows", part(made, at), ROWS) for at in (slice(None, 2), slice(2, None))]
+    halves = [ParamShard("rows", part(made, at), ROWS) for at in (slice(None, 2), slice(2, None))]
     for norm_type in (1.0, 2.0, math.inf):
         exact = float(torch.linalg.vector_norm(made.grad, norm_type))
         assert norms(Layout(halves), norm_type) == {"rows": pytest.approx(exact, rel=1e-12)}
@@ -278,7 +282,7 @@ LINEAR = nn.Linear(2, 2)
 
 
 @pytest.mark.parametrize(
-    ("shape", "placements", "sizes", "ranks", "holders", "cut", "scattered"),
+    ("shape", "placements", "sizes", "ranks", "num_replicas", "shard_groups", "sharded_vector"),
     [
         ((4, 6), [Shard(0)], [2], 2, 1, (), False),
         ((4, 6), [Shard(1)], [2], 2, 1, ("axis 0",), False),
@@ -294,17 +298,23 @@ LINEAR = nn.Linear(2, 2)
         ((), [Replicate()], [2], 2, 2, (), False),
     ],
 )
-def test_placements_say_who_holds_what(shape, placements, sizes, ranks, holders, cut, scattered):
-    piece = placed("weight", sharded(shape, placements, sizes), LINEAR, ranks)
-    assert (piece.name, piece.param.placements) == ("weight", placements)
-    assert (piece.holders, piece.cut, piece.scattered) == (holders, cut, scattered)
-    assert piece.units == units_of(torch.empty(shape))
+def test_placements_say_who_holds_what(
+    shape, placements, sizes, ranks, num_replicas, shard_groups, sharded_vector
+):
+    shard = placed("weight", sharded(shape, placements, sizes), LINEAR, ranks)
+    assert (shard.name, shard.param.placements) == ("weight", placements)
+    assert (shard.num_replicas, shard.shard_groups, shard.sharded_vector) == (
+        num_replicas,
+        shard_groups,
+        sharded_vector,
+    )
+    assert shard.units == units_of(torch.empty(shape))
 
 
 def test_a_plain_parameter_is_whole_on_every_rank():
-    piece = placed("weight", LINEAR.weight, LINEAR, 3)
-    assert (piece.holders, piece.cut, piece.scattered) == (3, (), False)
-    assert piece.units == Units((1,))
+    shard = placed("weight", LINEAR.weight, LINEAR, 3)
+    assert (shard.num_replicas, shard.shard_groups, shard.sharded_vector) == (3, (), False)
+    assert shard.units == Units((1,))
 
 
 def test_groups_of_a_transposed_convolution_are_not_split():
@@ -313,9 +323,9 @@ def test_groups_of_a_transposed_convolution_are_not_split():
     weight = sharded((4, 3, 2, 2), [Shard(1)], [2])
     layer.register_parameter("weight", None)
     layer.__dict__["weight"] = weight
-    assert placed("w", weight, layer, 2).cut == ()
+    assert placed("w", weight, layer, 2).shard_groups == ()
     weight.placements = [Shard(2)]
-    assert placed("w", weight, layer, 2).cut == ("axis 0",)
+    assert placed("w", weight, layer, 2).shard_groups == ("axis 0",)
     weight.placements = [Shard(0)]
     with pytest.raises(
         TypeError, match=r"^w belongs to a transposed convolution with groups .* 1$"
@@ -342,9 +352,9 @@ def account(*models, **options):
 def test_parts_that_do_not_add_up_are_refused_by_name():
     linear = nn.Linear(3, 2)
     first, second = account(nn.Linear(3, 2), nn.Linear(3, 2))
-    assert [piece.holders for piece in first.pieces] == [2, 2]
+    assert [shard.num_replicas for shard in first.shards] == [2, 2]
     assert first.names == second.names == ["weight", "bias"]
-    assert first.scattered == []
+    assert first.sharded_vector == []
     assert first.heads == ("weight",)
     with pytest.raises(LayoutError) as raised:
         account(linear, linear, whole={"weight": 7, "bias": 2})
@@ -365,7 +375,7 @@ def test_names_are_those_of_all_ranks_in_one_order():
     whole = {"weight": 6, "bias": 2}
     first, second = account(nn.Linear(3, 2), nn.Sequential(), whole=whole, ranks=lambda name: 1)
     assert first.names == second.names == ["weight", "bias"]
-    assert second.pieces == []
+    assert second.shards == []
     assert second.device == torch.device("cpu")
     elsewhere = nn.Linear(3, 2, device="meta")
     _, second = account(elsewhere, nn.Sequential(), whole=whole, ranks=lambda name: 1)
@@ -397,7 +407,7 @@ def test_a_huge_parameter_may_round_but_not_lose_an_element_in_a_million():
 def test_what_a_layout_cannot_take_is_refused():
     half = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     with pytest.raises(TypeError, match=r"^w is complex: clipping is defined on real parameters$"):
-        Layout([Piece("w", half, Units((0,)))])
+        Layout([ParamShard("w", half, Units((0,)))])
 
 
 def named(*names):
@@ -429,9 +439,9 @@ def test_the_union_of_modules_has_the_elements_of_all():
     apart = {"a.": Layout.of_model(first), "b.": Layout.of_model(second)}
     both = Layout.union(apart)
     assert both.names == ["a.weight", "a.bias", "b.weight"]
-    assert [piece.name for piece in both.pieces] == both.names
+    assert [shard.name for shard in both.shards] == both.names
     assert both.heads == ("a.weight", "b.weight")
-    assert [piece.holders for piece in both.pieces] == [1, 1, 1]
+    assert [shard.num_replicas for shard in both.shards] == [1, 1, 1]
     assert both.group is None
     exact = math.hypot(*(total_norm(layout) for layout in apart.values()))
     assert total_norm(both) == pytest.approx(exact, rel=1e-12)
@@ -444,10 +454,10 @@ def test_in_a_union_what_every_rank_holds_whole_counts_once():
     whole.weight.grad = torch.ones(2, 2)
 
     def body(ranks):
-        spread = Layout([Piece("rows", part(made["rows"], rows[ranks.rank()]), ROWS)], ranks)
+        spread = Layout([ParamShard("rows", part(made["rows"], rows[ranks.rank()]), ROWS)], ranks)
         both = Layout.union({"a.": Layout.of_model(whole), "b.": spread})
         assert both.group is ranks
-        assert [piece.holders for piece in both.pieces] == [2, 1]
+        assert [shard.num_replicas for shard in both.shards] == [2, 1]
         return total_norm(both)
 
     made, rows = {"rows": nn.Parameter(torch.zeros(4, 3))}, (slice(None, 2), slice(2, None))

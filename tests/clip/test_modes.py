@@ -302,7 +302,7 @@ def tied():
 
 def test_a_tied_parameter_counts_once():
     model = tied()
-    assert [piece.name for piece in Layout.of_model(model).pieces] == [
+    assert [shard.name for shard in Layout.of_model(model).shards] == [
         "0.weight",
         "1.weight",
         "1.bias",

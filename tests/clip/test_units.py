@@ -122,7 +122,7 @@ def test_the_user_names_the_dimensions(dims, fraction):
     layout = Layout.of_model(gradients(Owner(w=(2, 4, 3))))
     mode = build("adaptive", threshold=0.5, units={"*": dims})
     with torch.no_grad():
-        layout.pieces[0].param.flatten()[0] = 100.0  # One unit alone is not clipped.
+        layout.shards[0].param.flatten()[0] = 100.0  # One unit alone is not clipped.
     clipped = mode.clip(layout, 1.0).fraction
     assert clipped == pytest.approx((fraction - 1) / fraction)
 
@@ -130,7 +130,7 @@ def test_the_user_names_the_dimensions(dims, fraction):
 def test_the_last_pattern_that_matches_counts():
     layout = Layout.of_model(Owner(a=(2, 3, 4), b=(2, 3, 4)))
     found = layout.with_units({"*": 0, "b": [0, 1]})
-    assert [piece.units.dims for piece in found] == [(1, 2), (2,)]
+    assert [shard.units.dims for shard in found] == [(1, 2), (2,)]
 
 
 @pytest.mark.parametrize(

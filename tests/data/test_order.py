@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from runner.data import DealtBatches, EmptyPart, TensorPairs, collate_pairs
+from runner.data import EmptyPart, PartitionedBatches, TensorPairs, collate_pairs
 
 
 def dealt(length, batch_size, rank=0, world_size=1, *, shuffle=True, drop_last=False, seed=0):
-    return DealtBatches(length, batch_size, rank, world_size, shuffle, drop_last, seed)
+    return PartitionedBatches(length, batch_size, rank, world_size, shuffle, drop_last, seed)
 
 
 def ranks(length, batch_size, world_size, **options):

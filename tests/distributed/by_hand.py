@@ -122,7 +122,7 @@ def one_step(
         loop.backward(inputs, targets)
     figures = [float(figure) for figure in loop.clip(clip, exclude)]
     gradients = loop.gradients()
-    present = sum(piece.param.grad is not None for piece in loop.layout.pieces)
+    present = sum(shard.param.grad is not None for shard in loop.layout.shards)
     taken = loop.optimizer.step()
     return {
         "figures": figures,
@@ -132,7 +132,7 @@ def one_step(
         "weights": loop.weights(),
         "names": sorted(loop.layout.names),
         "heads": loop.layout.heads,
-        "cut": sorted(p.name for p in loop.layout.pieces if p.cut or p.scattered),
+        "cut": sorted(p.name for p in loop.layout.shards if p.shard_groups or p.sharded_vector),
     }
 
 

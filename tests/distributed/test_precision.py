@@ -107,9 +107,9 @@ def poisoned_steps(plugin: str | None, model: str) -> dict[str, Any]:
     taken, touched = [], []
 
     def watched() -> bool:
-        before = [local(piece.param.detach()).clone() for piece in layout.pieces]
+        before = [local(shard.param.detach()).clone() for shard in layout.shards]
         taken.append(step())
-        after = [local(piece.param.detach()) for piece in layout.pieces]
+        after = [local(shard.param.detach()) for shard in layout.shards]
         touched.append(not all(map(torch.equal, before, after)))
         return taken[-1]
 

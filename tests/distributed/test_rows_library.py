@@ -94,8 +94,8 @@ def given_twice(plugins):
         loop = Loop(plugin, model)
         loop.backward(*batch_for("gpt"))
         loop.optimizer.unscale()
-        twice = Layout(loop.layout.pieces * 2, loop.layout.group)
-        norms.append((total_norm(loop.layout), total_norm(twice), len(loop.layout.pieces)))
+        twice = Layout(loop.layout.shards * 2, loop.layout.group)
+        norms.append((total_norm(loop.layout), total_norm(twice), len(loop.layout.shards)))
     return norms
 
 
@@ -105,9 +105,9 @@ def test_t15_a_module_under_two_names_counts_once_under_plugins():
     alone.optimizer.unscale()
     wanted = total_norm(alone.layout)
     for rank in run_ranks(given_twice, 2, ["fsdp", "tensor", "zero1"]):
-        for norm, twice, pieces in rank:
+        for norm, twice, shards in rank:
             assert norm == twice == pytest.approx(wanted, rel=1e-12)
-            assert pieces == len(alone.layout.pieces)
+            assert shards == len(alone.layout.shards)
 
 
 # -- stages by hand -------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ def test_t04_tied_weights_count_once(world):
 
 def empty_here(plugin):
     loop = Loop(plugin, make("odd"))
-    return [piece.name for piece in loop.layout.pieces if piece.weight.numel() == 0]
+    return [shard.name for shard in loop.layout.shards if shard.weight.numel() == 0]
 
 
 @pytest.mark.parametrize("plugin", ["fsdp", "tensor"])

@@ -91,10 +91,10 @@ def test_t10_the_wrong_order_is_refused_and_does_no_harm(world):
 
 def targets_of(layout):
     """A part that this rank alone has and one that others have too, where there are such."""
-    there = [p for p in layout.pieces if p.param.grad is not None and p.gradient.numel()]
-    own = [p for p in there if p.holders == 1]
+    there = [p for p in layout.shards if p.param.grad is not None and p.gradient.numel()]
+    own = [p for p in there if p.num_replicas == 1]
     experts = [p for p in there if ".experts." in p.name]
-    shared = [p for p in there if p.holders > 1]
+    shared = [p for p in there if p.num_replicas > 1]
     return [kind[-1] for kind in (own, experts, shared) if kind]
 
 
@@ -116,7 +116,7 @@ def not_finite_under(plugin, policy):
             loop.optimizer.zero_grad()
             loop.backward(*batch)
             loop.optimizer.unscale()
-            before = [piece.weight.clone() for piece in loop.layout.pieces]
+            before = [shard.weight.clone() for shard in loop.layout.shards]
             if dist.get_rank() == culprit:
                 wrong = targets_of(loop.layout)
                 wrong[place % len(wrong)].gradient.view(-1)[0] = bad
@@ -136,11 +136,11 @@ def _fate(loop, clip, gradients, before, policy):
     untouched = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in kept)
     if policy != "error":
         taken = loop.optimizer.step()
-    kept = zip(loop.layout.pieces, before, strict=True)
-    same = all(torch.equal(piece.weight, weight) for piece, weight in kept)
+    kept = zip(loop.layout.shards, before, strict=True)
+    same = all(torch.equal(shard.weight, weight) for shard, weight in kept)
     with torch.no_grad():
-        for piece, weight in zip(loop.layout.pieces, before, strict=True):
-            piece.weight.copy_(weight)
+        for shard, weight in zip(loop.layout.shards, before, strict=True):
+            shard.weight.copy_(weight)
     return {
         "named": named, "outcome": outcome, "taken": taken, "untouched": untouched, "same": same
     }  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runner.clip import Layout, Piece, build, total_norm
+from runner.clip import Layout, ParamShard, build, total_norm
 from runner.clip.layout import units_of
 from tests.ranks import run_ranks
 
@@ -38,19 +38,19 @@ def own_part(name: str, tensor: torch.Tensor, rank: int, world: int) -> torch.Te
 def clip_split(mode: str, norm_type: float, silent: str | None) -> tuple[Any, dict[str, Any]]:
     """Clip this rank's parts; the last rank has no gradient for ``silent``."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    pieces = []
+    shards = []
     for name, parameter in whole().items():
         part = nn.Parameter(own_part(name, parameter.detach(), rank, world))
         if name != silent or rank != world - 1:
             part.grad = own_part(name, parameter.grad, rank, world)
         cut = (dist.group.WORLD,) if name in ("columns", "vector") else ()
-        holders = world if name == "bias" else 1
-        pieces.append(Piece(name, part, units_of(part), holders, cut))
-    layout = Layout(pieces, group=dist.group.WORLD)
+        num_replicas = world if name == "bias" else 1
+        shards.append(ParamShard(name, part, units_of(part), num_replicas, cut))
+    layout = Layout(shards, group=dist.group.WORLD)
     clipper = build(mode, threshold=THRESHOLDS[mode], norm_type=norm_type, exclude=())
     clipper.bind(layout)
     outcome = clipper.clip(layout, total_norm(layout, norm_type))
-    return tuple(outcome), {piece.name: piece.param.grad for piece in pieces}
+    return tuple(outcome), {shard.name: shard.param.grad for shard in shards}
 
 
 def clip_whole(mode: str, norm_type: float, silent: str | None, world: int):
@@ -61,8 +61,8 @@ def clip_whole(mode: str, norm_type: float, silent: str | None, world: int):
             parameters[silent].grad[:, -missing.shape[1] :] = 0
         else:
             parameters[silent].grad[len(parameters[silent]) - len(missing) :] = 0
-    pieces = [Piece(name, p, units_of(p)) for name, p in parameters.items()]
-    layout = Layout(pieces)
+    shards = [ParamShard(name, p, units_of(p)) for name, p in parameters.items()]
+    layout = Layout(shards)
     clipper = build(mode, threshold=THRESHOLDS[mode], norm_type=norm_type, exclude=())
     clipper.bind(layout)
     outcome = clipper.clip(layout, total_norm(layout, norm_type))

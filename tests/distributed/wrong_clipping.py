@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import runner.booster.optimizer as optimizer_module
 import runner.booster.plugin.hybrid as hybrid
 from runner.booster.optimizer import OptimizerWrapper, nothing
-from runner.clip import Layout, Number, Outcome, Piece, adaptive, layout, measure, norm
+from runner.clip import Layout, Number, Outcome, ParamShard, adaptive, layout, measure, norm
 from runner.clip.mode import ClipMode
 from runner.parallel import collectives as exchange
 from runner.parallel import gradient_sync as sync
@@ -25,7 +25,7 @@ from runner.parallel.replica_check import Agreement
 @contextmanager
 def replicas_counted_twice() -> Iterator[None]:
     """Every rank counts all that it holds."""
-    with _placed(lambda piece: replace(piece, holders=1)):
+    with _placed(lambda shard: replace(shard, num_replicas=1)):
         yield
 
 
@@ -33,12 +33,12 @@ def replicas_counted_twice() -> Iterator[None]:
 def tied_copy_counted_twice() -> Iterator[None]:
     """Both stages count the embedding that they share."""
     with _placed(
-        lambda piece: replace(piece, holders=1) if piece.name == "embed.weight" else piece
+        lambda shard: replace(shard, num_replicas=1) if shard.name == "embed.weight" else shard
     ):
         yield
 
 
-def _placed(change: Callable[[Piece], Piece]) -> Any:
+def _placed(change: Callable[[ParamShard], ParamShard]) -> Any:
     place = layout.placed
     return patch.object(layout, "placed", lambda *args: change(place(*args)))
 
@@ -105,12 +105,12 @@ def clipped_before_the_sync() -> Iterator[None]:
     right = OptimizerWrapper.clip
 
     def clip(self: OptimizerWrapper, mode: ClipMode) -> Outcome:
-        finish, self._finish = self._finish, nothing
+        sync_grads, self._sync_grads = self._sync_grads, nothing
         try:
             return right(self, mode)
         finally:
-            self._finish = finish
-            finish()
+            self._sync_grads = sync_grads
+            sync_grads()
 
     with patch.object(OptimizerWrapper, "clip", clip):
         yield
@@ -209,7 +209,7 @@ def split_layers_inputs_not_added() -> Iterator[None]:
 @contextmanager
 def cut_rows_not_completed() -> Iterator[None]:
     """Adaptive clipping takes the part of a row that lies here for the whole row."""
-    with patch.object(adaptive, "_complete_rows", lambda pieces, lengths: None):
+    with patch.object(adaptive, "_complete_rows", lambda shards, lengths: None):
         yield
 
 
@@ -218,8 +218,8 @@ def cut_vectors_not_completed() -> Iterator[None]:
     """Adaptive clipping takes the part of a vector that lies here for the whole vector."""
     right = adaptive._complete_vectors
 
-    def complete(layout: Layout, pieces: Any, lengths: list[Any], eps: float) -> Tensor:
-        return right(layout, pieces, list(lengths), eps)
+    def complete(layout: Layout, shards: Any, lengths: list[Any], eps: float) -> Tensor:
+        return right(layout, shards, list(lengths), eps)
 
     with patch.object(adaptive, "_complete_vectors", complete):
         yield
@@ -232,9 +232,9 @@ def unguarded() -> Iterator[None]:
     """
     right = layout._account
 
-    def account(pieces: Any, group: Any, whole: Mapping[str, int]) -> Any:
+    def account(shards: Any, group: Any, whole: Mapping[str, int]) -> Any:
         # No sum is unlike NaN by more than the bound.
-        return right(pieces, group, dict.fromkeys(whole, math.nan))  # type: ignore[arg-type]
+        return right(shards, group, dict.fromkeys(whole, math.nan))  # type: ignore[arg-type]
 
     with (
         patch.object(layout, "_account", account),

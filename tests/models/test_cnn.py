@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from runner.data import DealtBatches
+from runner.data import PartitionedBatches
 from runner.data.digits import digits
 from runner.models import DigitsCNN
 
@@ -29,7 +29,7 @@ def test_it_learns_the_digits_within_a_few_epochs_of_clipped_steps(seed):
     torch.manual_seed(seed)
     data = digits(test_fraction=0.2, seed=0)
     model = DigitsCNN(num_classes=10, width=16)
-    order = DealtBatches(len(data.train), 32, 0, 1, shuffle=True, drop_last=False, seed=seed)
+    order = PartitionedBatches(len(data.train), 32, 0, 1, shuffle=True, drop_last=False, seed=seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(4):
         order.set_epoch(epoch)

@@ -9,10 +9,10 @@ from runner.parallel.stages import (
     CutError,
     copies_of,
     cut,
-    home_of,
     keep,
     parts_of,
     require_apart,
+    stage_to_rank,
     stages_on,
     untie,
 )
@@ -122,7 +122,7 @@ def test_every_stage_has_one_home(ranks, schedule):
     assert sorted(held) == list(range(len(held)))
     for rank in range(ranks):
         for stage in stages_on(rank, ranks, schedule):
-            assert home_of(stage, ranks, schedule) == rank
+            assert stage_to_rank(stage, ranks, schedule) == rank
     if schedule == "zero_bubble":  # its V begins and ends on the first rank
         assert stages_on(0, ranks, schedule) == [0, 2 * ranks - 1]
 

@@ -5,7 +5,7 @@ import logging
 import torch
 from torch import nn
 
-from runner.parallel.sharding import Sharding, shard
+from runner.parallel.sharding import Sharding, shard_model
 from runner.parallel.usage import Usage
 from tests.ranks import run_ranks
 
@@ -20,7 +20,7 @@ def shard_channels_last() -> tuple[list[str], bool]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("runner.parallel.sharding").addHandler(handler)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    shard(model, mesh, Sharding(), Usage())
+    shard_model(model, mesh, Sharding(), Usage())
     after = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
     return said, all(torch.equal(after[name], before[name]) for name in before)
 

@@ -149,8 +149,8 @@ def test_heads_are_not_cut_in_two():
 
 @pytest.mark.parametrize(("length", "parts"), [(7, 2), (5, 4), (3, 4), (8, 4), (0, 2)])
 def test_parts_are_those_of_chunk(length, parts):
-    pieces = list(torch.arange(length).chunk(parts))
-    pieces += [torch.arange(0)] * (parts - len(pieces))
-    for part, piece in enumerate(pieces):
+    shards = list(torch.arange(length).chunk(parts))
+    shards += [torch.arange(0)] * (parts - len(shards))
+    for part, shard in enumerate(shards):
         start, size = span(length, parts, part)
-        assert torch.arange(length)[start : start + size].tolist() == piece.tolist()
+        assert torch.arange(length)[start : start + size].tolist() == shard.tolist()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.booster.plugin import (
+    ParallelModel,
     PipelineParallelPlugin,
-    Spread,
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
@@ -24,25 +24,25 @@ from runner.clip import Layout
 class CountsReplicasTwice(TorchDDPPlugin):
     """Adds up what every rank holds, though all hold the same."""
 
-    def configure(self, model: nn.Module) -> Spread:
+    def configure(self, model: nn.Module) -> ParallelModel:
         spread = super().configure(model)
-        return replace(spread, layout=Layout(spread.layout.pieces, dist.group.WORLD))
+        return replace(spread, layout=Layout(spread.layout.shards, dist.group.WORLD))
 
 
 class SeesReplicasThatAreNotThere(TorchDDPPlugin):
     """Divides by two what is held once."""
 
-    def configure(self, model: nn.Module) -> Spread:
+    def configure(self, model: nn.Module) -> ParallelModel:
         spread = super().configure(model)
-        pieces = [replace(piece, holders=2) for piece in spread.layout.pieces]
-        return replace(spread, layout=Layout(pieces, dist.group.WORLD))
+        shards = [replace(shard, num_replicas=2) for shard in spread.layout.shards]
+        return replace(spread, layout=Layout(shards, dist.group.WORLD))
 
 
 class ForgetsToReduce(TorchDDPPlugin):
     """Every rank steps by the gradient of its own samples."""
 
-    def configure(self, model: nn.Module) -> Spread:
-        return Spread(model, Layout.of_model(model))
+    def configure(self, model: nn.Module) -> ParallelModel:
+        return ParallelModel(model, Layout.of_model(model))
 
     def no_sync(self, model: nn.Module) -> Any:
         return nullcontext()
@@ -51,30 +51,32 @@ class ForgetsToReduce(TorchDDPPlugin):
 class ClipsByStage(PipelineParallelPlugin):
     """Each stage is clipped by the norm of its own gradients."""
 
-    def configure(self, model: nn.Module) -> Spread:
+    def configure(self, model: nn.Module) -> ParallelModel:
         spread = super().configure(model)
-        return replace(spread, layout=Layout(spread.layout.pieces))
+        return replace(spread, layout=Layout(spread.layout.shards))
 
 
 class ZerosForUnusedParameters(TorchFSDPPlugin):
     """A parameter that no rank used gets a gradient of zeros."""
 
-    def configure(self, model: nn.Module) -> Spread:
+    def configure(self, model: nn.Module) -> ParallelModel:
         spread = super().configure(model)
 
-        def finish() -> None:
-            spread.finish()
+        def sync_grads() -> None:
+            spread.sync_grads()
             for parameter in model.parameters():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
 
-        return replace(spread, finish=finish)
+        return replace(spread, sync_grads=sync_grads)
 
 
 class ChecksItsLayout(TorchDDPPlugin):
     """Takes every parameter to lie on two ranks, and lets the layout see whether it does."""
 
-    def configure(self, model: nn.Module) -> Spread:
+    def configure(self, model: nn.Module) -> ParallelModel:
         assert dist.group.WORLD is not None
         ranks = 2 * self.world_size
-        return Spread(model, Layout.of_sharded(model, dist.group.WORLD, ranks=lambda name: ranks))
+        return ParallelModel(
+            model, Layout.of_sharded(model, dist.group.WORLD, ranks=lambda name: ranks)
+        )

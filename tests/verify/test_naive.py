@@ -9,16 +9,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from runner.clip import Layout, Piece, Units
+from runner.clip import Layout, ParamShard, Units
 from runner.verify import naive
 from runner.verify.comparison import Naive
 from tests.ranks import run_ranks
 
 
-def piece(name, gradient):
+def shard(name, gradient):
     parameter = nn.Parameter(torch.zeros_like(gradient))
     parameter.grad = gradient
-    return Piece(name, parameter, Units(tuple(range(gradient.ndim))))
+    return ParamShard(name, parameter, Units(tuple(range(gradient.ndim))))
 
 
 def on_ranks(kind, norm_type=2.0):
@@ -28,7 +28,7 @@ def on_ranks(kind, norm_type=2.0):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = [distribute_tensor(t, mesh, [Shard(0)]) for t in (first, second)]
     whole = distribute_tensor(second, mesh, [Replicate()])
-    pieces = {
+    shards = {
         "whole": [first, second],
         "sharded": rows,
         "replicated": [rows[0], whole],
@@ -37,7 +37,7 @@ def on_ranks(kind, norm_type=2.0):
         "one rank mixed": [rows[0], second] if dist.get_rank() == 0 else [rows[0]],
         "one rank empty": rows if dist.get_rank() == 0 else [],
     }[kind]
-    layout = Layout([piece(str(i), gradient) for i, gradient in enumerate(pieces)])
+    layout = Layout([shard(str(i), gradient) for i, gradient in enumerate(shards)])
     return naive.rank_local(layout, norm_type)
 
 
@@ -74,7 +74,7 @@ def test_no_rank_waits_for_one_that_does_not_call(kind):
 
 
 def test_one_process_has_nothing_to_get_wrong():
-    assert naive.rank_local(Layout([piece("a", torch.ones(2))]), 2.0) is None
+    assert naive.rank_local(Layout([shard("a", torch.ones(2))]), 2.0) is None
     assert naive.worst([None], 1.0) is None
 
 

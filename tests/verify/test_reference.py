@@ -6,7 +6,7 @@ import torch
 from runner.booster import NonFiniteGradient
 from runner.booster.plugin import SinglePlugin
 from runner.config.check import parse
-from runner.data import DealtBatches
+from runner.data import PartitionedBatches
 from runner.train import build
 from runner.verify.reference import Dealt, Reference, Windows
 from runner.verify.setting import make_mode
@@ -21,7 +21,7 @@ def test_its_batches_are_those_that_data_parts_read():
     config = config_of("data.batch_size=4", "accumulation.steps=2", "data.samples=29")
     dataset = build.make_data(config.data).train
     windows = list(islice(Windows(config, Dealt(parts=3)), 4))
-    orders = [DealtBatches(29, 4, rank, 3, True, False, config.seed) for rank in range(3)]
+    orders = [PartitionedBatches(29, 4, rank, 3, True, False, config.seed) for rank in range(3)]
     expected = []
     for epoch in (0, 1):
         for order in orders:

@@ -1,6 +1,6 @@
 """How a model is spread over ranks: one file a plugin."""
 
-from runner.booster.plugin.base import Plugin, Spread
+from runner.booster.plugin.base import ParallelModel, Plugin
 from runner.booster.plugin.ddp import TorchDDPPlugin
 from runner.booster.plugin.fsdp import TorchFSDPPlugin
 from runner.booster.plugin.hybrid import HybridParallelPlugin
@@ -14,10 +14,10 @@ __all__ = [
     "HybridParallelPlugin",
     "LowLevelZeroPlugin",
     "MoeHybridParallelPlugin",
+    "ParallelModel",
     "PipelineParallelPlugin",
     "Plugin",
     "SinglePlugin",
-    "Spread",
     "TensorParallelPlugin",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from runner.booster.optimizer import nothing
 from runner.clip import Layout
 from runner.data.dataset import collate_pairs
-from runner.data.order import DealtBatches
+from runner.data.order import PartitionedBatches
 from runner.parallel.pipeline import Pipeline
 
 SHARD_BY_HAND = (
@@ -41,14 +41,16 @@ def require_process_group(plugin: str) -> None:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ParallelModel:
     """A model that was spread over ranks, and what an optimizer step has to do for it.
 
     Attributes:
         module: what to run instead of the model.
         layout: where its gradients live.
-        finish: makes gradients final; called once a step, on every rank, before they are looked at.
-        publish: called after the optimizer has stepped, on every rank.
+        sync_grads: makes gradients final. It is called on every rank, once a step, before gradients
+            are read.
+        broadcast_params: makes parameters the same on all ranks that hold them. It is called on
+            every rank after the optimizer has stepped.
         steps: ids of the parameters that this rank's optimizer steps; None for all.
         pipeline: runs a batch, where the model is cut into stages.
         renamed: the name of a parameter in the whole model, by another one that it has here.
@@ -56,8 +58,8 @@ class Spread:
 
     module: nn.Module
     layout: Layout
-    finish: Callable[[], None] = nothing
-    publish: Callable[[], None] = nothing
+    sync_grads: Callable[[], None] = nothing
+    broadcast_params: Callable[[], None] = nothing
     steps: frozenset[int] | None = None
     pipeline: Pipeline | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -66,9 +68,9 @@ class Spread:
 class Plugin(ABC):
     """How a model, its gradients and its data are spread over ranks."""
 
-    speaks: bool = True
+    reports_metrics: bool = True
     """Whether this rank's figures count among those of the data-parallel ranks. Of the ranks that
-    read the same samples one speaks: it has the loss."""
+    read the same samples, the one that has the loss reports."""
 
     precision: str | None = None
     """What a :class:`~runner.Booster` computes in that is not told otherwise."""
@@ -116,7 +118,7 @@ class Plugin(ABC):
         return self.world_size
 
     @abstractmethod
-    def configure(self, model: nn.Module) -> Spread:
+    def configure(self, model: nn.Module) -> ParallelModel:
         """Spread ``model`` over the ranks, in place."""
 
     @abstractmethod
@@ -132,7 +134,7 @@ class Plugin(ABC):
 
         One reduction of host memory (gloo), so that no accelerator is waited for.
         """
-        mine = figures if self.speaks else [0.0] * len(figures)
+        mine = figures if self.reports_metrics else [0.0] * len(figures)
         buffer = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(buffer)
         return buffer.tolist()
@@ -175,7 +177,7 @@ class Plugin(ABC):
                 )
             kwargs |= {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
             return DataLoader(dataset, num_workers=num_workers, **kwargs)
-        order = DealtBatches(
+        order = PartitionedBatches(
             len(dataset),  # type: ignore[arg-type]
             batch_size,
             rank=self.data_rank,

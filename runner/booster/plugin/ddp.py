@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runner.booster.plugin.base import Plugin, Spread, require_process_group
+from runner.booster.plugin.base import ParallelModel, Plugin, require_process_group
 from runner.clip import Layout
 from runner.parallel.gradient_sync import synchronise_batch_norm
 
@@ -47,7 +47,7 @@ class TorchDDPPlugin(Plugin):
             # Given only where it differs: newer versions of torch call it by another name.
             self.ddp_kwargs["broadcast_buffers"] = False
 
-    def configure(self, model: nn.Module) -> Spread:
+    def configure(self, model: nn.Module) -> ParallelModel:
         """DDP over the model, and a layout that is whole on every rank."""
         if self.sync_batchnorm:
             assert dist.group.WORLD is not None
@@ -55,7 +55,7 @@ class TorchDDPPlugin(Plugin):
         device = next(model.parameters()).device
         ids = [device.index] if device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids=ids, **self.ddp_kwargs)
-        return Spread(wrapped, Layout.of_model(model))
+        return ParallelModel(wrapped, Layout.of_model(model))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """DDP's own: gradients stay local until a backward pass outside."""

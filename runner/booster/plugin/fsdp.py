@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.booster.optimizer import nothing
-from runner.booster.plugin.base import Plugin, Spread, require_process_group
+from runner.booster.plugin.base import ParallelModel, Plugin, require_process_group
 from runner.booster.precision import dtype_of
 from runner.clip import Layout
 from runner.parallel.gradient_sync import (
@@ -27,7 +27,7 @@ from runner.parallel.gradient_sync import (
 )
 from runner.parallel.hooks import require_no_post_accumulate
 from runner.parallel.mesh import grid
-from runner.parallel.sharding import Sharding, give_back, shard, unsynchronised
+from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
 from runner.parallel.usage import Usage
 
 
@@ -74,7 +74,7 @@ class TorchFSDPPlugin(Plugin):
             return [("dp_replicate", replicas, f"does not divide the {ranks} ranks (plugin.nproc)")]
         return []
 
-    def configure(self, model: nn.Module) -> Spread:
+    def configure(self, model: nn.Module) -> ParallelModel:
         """Shard each block (each element of a ModuleList), then the rest of the model."""
         world = dist.group.WORLD
         assert world is not None
@@ -91,7 +91,7 @@ class TorchFSDPPlugin(Plugin):
             shape = (self.dp_replicate, self.world_size // self.dp_replicate)
             names = ("dp_replicate", "dp_shard")
         usage = Usage()
-        shard(model, grid(device, shape, names), self.sharding, usage)
+        shard_model(model, grid(device, shape, names), self.sharding, usage)
         sync = GradientSync(
             (),
             (),
@@ -101,7 +101,9 @@ class TorchFSDPPlugin(Plugin):
             buffers=[ReplicatedBuffers(model, world)],
         )
         layout = Layout.of_sharded(model, world, whole)
-        return Spread(model, layout, finish=sync, publish=partial(give_back, [model]))
+        return ParallelModel(
+            model, layout, sync_grads=sync, broadcast_params=partial(reshard, [model])
+        )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Gradients stay whole and local until a backward pass outside."""

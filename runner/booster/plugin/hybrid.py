@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.booster.optimizer import nothing
-from runner.booster.plugin.base import Plugin, Spread, require_process_group
+from runner.booster.plugin.base import ParallelModel, Plugin, require_process_group
 from runner.booster.precision import dtype_of
 from runner.clip import Layout
 from runner.clip.head import head_weights
@@ -34,16 +34,16 @@ from runner.parallel.mesh import Axes, Sizes, position
 from runner.parallel.partition import Partition
 from runner.parallel.pipeline import Pipeline, Stage
 from runner.parallel.replica_check import Agreement, repeated
-from runner.parallel.sharding import Sharding, give_back, shard, unsynchronised
+from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
 from runner.parallel.stages import (
     FILLS_EVERY_STAGE,
     STAGES_PER_RANK,
     CutError,
     copies_of,
     cut,
-    home_of,
     keep,
     require_apart,
+    stage_to_rank,
     stages_on,
     untie,
 )
@@ -148,7 +148,7 @@ class HybridParallelPlugin(Plugin):
         self.sharding = Sharding(reshard, dtype_of(param_dtype), cpu_offload)
         self.stage, self._part, tensor_part = position(self.rank, self.sizes)
         last = stages_on(self.stage, pp_size, schedule)[-1] == self.stage_count - 1
-        self.speaks = tensor_part == 0 and (pp_size == 1 or last)
+        self.reports_metrics = tensor_part == 0 and (pp_size == 1 or last)
 
     @property
     def data_rank(self) -> int:
@@ -213,7 +213,7 @@ class HybridParallelPlugin(Plugin):
             "ep": options.get("ep_size") or 1,
         }
 
-    def configure(self, model: nn.Module) -> Spread:
+    def configure(self, model: nn.Module) -> ParallelModel:
         """Cut, deal out experts, split weights, shard: in this order, where each is asked for."""
         world = dist.group.WORLD
         assert world is not None
@@ -234,7 +234,7 @@ class HybridParallelPlugin(Plugin):
         alike(model, world)
 
         renamed = untie(model, stages)
-        homes = [home_of(number, sizes.pp, self.schedule) for number in range(len(stages))]
+        homes = [stage_to_rank(number, sizes.pp, self.schedule) for number in range(len(stages))]
         if self.zero_stage >= 2:
             require_apart(model, stages, homes)
         copies = copies_of(model, stages, renamed, homes)
@@ -248,14 +248,14 @@ class HybridParallelPlugin(Plugin):
         if sizes.tp > 1:
             parallelize(model, styles, axes.tp, sequence=self.sequence_parallel)
         modules = {number: Stage(model, stages[number]) for number in own}
-        publish: Callable[[], None] = nothing
+        broadcast_params: Callable[[], None] = nothing
         usage = Usage()
         if self.zero_stage >= 2:
             apart = axes.edp if sizes.ep > 1 else None
             roots = list(modules.values()) if stages else [model]
             for root in roots:
-                shard(root, axes.dp, self.sharding, usage, apart, ends=not stages)
-            publish = partial(give_back, roots)
+                shard_model(root, axes.dp, self.sharding, usage, apart, ends=not stages)
+            broadcast_params = partial(reshard, roots)
 
         def ranks(name: str) -> int:
             replicas = sizes.dp // (sizes.ep if name in experts else 1)
@@ -267,10 +267,10 @@ class HybridParallelPlugin(Plugin):
         found = [self._tied(model, name, where, renamed, axes) for name, where in copies.items()]
         tied = [each for each in found if each is not None]
         agree = Agreement(repeated(model), axes.group("tp")) if sizes.tp > 1 else nothing
-        return Spread(
+        return ParallelModel(
             model,
             layout,
-            finish=GradientSync(
+            sync_grads=GradientSync(
                 model.parameters(),
                 replicas,
                 tied,
@@ -281,7 +281,7 @@ class HybridParallelPlugin(Plugin):
                     ReplicatedBuffers(model, axes.group("edp"), lambda name: name in experts),
                 ],
             ),
-            publish=publish if partition is None else partition.publish,
+            broadcast_params=broadcast_params if partition is None else partition.broadcast_params,
             steps=None if partition is None else partition.mine,
             pipeline=self._pipeline(modules, axes, device) if stages else None,
             renamed=renamed,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from runner.booster.plugin.base import Plugin, Spread
+from runner.booster.plugin.base import ParallelModel, Plugin
 from runner.clip import Layout
 
 
@@ -23,9 +23,9 @@ class SinglePlugin(Plugin):
         """Always 1."""
         return 1
 
-    def configure(self, model: nn.Module) -> Spread:
+    def configure(self, model: nn.Module) -> ParallelModel:
         """The model as it is, whole on this process."""
-        return Spread(model, Layout.of_model(model))
+        return ParallelModel(model, Layout.of_model(model))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Nothing to hold back."""

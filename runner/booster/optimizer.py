@@ -1,7 +1,7 @@
 """The boosted optimizer: it owns unscale, measure, clip and step, and their order.
 
 A gradient is clipped only when it is final. The wrapper keeps where a step stands
-(:class:`Stage`) and refuses what would give a wrong number: clipping an accumulating gradient,
+(:class:`StepState`) and refuses what would give a wrong number: clipping an accumulating gradient,
 clipping twice, clipping nothing.
 """
 
@@ -31,7 +31,7 @@ def nothing() -> None:
     """Where nothing is to be done."""
 
 
-class Stage(Enum):
+class StepState(Enum):
     """Where an optimizer step stands."""
 
     EMPTY = "no backward pass has run since the last step"
@@ -110,7 +110,7 @@ class OptimizerWrapper:
         self.layout = layout
         self.loss_scale = loss_scale
         self.nonfinite = nonfinite
-        self.stage = Stage.EMPTY
+        self.stage = StepState.EMPTY
         self.accumulating = False
         self._sync_grads = sync_grads
         self._broadcast_params = broadcast_params
@@ -156,7 +156,7 @@ class OptimizerWrapper:
         Raises:
             StepOrderError: as :meth:`backward`.
         """
-        if self._final or self.stage is Stage.CLIPPED:
+        if self._final or self.stage is StepState.CLIPPED:
             raise StepOrderError(f"cannot accumulate now: {self.stage.value}")
         self._scaled, self._held = True, False
         return weight if self.loss_scale is None else weight * self.loss_scale.scale
@@ -164,7 +164,7 @@ class OptimizerWrapper:
     def end_backward(self) -> None:
         """Note that a backward pass was run."""
         held = self.accumulating or self._held
-        self.stage = Stage.ACCUMULATING if held else Stage.READY
+        self.stage = StepState.ACCUMULATING if held else StepState.READY
         if self._shares is not False:
             self._separate()
 
@@ -179,7 +179,7 @@ class OptimizerWrapper:
             output.register_hook(partial(self._reached, held))  # type: ignore[no-untyped-call]
 
     def _reached(self, held: bool, gradient: Tensor) -> None:
-        if self.stage is not Stage.CLIPPED:
+        if self.stage is not StepState.CLIPPED:
             self._held = held
             self.end_backward()
 
@@ -191,8 +191,8 @@ class OptimizerWrapper:
             yield
         finally:
             self.accumulating = False
-            if self.stage is Stage.EMPTY and _is_other(_written(self.layout), before):
-                self.stage = Stage.ACCUMULATING
+            if self.stage is StepState.EMPTY and _is_other(_written(self.layout), before):
+                self.stage = StepState.ACCUMULATING
 
     @torch.no_grad()
     def clip(self, mode: ClipMode) -> Outcome:
@@ -206,7 +206,7 @@ class OptimizerWrapper:
         """
         self.begin_clip()
         norm = total_norm(self.layout, mode.norm_type)
-        self.stage = Stage.CLIPPED
+        self.stage = StepState.CLIPPED
         if not self._proceed(norm):
             return Outcome.skipped(norm, mode.threshold)
         outcome = mode.clip(self.layout, norm)
@@ -218,13 +218,13 @@ class OptimizerWrapper:
         Raises:
             StepOrderError: as :meth:`clip`.
         """
-        if self.stage is Stage.CLIPPED or self.stage is Stage.ACCUMULATING:
+        if self.stage is StepState.CLIPPED or self.stage is StepState.ACCUMULATING:
             raise StepOrderError(f"cannot clip now: {self.stage.value}")
         # A rank of a model that is split may have none after a backward pass: its peers wait for it
         # in the collectives.
-        waited_for = self.stage is Stage.READY and self.layout.group is not None
+        waited_for = self.stage is StepState.READY and self.layout.group is not None
         if not waited_for and not self._has_gradients():
-            raise StepOrderError(f"cannot clip now: {Stage.EMPTY.value}")
+            raise StepOrderError(f"cannot clip now: {StepState.EMPTY.value}")
         self.unscale()
 
     def step(self, closure: Callable[[], float] | None = None) -> bool:
@@ -242,10 +242,12 @@ class OptimizerWrapper:
             raise ValueError(
                 "a closure goes with one optimizer: run it before step(), which has several"
             )
-        if self.stage is Stage.ACCUMULATING:
+        if self.stage is StepState.ACCUMULATING:
             raise StepOrderError(f"cannot step now: {self.stage.value}")
         # An output of a class that pytree does not know leaves no note of its backward pass.
-        ready = self.stage is Stage.READY or (self.stage is Stage.EMPTY and self._has_gradients())
+        ready = self.stage is StepState.READY or (
+            self.stage is StepState.EMPTY and self._has_gradients()
+        )
         if self._max_norm > 0 and ready:
             self.clip_grad_by_norm(self._max_norm)
         if self.loss_scale is not None and self._finite is None:
@@ -412,13 +414,13 @@ class OptimizerWrapper:
     def _has_gradients(self) -> bool:
         """Whether there are gradients, and not those of an earlier step alone."""
         now, left = _written(self.layout), self._left
-        if left is None or self.stage is not Stage.EMPTY:
+        if left is None or self.stage is not StepState.EMPTY:
             return now is not None
         return _is_other(now, left)
 
     def _forget(self, left: Written | None) -> None:
         """Begin a step, with the last gradient ``left`` of an earlier one."""
-        self.stage, self._finite, self._left = Stage.EMPTY, None, left
+        self.stage, self._finite, self._left = StepState.EMPTY, None, left
         self._final = self._unscaled = self._scaled = self._held = False
 
     def _mode(self, name: str, threshold: float, norm_type: float) -> ClipMode:

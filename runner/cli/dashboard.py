@@ -13,7 +13,7 @@ import yaml
 
 from runner.config.folders import find, outputs
 from runner.dashboard import EXTRA
-from runner.dashboard.saving import NotSavedError, Request, save
+from runner.dashboard.saving import NotSavedError, WorkspaceRequest, save
 from runner.run_folder.status import write_text
 
 WRONG_REQUEST = 2
@@ -41,12 +41,14 @@ def main(words: Sequence[str] | None = None) -> int:
     if unfit := workspace.unfit(name):
         return _refuse(f"--name {name!r}: wandb takes no {' '.join(unfit)} in a name")
     try:
-        return _publish(Request(asked.entity, asked.project, name, asked.group), asked.output)
+        return _publish(
+            WorkspaceRequest(asked.entity, asked.project, name, asked.group), asked.output
+        )
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _publish(request: Request, output: Path | None) -> int:
+def _publish(request: WorkspaceRequest, output: Path | None) -> int:
     """Save the workspace, or write its specification, or both where ``output`` is given."""
     from runner.telemetry.sinks.wandb_sink import effective_mode
 
@@ -109,7 +111,7 @@ def _file(word: str) -> Path:
     return path
 
 
-def _write(request: Request, file: Path, message: str, failed: bool = False) -> int:
+def _write(request: WorkspaceRequest, file: Path, message: str, failed: bool = False) -> int:
     """Write the specification and print the message, to standard error where saving failed."""
     from runner.dashboard import workspace
 

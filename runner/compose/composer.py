@@ -119,7 +119,7 @@ class Composer:
         self, overrides: Sequence[Override], config: DictConfig | None, number: int | None = None
     ) -> tuple[RunConfig | None, dict[str, Any], list[Problem]]:
         """The job of ``overrides``, and all that is wrong with it."""
-        found = diagnose.Findings()
+        found = diagnose.Diagnosis()
         if config is None or diagnose.misuses_group(overrides, self.loader):
             found = diagnose.examine(overrides, self.attempt, self, self.loader)
             config = self.attempt(found.good)

@@ -26,7 +26,7 @@ _EXTRAS = {("hydra/sweeper", "optuna"): "pip install 'clip-runner[optuna]'"}
 
 
 @dataclass
-class Findings:
+class Diagnosis:
     """What was found among the words of one job.
 
     Attributes:
@@ -42,7 +42,7 @@ class Findings:
 
 def examine(
     overrides: Sequence[Override], attempt: Attempt, compose: Compose, loader: ConfigLoader
-) -> Findings:
+) -> Diagnosis:
     """Try the words that choose options, then those that give values, then each by itself.
 
     Args:
@@ -51,7 +51,7 @@ def examine(
         compose: the same, but raises what is wrong.
         loader: knows the groups and their options.
     """
-    found = Findings()
+    found = Diagnosis()
     values = []
     for override in overrides:
         if not _chooses(override, loader):
@@ -178,7 +178,7 @@ def _look_up(node: Any, key: str) -> tuple[bool, Any]:
     return True, node
 
 
-def _try_each(found: Findings, compose: Compose) -> None:
+def _try_each(found: Diagnosis, compose: Compose) -> None:
     """Keep the words that compose beside those before them; the others are problems."""
     words, found.good = found.good, []
     for word in words:

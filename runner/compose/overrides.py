@@ -44,7 +44,7 @@ def jobs(
     *,
     together: Sequence[str] = (),
     enumerated: bool = True,
-) -> tuple[list[Job], list[Problem]]:
+) -> tuple[list[JobOverrides], list[Problem]]:
     """The jobs of a sweep: every combination of the values that are listed.
 
     As in Hydra's own sweeper, a key that comes twice counts as it comes last.
@@ -133,7 +133,7 @@ def _listed(override: Override) -> list[str]:
     return list(override.sweep_string_iterator())
 
 
-def _combinations(values: dict[str, list[str]], together: Sequence[str]) -> list[Job]:
+def _combinations(values: dict[str, list[str]], together: Sequence[str]) -> list[JobOverrides]:
     """Every combination; the keys of ``together`` take one place, that of the first."""
     lists: list[list[list[tuple[str, bool]]]] = []
     zipped = [key for key in values if key in together]
@@ -143,15 +143,15 @@ def _combinations(values: dict[str, list[str]], together: Sequence[str]) -> list
         keys = zipped if key in zipped else [key]
         rows = zip(*(values[one] for one in keys), strict=True)
         lists.append([[(word, len(choices) > 1) for word in row] for row in rows])
-    return [Job(chain.from_iterable(combination)) for combination in product(*lists)]
+    return [JobOverrides(chain.from_iterable(combination)) for combination in product(*lists)]
 
 
-def _one_by_one(values: dict[str, list[str]]) -> list[Job]:
+def _one_by_one(values: dict[str, list[str]]) -> list[JobOverrides]:
     """The first value of every list, and then each other value in its place."""
     first = {key: choices[0] for key, choices in values.items()}
     varied = [{**first, key: word} for key, choices in values.items() for word in choices[1:]]
     return [
-        Job((word, len(values[key]) > 1) for key, word in chosen.items())
+        JobOverrides((word, len(values[key]) > 1) for key, word in chosen.items())
         for chosen in [first, *varied]
     ]
 
@@ -174,7 +174,7 @@ def _not_together(
     return None
 
 
-class Job:
+class JobOverrides:
     """The words of one job of a sweep.
 
     Attributes:

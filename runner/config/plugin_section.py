@@ -71,7 +71,7 @@ _OWN = {"tp_size": "tensor", "pp_size": "pipeline", "ep_size": "moe"}
 
 
 @dataclass(frozen=True)
-class Plugin:
+class PluginSection:
     """How model and optimizer are spread over ranks."""
 
     name: Annotated[str, option_of("plugin"), "the plugin"]
@@ -214,7 +214,7 @@ class Plugin:
             yield Conflict("split", message)
 
 
-def pipeline_microbatches(plugin: Plugin) -> int | None:
+def pipeline_microbatches(plugin: PluginSection) -> int | None:
     """Parts that a batch goes through the pipeline in; None without one, or where ranks decide."""
     if plugin.name not in _PIPELINE:
         return None
@@ -225,12 +225,12 @@ def pipeline_microbatches(plugin: Plugin) -> int | None:
     return stages
 
 
-def _known_ranks(plugin: Plugin) -> int | None:
+def _known_ranks(plugin: PluginSection) -> int | None:
     """Ranks that the section itself tells; None where those that there will be decide."""
     return None if may_grow(plugin) else least_ranks(plugin)
 
 
-def _stages(plugin: Plugin, dealt: Sizes | None) -> int | None:
+def _stages(plugin: PluginSection, dealt: Sizes | None) -> int | None:
     """Stages of the pipeline; None where there is none, or where the ranks decide."""
     ranks = plugin.pp_size if dealt is None else dealt.pp
     if plugin.name not in _PIPELINE or ranks is None:
@@ -240,5 +240,5 @@ def _stages(plugin: Plugin, dealt: Sizes | None) -> int | None:
     return ranks * _stages_a_rank(plugin)
 
 
-def _stages_a_rank(plugin: Plugin) -> int:
+def _stages_a_rank(plugin: PluginSection) -> int:
     return 2 if plugin.schedule in _TWO_STAGES_A_RANK else 1

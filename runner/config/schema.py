@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from runner.config.duration import Duration
 from runner.config.folders import options
-from runner.config.plugin_section import Plugin, pipeline_microbatches
+from runner.config.plugin_section import PluginSection, pipeline_microbatches
 from runner.config.problem import Conflict
 from runner.config.rules import (
     dotted_name,
@@ -120,7 +120,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Data(Target):
+class DataSection(Target):
     """The data, and how it is read: the runner's own keys stand beside those of the target."""
 
     batch_size: Annotated[
@@ -192,7 +192,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepSection:
     """A Hydra multirun."""
 
     name: Annotated[
@@ -272,12 +272,12 @@ class RunConfig:
     `runner.config.check.parse` makes one of a plain dict, and is the only way that checks.
     """
 
-    plugin: Plugin
+    plugin: PluginSection
     clip: Clip
     accumulation: Accumulation
     precision: Precision
     model: Target
-    data: Data
+    data: DataSection
     optimizer: Target
     scheduler: Target
     tracker: Tracker
@@ -286,7 +286,7 @@ class RunConfig:
     log: Log
     telemetry: Telemetry
     launch: Launch
-    sweep: Sweep
+    sweep: SweepSection
     calibrate: Calibrate
     verify: Verify
     seed: Annotated[int, integer(0, _LARGEST_SEED), "seed of all random numbers"]

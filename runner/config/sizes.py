@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from runner.config.nearest import or_list
 
 if TYPE_CHECKING:
-    from runner.config.plugin_section import Plugin
+    from runner.config.plugin_section import PluginSection
 
 
 class Sizes(NamedTuple):
@@ -40,7 +40,7 @@ class SizeError(ValueError):
         self.key = key
 
 
-def sizes(plugin: Plugin, ranks: int, *, joined: bool = False) -> Sizes:
+def sizes(plugin: PluginSection, ranks: int, *, joined: bool = False) -> Sizes:
     """How ``ranks`` are dealt to the axes of ``plugin``.
 
     A ``tp_size`` or ``pp_size`` of null takes all the ranks that the other sizes leave; else a
@@ -80,7 +80,7 @@ def sizes(plugin: Plugin, ranks: int, *, joined: bool = False) -> Sizes:
     return Sizes(dp, given.get("tp_size", 1), given.get("pp_size", 1), ep)
 
 
-def least_ranks(plugin: Plugin) -> int:
+def least_ranks(plugin: PluginSection) -> int:
     """Local ranks to start: ``nproc``, or what the sizes that are given multiply to.
 
     Experts ask for as many data-parallel ranks as share them.
@@ -91,17 +91,17 @@ def least_ranks(plugin: Plugin) -> int:
     return experts * prod(_given(plugin).values())
 
 
-def may_grow(plugin: Plugin) -> bool:
+def may_grow(plugin: PluginSection) -> bool:
     """Whether further ranks would find a place: ``nproc`` and one of the sizes are left open."""
     return plugin.name != "single" and plugin.nproc is None and _open_size(plugin) is not None
 
 
-def _given(plugin: Plugin) -> dict[str, int]:
+def _given(plugin: PluginSection) -> dict[str, int]:
     values = {"dp_size": plugin.dp_size, "tp_size": plugin.tp_size, "pp_size": plugin.pp_size}
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _open_size(plugin: Plugin) -> str | None:
+def _open_size(plugin: PluginSection) -> str | None:
     """The size that takes the ranks which the others leave, or None where all are given."""
     given = _given(plugin)
     return next((key for key in ("tp_size", "pp_size", "dp_size") if key not in given), None)

@@ -18,7 +18,7 @@ _REQUEST_SECONDS = 6
 
 
 @dataclass(frozen=True)
-class Request:
+class WorkspaceRequest:
     """The arguments of :func:`runner.dashboard.workspace.build`.
 
     Attributes:
@@ -38,7 +38,7 @@ class NotSavedError(Exception):
     """The server did not take the workspace; the text says why, in one line."""
 
 
-def save(request: Request, seconds: float = SAVE_SECONDS) -> str:
+def save(request: WorkspaceRequest, seconds: float = SAVE_SECONDS) -> str:
     """Save the workspace as a new view of its project, and return its address.
 
     A process of its own does it: wandb's client retries for minutes, and only a process can be
@@ -72,7 +72,7 @@ def save(request: Request, seconds: float = SAVE_SECONDS) -> str:
     return str(said)
 
 
-def _save(request: Request, sender: Connection) -> None:
+def _save(request: WorkspaceRequest, sender: Connection) -> None:
     """Runs in the process: answers with whether it is saved, and its address or the reason."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the one who waits
     _silence()

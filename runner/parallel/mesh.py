@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MeshSizes:
     """Ranks along each axis; their product is the number of ranks.
 
     Attributes:
@@ -31,7 +31,9 @@ class Sizes:
     ep: int = 1
 
     @classmethod
-    def of(cls, ranks: int, dp: int | None = None, tp: int = 1, pp: int = 1, ep: int = 1) -> Sizes:
+    def of(
+        cls, ranks: int, dp: int | None = None, tp: int = 1, pp: int = 1, ep: int = 1
+    ) -> MeshSizes:
         """The sizes on ``ranks`` ranks; data parts are what is left of them.
 
         Raises:
@@ -79,7 +81,7 @@ class Axes:
         sizes: of the axes.
     """
 
-    def __init__(self, device_type: str, sizes: Sizes) -> None:
+    def __init__(self, device_type: str, sizes: MeshSizes) -> None:
         self.sizes = sizes
         shape = (sizes.pp, sizes.dp // sizes.ep, sizes.ep, sizes.tp)
         self._mesh = grid(device_type, shape, ("pp", "edp", "ep", "tp"))
@@ -111,6 +113,6 @@ class Axes:
         return mesh.get_group()
 
 
-def position(rank: int, sizes: Sizes) -> tuple[int, int, int]:
+def position(rank: int, sizes: MeshSizes) -> tuple[int, int, int]:
     """Where ``rank`` lies: pipeline rank, data part, tensor part."""
     return rank // (sizes.dp * sizes.tp), rank // sizes.tp % sizes.dp, rank % sizes.tp

@@ -8,6 +8,6 @@ nothing else of this project.
 
 from runner.report.page import write
 from runner.report.run import NoRunError, Run, read_run
-from runner.report.sweep import Sweep, read, read_sweep
+from runner.report.sweep import SweepRuns, read, read_sweep
 
-__all__ = ["NoRunError", "Run", "Sweep", "read", "read_run", "read_sweep", "write"]
+__all__ = ["NoRunError", "Run", "SweepRuns", "read", "read_run", "read_sweep", "write"]

@@ -19,7 +19,7 @@ PERCENTILES = ("p50", "p90", "p99", "max")
 
 
 @dataclass(frozen=True)
-class Figures:
+class RunMetrics:
     """What the table shows of one run; None where the run recorded nothing of the kind.
 
     Attributes:
@@ -50,7 +50,7 @@ def higher_is_better(key: str) -> bool:
 
 def figures(
     run: Run, metrics: list[str], maximized: Mapping[str | None, bool] | None = None
-) -> Figures:
+) -> RunMetrics:
     """The figures of a run.
 
     Args:
@@ -63,7 +63,7 @@ def figures(
     if skipped is None:
         skipped = _last(run.of("grad/nonfinite").values)
     coef = run.of("clip/coef").finite
-    return Figures(
+    return RunMetrics(
         final=final,
         best=best,
         ratio=_ratio(run),

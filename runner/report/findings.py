@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runner.report.figures import Figures, figures, higher_is_better
+from runner.report.figures import RunMetrics, figures, higher_is_better
 from runner.report.groups import Differences, Group, differences, grouped, mean_and_spread
 from runner.report.notation import percent
 from runner.report.rows import Floats
 from runner.report.run import Run
-from runner.report.sweep import Sweep
+from runner.report.sweep import SweepRuns
 
 _METRICS = ("eval/loss", "eval/accuracy", "train/loss")
 
@@ -32,12 +32,12 @@ class Findings:
         higher_is_better: whether a larger ``metric`` is the better one.
     """
 
-    sweep: Sweep
+    sweep: SweepRuns
     differences: Differences
     groups: tuple[Group, ...]
     metric: str | None
     metrics: tuple[str, ...]
-    figures: Mapping[str, Figures]
+    figures: Mapping[str, RunMetrics]
     higher_is_better: bool = False
 
     def score(self, run: Run) -> float | None:
@@ -123,7 +123,7 @@ def norms(group: Group) -> Floats:
     return np.asarray(together[together > 0])
 
 
-def find(sweep: Sweep) -> Findings:
+def find(sweep: SweepRuns) -> Findings:
     """Group the runs of a sweep and measure each."""
     runs = sweep.runs
     differing = differences(runs) if runs else Differences(())

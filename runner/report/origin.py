@@ -12,7 +12,7 @@ from runner.report.groups import choice
 from runner.report.markup import Child, Markup, join, tag
 from runner.report.notation import value_text
 from runner.report.run import Run
-from runner.report.sweep import Sweep
+from runner.report.sweep import SweepRuns
 
 _FILES = (
     "metrics.jsonl",
@@ -26,7 +26,7 @@ _FILES = (
 _TOLD = ("git", "versions", "python", "torch", "device", "world_size", "parameters", "host")
 
 
-def origin(sweep: Sweep) -> Markup:
+def origin(sweep: SweepRuns) -> Markup:
     """Commands, what the runs share, versions and git state, and links to the data."""
     return join(
         [
@@ -38,7 +38,7 @@ def origin(sweep: Sweep) -> Markup:
     )
 
 
-def _commands(sweep: Sweep) -> Markup:
+def _commands(sweep: SweepRuns) -> Markup:
     again = shlex.join(["python", "-m", "runner", "report", _shown(sweep.folder)])
     return join(
         [
@@ -104,7 +104,7 @@ def _shared(runs: tuple[Run, ...]) -> Markup | None:
     return tag("details", tag("summary", f"{title} ({len(same)} keys)"), tag("pre", lines))
 
 
-def _runs(sweep: Sweep) -> Markup:
+def _runs(sweep: SweepRuns) -> Markup:
     rows = [_run(sweep, run) for run in sweep.runs]
     listing = tag(
         "table",
@@ -124,7 +124,7 @@ def _runs(sweep: Sweep) -> Markup:
     return tag("details", tag("summary", "Runs, their commands and files"), inner, open=not several)
 
 
-def _run(sweep: Sweep, run: Run) -> Markup:
+def _run(sweep: SweepRuns, run: Run) -> Markup:
     command = shlex.join(["python", "-m", "runner", *run.overrides])
     hash_ = run.status.get("config_hash")
     tracked = run.status.get("wandb_run_id")
@@ -142,7 +142,7 @@ def _run(sweep: Sweep, run: Run) -> Markup:
     )
 
 
-def _links(sweep: Sweep, run: Run) -> list[Child]:
+def _links(sweep: SweepRuns, run: Run) -> list[Child]:
     if run.folder is None:
         return ["never began"]
     base = "" if sweep.single else f"{quote(run.folder.name)}/"

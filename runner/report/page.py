@@ -19,7 +19,7 @@ from runner.report.norms import histogram
 from runner.report.notation import plural
 from runner.report.origin import origin
 from runner.report.predicted import ratio_charts
-from runner.report.sweep import Sweep, read
+from runner.report.sweep import SweepRuns, read
 from runner.report.table import omitted, table
 from runner.report.threshold import metric_charts
 from runner.report.verdict import remarks, verdict
@@ -59,7 +59,7 @@ def write(folder: Path, left: int = 0) -> Path:
     return target
 
 
-def html(sweep: Sweep, left: int = 0) -> str:
+def html(sweep: SweepRuns, left: int = 0) -> str:
     """The whole page of a sweep or a run; ``left`` as in :func:`write`."""
     found = find(sweep)
     body = tag(
@@ -144,7 +144,7 @@ def _stroke(group: Group) -> Markup:
     return tag("svg", line, viewBox="0 0 22 10", class_="stroke", aria_hidden="true")
 
 
-def _kind(sweep: Sweep) -> str:
+def _kind(sweep: SweepRuns) -> str:
     if sweep.single:
         return "Run"
     return f"Sweep · {plural(len(sweep.runs), 'run')}"

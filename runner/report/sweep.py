@@ -12,7 +12,7 @@ from runner.report.run import NoRunError, Run, is_run, read_json, read_run, read
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepRuns:
     """What one page reports on.
 
     Attributes:
@@ -32,7 +32,7 @@ class Sweep:
     record: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read(folder: Path) -> Sweep:
+def read(folder: Path) -> SweepRuns:
     """Read whatever ``folder`` is: one run, or a sweep of any number of runs, none included.
 
     Raises:
@@ -44,11 +44,11 @@ def read(folder: Path) -> Sweep:
     if is_run(folder):
         run = read_run(folder)
         command = shlex.join(["python", "-m", "runner", *run.overrides])
-        return Sweep(folder, folder.name, (run,), single=True, command=command)
+        return SweepRuns(folder, folder.name, (run,), single=True, command=command)
     return read_sweep(folder)
 
 
-def read_sweep(folder: Path) -> Sweep:
+def read_sweep(folder: Path) -> SweepRuns:
     """Read a sweep folder: its numbered sub-folders, and what ``sweep.json`` adds to them.
 
     The run folders are the truth. ``sweep.json`` may be missing, or older than they are; it tells
@@ -79,7 +79,7 @@ def read_sweep(folder: Path) -> Sweep:
     runs += [_planned(entry) for key, entry in planned.items() if key not in present]
     runs.sort(key=lambda run: (not run.number.isdecimal(), run.number.zfill(9)))
     name = record.get("name")
-    return Sweep(
+    return SweepRuns(
         folder,
         str(name) if name else folder.name,
         tuple(runs),

@@ -23,7 +23,7 @@ PAGE_SECONDS = 0.1
 takes: a sweep of many short runs does not spend its time on pages."""
 
 
-class Outcome(Protocol):
+class RunOutcome(Protocol):
     """How a run ended."""
 
     @property
@@ -38,7 +38,7 @@ class Outcome(Protocol):
 
 
 def run_job(
-    run: Callable[[dict[str, Any], Path, Sequence[str]], Outcome],
+    run: Callable[[dict[str, Any], Path, Sequence[str]], RunOutcome],
     sweep: Path,
     number: int,
     plain: dict[str, Any],

@@ -21,7 +21,7 @@ from runner.run_folder.rows import Row
 from runner.telemetry.sinks.sink import Sink
 
 
-class Step(NamedTuple):
+class StepMetrics(NamedTuple):
     """The figures of one optimizer step.
 
     Attributes:
@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
 
 @dataclass
-class Window:
+class LogWindow:
     """Sums over the steps since the last row."""
 
     steps: int = 0
@@ -79,8 +79,8 @@ class Meter:
     samples: int = 0
     last: Row = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
-    _pending: list[Step] = field(default_factory=list)
-    _window: Window = field(default_factory=Window)
+    _pending: list[StepMetrics] = field(default_factory=list)
+    _window: LogWindow = field(default_factory=LogWindow)
     _norms: array[float] = field(default_factory=lambda: array("d"))
     _peaks: array[float] = field(default_factory=lambda: array("d"))
     _clipped: float = 0.0
@@ -91,7 +91,7 @@ class Meter:
         self.what_if = tuple(dict.fromkeys(map(float, self.what_if)))
         self._above = [0] * len(self.what_if)
 
-    def push(self, step: Step, evaluation: Mapping[str, float] | None = None) -> None:
+    def push(self, step: StepMetrics, evaluation: Mapping[str, float] | None = None) -> None:
         """Take a step's figures; they leave for the host with the next flush.
 
         Args:
@@ -159,7 +159,7 @@ class Meter:
 
     def _take(
         self,
-        step: Step,
+        step: StepMetrics,
         loss: float | None,
         outcome: Outcome,
         newest: Mapping[str, float] | None,
@@ -193,11 +193,11 @@ class Meter:
         for key, value in (newest or {}).items():
             self._best(key, value)
         self.last |= row
-        self._window = Window()
+        self._window = LogWindow()
         for sink in self.sinks:
             sink.write(row)
 
-    def _row(self, step: Step, loss: float | None, outcome: Outcome) -> Row:
+    def _row(self, step: StepMetrics, loss: float | None, outcome: Outcome) -> Row:
         window, before = self._window, int(self.last.get("train/samples", 0))
         row: Row = {"train/step": step.step}
         if loss is not None:

@@ -25,8 +25,7 @@ from runner.booster import LossScale, Plugin
 from runner.clip import ClipMode
 from runner.clip import build as build_mode
 from runner.config.duration import Duration
-from runner.config.schema import Data as DataConfig
-from runner.config.schema import RunConfig, Target
+from runner.config.schema import DataSection, RunConfig, Target
 from runner.config.sizes import SizeError, least_ranks, may_grow, sizes
 from runner.data import Data
 from runner.train.progress import total_steps
@@ -71,7 +70,7 @@ def takes(make: Callable[..., Any], argument: str) -> bool:
     return argument in parameters and argument not in getattr(make, "keywords", {})
 
 
-def make_data(config: DataConfig) -> Data:
+def make_data(config: DataSection) -> Data:
     """The data; made once for a configuration, since the check of a request makes it too.
 
     Raises:

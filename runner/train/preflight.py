@@ -22,8 +22,7 @@ from torch.utils.data import IterableDataset
 from runner.clip import Layout
 from runner.clip.layout import OptionError
 from runner.config.problem import Problem, RequestError
-from runner.config.schema import Data as DataConfig
-from runner.config.schema import RunConfig, Target
+from runner.config.schema import DataSection, RunConfig, Target
 from runner.config.sizes import SizeError, sizes
 from runner.data import Data
 from runner.train import build, fit
@@ -128,7 +127,7 @@ def _data(config: RunConfig, problems: list[Problem]) -> Data | None:
 
 
 def _make_data(target: Target) -> Data:
-    assert isinstance(target, DataConfig)
+    assert isinstance(target, DataSection)
     return build.make_data(target)
 
 

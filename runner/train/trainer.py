@@ -24,7 +24,7 @@ from runner.clip.layout import local
 from runner.clip.measure import norms
 from runner.config.duration import Duration
 from runner.data.order import PartitionedBatches
-from runner.telemetry.meter import Meter, Step
+from runner.telemetry.meter import Meter, StepMetrics
 from runner.telemetry.sinks.sink import Sink
 from runner.train.progress import Every, Progress, Window, windows
 
@@ -181,7 +181,7 @@ class Trainer:
                 seconds = time.perf_counter() - started
                 due = self.evaluates.due(at) or at.reached(self.max_duration)
                 self.meter.push(
-                    Step(at.step, loss, outcome, lr, at.samples, at.tokens, seconds, extra),
+                    StepMetrics(at.step, loss, outcome, lr, at.samples, at.tokens, seconds, extra),
                     self.evaluate() if due else None,
                 )
                 started = time.perf_counter()

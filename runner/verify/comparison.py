@@ -19,7 +19,7 @@ WORST = 5
 
 
 @dataclass(frozen=True)
-class Figures:
+class SideMetrics:
     """What clipping did in one step, on the host; see :class:`runner.clip.Outcome`."""
 
     norm: float
@@ -30,7 +30,7 @@ class Figures:
     peak: float
 
     @classmethod
-    def of(cls, outcome: Outcome) -> Figures:
+    def of(cls, outcome: Outcome) -> SideMetrics:
         """The figures of ``outcome``; an accelerator is waited for."""
         return cls(*(float(figure) for figure in outcome[:6]))
 
@@ -55,7 +55,7 @@ class Naive:
 
 
 @dataclass(frozen=True)
-class Step:
+class ComparedStep:
     """One optimizer step of both sides.
 
     Attributes:
@@ -70,8 +70,8 @@ class Step:
     """
 
     step: int
-    plugin: Figures
-    reference: Figures
+    plugin: SideMetrics
+    reference: SideMetrics
     gradients: Mapping[str, float]
     disagreeing: Sequence[str] = ()
     present: Sequence[str] = ()
@@ -116,7 +116,7 @@ class Compared:
     mode: str
     threshold: float | None
     derived: bool
-    steps: Sequence[Step]
+    steps: Sequence[ComparedStep]
     weights: Mapping[str, float]
     drifted: Sequence[str] = ()
     placed: Mapping[str, str] = field(default_factory=dict)
@@ -227,7 +227,7 @@ def presence(step: int, ours: Iterable[str], reference: Iterable[str]) -> list[s
     return found
 
 
-def disagreements(step: int, ranks: Sequence[Figures]) -> list[str]:
+def disagreements(step: int, ranks: Sequence[SideMetrics]) -> list[str]:
     """Figures of ``ranks`` that are not those of the first to the bit, in words."""
     found = []
     for name, first in vars(ranks[0]).items():

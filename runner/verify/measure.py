@@ -22,9 +22,9 @@ from runner.train.trainer import Trainer
 from runner.verify import naive, setting, watch
 from runner.verify.comparison import (
     Compared,
-    Figures,
+    ComparedStep,
     Naive,
-    Step,
+    SideMetrics,
     disagreements,
     presence,
     relative,
@@ -107,7 +107,7 @@ class _Side:
         self.name = name
         self.device = device
         self.losses = _Losses()
-        self.steps: list[Step] = []
+        self.steps: list[ComparedStep] = []
         self.reference: Reference | None = None
         mode, self.derived = setting.make_mode(config, name)
         first = [self.losses] if plugin.rank == 0 else []
@@ -128,7 +128,7 @@ class _Side:
             )
 
         def seen(
-            ranks: list[Figures], gradients: dict[str, Tensor], by_hand: list[Naive | None]
+            ranks: list[SideMetrics], gradients: dict[str, Tensor], by_hand: list[Naive | None]
         ) -> None:
             self._take_step(ranks, gradients, by_hand)
             for sink in sinks:
@@ -174,13 +174,13 @@ class _Side:
         return mode
 
     def _take_step(
-        self, ranks: list[Figures], gradients: dict[str, Tensor], by_hand: list[Naive | None]
+        self, ranks: list[SideMetrics], gradients: dict[str, Tensor], by_hand: list[Naive | None]
     ) -> None:
         assert self.reference is not None
         number = len(self.steps) + 1
         figures, loss, wanted = self.reference.step()
         self.steps.append(
-            Step(
+            ComparedStep(
                 step=number,
                 plugin=ranks[0],
                 reference=figures,

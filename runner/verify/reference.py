@@ -21,7 +21,7 @@ from runner.clip import ClipMode, total_norm
 from runner.config.schema import RunConfig
 from runner.data import PartitionedBatches
 from runner.train import build
-from runner.verify.comparison import Figures
+from runner.verify.comparison import SideMetrics
 from runner.verify.setting import Collate, dtype_of, make_model, make_optimizer
 
 
@@ -129,7 +129,7 @@ class Reference:
         mode.bind(self.optimizer.layout)
         self.drew = False
 
-    def step(self) -> tuple[Figures, float, dict[str, Tensor]]:
+    def step(self) -> tuple[SideMetrics, float, dict[str, Tensor]]:
         """Take one step.
 
         Returns:
@@ -139,7 +139,7 @@ class Reference:
             runner.booster.NonFiniteGradient: the gradient is not finite.
         """
         loss = self.accumulate()
-        figures = Figures.of(self.optimizer.clip(self.mode))
+        figures = SideMetrics.of(self.optimizer.clip(self.mode))
         gradients = {
             shard.name: shard.param.grad.detach().cpu().clone()
             for shard in self.optimizer.layout.shards

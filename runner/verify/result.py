@@ -9,7 +9,7 @@ from typing import Any
 
 from runner.config.schema import RunConfig
 from runner.run_folder.rows import Row
-from runner.verify.comparison import Compared, Naive, Step
+from runner.verify.comparison import Compared, ComparedStep, Naive
 
 
 def outcome(
@@ -42,7 +42,7 @@ def outcome(
     }
 
 
-def row_of(step: Step, threshold: float | None) -> Row:
+def row_of(step: ComparedStep, threshold: float | None) -> Row:
     """One compared step as figures that travel to whoever shows them; NaN where there is none."""
     by_hand = step.naive
     return {
@@ -86,7 +86,7 @@ def _mode(one: Compared, bound: float) -> dict[str, Any]:
     }
 
 
-def _step(step: Step) -> dict[str, Any]:
+def _step(step: ComparedStep) -> dict[str, Any]:
     return {
         "step": step.step,
         "norm_error": step.norm_error,

@@ -20,12 +20,12 @@ from runner.telemetry.sinks.sink import Sink
 from runner.train import build
 from runner.train.trainer import Trainer
 from runner.verify import naive
-from runner.verify.comparison import Figures, Naive
+from runner.verify.comparison import Naive, SideMetrics
 from runner.verify.setting import Collate, dtype_of, make_model, make_optimizer
 
 T = TypeVar("T")
 
-Seen = Callable[[list[Figures], dict[str, Tensor], list[Naive | None]], None]
+Seen = Callable[[list[SideMetrics], dict[str, Tensor], list[Naive | None]], None]
 """Takes, in each step on the first rank: the figures of all ranks, the clipped gradients of the
 whole model, and what clipping by hand would have seen on each rank."""
 
@@ -51,7 +51,7 @@ class Watched(ClipMode):
         outcome = self._mode.clip(layout, norm)
         trainer = self._trainer
         gradients = gathered(trainer.model.unwrap(), trainer.model.renamed, lambda p: p.grad)
-        ranks = from_all((Figures.of(outcome), by_hand))
+        ranks = from_all((SideMetrics.of(outcome), by_hand))
         if trainer.plugin.rank == 0:
             self._seen([rank[0] for rank in ranks], gradients, [rank[1] for rank in ranks])
         return outcome

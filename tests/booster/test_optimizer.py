@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from runner.booster import Booster, LossScale, NonFiniteGradient, StepOrderError
-from runner.booster.optimizer import OptimizerWrapper, Stage
+from runner.booster.optimizer import OptimizerWrapper, StepState
 from runner.clip import Layout, build
 
 
@@ -600,10 +600,10 @@ def test_a_plain_backward_pass_through_a_watched_output_is_noted():
     module, optimizer, _ = wrapped()
     optimizer.watch(torch.ones(2), held=False)
     optimizer.watch(torch.ones(2, requires_grad=True), held=False)
-    for held, stage in ((False, Stage.READY), (True, Stage.ACCUMULATING)):
+    for held, stage in ((False, StepState.READY), (True, StepState.ACCUMULATING)):
         outputs = module(torch.ones(3, 4))
         optimizer.watch(outputs, held)
-        assert optimizer.stage is Stage.EMPTY
+        assert optimizer.stage is StepState.EMPTY
         outputs.sum().backward()
         assert optimizer.stage is stage
         optimizer.zero_grad()
@@ -612,7 +612,7 @@ def test_a_plain_backward_pass_through_a_watched_output_is_noted():
     optimizer.backward(loss_of(module))
     optimizer.clip_grad_by_norm(1.0)
     outputs.sum().backward()
-    assert optimizer.stage is Stage.CLIPPED
+    assert optimizer.stage is StepState.CLIPPED
 
 
 def test_an_fp16_loss_that_nobody_scaled_is_refused():

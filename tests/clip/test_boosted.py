@@ -9,7 +9,7 @@ from torch import nn
 
 from runner import apply_gradient_clipping
 from runner.booster import Booster, LossScale, StepOrderError
-from runner.booster.optimizer import Stage
+from runner.booster.optimizer import StepState
 from runner.clip import Layout, ParamShard, Units
 from runner.clip.boosted import clip_boosted, register
 
@@ -60,7 +60,7 @@ def test_a_whole_boosted_model_is_clipped_by_its_optimizer(ask):
     outcome = apply_gradient_clipping(given, "norm", 0.5)
     assert outcome.norm == pytest.approx(scaled / 64.0, rel=1e-5)
     assert norm_of(raw.parameters()) == pytest.approx(0.5, rel=1e-5)
-    assert optimizer.stage is Stage.CLIPPED
+    assert optimizer.stage is StepState.CLIPPED
     with pytest.raises(StepOrderError, match="already"):
         apply_gradient_clipping(model, "norm", 0.5)
 
@@ -78,7 +78,7 @@ def test_parameters_that_do_not_train_need_not_be_given():
     raw[0].bias.requires_grad_(False)
     rest = [p for p in raw.parameters() if p.requires_grad]
     apply_gradient_clipping(rest, "norm", 0.5)
-    assert optimizer.stage is Stage.CLIPPED
+    assert optimizer.stage is StepState.CLIPPED
 
 
 def test_in_one_process_a_part_is_clipped_by_itself():
@@ -90,7 +90,7 @@ def test_in_one_process_a_part_is_clipped_by_itself():
         assert torch.equal(parameter.grad, gradient)
     apply_gradient_clipping(raw[1], "norm", 0.25)
     assert norm_of(raw[1].parameters()) == pytest.approx(0.25, rel=1e-5)
-    assert optimizer.stage is Stage.READY
+    assert optimizer.stage is StepState.READY
 
 
 def test_requests_that_no_optimizer_answers_say_what_to_write():
@@ -104,7 +104,7 @@ def test_requests_that_no_optimizer_answers_say_what_to_write():
     for given in (alone, alone.parameters()):
         refused(given, WITHOUT)
     assert apply_gradient_clipping(model, "norm", 0.5).clipped == 1.0
-    assert (optimizer.stage, others.stage) == (Stage.CLIPPED, Stage.READY)
+    assert (optimizer.stage, others.stage) == (StepState.CLIPPED, StepState.READY)
 
 
 def test_a_part_of_what_lies_on_several_ranks_is_refused():

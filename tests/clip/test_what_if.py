@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from runner.clip import Layout, Outcome, apply_gradient_clipping, build, total_norm
-from runner.telemetry.meter import Meter, Step
+from runner.telemetry.meter import Meter, StepMetrics
 from tests.train.test_trainer import fit, parts
 
 torch.set_num_threads(1)
@@ -109,7 +109,7 @@ def test_skipped_steps_count_as_steps_that_no_threshold_clipped():
 def test_an_infinite_peak_of_a_step_that_a_device_skipped_is_not_counted():
     meter = Meter(what_if=(1.0,), flush_every=1)
     outcome = Outcome(math.inf, math.nan, 0.0, 1.0, 1.0, math.inf, 1.0)
-    meter.push(Step(1, 1.0, outcome, 0.1, 8, 0, 0.5, {}))
+    meter.push(StepMetrics(1, 1.0, outcome, 0.1, 8, 0, 0.5, {}))
     assert meter.summary()["clip/what_if/1.0"] == 0.0
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch.distributed as dist
 
-from runner.parallel.mesh import Axes, Sizes, position
+from runner.parallel.mesh import Axes, MeshSizes, position
 from tests.ranks import run_ranks
 
 
@@ -21,10 +21,12 @@ from tests.ranks import run_ranks
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_numbers(ranks, given, said):
     with pytest.raises(ValueError, match=said):
-        Sizes.of(ranks, **given)
+        MeshSizes.of(ranks, **given)
 
 
-@pytest.mark.parametrize("sizes", [Sizes(2, 2, 2), Sizes(3, 1, 2), Sizes(4, 2, 1), Sizes(1, 1, 4)])
+@pytest.mark.parametrize(
+    "sizes", [MeshSizes(2, 2, 2), MeshSizes(3, 1, 2), MeshSizes(4, 2, 1), MeshSizes(1, 1, 4)]
+)
 def test_a_rank_has_one_place_and_a_place_one_rank(sizes):
     ranks = sizes.dp * sizes.tp * sizes.pp
     places = [position(rank, sizes) for rank in range(ranks)]
@@ -50,7 +52,13 @@ def groups_of(cases):
 
 
 def test_groups_are_the_ranks_that_differ_along_one_axis():
-    cases = [Sizes(4, ep=2), Sizes(2, 2), Sizes(2, 1, 2, 2), Sizes(1, 2, 2), Sizes(1, 1, 4)]
+    cases = [
+        MeshSizes(4, ep=2),
+        MeshSizes(2, 2),
+        MeshSizes(2, 1, 2, 2),
+        MeshSizes(1, 2, 2),
+        MeshSizes(1, 1, 4),
+    ]
     ranks = run_ranks(groups_of, 4, cases)
     for number, sizes in enumerate(cases):
         places = [rank[number][0] for rank in ranks]

@@ -12,7 +12,7 @@ from runner.booster.plugin import (
     TensorParallelPlugin,
 )
 from runner.config.sizes import SizeError, sizes
-from runner.parallel.mesh import Sizes, position
+from runner.parallel.mesh import MeshSizes, position
 
 KINDS = {
     "tensor": TensorParallelPlugin,
@@ -47,8 +47,8 @@ def section(name, **given):
 def test_a_plugin_lays_ranks_out_as_the_request_was_checked(name, ranks, given):
     asked = section(name, **given)
     of_request = sizes(asked, ranks)
-    of_plugin = Sizes.of(ranks, **KINDS[name].sizes_given(vars(asked), ranks))
-    for field in fields(Sizes):
+    of_plugin = MeshSizes.of(ranks, **KINDS[name].sizes_given(vars(asked), ranks))
+    for field in fields(MeshSizes):
         assert getattr(of_plugin, field.name) == getattr(of_request, field.name), field.name
 
 
@@ -66,11 +66,11 @@ def test_both_refuse_the_same(name, ranks, given):
     with pytest.raises(SizeError):
         sizes(asked, ranks)
     with pytest.raises(ValueError, match=f"{ranks}|does not divide"):
-        Sizes.of(ranks, **KINDS[name].sizes_given(vars(asked), ranks))
+        MeshSizes.of(ranks, **KINDS[name].sizes_given(vars(asked), ranks))
 
 
 def test_neighbours_share_weights():
-    laid = [position(rank, Sizes(dp=2, tp=2, pp=2)) for rank in range(8)]
+    laid = [position(rank, MeshSizes(dp=2, tp=2, pp=2)) for rank in range(8)]
     assert laid[:4] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
     assert [stage for stage, _, _ in laid] == [0] * 4 + [1] * 4
     assert len(set(laid)) == 8

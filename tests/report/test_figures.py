@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from runner.report import read_run
-from runner.report.figures import Figures, diverged_at, figures
+from runner.report.figures import RunMetrics, diverged_at, figures
 from runner.report.rows import Series
 from runner.report.run import Run
 from tests.report.examples import config, rows, write_run
@@ -18,7 +18,7 @@ def of(values: list[float]) -> Run:
     return Run(folder=None, number="0", state="finished", series={"train/loss": series})
 
 
-def approximately(one: Figures, other: Figures) -> None:
+def approximately(one: RunMetrics, other: RunMetrics) -> None:
     assert one.final == pytest.approx(other.final)
     assert one.best == pytest.approx(other.best)
     assert one.ratio == pytest.approx(other.ratio)
@@ -48,7 +48,7 @@ def test_the_summary_holds_where_rows_are_sparse(tmp_path: Path) -> None:
 
 def test_a_run_that_recorded_nothing_has_no_figures() -> None:
     empty = figures(Run(folder=None, number="0", state="not started"), ["eval/loss"])
-    assert empty == Figures({}, {}, None, {}, None, None, None)
+    assert empty == RunMetrics({}, {}, None, {}, None, None, None)
 
 
 def test_a_loss_of_nan_alone_is_a_best_of_nan() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runner.clip import Outcome
-from runner.telemetry.meter import Meter, Step
+from runner.telemetry.meter import Meter, StepMetrics
 
 
 class Rows(list):
@@ -17,7 +17,7 @@ class Rows(list):
 
 
 def step(number, outcome, loss=1.0):
-    return Step(number, loss, outcome, 0.1, 8 * number, 0, 0.5, {})
+    return StepMetrics(number, loss, outcome, 0.1, 8 * number, 0, 0.5, {})
 
 
 def test_figures_in_tensors_and_on_the_host_make_the_same_rows():

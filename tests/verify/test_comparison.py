@@ -5,15 +5,15 @@ import torch
 
 from runner.verify.comparison import (
     Compared,
-    Figures,
-    Step,
+    ComparedStep,
+    SideMetrics,
     disagreements,
     presence,
     relative,
     tensor_errors,
 )
 
-FIGURES = Figures(2.0, 1.0, 0.5, 1.0, 0.25, 2.0)
+FIGURES = SideMetrics(2.0, 1.0, 0.5, 1.0, 0.25, 2.0)
 
 
 def compared(**changes):
@@ -21,7 +21,7 @@ def compared(**changes):
         "mode": "value",
         "threshold": 1.0,
         "derived": False,
-        "steps": [Step(1, FIGURES, FIGURES, {"a": 1e-16, "b": 1e-12})],
+        "steps": [ComparedStep(1, FIGURES, FIGURES, {"a": 1e-16, "b": 1e-12})],
         "weights": {"a": 3e-12, "b": 0.0},
     }
     return Compared(**(given | changes))
@@ -98,8 +98,8 @@ def test_failures_of_a_mode(change, words):
     ],
 )
 def test_failures_of_a_step(changed, words):
-    off = Figures(**(vars(FIGURES) | changed))
-    said = list(compared(steps=[Step(1, off, FIGURES, {})]).failures(1e-9))
+    off = SideMetrics(**(vars(FIGURES) | changed))
+    said = list(compared(steps=[ComparedStep(1, off, FIGURES, {})]).failures(1e-9))
     assert len(said) == len(words)
     assert all(expected in line for expected, line in zip(words, said, strict=True))
 
@@ -111,20 +111,23 @@ def test_a_gradient_on_one_side_alone_is_a_failure_even_if_it_is_zero():
         "in step 3, b: a gradient under the plugin, but none in one process",
         "in step 3, c, d, e, f, g and 1 more: a gradient in one process, but none under the plugin",
     ]
-    step = Step(3, FIGURES, FIGURES, {"b": 0.0}, present=said)
+    step = ComparedStep(3, FIGURES, FIGURES, {"b": 0.0}, present=said)
     assert list(compared(steps=[step]).failures(1e-9)) == said
 
 
 def test_the_worst_parameters_come_first_with_what_is_off():
-    steps = [Step(1, FIGURES, FIGURES, {"a": 0.1}), Step(2, FIGURES, FIGURES, {"a": 0.3})]
+    steps = [
+        ComparedStep(1, FIGURES, FIGURES, {"a": 0.1}),
+        ComparedStep(2, FIGURES, FIGURES, {"a": 0.3}),
+    ]
     worst = compared(steps=steps, weights={"a": 0.2, "b": 0.25, **dict.fromkeys("cdefg", 0.0)})
     assert worst.worst()[:2] == [("a", 0.3, "gradient of step 2"), ("b", 0.25, "weight")]
     assert len(worst.worst()) == 5
 
 
 def test_ranks_agree_to_the_bit_or_they_do_not():
-    nan = Figures(2.0, 1.0, 0.5, 1.0, 0.25, math.nan)
+    nan = SideMetrics(2.0, 1.0, 0.5, 1.0, 0.25, math.nan)
     assert disagreements(1, [nan, nan]) == []
-    near = Figures(math.nextafter(2.0, 3.0), 1.0, 0.5, 1.0, 0.25, math.nan)
+    near = SideMetrics(math.nextafter(2.0, 3.0), 1.0, 0.5, 1.0, 0.25, math.nan)
     [said] = disagreements(4, [nan, nan, near])
     assert said == "norm of step 4 is 2.0000000000000004 on rank 2, 2.0 on rank 0"

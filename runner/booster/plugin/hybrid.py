@@ -30,7 +30,7 @@ from runner.parallel.gradient_sync import (
     synchronise_batch_norm,
 )
 from runner.parallel.hooks import post_accumulate_hooked, require_no_post_accumulate
-from runner.parallel.mesh import Axes, Sizes, position
+from runner.parallel.mesh import Axes, MeshSizes, position
 from runner.parallel.partition import Partition
 from runner.parallel.pipeline import Pipeline, Stage
 from runner.parallel.replica_check import Agreement, repeated
@@ -118,7 +118,7 @@ class HybridParallelPlugin(Plugin):
             raise ValueError(
                 f"param_dtype and cpu_offload go with zero_stage 2 and 3, not {zero_stage}"
             )
-        self.sizes = Sizes.of(self.world_size, dp_size, tp_size, pp_size, ep_size)
+        self.sizes = MeshSizes.of(self.world_size, dp_size, tp_size, pp_size, ep_size)
         self.zero_stage = zero_stage
         self.sync_batchnorm = sync_batchnorm
         self.precision, self.initial_scale, self.max_norm = precision, initial_scale, max_norm
@@ -167,7 +167,7 @@ class HybridParallelPlugin(Plugin):
         """Sizes that do not fit the ranks, a plan that does not fit the model, too many stages."""
         given = cls.sizes_given(options, ranks)
         try:
-            sizes = Sizes.of(ranks, **given)
+            sizes = MeshSizes.of(ranks, **given)
         except ValueError as error:
             return [("nproc", ranks, str(error))]
         found: list[tuple[str, Any, str]] = []

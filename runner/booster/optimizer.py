@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from runner.booster.precision import LossScale
 from runner.clip import ClipMode, Layout, Number, Outcome, build, total_norm, transfer
-from runner.clip.measure import norms
+from runner.clip.norms import norms
 
 Nonfinite = Literal["skip", "error", "ignore"]
 

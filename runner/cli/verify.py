@@ -73,7 +73,7 @@ def _run(words: list[str]) -> int:
     folder = None if joins() else _folder([*words, *also])
     from runner.launch.dispatch import join, train
     from runner.launch.failure import Failure, attempt
-    from runner.verify.measure import execute
+    from runner.verify.side_by_side import execute
     from runner.verify.table import StepLines
 
     if folder is None:
@@ -102,7 +102,7 @@ def conclude(
         folder: to write to.
         job: what was asked for.
         words: as typed.
-        found: from :func:`runner.verify.measure.execute`, or why it did not get there.
+        found: from :func:`runner.verify.side_by_side.execute`, or why it did not get there.
         exit_code: of the command.
 
     Returns:

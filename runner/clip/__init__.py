@@ -2,8 +2,8 @@
 
 from runner.clip.functional import GradientClipping, apply_gradient_clipping, build
 from runner.clip.layout import Layout, Number, ParamShard
-from runner.clip.measure import total_norm
 from runner.clip.mode import ClipMode, Outcome
+from runner.clip.norms import total_norm
 from runner.clip.units import Units
 
 __all__ = [

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from runner.clip import transfer
 from runner.clip.layout import Layout, Number, ParamShard
-from runner.clip.measure import SQUARES_OVERFLOW, combine
 from runner.clip.mode import ClipMode, Outcome, after_counting
+from runner.clip.norms import SQUARES_OVERFLOW, combine
 
 log = logging.getLogger(__name__)
 

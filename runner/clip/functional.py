@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from runner.clip.boosted import clip_boosted
 from runner.clip.layout import Layout
-from runner.clip.measure import total_norm
 from runner.clip.mode import ClipMode, Outcome
+from runner.clip.norms import total_norm
 
 
 def build(mode: str, **options: Any) -> ClipMode:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from runner.clip import transfer
 from runner.clip.layout import Layout, Number
-from runner.clip.measure import combine, local_power
+from runner.clip.norms import combine, local_power
 from runner.clip.tally import Tally
 
 
@@ -134,7 +134,7 @@ class ClipMode(ABC):
         Args:
             layout: the layout this mode was bound to. Gradients are final: synchronised, unscaled,
                 divided by the window's items, and finite.
-            norm: their total norm, from :func:`runner.clip.measure.total_norm`.
+            norm: their total norm, from :func:`runner.clip.norms.total_norm`.
         """
 
     def state_dict(self) -> dict[str, Any]:

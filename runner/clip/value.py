@@ -10,8 +10,8 @@ from torch import Tensor
 
 from runner.clip import transfer
 from runner.clip.layout import Layout, Number
-from runner.clip.measure import combine, power_sums
 from runner.clip.mode import ClipMode, Outcome, after_counting
+from runner.clip.norms import combine, power_sums
 
 
 class ValueClip(ClipMode):

@@ -21,7 +21,7 @@ from runner.booster.optimizer import Nonfinite
 from runner.booster.plugin.base import SHARD_BY_HAND
 from runner.clip import ClipMode, GradientClipping, Number, build, transfer
 from runner.clip.layout import local
-from runner.clip.measure import norms
+from runner.clip.norms import norms
 from runner.config.duration import Duration
 from runner.data.order import PartitionedBatches
 from runner.telemetry.meter import Meter, StepMetrics

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from runner.clip import Layout, ParamShard, Units, build, total_norm
 from runner.clip.layout import LayoutError, OptionError, Whole, placed
-from runner.clip.measure import norms
+from runner.clip.norms import norms
 from runner.clip.units import units_of
 from tests.clip.threads import Ranks
 from tests.on_device import kept_on_device

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from runner.clip import Layout, apply_gradient_clipping, build, total_norm
-from runner.clip.measure import norms
+from runner.clip.norms import norms
 from tests.clip.test_modes import awkward, elements, parameters
 from tests.on_device import kept_on_device
 

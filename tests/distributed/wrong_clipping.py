@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import runner.booster.optimizer as optimizer_module
 import runner.booster.plugin.hybrid as hybrid
 from runner.booster.optimizer import OptimizerWrapper, nothing
-from runner.clip import Layout, Number, Outcome, ParamShard, adaptive, layout, measure, norm
+from runner.clip import Layout, Number, Outcome, ParamShard, adaptive, layout, norm, norms
 from runner.clip.mode import ClipMode
 from runner.parallel import collectives as exchange
 from runner.parallel import gradient_sync as sync
@@ -48,8 +48,8 @@ def peers_left_out() -> Iterator[None]:
     """The norm is that of what this rank holds: other stages, experts, shards are not in it."""
 
     def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
-        powers = measure.power_sums(layout.gradients()[1], norm_type)
-        return measure.combine([0.0, *powers], norm_type)
+        powers = norms.power_sums(layout.gradients()[1], norm_type)
+        return norms.combine([0.0, *powers], norm_type)
 
     with patch.object(optimizer_module, "total_norm", total_norm):
         yield
@@ -57,13 +57,13 @@ def peers_left_out() -> Iterator[None]:
 
 def _combining(wrong: Callable[[Sequence[Number], float], Number]) -> Any:
     """Patch how the ranks' powers become one norm."""
-    right = measure.combine
+    right = norms.combine
 
     def combine(powers: Sequence[Number], norm_type: float) -> Number:
         alone = len(powers) < 2 or math.isinf(norm_type)
         return (right if alone else wrong)(powers, norm_type)
 
-    return patch.object(measure, "combine", combine)
+    return patch.object(norms, "combine", combine)
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def epsilon_per_rank() -> Iterator[None]:
 @contextmanager
 def early_return() -> Iterator[None]:
     """A rank without gradients does not wait for the others."""
-    right = measure.total_norm
+    right = norms.total_norm
 
     def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
         return right(layout, norm_type) if layout.gradients()[1] else 0.0

@@ -5,7 +5,7 @@ from typing import Any
 from runner.compose.request import request
 from runner.config.check import parse
 from runner.train import build
-from runner.verify.measure import execute
+from runner.verify.side_by_side import execute
 from tests.verify import faulty_plugins
 
 TOKENS = [

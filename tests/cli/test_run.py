@@ -378,6 +378,7 @@ def test_bash_completes_the_console_script(tmp_path):
     assert done.stdout.split() == ["clip=none", "clip=norm"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     "words",

@@ -232,6 +232,7 @@ def refused(words, folder, **environment):
     return done.stderr
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("words", "parts"), WRONG, ids=[words for words, _ in WRONG])
 def test_a_wrong_request_is_refused_in_one_message(words, parts, tmp_path):
     message = refused(words.split(), tmp_path)

@@ -259,6 +259,7 @@ def wait_for_rows(environment, limit=60):
     raise AssertionError("no row was written in time")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("plugin", [["plugin=single"], ["plugin=ddp", "plugin.nproc=2"]])
 @pytest.mark.parametrize(
     ("number", "code", "state"),

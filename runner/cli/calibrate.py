@@ -6,7 +6,6 @@ The words are those of ``python -m runner`` and are checked in the same way. Not
 
 from __future__ import annotations
 
-import functools
 import secrets
 import shlex
 import sys
@@ -27,8 +26,7 @@ from runner.calibrate import (
 from runner.calibrate.distribution import POINTS, warm_up
 from runner.calibrate.published import nearest
 from runner.calibrate.table import lines
-from runner.cli.checks import single, tell_version
-from runner.cli.exit_codes import guarded
+from runner.cli.checks import answer, single
 from runner.compose.request import Job
 from runner.config import Problem, RequestError
 from runner.config.folders import obstacle, outputs
@@ -58,16 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         0, 1 where training failed, 2 where the request was wrong (one message on stderr, nothing
         created), 130 where it was interrupted, 143 where it was terminated.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(functools.partial(_run, words))
+    return answer(argv, USAGE, _run)
 
 
 def _run(words: list[str]) -> int:
-    if "--help" in words or "-h" in words:
-        print(USAGE)
-        return 0
-    if "--version" in words:
-        return tell_version()
     job = single(words, "a calibration")
     folder = _folder(job)
     from runner.calibrate.measure import end_of, execute

@@ -5,17 +5,40 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import hydra
 
 from runner.cli import flags
+from runner.cli.exit_codes import guarded
 from runner.compose.request import Job, request
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.sizes import may_grow
 from runner.launch.environment import joins, world_size
 from runner.telemetry.sinks.console import announce, print_line
+
+
+def answer(argv: Sequence[str] | None, usage: str, run: Callable[[list[str]], int]) -> int:
+    """Answer ``--help`` and ``--version`` of a command, or run it.
+
+    Args:
+        argv: arguments of the command; ``sys.argv[1:]`` by default.
+        usage: what ``--help`` prints.
+        run: the command, which takes its arguments and returns its exit code.
+
+    Returns:
+        The exit code, see :func:`runner.cli.exit_codes.guarded`.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+
+    def command() -> int:
+        if {"-h", "--help"} & set(words):
+            print(usage)
+            return 0
+        return tell_version() if "--version" in words else run(words)
+
+    return guarded(command)
 
 
 def tell_version() -> int:

@@ -25,13 +25,12 @@ def start() -> int:
         What the command returns; 130 after Ctrl-C, and 2 for a name that is nearly a command.
     """
     command, arguments = "run", sys.argv[1:]
-    if arguments and arguments[0] in COMMANDS:
+    first = arguments[0] if arguments else ""
+    if first in COMMANDS:
         command, *arguments = arguments
-    elif "=" not in (first := " ".join(arguments[:1])):
-        meant = get_close_matches(first, COMMANDS, 1)
-        if meant:
-            print(f"clip-runner: {first} is no command: did you mean {meant[0]}?", file=sys.stderr)
-            return 2
+    elif "=" not in first and (meant := get_close_matches(first, COMMANDS, 1)):
+        print(f"clip-runner: {first} is no command: did you mean {meant[0]}?", file=sys.stderr)
+        return 2
     try:
         if command not in ("dashboard", "report") and not any(
             argument.startswith("-") and argument not in ("-m", "--multirun")

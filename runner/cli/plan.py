@@ -8,12 +8,10 @@ steps, and whether it is done already. It creates nothing.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from runner.cli import flags
-from runner.cli.checks import check_jobs, note, read, tell_version
-from runner.cli.exit_codes import guarded
+from runner.cli.checks import answer, check_jobs, note, read
 from runner.compose.request import Job, Request, request
 from runner.config.check import leaves
 from runner.config.identity import NOT_HASHED
@@ -28,16 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0, or 2 where the request is wrong (one message on stderr), as ``python -m runner`` would.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _plan(words))
+    return answer(argv, __doc__, _plan)
 
 
 def _plan(words: Sequence[str]) -> int:
-    if {"-h", "--help"} & set(words):
-        print(__doc__)
-        return 0
-    if "--version" in words:
-        return tell_version()
     args = read(words, "a plan", also=("--multirun",))
     wanted = request(args.overrides, multirun=args.multirun, source=flags.source_of(args))
     note(wanted.notes)

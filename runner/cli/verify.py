@@ -20,8 +20,7 @@ from hydra import compose
 from omegaconf import OmegaConf
 
 from runner.cli import flags
-from runner.cli.checks import single, tell_version
-from runner.cli.exit_codes import guarded
+from runner.cli.checks import answer, single
 from runner.compose.composer import session
 from runner.compose.request import Job, register
 from runner.config import Problem, RequestError
@@ -57,16 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         2 where the request was wrong (one message on stderr, nothing created), 130 where it was
         interrupted, 143 where it was terminated.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(functools.partial(_run, words))
+    return answer(argv, USAGE, _run)
 
 
 def _run(words: list[str]) -> int:
-    if "--help" in words or "-h" in words:
-        print(USAGE)
-        return 0
-    if "--version" in words:
-        return tell_version()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may have no ‖
     job, also = checked(words)

@@ -165,8 +165,7 @@ class OptimizerWrapper:
         """Note that a backward pass was run."""
         held = self.accumulating or self._held
         self.stage = StepState.ACCUMULATING if held else StepState.READY
-        if self._shares is not False:
-            self._separate()
+        self._separate()
 
     def watch(self, output: Tensor, held: bool) -> None:
         """Note the backward pass through an output of the model, also a plain ``loss.backward()``.
@@ -400,15 +399,13 @@ class OptimizerWrapper:
 
     def _make_final(self) -> None:
         if not self._final:
-            if self._shares is not False:
-                self._separate()
+            self._separate()
             self._sync_grads()
             self._final = True
 
-    @torch.no_grad()
     def _separate(self) -> None:
         """Separate gradients that share memory, if the first backward pass made any."""
-        if self._shares or self._has_gradients():
+        if self._shares is not False and (self._shares or self._has_gradients()):
             self._shares = self.layout.separate_gradients() or self._shares is True
 
     def _has_gradients(self) -> bool:

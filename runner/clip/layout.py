@@ -291,6 +291,7 @@ class Layout:
             gradients.append(gradient)
         return shards, gradients
 
+    @torch.no_grad()
     def separate_gradients(self) -> bool:
         """Give each gradient memory of its own.
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from runner.config.check import parse
 from runner.config.schema import RunConfig
-from runner.launch.local_ranks import train_on_local_ranks
+from runner.launch.local_ranks import Work, train_on_local_ranks
 from runner.run_folder.rows import JsonlSink
 from runner.telemetry.sinks.sink import Sink
 from runner.telemetry.sinks.terminal import is_watched
-
-Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]
-"""What a rank does with the configuration; rows go to the sinks, which the first rank has."""
 
 
 def train(

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
-    from runner.launch.dispatch import Work
+Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]
+"""What a rank does with the configuration; rows go to the sinks, which the first rank has."""
 
 ENDING = 5
 """Seconds that the other ranks have to end after one has failed, before they are killed."""

@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,9 @@ from typing import Any
 import torch
 
 from runner.config.check import parse
-from runner.config.schema import RunConfig
+from runner.launch.local_ranks import Work
 from runner.launch.process_group import launch_from_torch, leave
 from runner.run_folder.rows import JsonlSink
-from runner.telemetry.sinks.sink import Sink
 from runner.telemetry.sinks.terminal import ConsoleHandler
 from runner.train.job import execute
 
@@ -38,7 +36,7 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", 
 def rank_main(
     plain: dict[str, Any],
     folder: str,
-    work: Callable[[RunConfig, Sequence[Sink]], dict[str, Any]] | None = None,
+    work: Work | None = None,
 ) -> dict[str, Any]:
     """Train as one of the ranks that the environment describes.
 

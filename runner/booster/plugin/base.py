@@ -49,8 +49,8 @@ class ParallelModel:
         layout: where its gradients live.
         sync_grads: makes gradients final. It is called on every rank, once a step, before gradients
             are read.
-        broadcast_params: makes parameters the same on all ranks that hold them. It is called on
-            every rank after the optimizer has stepped.
+        broadcast_params: brings the new parameters to all ranks that use them, or frees unsharded
+            copies that are stale. It is called on every rank after the optimizer has stepped.
         steps: ids of the parameters that this rank's optimizer steps; None for all.
         pipeline: runs a batch, where the model is cut into stages.
         renamed: the name of a parameter in the whole model, by another one that it has here.

@@ -30,7 +30,7 @@ from runner.cli.checks import answer, single
 from runner.compose.request import Job
 from runner.config import Problem, RequestError
 from runner.config.folders import obstacle, outputs
-from runner.launch.environment import joins
+from runner.config.sizes import joins
 from runner.telemetry.sinks.console import print_line
 
 FILE = "calibrate.json"

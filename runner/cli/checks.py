@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,8 +13,7 @@ from runner.cli import flags
 from runner.cli.exit_codes import guarded
 from runner.compose.request import Job, request
 from runner.config.problem import NOTHING, Problem, RequestError
-from runner.config.sizes import may_grow
-from runner.launch.environment import joins, world_size
+from runner.config.sizes import joined_ranks, joins, may_grow
 from runner.telemetry.sinks.console import announce, print_line
 
 
@@ -107,7 +105,7 @@ def check_jobs(jobs: Sequence[Job]) -> None:
 
     if "torch" not in sys.modules:
         announce("clip-runner: importing torch, then checking model and data")
-    if world_size() == 1:
+    if (joined_ranks() or 1) == 1:
         for job in jobs:
             local_ranks.prepare(job.config)  # ranks import torch while this process does
     from runner.train import preflight
@@ -133,7 +131,7 @@ def check_jobs(jobs: Sequence[Job]) -> None:
 def _one_rank(jobs: Sequence[Job]) -> list[str]:
     """A sentence for each plugin that spreads a run, but has one rank unless more are asked for."""
     growing = [job.config for job in jobs if may_grow(job.config.plugin)]
-    if "RANK" in os.environ or not growing:
+    if joined_ranks() is not None or not growing:
         return []
     from runner.train import build
 

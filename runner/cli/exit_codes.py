@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from runner.config.problem import Interrupted, RequestError
-from runner.launch.environment import joins
+from runner.config.sizes import joins
 from runner.telemetry.sinks.console import leave_unread, print_line
 
 WRONG_REQUEST = 2

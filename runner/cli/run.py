@@ -34,8 +34,8 @@ from runner.compose.request import (
 )
 from runner.config.folders import find
 from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.sizes import joined_ranks, joins
 from runner.config.tensor_plan import settled
-from runner.launch.environment import joins, world_size
 from runner.telemetry.sinks.console import print_line
 
 # Exit codes of the jobs that ran in this process since `main` began.
@@ -83,7 +83,7 @@ def _sweep(wanted: Request, args: argparse.Namespace, typed: Sequence[str]) -> i
     """Run what is left of a sweep."""
     from runner import sweep
 
-    if world_size() > 1:
+    if (joined_ranks() or 1) > 1:
         message = "a sweep starts its own ranks (plugin.nproc): run it without torchrun"
         raise RequestError([Problem("-m", NOTHING, message)])
     given = [word for word in flags.words_of(args) if word != "--multirun"]

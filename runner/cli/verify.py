@@ -25,7 +25,7 @@ from runner.compose.composer import session
 from runner.compose.request import Job, register
 from runner.config import Problem, RequestError
 from runner.config.folders import obstacle, outputs
-from runner.launch.environment import joins
+from runner.config.sizes import joins
 from runner.telemetry.sinks.console import print_line
 
 FILE = "verify.json"

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from runner.config.nearest import or_list
 from runner.config.problem import Conflict
 from runner.config.rules import integer, one_of, option_of, optional, switch, texts
-from runner.config.sizes import SizeError, Sizes, least_ranks, may_grow, sizes
+from runner.config.sizes import MeshSizes, SizeError, least_ranks, may_grow, sizes
 from runner.config.tensor_plan import tensor_plan
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
@@ -230,7 +230,7 @@ def _known_ranks(plugin: PluginSection) -> int | None:
     return None if may_grow(plugin) else least_ranks(plugin)
 
 
-def _stages(plugin: PluginSection, dealt: Sizes | None) -> int | None:
+def _stages(plugin: PluginSection, dealt: MeshSizes | None) -> int | None:
     """Stages of the pipeline; None where there is none, or where the ranks decide."""
     ranks = plugin.pp_size if dealt is None else dealt.pp
     if plugin.name not in _PIPELINE or ranks is None:

@@ -1,8 +1,13 @@
-"""How many ranks a plugin asks for, and how ranks are dealt to its axes."""
+"""How many ranks a run has, and how they are divided among the kinds of parallelism.
+
+All arithmetic of ranks is here: the check of a request, the plugins, ``plan`` and the checks before
+a run ask this module.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,27 +17,11 @@ if TYPE_CHECKING:
     from runner.config.plugin_section import PluginSection
 
 
-class Sizes(NamedTuple):
-    """Ranks along each axis; dp · tp · pp is all of them.
-
-    Attributes:
-        dp: data-parallel ranks, each of which reads samples of its own.
-        tp: ranks that share the weights of a layer.
-        pp: ranks that hold the layers one after the other.
-        ep: of the data-parallel ranks, those that share the experts of a layer; it divides ``dp``.
-    """
-
-    dp: int
-    tp: int
-    pp: int
-    ep: int
-
-
 class SizeError(ValueError):
-    """Sizes that do not multiply to the ranks.
+    """Sizes that do not multiply to the number of ranks.
 
     Attributes:
-        key: the key of the section ``plugin`` to change.
+        key: argument of the plugin to change: ``nproc``, ``ep_size``, ...
     """
 
     def __init__(self, key: str, message: str) -> None:
@@ -40,81 +29,164 @@ class SizeError(ValueError):
         self.key = key
 
 
-def sizes(plugin: PluginSection, ranks: int, *, joined: bool = False) -> Sizes:
-    """How ``ranks`` are dealt to the axes of ``plugin``.
+class MeshSizes(NamedTuple):
+    """Number of ranks along each axis of the device mesh; dp · tp · pp is the world size.
 
-    A ``tp_size`` or ``pp_size`` of null takes all the ranks that the other sizes leave; else a
-    ``dp_size`` of null does. An ``ep_size`` of null is the number of data-parallel ranks.
+    Attributes:
+        dp: data-parallel size: ranks (or groups of ranks) that read different samples.
+        tp: tensor-parallel size: ranks that share the weights of each layer.
+        pp: pipeline-parallel size: ranks that hold consecutive layers.
+        ep: expert-parallel size: data-parallel ranks that share one set of experts; divides ``dp``.
+    """
+
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """World size."""
+        return self.dp * self.tp * self.pp
+
+    @classmethod
+    def of(
+        cls,
+        ranks: int,
+        dp_size: int | None = None,
+        tp_size: int | None = 1,
+        pp_size: int | None = 1,
+        ep_size: int | None = 1,
+        *,
+        started: bool = True,
+    ) -> MeshSizes:
+        """Divide ``ranks`` among the axes.
+
+        The first size of ``tp_size``, ``pp_size`` and ``dp_size`` that is None is what the others
+        leave of the ranks; ``dp_size`` is 1 if another one takes them. An ``ep_size`` of None is
+        the data-parallel size.
+
+        Args:
+            ranks: world size.
+            dp_size: data-parallel size.
+            tp_size: tensor-parallel size.
+            pp_size: pipeline-parallel size.
+            ep_size: expert-parallel size.
+            started: whether the ranks run already, so that only torchrun can start another number.
+
+        Raises:
+            SizeError: the sizes do not multiply to ``ranks``, or ``ep_size`` does not divide the
+                data-parallel size. The message gives the numbers and what to change.
+        """
+        given = _given(dp_size, tp_size, pp_size)
+        rest = _open_size(given)
+        product = prod(given.values())
+        if rest is None and ranks != product:
+            way = _way_out([product], started)
+            raise SizeError("nproc", f"{ranks} ranks are not {_product(given)}: {way}")
+        if ranks % product:
+            below = ranks - ranks % product
+            way = _way_out([below, below + product], started)
+            raise SizeError("nproc", f"{ranks} ranks are no multiple of {_product(given)}: {way}")
+        if rest is not None:
+            given[rest] = ranks // product
+        dp = given.get("dp_size", 1)
+        ep = dp if ep_size is None else ep_size
+        if dp % ep:
+            fitting = [str(size) for size in range(1, dp + 1) if dp % size == 0]
+            section = "" if started else "plugin."
+            way = f"give {section}ep_size={or_list(fitting)}, or another {section}dp_size"
+            message = f"{ep} ranks cannot share the experts of {dp} data-parallel ranks evenly"
+            raise SizeError("ep_size", f"{message}: {way}")
+        return cls(dp, given.get("tp_size", 1), given.get("pp_size", 1), ep)
+
+
+def sizes(plugin: PluginSection, ranks: int, *, started: bool = False) -> MeshSizes:
+    """Divide ``ranks`` among the axes as the section ``plugin`` asks.
 
     Args:
         plugin: the section.
-        ranks: in all.
-        joined: whether an outer launcher started them, which alone can start others.
+        ranks: world size.
+        started: as for :meth:`MeshSizes.of`.
 
     Raises:
-        SizeError: they do not go; the message has the numbers and a way out.
+        SizeError: see :meth:`MeshSizes.of`; or several ranks for ``plugin=single``.
     """
     if plugin.name == "single" and ranks != 1:
         message = f"plugin=single is one process, not {ranks} ranks; plugin=ddp spreads over ranks"
         raise SizeError("nproc", message)
-    given = _given(plugin)
-    whole = prod(given.values())
-    rest = _open_size(plugin)
-    if rest is None and ranks != whole:
-        way = _way_out([whole], joined)
-        raise SizeError("nproc", f"{ranks} ranks are not {_product(given)}: {way}")
-    if ranks % whole:
-        below = ranks - ranks % whole
-        way = _way_out([below, below + whole], joined)
-        raise SizeError("nproc", f"{ranks} ranks are no multiple of {_product(given)}: {way}")
-    if rest is not None:
-        given[rest] = ranks // whole
-    # With ``tp_size`` or ``pp_size`` left open, no ``dp_size`` means one data-parallel rank.
-    dp = given.get("dp_size", 1)
-    ep = dp if plugin.ep_size is None else plugin.ep_size
-    if dp % ep:
-        fitting = [str(size) for size in range(1, dp + 1) if dp % size == 0]
-        way = f"give plugin.ep_size={or_list(fitting)}, or another plugin.dp_size"
-        message = f"{ep} ranks cannot share the experts of {dp} data-parallel ranks evenly: {way}"
-        raise SizeError("ep_size", message)
-    return Sizes(dp, given.get("tp_size", 1), given.get("pp_size", 1), ep)
+    each = (plugin.dp_size, plugin.tp_size, plugin.pp_size, plugin.ep_size)
+    return MeshSizes.of(ranks, *each, started=started)
+
+
+def data_parallel_size(plugin: PluginSection, ranks: int) -> int:
+    """Return the data-parallel size on ``ranks`` ranks; all ranks if the sizes do not fit them."""
+    try:
+        return sizes(plugin, ranks).dp
+    except SizeError:
+        return ranks
 
 
 def least_ranks(plugin: PluginSection) -> int:
-    """Local ranks to start: ``nproc``, or what the sizes that are given multiply to.
+    """Return the number of local ranks to start: ``nproc``, or the product of the given sizes.
 
-    Experts ask for as many data-parallel ranks as share them.
+    With ``ep_size`` and no ``dp_size``, there are as many data-parallel ranks as share experts.
     """
     if plugin.nproc is not None:
         return plugin.nproc
     experts = (plugin.ep_size or 1) if plugin.dp_size is None else 1
-    return experts * prod(_given(plugin).values())
+    return experts * prod(_given(plugin.dp_size, plugin.tp_size, plugin.pp_size).values())
 
 
 def may_grow(plugin: PluginSection) -> bool:
-    """Whether further ranks would find a place: ``nproc`` and one of the sizes are left open."""
-    return plugin.name != "single" and plugin.nproc is None and _open_size(plugin) is not None
+    """Return whether more ranks than `least_ranks` fit: ``nproc`` and one of the sizes are null."""
+    given = _given(plugin.dp_size, plugin.tp_size, plugin.pp_size)
+    return plugin.name != "single" and plugin.nproc is None and _open_size(given) is not None
 
 
-def _given(plugin: PluginSection) -> dict[str, int]:
-    values = {"dp_size": plugin.dp_size, "tp_size": plugin.tp_size, "pp_size": plugin.pp_size}
+def ranks_of(plugin: PluginSection, gpus: int = 0) -> int:
+    """Return the world size of a run that is started in this process.
+
+    Args:
+        plugin: the section.
+        gpus: number of GPUs that the run may use. Those that the sizes leave idle get a rank each
+            where `may_grow` allows it.
+    """
+    if (joined := joined_ranks()) is not None:
+        return joined
+    least = least_ranks(plugin)
+    return max(least, gpus - gpus % least) if may_grow(plugin) else least
+
+
+def joined_ranks() -> int | None:
+    """Return the number of ranks that torchrun or Slurm started; None without such a launcher."""
+    started = os.environ.get("WORLD_SIZE")
+    return int(started) if started and "RANK" in os.environ else None
+
+
+def joins() -> bool:
+    """Return whether torchrun or Slurm started this process as a rank other than the first."""
+    return (joined_ranks() or 1) > 1 and int(os.environ["RANK"] or 0) > 0
+
+
+def _given(dp_size: int | None, tp_size: int | None, pp_size: int | None) -> dict[str, int]:
+    values = {"dp_size": dp_size, "tp_size": tp_size, "pp_size": pp_size}
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _open_size(plugin: PluginSection) -> str | None:
-    """The size that takes the ranks which the others leave, or None where all are given."""
-    given = _given(plugin)
+def _open_size(given: Mapping[str, int]) -> str | None:
+    """Return the size that takes the ranks which the others leave; None if all are given."""
     return next((key for key in ("tp_size", "pp_size", "dp_size") if key not in given), None)
 
 
-def _way_out(fitting: Sequence[int], joined: bool) -> str:
+def _way_out(fitting: Sequence[int], started: bool) -> str:
     ranks = or_list(str(many) for many in fitting if many)
-    if joined:
+    if started:
         return f"start {ranks} ranks by torchrun"
     return f"give plugin.nproc={ranks}, or leave it out"
 
 
-def _product(given: dict[str, int]) -> str:
+def _product(given: Mapping[str, int]) -> str:
     factors = {key: size for key, size in given.items() if size > 1} or given
     text = " x ".join(f"{key} {size}" for key, size in factors.items())
     return text if len(factors) == 1 else f"{text} = {prod(factors.values())}"

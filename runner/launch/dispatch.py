@@ -10,6 +10,7 @@ from typing import Any
 
 from runner.config.check import parse
 from runner.config.schema import RunConfig
+from runner.config.sizes import joined_ranks
 from runner.launch.local_ranks import Work, train_on_local_ranks
 from runner.run_folder.rows import JsonlSink
 from runner.telemetry.sinks.sink import Sink
@@ -40,7 +41,7 @@ def train(
     from runner.train import build
     from runner.train.job import execute
 
-    joined = build.joined_ranks()
+    joined = joined_ranks()
     if is_watched(sys.stderr) and build.device_of(config.device).type == "cpu":
         plain = {**plain, "log": {**plain["log"], "flush": 1}}
         config = parse(plain)

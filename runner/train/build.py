@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from runner.booster import LossScale, Plugin
 from runner.clip import ClipMode
 from runner.clip import build as build_mode
+from runner.config import sizes
 from runner.config.duration import Duration
 from runner.config.schema import DataSection, RunConfig, Target
-from runner.config.sizes import SizeError, least_ranks, may_grow, sizes
 from runner.data import Data
 from runner.train.progress import total_steps
 
@@ -193,32 +193,10 @@ def steps_of(
 
 
 def data_parts(config: RunConfig) -> int:
-    """Data-parallel parts of the run; all its ranks where they do not go into its sizes."""
-    ranks = ranks_of(config)
-    try:
-        return sizes(config.plugin, ranks).dp
-    except SizeError:
-        return ranks
-
-
-def joined_ranks() -> int | None:
-    """Ranks that torchrun or Slurm started this process among; None if it was started alone."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    return None
+    """Return the data-parallel size; the world size if the ranks do not fit the sizes."""
+    return sizes.data_parallel_size(config.plugin, ranks_of(config))
 
 
 def ranks_of(config: RunConfig) -> int:
-    """Ranks of the run: those that stand already, those asked for, or one a GPU.
-
-    Where a size is left open and no number of ranks is given, GPUs that the other sizes leave idle
-    are taken up by it.
-    """
-    joined = joined_ranks()
-    if joined is not None:
-        return joined
-    least = least_ranks(config.plugin)
-    if not may_grow(config.plugin) or config.device == "cpu":
-        return least
-    devices = torch.cuda.device_count()
-    return max(least, devices - devices % least)
+    """Return the world size of the run, see :func:`runner.config.sizes.ranks_of`."""
+    return sizes.ranks_of(config.plugin, 0 if config.device == "cpu" else torch.cuda.device_count())

@@ -23,7 +23,7 @@ from runner.clip import Layout
 from runner.clip.layout import OptionError
 from runner.config.problem import Problem, RequestError
 from runner.config.schema import DataSection, RunConfig, Target
-from runner.config.sizes import SizeError, sizes
+from runner.config.sizes import SizeError, joined_ranks, sizes
 from runner.data import Data
 from runner.train import build, fit
 from runner.train.refused import to_blame, unknown, wrong_kinds
@@ -65,7 +65,7 @@ def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
 
 def _machine(config: RunConfig) -> list[Problem]:
     problems = []
-    joined = build.joined_ranks()
+    joined = joined_ranks()
     if joined and joined > 1 and config.plugin.name == "single":
         several = f"is one process, but {joined} ranks were started; plugin=ddp spreads over them"
         problems.append(Problem("plugin", "single", several))
@@ -96,11 +96,11 @@ def _machine(config: RunConfig) -> list[Problem]:
 
 def _misfit(config: RunConfig) -> SizeError | None:
     """Why ranks that stand already do not go into the sizes; None where they do, or none stand."""
-    joined = build.joined_ranks()
+    joined = joined_ranks()
     if joined is None or config.plugin.name == "single":
         return None
     try:
-        sizes(config.plugin, joined, joined=True)
+        sizes(config.plugin, joined, started=True)
     except SizeError as error:
         return error
     return None

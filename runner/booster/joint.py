@@ -13,8 +13,8 @@ from torch.optim import Adam, Optimizer
 
 from runner.booster.plugin import ParallelModel, Plugin
 from runner.clip import Layout
+from runner.config.schedules import SCHEDULES
 from runner.parallel.gradient_sync import Replicas, alike, average
-from runner.parallel.stages import SPLITS_BACKWARD
 
 CRITERION = "criterion."
 """Prefix of the names of a criterion's parameters."""
@@ -66,8 +66,8 @@ def replicate(criterion: nn.Module, plugin: Plugin) -> ParallelModel:
     Raises:
         ValueError: the schedule of a pipeline leaves a criterion's parameters out.
     """
-    schedule = getattr(plugin, "schedule", "")
-    if schedule in SPLITS_BACKWARD and getattr(plugin, "stage_count", 1) > 1:
+    schedule = getattr(plugin, "schedule", "gpipe")
+    if SCHEDULES[schedule].splits_backward and getattr(plugin, "stage_count", 1) > 1:
         raise ValueError(
             f"{schedule} takes no gradient of a criterion's parameters: choose schedule='1f1b'"
         )

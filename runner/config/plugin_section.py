@@ -14,14 +14,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from runner.config.nearest import or_list
 from runner.config.problem import Conflict
 from runner.config.rules import integer, one_of, option_of, optional, switch, texts
+from runner.config.schedules import SCHEDULES, refused_microbatches, stages_text
 from runner.config.sizes import MeshSizes, SizeError, least_ranks, may_grow, sizes
 from runner.config.tensor_plan import tensor_plan
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
-
-# Schedules by which a rank holds two stages, and those that begin with a microbatch in each stage.
-_TWO_STAGES_A_RANK = ("interleaved_1f1b", "zero_bubble")
-_FILLS_EVERY_STAGE = ("1f1b", "interleaved_1f1b")
 
 
 class Use(NamedTuple):
@@ -197,19 +192,11 @@ class PluginSection:
                 yield Conflict(key, message)
 
     def _of_pipeline(self, stages: int) -> Iterator[Conflict]:
-        ranks = stages // _stages_a_rank(self)
-        given = f"plugin.pp_size={ranks} with plugin.schedule={self.schedule} is {stages} stages"
-        many = self.num_microbatches
-        if many is not None and self.schedule in _FILLS_EVERY_STAGE:
-            if many < stages:
-                way = f"give {stages} or more, or plugin.schedule=gpipe"
-                message = f"{given}, each of which needs a microbatch: {way}"
-                yield Conflict("num_microbatches", message)
-            elif self.schedule == "interleaved_1f1b" and many % (rounds := many // ranks):
-                fitting = [str(ranks * rounds), str(ranks * (rounds + 1))]
-                message = f"{given}, in which {many} microbatches make no equal rounds: "
-                yield Conflict("num_microbatches", message + f"give {or_list(fitting)}")
+        ranks, many = stages // SCHEDULES[self.schedule].stages_per_rank, self.num_microbatches
+        if many and (message := refused_microbatches(self.schedule, ranks, many, "plugin.")):
+            yield Conflict("num_microbatches", message)
         if self.split is not None and len(self.split) != stages - 1:
+            given = stages_text(self.schedule, ranks, "plugin.")
             message = f"{given}, so it must name {stages - 1} of them, all but the first"
             yield Conflict("split", message)
 
@@ -237,8 +224,4 @@ def _stages(plugin: PluginSection, dealt: MeshSizes | None) -> int | None:
         return None
     if plugin.name == "hybrid" and ranks == 1:
         return None
-    return ranks * _stages_a_rank(plugin)
-
-
-def _stages_a_rank(plugin: PluginSection) -> int:
-    return 2 if plugin.schedule in _TWO_STAGES_A_RANK else 1
+    return ranks * SCHEDULES[plugin.schedule].stages_per_rank

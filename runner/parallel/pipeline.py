@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from runner.config.schedules import SCHEDULES
 from runner.parallel.sharding import reshard
-from runner.parallel.stages import STAGES_PER_RANK, Part, stage_to_rank
+from runner.parallel.stages import Part, stage_to_rank
 
 LossOf = Callable[[Tensor, slice], Tensor]
 """The summed loss of some samples: given their outputs, and where they lie in the batch."""
@@ -284,7 +285,7 @@ class Pipeline:
             )
         ]
         kind: Any = getattr(pipelining, _SCHEDULES[self.schedule])
-        several = STAGES_PER_RANK[self.schedule] > 1
+        several = SCHEDULES[self.schedule].stages_per_rank > 1
         return kind(
             stages if several else stages[0],
             self.microbatches,

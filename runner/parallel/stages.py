@@ -12,13 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from runner.config.schedules import SCHEDULES
 from runner.parallel.hooks import carry_over, gradient_hooks, require_no_post_accumulate
-
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2}
-FILLS_EVERY_STAGE = ("1f1b", "interleaved_1f1b")
-"""Schedules that begin with a microbatch in each stage."""
-SPLITS_BACKWARD = ("zero_bubble",)
-"""Schedules that compute the gradients of a stage's parameters apart from those of its input."""
 
 
 class CutError(ValueError):
@@ -143,7 +138,7 @@ def stages_on(rank: int, ranks: int, schedule: str) -> list[int]:
     """Which stages a rank of the pipeline holds, in order."""
     if schedule == "zero_bubble":
         return [rank, 2 * ranks - 1 - rank]
-    return [rank + ranks * i for i in range(STAGES_PER_RANK[schedule])]
+    return [rank + ranks * i for i in range(SCHEDULES[schedule].stages_per_rank)]
 
 
 def stage_to_rank(stage: int, ranks: int, schedule: str) -> int:

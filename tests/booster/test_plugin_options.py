@@ -67,4 +67,5 @@ def test_options_that_do_not_go_together_are_refused():
     dtype, offload, stage, rounds = run_ranks(refusals, 2)[0]
     assert dtype == offload == "param_dtype and cpu_offload go with zero_stage 2 and 3, not 1"
     assert stage == "zero_stage is 0, 1, 2 or 3, not 7"
-    assert rounds.startswith("5 microbatches do not fall into 2 equal rounds over 2 pipeline ranks")
+    assert rounds.startswith("num_microbatches=5: pp_size=2 with schedule=interleaved_1f1b is 4")
+    assert rounds.endswith("5 microbatches make no equal rounds: give 4 or 6")

@@ -136,7 +136,11 @@ def run_all():
         results.append((told["loss"], told["outputs"], gradients))
     for options, said in (
         ({"schedule": "zigzag"}, "unknown schedule 'zigzag': use gpipe, 1f1b"),
-        ({"num_microbatches": 1}, "1 microbatches do not fill the 2 stages of schedule 1f1b"),
+        (
+            {"num_microbatches": 1},
+            "num_microbatches=1: pp_size=2 with schedule=1f1b is 2 stages, each of which needs a "
+            "microbatch: give 2 or more, or schedule=gpipe",
+        ),
         ({"pp_size": 3}, "dp_size 1 x tp_size 1 x pp_size 3 = 3 ranks, but there are 2"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -20,6 +20,7 @@ from runner.booster.plugin.base import ParallelModel, Plugin, require_process_gr
 from runner.booster.precision import dtype_of
 from runner.clip import Layout
 from runner.clip.head import head_weights
+from runner.config.schedules import SCHEDULES, refused_microbatches
 from runner.parallel.experts import mixtures, of_experts, spread_experts
 from runner.parallel.gradient_sync import (
     GradientSync,
@@ -36,8 +37,6 @@ from runner.parallel.pipeline import Pipeline, Stage
 from runner.parallel.replica_check import Agreement, repeated
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
 from runner.parallel.stages import (
-    FILLS_EVERY_STAGE,
-    STAGES_PER_RANK,
     CutError,
     copies_of,
     cut,
@@ -110,8 +109,8 @@ class HybridParallelPlugin(Plugin):
         max_norm: float = 0.0,
     ) -> None:
         require_process_group(type(self).__name__)
-        if schedule not in STAGES_PER_RANK:
-            raise ValueError(f"unknown schedule {schedule!r}: use {', '.join(STAGES_PER_RANK)}")
+        if schedule not in SCHEDULES:
+            raise ValueError(f"unknown schedule {schedule!r}: use {', '.join(SCHEDULES)}")
         if zero_stage not in range(4):
             raise ValueError(f"zero_stage is 0, 1, 2 or 3, not {zero_stage}")
         if zero_stage < 2 and (param_dtype is not None or cpu_offload):
@@ -125,20 +124,11 @@ class HybridParallelPlugin(Plugin):
         self.sequence_parallel = sequence_parallel
         self.tp_plan = tp_plan
         self.schedule = schedule
-        self.stage_count = pp_size * STAGES_PER_RANK[schedule]
+        self.stage_count = pp_size * SCHEDULES[schedule].stages_per_rank
         self.num_microbatches = num_microbatches or self.stage_count
-        short = pp_size > 1 and self.num_microbatches < self.stage_count
-        if short and schedule in FILLS_EVERY_STAGE:
-            raise ValueError(
-                f"{num_microbatches} microbatches do not fill the {self.stage_count} stages of "
-                f"schedule {schedule}: give that many or more, or schedule='gpipe'"
-            )
-        rounds = self.num_microbatches // pp_size
-        if schedule == "interleaved_1f1b" and self.num_microbatches % max(rounds, 1):
-            raise ValueError(
-                f"{num_microbatches} microbatches do not fall into {rounds} equal rounds over "
-                f"{pp_size} pipeline ranks, as schedule {schedule} has it"
-            )
+        refused = refused_microbatches(schedule, pp_size, self.num_microbatches)
+        if pp_size > 1 and refused:
+            raise ValueError(f"num_microbatches={num_microbatches}: {refused}")
         self.split = split
         # A zero-bubble schedule looks for the weights of a stage before it computes gradients, and
         # would not find those that are gathered only then.
@@ -188,7 +178,7 @@ class HybridParallelPlugin(Plugin):
                     except PlanError as error:
                         found.append(("sequence_parallel", True, str(error)))
         if sizes.pp > 1:
-            stages = sizes.pp * STAGES_PER_RANK[options.get("schedule", "1f1b")]
+            stages = sizes.pp * SCHEDULES[options.get("schedule", "1f1b")].stages_per_rank
             starts = options.get("split")
             try:
                 cut(model, stages, starts)

@@ -11,6 +11,7 @@ from runner.clip import ClipMode
 from runner.clip.tally import HIGHEST, LOWEST, Tally
 from runner.config.duration import Duration
 from runner.config.schema import RunConfig
+from runner.run_folder import keys
 from runner.telemetry.sinks.sink import Sink
 from runner.train import build
 from runner.train.job import make_trainer
@@ -46,7 +47,7 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
         "parts": parts,
         "norms": meter.norms,
         "peaks": meter.peaks,
-        "loss": meter.last["train/loss"],
+        "loss": meter.last[keys.TRAIN_LOSS],
         "kind": _kind(config),
     }
 

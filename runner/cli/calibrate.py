@@ -65,8 +65,7 @@ def _run(words: list[str]) -> int:
     from runner.calibrate.measure import end_of, execute
     from runner.launch.dispatch import join, train
     from runner.launch.failure import Failure, attempt
-    from runner.run_folder.rows import encode
-    from runner.run_folder.status import write_text
+    from runner.run_folder.strict_json import write_object
     from runner.telemetry.sinks.terminal import TerminalSink
 
     if joins():
@@ -81,7 +80,7 @@ def _run(words: list[str]) -> int:
         return measured.exit_code
     shown.close(None, 0)
     found = describe(job, measured, words)
-    write_text(folder / FILE, encode(found, indent=2) + "\n")
+    write_object(folder / FILE, found)
     print_line()
     for line in lines(found):
         _print(line)

@@ -14,6 +14,7 @@ from runner.cli.exit_codes import guarded
 from runner.compose.request import Job, request
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.sizes import joined_ranks, joins, may_grow
+from runner.run_folder.earlier import earlier_record
 from runner.telemetry.sinks.console import announce, print_line
 
 
@@ -94,7 +95,12 @@ def single(words: Sequence[str], purpose: str) -> Job:
 def add_problems_of_overrides(args: argparse.Namespace, problems: list[Problem]) -> None:
     """Where a flag is wrong already, say what else is."""
     try:
-        request(args.overrides, multirun=args.multirun, source=flags.source_of(args))
+        request(
+            args.overrides,
+            multirun=args.multirun,
+            source=flags.source_of(args),
+            earlier=earlier_record,
+        )
     except RequestError as error:
         problems += error.problems
 

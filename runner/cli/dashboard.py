@@ -14,7 +14,8 @@ import yaml
 from runner.config.folders import find, outputs
 from runner.dashboard import EXTRA
 from runner.dashboard.saving import NotSavedError, WorkspaceRequest, save
-from runner.run_folder.status import write_text
+from runner.run_folder import files
+from runner.run_folder.atomic import write_text
 
 WRONG_REQUEST = 2
 INTERRUPTED = 130
@@ -67,7 +68,7 @@ def _publish(request: WorkspaceRequest, output: Path | None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m runner dashboard",
-        description="Save a wandb workspace with the charts of report.html. Without a key, or "
+        description=f"Save a wandb workspace with the charts of {files.PAGE}. Without a key, or "
         "where the server does not take it, its specification is written to a file.",
         allow_abbrev=False,
     )

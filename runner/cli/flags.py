@@ -9,8 +9,10 @@ from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 
-from runner.compose.request import CONFIG_NAME, Source
+from runner.compose.request import Source
+from runner.config.folders import CONFIG_NAME
 from runner.config.problem import NOTHING, Problem, RequestError
+from runner.run_folder import files
 
 
 def read(words: Sequence[str]) -> tuple[argparse.Namespace, list[Problem]]:
@@ -57,7 +59,7 @@ def _flag_problems(args: argparse.Namespace) -> list[Problem]:
     if args.resolve and args.cfg is None and not args.help:
         problems.append(Problem("--resolve", NOTHING, "goes with --cfg or --help"))
     if args.experimental_rerun is not None:
-        message = "is not supported; the words of a run are in its .hydra/overrides.yaml"
+        message = f"is not supported; the overrides of a run are in its {files.OVERRIDES}"
         problems.append(Problem("--experimental-rerun", args.experimental_rerun, message))
     for name in ("config_dir", "config_path"):
         folder = getattr(args, name)

@@ -17,6 +17,7 @@ from runner.config.check import leaves
 from runner.config.identity import NOT_HASHED
 from runner.config.plural import plural
 from runner.config.problem import shown
+from runner.run_folder.earlier import earlier_record
 from runner.sweep import live, plan_runs
 
 
@@ -31,7 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _plan(words: Sequence[str]) -> int:
     args = read(words, "a plan", also=("--multirun",))
-    wanted = request(args.overrides, multirun=args.multirun, source=flags.source_of(args))
+    wanted = request(
+        args.overrides,
+        multirun=args.multirun,
+        source=flags.source_of(args),
+        earlier=earlier_record,
+    )
     note(wanted.notes)
     check_jobs(wanted.jobs)
     states = _states(wanted)

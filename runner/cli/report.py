@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.report import NoRunError, write
+from runner.run_folder import files
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -19,7 +20,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m runner report",
-        description="Write report.html, one self-contained page, for a run or for a sweep.",
+        description=f"Write {files.PAGE}, one self-contained page, for a run or for a sweep.",
     )
     parser.add_argument("folder", type=Path, help="folder of a run, or of a sweep")
     parser.add_argument("--open", action="store_true", help="show it in the browser too")

@@ -25,17 +25,17 @@ from runner.cli import flags
 from runner.cli.checks import add_problems_of_overrides, check_jobs, note, tell_version
 from runner.cli.exit_codes import WRONG_REQUEST, guarded
 from runner.compose.request import (
-    CONFIG_NAME,
     VERSION_BASE,
     Request,
     help_text,
     register,
     request,
 )
-from runner.config.folders import find
+from runner.config.folders import CONFIG_NAME, find
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.sizes import joined_ranks, joins
 from runner.config.tensor_plan import settled
+from runner.run_folder.earlier import earlier_record
 from runner.telemetry.sinks.console import print_line
 
 # Exit codes of the jobs that ran in this process since `main` began.
@@ -66,7 +66,10 @@ def _run(words: list[str]) -> int:
     if args.shell_completion or args.hydra_help:
         return _printed_by_hydra(args)
     wanted = request(
-        args.overrides, multirun=args.multirun, source=flags.source_of(args), claims=not joins()
+        args.overrides,
+        multirun=args.multirun,
+        source=flags.source_of(args),
+        earlier=None if joins() else earlier_record,  # the first rank may have begun the record
     )
     note(wanted.notes)
     if wanted.sweep is not None:

@@ -102,12 +102,11 @@ def conclude(
         ``exit_code``.
     """
     from runner.run_folder.provenance import provenance
-    from runner.run_folder.rows import encode
-    from runner.run_folder.status import write_text
+    from runner.run_folder.strict_json import write_object
     from runner.verify.table import last_line, lines, words_of
 
     whole = {"words": list(words), **found, **provenance(), "request": job.plain}
-    write_text(folder / FILE, encode(whole, indent=2) + "\n")
+    write_object(folder / FILE, whole)
     if found["error"] is None:
         for line in lines(found):
             print_line(line)

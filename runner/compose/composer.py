@@ -25,14 +25,13 @@ from runner.compose import diagnose
 from runner.compose import overrides as words
 from runner.compose.resolve import resolved
 from runner.config.check import examine
-from runner.config.folders import find
+from runner.config.folders import CONFIG_NAME, find
 from runner.config.nearest import nearest_name
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.schema import RunConfig
 from runner.config.tensor_plan import settled
 
 VERSION_BASE = "1.3"
-CONFIG_NAME = "config"
 JOB_NAME = "runner"
 
 

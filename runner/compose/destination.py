@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose.diagnose import reason
-from runner.config.folders import earlier_record, obstacle, outputs
+from runner.config.folders import obstacle, outputs
 from runner.config.problem import NOTHING, Problem
+
+Earlier: TypeAlias = Callable[[Path, str | None], str | None]
+"""Returns why a folder must not be written by a run (None), or by a sweep with the given hash."""
 
 
 def folder_problems(
     config: DictConfig,
     kind: str,
     overrides: Sequence[Override],
-    claims: bool,
+    earlier: Earlier | None = None,
     tries: bool = True,
 ) -> Iterator[Problem]:
     """Why the folder of a run or sweep cannot be written.
@@ -28,7 +31,7 @@ def folder_problems(
         config: the composition, Hydra's part included.
         kind: ``run`` or ``sweep``.
         overrides: the words that gave it.
-        claims: whether the folder must hold no earlier record.
+        earlier: returns why a run must not be written to a folder; None for any folder.
         tries: whether to try it, or only to resolve its name.
     """
     key = f"hydra.{kind}.dir"
@@ -45,7 +48,7 @@ def folder_problems(
             yield Problem(key, str(folder), message)
         else:
             yield Problem("RUNNER_OUTPUTS", str(outputs()), message)
-    elif claims and (message := earlier_record(folder)):
+    elif earlier is not None and (message := earlier(folder, None)):
         yield Problem(key, str(folder), message)
 
 

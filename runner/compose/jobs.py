@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,13 +14,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from runner.compose import overrides as words
 from runner.compose.composer import Composer
-from runner.compose.destination import folder_problems
+from runner.compose.destination import Earlier, folder_problems
 from runner.config.identity import config_hash, request_hash, sweep_name
 from runner.config.problem import Problem
 from runner.config.rules import integer, optional
 from runner.config.schema import RunConfig
 
-RECORD = "sweep.json"
 SWEEPER = "clip_runner"
 """The option of ``hydra/sweeper`` that runs the jobs of a sweep's record."""
 
@@ -176,13 +174,16 @@ def _sweeper_problems(master: DictConfig | None) -> Iterator[Problem]:
             yield Problem(f"hydra.sweeper.{key}", settings[key], f"must be {rule.text}")
 
 
-def placed(lists: Lists, made: Sequence[Job], writes: bool) -> tuple[Sweep | None, list[Problem]]:
+def placed(
+    lists: Lists, made: Sequence[Job], writes: bool, earlier: Earlier | None
+) -> tuple[Sweep | None, list[Problem]]:
     """The sweep of the jobs ``made``, and why it cannot be written where it belongs.
 
     Args:
         lists: its words.
         made: its jobs, at least one.
         writes: whether its folder will be written, which is then tried.
+        earlier: as in :func:`runner.compose.request.request`.
     """
     if lists.master is None:
         return None, []
@@ -202,38 +203,17 @@ def placed(lists: Lists, made: Sequence[Job], writes: bool) -> tuple[Sweep | Non
     master = copy.deepcopy(lists.master)
     with open_dict(master):
         master.sweep.name = name
-    problems = list(folder_problems(master, "sweep", lists.overrides, claims=False, tries=writes))
+    problems = list(folder_problems(master, "sweep", lists.overrides, tries=writes))
     if problems:
         return None, problems
     folder = Path(str(master.hydra.sweep.dir)).absolute()
-    if writes and (message := _taken(folder, identity)):
+    if writes and earlier is not None and (message := earlier(folder, identity)):
         return None, [Problem("sweep.name", name, message)]
     trials = None if lists.enumerated else int(master.hydra.sweeper.get("n_trials") or 0)
     final = _for_hydra(lists, folder, made[0].config.sweep.maximizes)
     keys = [*(word.partition("=")[0] for word in lists.params)]
     keys += [override.get_key_element() for override in typed]
     return Sweep(name, folder, identity, trials, tuple(dict.fromkeys(keys)), final), []
-
-
-def _taken(folder: Path, identity: str) -> str | None:
-    """Why a sweep must not be written to ``folder``, or None where it is new or holds the same."""
-    record = folder / RECORD
-    try:
-        content = json.loads(record.read_text(encoding="utf-8"))
-        held, command = content.get("request"), " ".join(content.get("words") or ())
-    except FileNotFoundError:
-        # A sweep that ended before it wrote anything leaves its locks.
-        if not folder.is_dir() or all(one.suffix == ".lock" for one in folder.iterdir()):
-            return None
-        return f"{folder} holds something that is no sweep; choose another sweep.name or remove it"
-    except (OSError, ValueError, AttributeError, TypeError):
-        return f"{record} cannot be read; choose another sweep.name or remove the folder"
-    if held == identity:
-        return None
-    return (
-        f"{folder} holds another request ({command or 'of an unknown command'}); "
-        "choose another sweep.name"
-    )
 
 
 def _for_hydra(lists: Lists, folder: Path, maximizes: bool) -> tuple[str, ...]:

@@ -15,13 +15,12 @@ from runner.compose import hydra_plugins as plugins
 from runner.compose import jobs as sweeps
 from runner.compose import overrides as words
 from runner.compose import recipes, resolvers
-from runner.compose.composer import CONFIG_NAME, VERSION_BASE, Composer, Source, session
-from runner.compose.destination import folder_problems
+from runner.compose.composer import VERSION_BASE, Composer, Source, session
+from runner.compose.destination import Earlier, folder_problems
 from runner.compose.jobs import Job, Sweep
 from runner.config.problem import Problem, RequestError
 
 __all__ = [
-    "CONFIG_NAME",
     "VERSION_BASE",
     "Job",
     "Request",
@@ -65,7 +64,7 @@ def request(
     multirun: bool = False,
     source: Source | None = None,
     writes: bool = True,
-    claims: bool = True,
+    earlier: Earlier | None = None,
 ) -> Request:
     """Compose and check every job that the words ``given`` ask for.
 
@@ -75,8 +74,8 @@ def request(
         source: where the configuration is read; the project's own by default.
         writes: whether the request will write a folder, which is then tried; where that is one
             run's, overrides that only a sweep uses are refused.
-        claims: whether that folder must hold no earlier record; not so for a rank that joins, since
-            the first rank may have begun the record. The folder of a sweep may hold its own.
+        earlier: returns why that folder must not be written again, such as
+            :func:`runner.run_folder.earlier.earlier_record`. None for a folder that may be.
 
     Raises:
         RequestError: anything is wrong; it names all of it.
@@ -95,9 +94,9 @@ def request(
             jobs, found = sweeps.jobs(composer, lists)
             problems += found
             if jobs and not problems:
-                sweep, problems = sweeps.placed(lists, jobs, writes)
+                sweep, problems = sweeps.placed(lists, jobs, writes, earlier)
             elif lists.master is not None and writes:
-                problems += folder_problems(lists.master, "sweep", overrides, claims=False)
+                problems += folder_problems(lists.master, "sweep", overrides)
         else:
             master = composer.attempt(lists.shared)
             jobs, found = _single(composer, overrides, master)
@@ -105,7 +104,7 @@ def request(
             if writes:
                 problems += words.only_for_sweeps(overrides)
             if master is not None and writes:
-                problems += folder_problems(master, "run", overrides, claims)
+                problems += folder_problems(master, "run", overrides, earlier)
     if problems:
         raise RequestError(_distinct(problems))
     final, notes = sweep.words if sweep else tuple(given), tuple(words.given_twice(overrides))

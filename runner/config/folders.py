@@ -7,6 +7,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+CONFIG_NAME = "config"
+"""Name of the configuration in ``conf`` that all groups are chosen in."""
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -54,11 +57,3 @@ def obstacle(folder: Path) -> str | None:
         except OSError as error:
             return f"must be a folder that can be written; {parent}: {error.strerror}"
     return "must be a folder that can be written; no part of this path exists"
-
-
-def earlier_record(folder: Path) -> str | None:
-    """Why ``folder`` must not be written again, or None where it holds no record of a run."""
-    for name in ("status.json", "multirun.yaml", ".hydra"):
-        if (folder / name).exists():
-            return f"holds the record of an earlier run ({name}); choose another name or remove it"
-    return None

@@ -11,16 +11,18 @@ import unicodedata
 import wandb_workspaces.reports.v2.interface as wr
 import wandb_workspaces.workspaces as ws
 
-STEP = "train/step"
+from runner.run_folder import keys
+
+STEP = keys.TRAIN_STEP
 """The x axis of every curve. Set at each level, for wandb's own step counts rows, not steps."""
 
 MODE = wr.Config("clip.mode")
 THRESHOLD = wr.Config("clip.threshold")
 RATE = wr.Config("optimizer.lr")
 ACCUMULATION = wr.Config("accumulation.steps")
-BEST_LOSS = "best/eval/loss"
-BEST_ACCURACY = "best/eval/accuracy"
-CLIPPED = "clip/ratio_total"
+BEST_LOSS = f"best/{keys.EVAL_LOSS}"
+BEST_ACCURACY = f"best/{keys.EVAL_ACCURACY}"
+CLIPPED = keys.CLIP_RATIO_TOTAL
 
 SHARE = (0.0, 1.0)
 
@@ -87,9 +89,9 @@ _REFUSED = {"So", "Sk", "Sm", "Sc", "Cs"}  # wandb_workspaces.utils.validators.v
 def _loss() -> ws.Section:
     return _section(
         "Loss and evaluation",
-        _curve("Loss of a step", "train/loss"),
-        _curve("Held-out loss", "eval/loss"),
-        _curve("Held-out accuracy", "eval/accuracy"),
+        _curve("Loss of a step", keys.TRAIN_LOSS),
+        _curve("Held-out loss", keys.EVAL_LOSS),
+        _curve("Held-out accuracy", keys.EVAL_ACCURACY),
     )
 
 
@@ -100,17 +102,20 @@ def _gradient() -> ws.Section:
         wr.LinePlot(
             title="‖G‖ before clipping, and the threshold",
             x=STEP,
-            y=["grad/norm", "clip/threshold"],
+            y=[keys.GRAD_NORM, keys.CLIP_THRESHOLD],
             log_y=True,
         ),
         wr.LinePlot(
             title="Clip ratio: since the last row, and of the run so far",
             x=STEP,
-            y=["clip/ratio", CLIPPED],
+            y=[keys.CLIP_RATIO, CLIPPED],
             range_y=SHARE,
         ),
         wr.LinePlot(
-            title="Coefficient: ‖G‖ after / before clipping", x=STEP, y=["clip/coef"], range_y=SHARE
+            title="Coefficient: ‖G‖ after / before clipping",
+            x=STEP,
+            y=[keys.CLIP_COEF],
+            range_y=SHARE,
         ),
     )
 
@@ -149,8 +154,8 @@ def _over_seeds() -> ws.Section:
     """
     return _section(
         "Averaged over runs of one threshold (seeds)",
-        _average("Held-out loss, mean ± sd", "eval/loss"),
-        _average("‖G‖ before clipping, mean ± sd", "grad/norm", log_y=True),
+        _average("Held-out loss, mean ± sd", keys.EVAL_LOSS),
+        _average("‖G‖ before clipping, mean ± sd", keys.GRAD_NORM, log_y=True),
         wr.BarPlot(
             title="Best held-out loss, mean ± sd",
             metrics=[BEST_LOSS],
@@ -173,7 +178,7 @@ def _runs(group: str | None) -> ws.RunsetSettings:
         "run:displayName",
         "run:state",
         *(f"config:{_stored(key).name}" for key in (MODE, THRESHOLD, RATE, ACCUMULATION)),
-        *(f"summary:{key}" for key in (BEST_LOSS, BEST_ACCURACY, CLIPPED, "grad/norm/p50")),
+        *(f"summary:{key}" for key in (BEST_LOSS, BEST_ACCURACY, CLIPPED, f"{keys.GRAD_NORM}/p50")),
     ]
     return ws.RunsetSettings(
         filters="" if group is None else f"Metric('Group') == {_quoted(group)}",

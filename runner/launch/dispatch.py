@@ -12,6 +12,7 @@ from runner.config.check import parse
 from runner.config.schema import RunConfig
 from runner.config.sizes import joined_ranks
 from runner.launch.local_ranks import Work, train_on_local_ranks
+from runner.run_folder import files
 from runner.run_folder.rows import JsonlSink
 from runner.telemetry.sinks.sink import Sink
 from runner.telemetry.sinks.terminal import is_watched
@@ -55,7 +56,7 @@ def train(
             dist.broadcast_object_list([plain, folder.absolute()], src=0)
         elif config.plugin.name != "single":
             stand_alone()
-        return (work or execute)(config, [JsonlSink(folder / "metrics.jsonl"), *shown])
+        return (work or execute)(config, [JsonlSink(folder / files.ROWS), *shown])
     finally:
         leave()
 
@@ -81,7 +82,7 @@ def join(work: Work | None = None) -> int:
         dist.broadcast_object_list(sent, src=0)
         plain, folder = sent
         if folder.is_dir():  # not on another machine without a shared disk
-            log_to(folder / "runner.log", dist.get_rank())
+            log_to(folder / files.LOG, dist.get_rank())
         (work or execute)(parse(plain), [])
     except Exception:
         traceback.print_exc()

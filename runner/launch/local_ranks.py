@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from runner.config.schema import RunConfig
 from runner.config.sizes import least_ranks
 from runner.launch.failure import RankFailed
+from runner.run_folder import files
 from runner.run_folder.rows import follow
 from runner.telemetry.sinks.sink import Sink
 from runner.telemetry.sinks.terminal import is_watched
@@ -64,7 +65,7 @@ def train_on_local_ranks(
     multiprocessing.set_forkserver_preload(["runner.launch.rank"])
     stopped = threading.Event()
     follower = threading.Thread(
-        target=_feed, args=(folder / "metrics.jsonl", stopped, shown), name="rows"
+        target=_feed, args=(folder / files.ROWS, stopped, shown), name="rows"
     )
     follower.start()
     try:

@@ -21,6 +21,7 @@ import torch
 from runner.config.check import parse
 from runner.launch.local_ranks import Work
 from runner.launch.process_group import launch_from_torch, leave
+from runner.run_folder import files
 from runner.run_folder.rows import JsonlSink
 from runner.telemetry.sinks.terminal import ConsoleHandler
 from runner.train.job import execute
@@ -54,10 +55,10 @@ def rank_main(
     config = parse(plain)
     rank, local_ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))
-    log_to(Path(folder) / "runner.log", rank)
+    log_to(Path(folder) / files.LOG, rank)
     try:
         launch_from_torch(seed=config.seed, verbose=False, timeout=config.launch.timeout)
-        sinks = [JsonlSink(Path(folder) / "metrics.jsonl")] if rank == 0 else []
+        sinks = [JsonlSink(Path(folder) / files.ROWS)] if rank == 0 else []
         return (work or execute)(config, sinks)
     except SystemExit as end:
         if end.code == 128 + signal.SIGTERM:

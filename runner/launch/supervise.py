@@ -20,6 +20,7 @@ from runner.config.schema import RunConfig
 from runner.launch.dispatch import train
 from runner.launch.failure import Failure, attempt
 from runner.launch.page import write_page
+from runner.run_folder import files, keys
 from runner.run_folder.objective import objective_of
 from runner.run_folder.provenance import provenance
 from runner.run_folder.rows import Row
@@ -159,7 +160,7 @@ class _Steps:
         self._record = record
 
     def write(self, row: Row) -> None:
-        self._record.progress(int(row["train/step"]))
+        self._record.progress(int(row[keys.TRAIN_STEP]))
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         pass
@@ -167,7 +168,7 @@ class _Steps:
 
 def _tell(failure: Failure, what: str, folder: Path, level: int) -> None:
     last = failure.error.splitlines()[-1] if failure.error else "no message"
-    log.log(level, "%s failed: %s (see %s)", what, last, folder / "status.json")
+    log.log(level, "%s failed: %s (see %s)", what, last, folder / files.STATUS)
 
 
 @contextmanager

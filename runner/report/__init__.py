@@ -1,9 +1,8 @@
-"""The page that answers: reads the folder of a run or of a sweep, writes one ``report.html``.
+"""Write one ``report.html`` for the folder of a run or of a sweep.
 
     python -m runner report FOLDER [--open]
 
-It reads files alone, of runs that finished, failed, were killed, or still go on, and imports
-nothing else of this project.
+The runs may have finished, failed, been killed, or still be running: only their files are read.
 """
 
 from runner.report.page import write

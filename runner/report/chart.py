@@ -16,8 +16,8 @@ import numpy as np
 
 from runner.report.markup import Child, Markup, join, short, tag
 from runner.report.notation import figure
-from runner.report.rows import Floats
 from runner.report.scale import Axis
+from runner.report.series import Floats
 from runner.report.thin import kept
 
 WIDTH, HEIGHT = 560, 310

@@ -9,10 +9,11 @@ import numpy as np
 from runner.report.chart import Curve, Level, line_chart
 from runner.report.groups import Group
 from runner.report.markup import Markup
-from runner.report.rows import Floats, Series
 from runner.report.run import Run
 from runner.report.scale import Axis, covering
+from runner.report.series import Floats, Series
 from runner.report.thin import rolling_mean
+from runner.run_folder import keys
 
 # Share of a run over which a rolling mean looks back, and the least rows that make one.
 _LOOK_BACK, _FEWEST = 0.05, 20
@@ -46,13 +47,13 @@ def loss_charts(groups: Sequence[Group]) -> list[Markup]:
             "Bold: rolling mean over 5 % of the run. Faint: every step, thinned so that spikes "
             "stay. × marks the step from which a loss is not a number.",
             groups,
-            lambda run: run.of("train/loss"),
+            lambda run: run.of(keys.TRAIN_LOSS),
             ceiling=True,
             smooth=True,
             behind="faint",
         )
     ]
-    for key, title in (("eval/loss", "Evaluation loss"), ("eval/accuracy", "Accuracy")):
+    for key, title in ((keys.EVAL_LOSS, "Evaluation loss"), (keys.EVAL_ACCURACY, "Accuracy")):
         if any(len(run.of(key)) for group in groups for run in group.runs):
             charts.append(
                 _chart(
@@ -61,8 +62,8 @@ def loss_charts(groups: Sequence[Group]) -> list[Markup]:
                     f"{key}, measured on held-out data.",
                     groups,
                     lambda run, key=key: run.of(key),  # type: ignore[misc]
-                    ceiling=key == "eval/loss",
-                    percent=key == "eval/accuracy",
+                    ceiling=key == keys.EVAL_LOSS,
+                    percent=key == keys.EVAL_ACCURACY,
                 )
             )
     return [chart for chart in charts if chart]
@@ -116,10 +117,10 @@ def clip_charts(groups: Sequence[Group]) -> list[Markup]:
                 f"Clip ratio{suffix}",
                 "Share of the steps that clipping changed, over 5 % of the run around each.",
                 own,
-                lambda run: run.of("clip/ratio"),
+                lambda run: run.of(keys.CLIP_RATIO),
                 smooth=True,
                 percent=True,
-                title="clip/ratio",
+                title=keys.CLIP_RATIO,
             )
         )
         charts.append(
@@ -129,10 +130,10 @@ def clip_charts(groups: Sequence[Group]) -> list[Markup]:
                 "‖G‖ after clipping ÷ before, rolling mean over 5 % of the run: 1 leaves the "
                 "gradient as it is, 0.1 takes nine tenths of its length.",
                 own,
-                lambda run: run.of("clip/coef"),
+                lambda run: run.of(keys.CLIP_COEF),
                 smooth=True,
                 unit=True,
-                title="clip/coef",
+                title=keys.CLIP_COEF,
             )
         )
     return [chart for chart in charts if chart]
@@ -194,9 +195,8 @@ def _line(group: Group, run: Run, series: Series, kind: str = "curve", prefix: s
 def _norm(run: Run) -> Series:
     """‖G‖ of each row, or the highest since the row before where rows are not every step."""
     spaced = run.config.get("log.interval", 1) not in (1, None)
-    return (
-        run.of("grad/norm_max") if spaced and len(run.of("grad/norm_max")) else run.of("grad/norm")
-    )
+    highest = run.of(keys.GRAD_NORM_MAX)
+    return highest if spaced and len(highest) else run.of(keys.GRAD_NORM)
 
 
 def _vertical(

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runner.report.rows import Floats, number
 from runner.report.run import Run
+from runner.report.series import Floats
+from runner.run_folder import keys
+from runner.run_folder.strict_json import number
 
 PERCENTILES = ("p50", "p90", "p99", "max")
 
@@ -59,15 +61,15 @@ def figures(
         maximized: whether a larger value of a metric is the better one, where that is configured.
     """
     final, best = _metrics(run, metrics, maximized or {})
-    skipped = number(run.summary.get("grad/nonfinite"))
+    skipped = number(run.summary.get(keys.GRAD_NONFINITE))
     if skipped is None:
-        skipped = _last(run.of("grad/nonfinite").values)
-    coef = run.of("clip/coef").finite
+        skipped = _last(run.of(keys.GRAD_NONFINITE).values)
+    coef = run.of(keys.CLIP_COEF).finite
     return RunMetrics(
         final=final,
         best=best,
         ratio=_ratio(run),
-        fraction=number(run.summary.get("clip/fraction")),
+        fraction=number(run.summary.get(keys.CLIP_FRACTION)),
         norm=_norm(run),
         coef=float(coef.mean()) if len(coef) else None,
         skipped=None if skipped is None or math.isnan(skipped) else int(skipped),
@@ -81,7 +83,7 @@ def diverged_at(run: Run) -> int | None:
     Lost is a loss that is not finite, or over twice what training began with (median of the first
     rows). One bad step from which the run comes back is no divergence.
     """
-    loss = run.of("train/loss")
+    loss = run.of(keys.TRAIN_LOSS)
     if not len(loss):
         return None
     beginning = loss.finite[:10]
@@ -132,20 +134,20 @@ def _last(values: Floats) -> float | None:
 
 
 def _ratio(run: Run) -> float | None:
-    ratio = number(run.summary.get("clip/ratio_total"))
+    ratio = number(run.summary.get(keys.CLIP_RATIO_TOTAL))
     if ratio is None:
-        ratio = _last(run.of("clip/ratio_total").values)
-    if ratio is None and len(run.of("clip/clipped")):
-        ratio = float(run.of("clip/clipped").values.mean())
+        ratio = _last(run.of(keys.CLIP_RATIO_TOTAL).values)
+    if ratio is None and len(run.of(keys.CLIP_CLIPPED)):
+        ratio = float(run.of(keys.CLIP_CLIPPED).values.mean())
     return ratio
 
 
 def _norm(run: Run) -> dict[str, float]:
-    recorded = run.summary.get("grad/norm")
+    recorded = run.summary.get(keys.GRAD_NORM)
     if isinstance(recorded, dict) and recorded:
         spread = {key: number(recorded.get(key)) for key in PERCENTILES}
         return {key: value for key, value in spread.items() if value is not None}
-    norms = run.of("grad/norm").finite
+    norms = run.of(keys.GRAD_NORM).finite
     if not len(norms):
         return {}
     points = np.percentile(norms, (50, 90, 99, 100))

@@ -11,11 +11,12 @@ import numpy as np
 from runner.report.figures import RunMetrics, figures, higher_is_better
 from runner.report.groups import Differences, Group, differences, grouped, mean_and_spread
 from runner.report.notation import percent
-from runner.report.rows import Floats
 from runner.report.run import Run
+from runner.report.series import Floats
 from runner.report.sweep import SweepRuns
+from runner.run_folder import keys
 
-_METRICS = ("eval/loss", "eval/accuracy", "train/loss")
+_METRICS = (keys.EVAL_LOSS, keys.EVAL_ACCURACY, keys.TRAIN_LOSS)
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def norms(group: Group) -> Floats:
     """All finite ‖G‖ above 0 of a setting's runs, before clipping."""
-    found = [run.of("grad/norm").finite for run in group.runs]
+    found = [run.of(keys.GRAD_NORM).finite for run in group.runs]
     together = np.concatenate(found) if found else np.empty(0)
     return np.asarray(together[together > 0])
 
@@ -148,7 +149,7 @@ def find(sweep: SweepRuns) -> Findings:
 def _objective(runs: Sequence[Run]) -> str | None:
     """The configured objective where runs recorded it, else the first loss they did."""
     asked = [run.config.get("sweep.objective") for run in runs]
-    candidates = [*(key for key in asked if isinstance(key, str)), "eval/loss", "train/loss"]
+    candidates = [*(key for key in asked if isinstance(key, str)), keys.EVAL_LOSS, keys.TRAIN_LOSS]
     for key in dict.fromkeys(candidates):
         if any(_records(run, key) for run in runs):
             return key

@@ -14,8 +14,9 @@ from runner.report.findings import Findings
 from runner.report.markup import Markup, tag
 from runner.report.notation import figure
 from runner.report.palette import viridis
-from runner.report.rows import Floats, Series, layers
 from runner.report.run import Run
+from runner.report.series import Floats, Series, layers
+from runner.run_folder import files
 
 # Columns of a picture, rows of it, and runs that get one.
 _COLUMNS, _ROWS, _RUNS = 160, 64, 6
@@ -41,7 +42,7 @@ def heat_maps(found: Findings) -> tuple[list[Markup], str | None]:
     left = len(recorded) - len(maps)
     if not left:
         return maps, None
-    return maps, f"{left} more runs recorded layers; their figures are in metrics.jsonl."
+    return maps, f"{left} more runs recorded layers; their norms are in {files.ROWS}."
 
 
 def _map(run: Run, name: str) -> Markup:

@@ -9,8 +9,8 @@ from runner.report.findings import Findings, norms
 from runner.report.groups import Group
 from runner.report.markup import Markup, join, tag
 from runner.report.notation import figure, percent
-from runner.report.rows import Floats
 from runner.report.scale import Axis, covering
+from runner.report.series import Floats
 
 _BINS = 60
 # Rows in which the texts of thresholds stand, and pixels that one text takes.

@@ -13,14 +13,15 @@ from runner.report.markup import Child, Markup, join, tag
 from runner.report.notation import value_text
 from runner.report.run import Run
 from runner.report.sweep import SweepRuns
+from runner.run_folder import files
 
 _FILES = (
-    "metrics.jsonl",
-    "summary.json",
-    "config.yaml",
-    "status.json",
-    "runner.log",
-    "report.html",
+    files.ROWS,
+    files.SUMMARY,
+    files.CONFIG,
+    files.STATUS,
+    files.LOG,
+    files.PAGE,
 )
 # What a record may tell of the machine and the code, in the order it is shown.
 _TOLD = ("git", "versions", "python", "torch", "device", "world_size", "parameters", "host")
@@ -149,6 +150,6 @@ def _links(sweep: SweepRuns, run: Run) -> list[Child]:
     links: list[Child] = []
     for name in _FILES:
         # A run's own page does not link to itself.
-        if (run.folder / name).exists() and not (sweep.single and name == "report.html"):
+        if (run.folder / name).exists() and not (sweep.single and name == files.PAGE):
             links += [tag("a", name, href=base + quote(name)), " "]
     return links

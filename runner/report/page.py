@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
-import tempfile
 from collections.abc import Sequence
-from importlib.resources import files
+from importlib import resources
 from pathlib import Path
 
 from runner.report.curves import clip_charts, loss_charts, norm_charts
@@ -23,8 +21,9 @@ from runner.report.sweep import SweepRuns, read
 from runner.report.table import omitted, table
 from runner.report.threshold import metric_charts
 from runner.report.verdict import remarks, verdict
+from runner.run_folder import files
+from runner.run_folder.atomic import write_text
 
-NAME = "report.html"
 # Above so many settings the key to the colours folds away.
 _KEYS_SHOWN = 24
 
@@ -45,17 +44,9 @@ def write(folder: Path, left: int = 0) -> Path:
     """
     sweep = read(folder)
     page = html(sweep, left)
-    target = sweep.folder / NAME
-    handle, temporary = tempfile.mkstemp(prefix=f".{NAME}-", dir=sweep.folder)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
-            file.write(page)
-        # What mkstemp makes is private; a report is as readable as its neighbours.
-        Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    target = sweep.folder / files.PAGE
+    # An override may hold bytes that are no UTF-8; the page shows a question mark for each.
+    write_text(target, page.encode("utf-8", "replace").decode("utf-8"))
     return target
 
 
@@ -175,10 +166,4 @@ def _policy() -> str:
 
 
 def _asset(name: str) -> str:
-    return files("runner.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    return resources.files("runner.report").joinpath(name).read_text(encoding="utf-8")

@@ -15,8 +15,8 @@ from runner.report.groups import Group
 from runner.report.markup import Markup, join, tag
 from runner.report.notation import percent
 from runner.report.palette import NEUTRAL
-from runner.report.rows import EMPTY, Floats, what_if
 from runner.report.scale import Axis, covering
+from runner.report.series import EMPTY, Floats, what_if
 
 # Points of the drawn curve; the prediction itself is of every norm.
 _POINTS = 240

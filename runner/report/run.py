@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -15,7 +14,9 @@ from typing import Any
 
 import yaml
 
-from runner.report.rows import EMPTY, Series, number, numbers, read_rows
+from runner.report.series import EMPTY, Series, read_series
+from runner.run_folder import files, keys
+from runner.run_folder.strict_json import number, read_object
 
 try:
     # Of libyaml where PyYAML has it: ten times as fast, which 256 configurations notice.
@@ -90,7 +91,7 @@ class Run:
     @cached_property
     def seconds(self) -> float | None:
         """Wall time, from the summary or from when the run began and ended."""
-        wall = number(self.summary.get("wall_s"))
+        wall = number(self.summary.get(keys.WALL_SECONDS))
         if wall is not None:
             return wall
         began, ended = (_moment(self.status.get(key)) for key in ("started", "ended"))
@@ -99,7 +100,7 @@ class Run:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder holds the record of one run."""
-    return any((folder / name).exists() for name in ("status.json", "metrics.jsonl"))
+    return any((folder / name).exists() for name in (files.STATUS, files.ROWS))
 
 
 def read_run(folder: Path) -> Run:
@@ -110,7 +111,7 @@ def read_run(folder: Path) -> Run:
     """
     if not folder.is_dir():
         raise NoRunError(f"{folder}: no such folder")
-    status = read_json(folder / "status.json")
+    status = read_object(folder / files.STATUS)
     config = _config(folder)
     objective = config.get("sweep.objective")
     extra = frozenset({objective}) if isinstance(objective, str) else frozenset()
@@ -121,19 +122,10 @@ def read_run(folder: Path) -> Run:
         error=_text(status.get("error")),
         config=config,
         overrides=_overrides(folder),
-        series=read_rows(folder / "metrics.jsonl", extra),
-        summary=read_json(folder / "summary.json"),
+        series=read_series(folder / files.ROWS, extra),
+        summary=read_object(folder / files.SUMMARY),
         status=status,
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object of a JSON file; empty where it is missing or damaged."""
-    try:
-        record = numbers(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def read_yaml(path: Path) -> object:
@@ -182,7 +174,7 @@ def _state(status: Mapping[str, Any]) -> str:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    for name in ("config.yaml", ".hydra/config.yaml"):
+    for name in (files.CONFIG, f"{files.HYDRA}/{files.CONFIG}"):
         config = flat(read_yaml(folder / name))
         if config:
             return config
@@ -190,7 +182,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _overrides(folder: Path) -> tuple[str, ...]:
-    words = read_yaml(folder / ".hydra" / "overrides.yaml")
+    words = read_yaml(folder / files.OVERRIDES)
     return tuple(str(word) for word in words) if isinstance(words, list) else ()
 
 

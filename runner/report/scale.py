@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from runner.report.notation import figure
-from runner.report.rows import Floats
+from runner.report.series import Floats
 
 
 @dataclass(frozen=True)

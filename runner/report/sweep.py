@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from runner.report.run import NoRunError, Run, is_run, read_json, read_run, read_yaml
+from runner.report.run import NoRunError, Run, is_run, read_run, read_yaml
+from runner.run_folder import files
+from runner.run_folder.strict_json import read_object
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,13 @@ def read_sweep(folder: Path) -> SweepRuns:
         (entry for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir()),
         key=lambda entry: int(entry.name),
     )
-    marked = any((folder / name).exists() for name in ("sweep.json", "multirun.yaml"))
-    if not marked and not any(is_run(entry) or (entry / ".hydra").is_dir() for entry in found):
+    marked = any((folder / name).exists() for name in (files.SWEEP, files.MULTIRUN))
+    if not marked and not any(is_run(entry) or (entry / files.HYDRA).is_dir() for entry in found):
         raise NoRunError(
-            f"{folder}: holds no run (a run's folder has status.json; "
-            "a sweep's has numbered folders or sweep.json)"
+            f"{folder}: holds no run (a run's folder has {files.STATUS}; "
+            f"a sweep's has numbered folders or {files.SWEEP})"
         )
-    record = read_json(folder / "sweep.json")
+    record = read_object(folder / files.SWEEP)
     listed = record.get("runs")
     planned = {
         str(entry.get("number")): entry
@@ -116,7 +118,7 @@ def _command(folder: Path, record: Mapping[str, Any]) -> str | None:
     words = record.get("words")
     if isinstance(words, list):
         return shlex.join(["python", "-m", "runner", *map(str, words)])
-    multirun = read_yaml(folder / "multirun.yaml")
+    multirun = read_yaml(folder / files.MULTIRUN)
     try:
         task = multirun["hydra"]["overrides"]["task"]  # type: ignore[index]
     except (KeyError, TypeError):

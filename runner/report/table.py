@@ -17,6 +17,7 @@ from runner.report.groups import Group, choice, mean_and_spread, natural
 from runner.report.markup import Markup, join, tag
 from runner.report.notation import figure, percent, plural
 from runner.report.run import Run
+from runner.run_folder import files, keys
 
 # A text longer than this may be broken over lines.
 _LONG = 32
@@ -51,20 +52,20 @@ class Column:
 
 def table(found: Findings) -> Markup:
     """The table of all runs; every column that any run has a value for."""
-    keys = found.differences.columns
+    settings = found.differences.columns
     columns = [
         column
         for column in _columns(found)
         if any(column.value(run) is not None for run in found.sweep.runs)
     ]
     best = next(iter(found.ranked()), None) if len(found.groups) > 1 else None
-    bodies = [_body(found, group, keys, columns, group is best) for group in found.groups]
+    bodies = [_body(found, group, settings, columns, group is best) for group in found.groups]
     return tag(
         "div",
         tag(
             "table",
             tag("caption", "One row a run. A heading sorts.", class_="aside"),
-            tag("thead", _headings(keys, columns)),
+            tag("thead", _headings(settings, columns)),
             *bodies,
             id="runs",
         ),
@@ -111,7 +112,7 @@ def _columns(found: Findings) -> list[Column]:
         )
     measured.append(
         Column(
-            "clip/ratio_total",
+            keys.CLIP_RATIO_TOTAL,
             "clip ratio",
             "share of steps that clipping changed",
             lambda run: of[run.number].ratio,
@@ -121,7 +122,7 @@ def _columns(found: Findings) -> list[Column]:
     if any(group.mode not in ("norm", "none") for group in found.groups):
         measured.append(
             Column(
-                "clip/fraction",
+                keys.CLIP_FRACTION,
                 "clip fraction",
                 "mean share clipped of what the mode clips: the steps, the elements or the units",
                 lambda run: of[run.number].fraction,
@@ -130,7 +131,7 @@ def _columns(found: Findings) -> list[Column]:
         )
     measured += [
         Column(
-            f"grad/norm {name}",
+            f"{keys.GRAD_NORM} {name}",
             f"‖G‖ {name}",
             f"{name} of the gradient norm before clipping",
             lambda run, name=name: of[run.number].norm.get(name),  # type: ignore[misc]
@@ -140,13 +141,13 @@ def _columns(found: Findings) -> list[Column]:
     return [
         *measured,
         Column(
-            "clip/coef",
+            keys.CLIP_COEF,
             "coefficient",
             "mean of ‖G‖ after clipping ÷ before",
             lambda run: of[run.number].coef,
         ),
         Column(
-            "grad/nonfinite",
+            keys.GRAD_NONFINITE,
             "skipped",
             "steps whose gradient was not finite",
             lambda run: of[run.number].skipped,
@@ -162,7 +163,7 @@ def _columns(found: Findings) -> list[Column]:
     ]
 
 
-def _headings(keys: tuple[str, ...], columns: list[Column]) -> Markup:
+def _headings(settings: tuple[str, ...], columns: list[Column]) -> Markup:
     def heading(key: str, title: str, hint: str, class_: str) -> Markup:
         return tag(
             "th",
@@ -176,20 +177,21 @@ def _headings(keys: tuple[str, ...], columns: list[Column]) -> Markup:
     return tag(
         "tr",
         heading("run", "run", "number in the sweep", "key"),
-        *(heading(key, key, f"configuration key {key}", "key") for key in keys),
+        *(heading(key, key, f"configuration key {key}", "key") for key in settings),
         heading("state", "state", "how the run ended", "key"),
         *(heading(column.key, column.title, column.hint, "figure") for column in columns),
     )
 
 
 def _body(
-    found: Findings, group: Group, keys: tuple[str, ...], columns: list[Column], best: bool
+    found: Findings, group: Group, settings: tuple[str, ...], columns: list[Column], best: bool
 ) -> Markup:
     rows = [
-        _row(found, group, run, keys, columns, best and len(group.runs) == 1) for run in group.runs
+        _row(found, group, run, settings, columns, best and len(group.runs) == 1)
+        for run in group.runs
     ]
     if len(group.runs) > 1:
-        rows.insert(0, _mean_row(found, group, keys, columns, best))
+        rows.insert(0, _mean_row(found, group, settings, columns, best))
     return tag("tbody", *rows, data_group=group.index)
 
 
@@ -197,18 +199,18 @@ def _row(
     found: Findings,
     group: Group,
     run: Run,
-    keys: tuple[str, ...],
+    settings: tuple[str, ...],
     columns: list[Column],
     best: bool,
 ) -> Markup:
     number: Markup | str = run.number
     if run.folder is not None and not found.sweep.single:
-        own = "report.html" if (run.folder / "report.html").exists() else ""
+        own = files.PAGE if (run.folder / files.PAGE).exists() else ""
         number = tag("a", run.number, href=f"{quote(run.folder.name)}/{own}")
     return tag(
         "tr",
         tag("th", _swatch(group), number, _star(best), scope="row", data_value=run.number),
-        *(_key_cell(choice(run, key)) for key in keys),
+        *(_key_cell(choice(run, key)) for key in settings),
         _state_cell(run),
         *(_cell(column.value(run), column.text) for column in columns),
         class_="best" if best else None,
@@ -218,7 +220,7 @@ def _row(
 
 
 def _mean_row(
-    found: Findings, group: Group, keys: tuple[str, ...], columns: list[Column], best: bool
+    found: Findings, group: Group, settings: tuple[str, ...], columns: list[Column], best: bool
 ) -> Markup:
     cells = []
     judged = found.judged(group)
@@ -237,7 +239,7 @@ def _mean_row(
     return tag(
         "tr",
         tag("th", _swatch(group), name, _star(best), scope="row", data_value=group.index),
-        *(_key_cell("–" if key == "seed" else choice(group.runs[0], key)) for key in keys),
+        *(_key_cell("–" if key == "seed" else choice(group.runs[0], key)) for key in settings),
         tag("td", "mean ± sd", class_="key", data_value=""),
         *cells,
         class_="mean best" if best else "mean",

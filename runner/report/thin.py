@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.report.rows import Floats
+from runner.report.series import Floats
 
 
 def kept(values: Floats, buckets: int) -> NDArray[np.intp]:

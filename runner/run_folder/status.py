@@ -11,25 +11,12 @@ from typing import Any, Literal
 
 import yaml
 
-from runner.run_folder.rows import encode
+from runner.run_folder import files
+from runner.run_folder.atomic import write_text
+from runner.run_folder.strict_json import write_object
 
 PROGRESS_SECONDS = 1.0
 """Shortest time between two updates of the step in ``status.json``."""
-
-
-def write_text(path: Path, text: str) -> None:
-    """Put text in place at once: a reader sees the old file or the new one, never half of one.
-
-    It is written to a temporary name in the same folder and renamed. It is not forced to the disk;
-    a power cut may lose it, a killed process does not.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 class Record:
@@ -53,7 +40,7 @@ class Record:
             wandb_run_id: None where wandb records nothing.
         """
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-        write_text(self._folder / "config.yaml", text)
+        write_text(self._folder / files.CONFIG, text)
         self._status = {
             "state": "running",
             "exit_code": None,
@@ -77,7 +64,7 @@ class Record:
 
     def summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``: strict JSON, numbers that are not finite as words."""
-        write_text(self._folder / "summary.json", encode(summary, indent=2) + "\n")
+        write_object(self._folder / files.SUMMARY, summary)
 
     def end(
         self,
@@ -108,7 +95,7 @@ class Record:
         self._write_status()
 
     def _write_status(self) -> None:
-        write_text(self._folder / "status.json", encode(self._status, indent=2) + "\n")
+        write_object(self._folder / files.STATUS, self._status)
         self._written = time.monotonic()
 
 

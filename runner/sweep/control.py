@@ -17,9 +17,10 @@ from runner.compose.jobs import Sweep
 from runner.compose.request import Job, Request
 from runner.config.problem import Interrupted, Problem, RequestError
 from runner.launch.page import write_page
+from runner.run_folder import files
 from runner.sweep import live
 from runner.sweep.record import Entry, SweepRecord, changed, now
-from runner.sweep.resume import EARLIER, archive, finished_search, load_status, plan_runs
+from runner.sweep.resume import archive, finished_search, load_status, plan_runs
 from runner.telemetry.sinks.console import print_line
 
 _RELEASED = 8
@@ -104,7 +105,9 @@ def _begin(request: Request, entries: list[Entry], typed: Sequence[str]) -> None
     assert sweep is not None
     settings = request.jobs[0].config.sweep
     if sweep.trials is not None:  # a search learns from its first run on, so it starts afresh
-        begun = [one.name for one in sweep.folder.iterdir() if one.is_dir() and one.name != EARLIER]
+        begun = [
+            one.name for one in sweep.folder.iterdir() if one.is_dir() and one.name != files.EARLIER
+        ]
         archive(sweep.folder, begun)
     archive(sweep.folder, (one.folder for one in entries if one.state == "waiting"))
     record = SweepRecord(

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from runner.config.identity import config_hash
 from runner.launch.page import write_page
+from runner.run_folder import files
 from runner.sweep import live
 from runner.sweep.record import Entry, SweepRecord, changed
 from runner.sweep.resume import load_status
@@ -122,7 +123,7 @@ def _note(sweep: Path, entry: Entry) -> SweepRecord:
 def _page_age(sweep: Path) -> float:
     """Seconds since the page of a sweep was written; infinite where there is none."""
     try:
-        return time.time() - (sweep / "report.html").stat().st_mtime
+        return time.time() - (sweep / files.PAGE).stat().st_mtime
     except FileNotFoundError:
         return math.inf
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from runner.compose.jobs import RECORD
-from runner.run_folder.rows import decode, encode
-from runner.run_folder.status import write_text
+from runner.run_folder import files
+from runner.run_folder.strict_json import decode, write_object
 
 
 @dataclass
@@ -93,20 +92,20 @@ class SweepRecord:
             FileNotFoundError: there is none.
             ValueError: it is no record of a sweep.
         """
-        content: dict[str, Any] = dict(decode((folder / RECORD).read_text(encoding="utf-8")))
+        content = decode((folder / files.SWEEP).read_bytes())
         known = {one.name for one in fields(cls)} - {"entries"}
         listed: Any = content.pop("runs", [])
         try:
-            entries = [Entry(**{**run, "objective": _number(run["objective"])}) for run in listed]
+            entries = [Entry(**run) for run in listed]
             return cls(**{key: content[key] for key in known if key in content}, entries=entries)
         except (TypeError, KeyError) as error:
-            raise ValueError(f"{folder / RECORD} is no record of a sweep: {error}") from None
+            raise ValueError(f"{folder / files.SWEEP} is no record of a sweep: {error}") from None
 
     def write(self, folder: Path) -> None:
         """Put the record in place, as a whole."""
         content = asdict(self)
         content["runs"] = content.pop("entries")
-        write_text(folder / RECORD, encode(content, indent=2) + "\n")
+        write_object(folder / files.SWEEP, content)
 
     def of(self, number: int) -> Entry:
         """The run with a number.
@@ -126,30 +125,15 @@ def changed(folder: Path) -> Iterator[SweepRecord]:
 
     Other processes wait meanwhile, since a launcher may run several jobs at once.
     """
-    with FileLock(folder / f".{RECORD}.lock"):
+    with FileLock(folder / f".{files.SWEEP}.lock"):
         record = SweepRecord.read(folder)
         yield record
         record.write(folder)
 
 
-@contextmanager
-def writes(path: Path) -> Iterator[Path]:
-    """A temporary file that takes the place of ``path`` when the block ends without an error."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def now() -> str:
     """The time, as records give it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)  # float() reads the words of strict JSON too
 
 
 def best(entries: Iterable[Entry], maximizes: bool) -> Entry | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from datetime import datetime
@@ -11,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from runner.compose.request import Request
+from runner.run_folder import files, keys
 from runner.run_folder.objective import objective_of
+from runner.run_folder.strict_json import read_object
 from runner.sweep.record import Entry, SweepRecord
-
-EARLIER = "earlier"
-"""Folder of a sweep that keeps what unfinished runs left before they ran again."""
 
 
 def plan_runs(request: Request) -> list[Entry]:
@@ -75,7 +73,7 @@ def finished_search(folder: Path) -> bool:
 def load_status(entry: Entry, sweep: Path, objective: str) -> None:
     """Take over what a run's own folder says of it; nothing where it says nothing of this run."""
     folder = sweep / entry.folder
-    status = _read(folder / "status.json")
+    status = read_object(folder / files.STATUS)
     if status.get("config_hash") != entry.config_hash:
         return
     entry.state = str(status.get("state"))
@@ -84,9 +82,9 @@ def load_status(entry: Entry, sweep: Path, objective: str) -> None:
     entry.error = error[-1] if error else None
     entry.seconds = _seconds(status)
     if entry.state == "finished":
-        summary = _read(folder / "summary.json")
+        summary = read_object(folder / files.SUMMARY)
         entry.objective = objective_of(summary, objective)
-        entry.clip_ratio = objective_of(summary, "clip/ratio_total")
+        entry.clip_ratio = objective_of(summary, keys.CLIP_RATIO_TOTAL)
 
 
 def archive(sweep: Path, folders: Iterable[str]) -> None:
@@ -95,7 +93,7 @@ def archive(sweep: Path, folders: Iterable[str]) -> None:
         folder = sweep / name
         if not folder.exists():
             continue
-        home = sweep / EARLIER
+        home = sweep / files.EARLIER
         home.mkdir(exist_ok=True)
         free = (home / f"{name.replace('/', '-')}-{k}" for k in count(1))
         folder.rename(next(place for place in free if not place.exists()))
@@ -109,14 +107,6 @@ def _is_hydras(word: str) -> bool:
 def _forget(entry: Entry) -> None:
     entry.state = "waiting"
     entry.exit_code = entry.error = entry.objective = entry.seconds = entry.clip_ratio = None
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _seconds(status: dict[str, Any]) -> float | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from runner.optim.effects import PLAIN, Effect
+from runner.run_folder import keys
 
 FEWEST = 50
 """Steps below which nothing is said about a threshold."""
@@ -82,21 +83,21 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
         setting: how it was clipped.
     """
     found = []
-    steps, skipped = summary["steps"], summary["grad/nonfinite"]
+    steps, skipped = summary["steps"], summary[keys.GRAD_NONFINITE]
     if skipped:
         found.append(_nonfinite(skipped, steps, setting))
-    peak = summary["clip/peak"]
-    lost = not math.isfinite(summary.get("final", {}).get("train/loss", 0.0))
+    peak = summary[keys.CLIP_PEAK]
+    lost = not math.isfinite(summary.get("final", {}).get(keys.TRAIN_LOSS, 0.0))
     if setting.threshold is None or not peak or lost:
         return found
     if steps - skipped < FEWEST:
         return [*found, _few(steps - skipped)]
     if setting.effect.kind == "sign only":
         return [*found, _nothing(setting.effect)]
-    ratio = summary["clip/ratio_total"]
+    ratio = summary[keys.CLIP_RATIO_TOTAL]
     if ratio == 0:
         return [*found, _never(peak, setting)]
-    share = ratio if setting.mode == "norm" else summary["clip/fraction"]
+    share = ratio if setting.mode == "norm" else summary[keys.CLIP_FRACTION]
     if share > MOSTLY:
         found.append(_mostly(share, peak, setting))
     return found

@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from runner.clip import Number, Outcome, transfer
+from runner.run_folder import keys
 from runner.run_folder.rows import Row
 from runner.telemetry.sinks.sink import Sink
 
@@ -129,14 +130,14 @@ class Meter:
         """Figures of the whole run: every step counts, whatever the interval between rows."""
         steps = len(self._norms)
         return {
-            "final": {key: value for key, value in self.last.items() if key != "train/step"},
+            "final": {key: value for key, value in self.last.items() if key != keys.TRAIN_STEP},
             "best": dict(self.best),
-            "grad/norm": _spread(self._norms),
-            "clip/peak": _spread(self._peaks),
-            "clip/ratio_total": self._clipped / steps if steps else 0.0,
-            "clip/fraction": self._fraction / steps if steps else 0.0,
+            keys.GRAD_NORM: _spread(self._norms),
+            keys.CLIP_PEAK: _spread(self._peaks),
+            keys.CLIP_RATIO_TOTAL: self._clipped / steps if steps else 0.0,
+            keys.CLIP_FRACTION: self._fraction / steps if steps else 0.0,
             **self._shares(),
-            "grad/nonfinite": self.nonfinite,
+            keys.GRAD_NONFINITE: self.nonfinite,
             "steps": steps,
             "samples": self.samples,
         }
@@ -155,7 +156,7 @@ class Meter:
         """Share of the steps so far that each threshold of ``what_if`` would have clipped."""
         steps = max(len(self._peaks), 1)
         each = zip(self.what_if, self._above, strict=True)
-        return {f"clip/what_if/{threshold}": above / steps for threshold, above in each}
+        return {keys.what_if(threshold): above / steps for threshold, above in each}
 
     def _take(
         self,
@@ -184,7 +185,7 @@ class Meter:
         window.norm_max = norm if math.isnan(norm) else max(window.norm_max, norm)
         window.seconds += step.seconds
         if loss is not None:
-            self._best("train/loss", loss)
+            self._best(keys.TRAIN_LOSS, loss)
         if step.step % self.interval and newest is None:
             return
         row = self._row(step, loss, outcome)
@@ -198,29 +199,29 @@ class Meter:
             sink.write(row)
 
     def _row(self, step: StepMetrics, loss: float | None, outcome: Outcome) -> Row:
-        window, before = self._window, int(self.last.get("train/samples", 0))
-        row: Row = {"train/step": step.step}
+        window, before = self._window, int(self.last.get(keys.TRAIN_SAMPLES, 0))
+        row: Row = {keys.TRAIN_STEP: step.step}
         if loss is not None:
-            row["train/loss"] = loss
-        row |= {"train/lr": step.lr, "train/samples": step.samples}
+            row[keys.TRAIN_LOSS] = loss
+        row |= {keys.TRAIN_LR: step.lr, keys.TRAIN_SAMPLES: step.samples}
         if step.tokens:
-            row["train/tokens"] = step.tokens
+            row[keys.TRAIN_TOKENS] = step.tokens
         row |= {
-            "grad/norm": float(outcome.norm),
-            "grad/norm_clipped": float(outcome.norm_clipped),
-            "grad/norm_mean": window.norm / window.steps,
-            "grad/norm_max": window.norm_max,
-            "grad/nonfinite": self.nonfinite,
-            "clip/coef": float(outcome.coef),
-            "clip/clipped": int(outcome.clipped),
-            "clip/fraction": float(outcome.fraction),
-            "clip/ratio": window.clipped / window.steps,
-            "clip/ratio_total": self._clipped / len(self._norms),
-            "time/step_s": window.seconds / window.steps,
-            "throughput/samples_per_s": (step.samples - before) / max(window.seconds, 1e-9),
+            keys.GRAD_NORM: float(outcome.norm),
+            keys.GRAD_NORM_CLIPPED: float(outcome.norm_clipped),
+            keys.GRAD_NORM_MEAN: window.norm / window.steps,
+            keys.GRAD_NORM_MAX: window.norm_max,
+            keys.GRAD_NONFINITE: self.nonfinite,
+            keys.CLIP_COEF: float(outcome.coef),
+            keys.CLIP_CLIPPED: int(outcome.clipped),
+            keys.CLIP_FRACTION: float(outcome.fraction),
+            keys.CLIP_RATIO: window.clipped / window.steps,
+            keys.CLIP_RATIO_TOTAL: self._clipped / len(self._norms),
+            keys.TIME_STEP: window.seconds / window.steps,
+            keys.THROUGHPUT: (step.samples - before) / max(window.seconds, 1e-9),
         }
         if not math.isnan(outcome.threshold):
-            row["clip/threshold"] = outcome.threshold
+            row[keys.CLIP_THRESHOLD] = outcome.threshold
         if self.what_if:
             row |= self._shares()
         return row

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.run_folder import keys
 from runner.run_folder.rows import Row
 
 log = logging.getLogger("runner")
@@ -45,8 +46,8 @@ class RunLog:
         if self._first is None:
             self._first = row
             log.info("first row: %s", _values(row))
-        elif any(key.startswith("eval/") for key in row):
-            log.info("evaluation: %s", _values(row, ("train/step", "train/loss", "eval/")))
+        elif any(key.startswith(keys.EVAL) for key in row):
+            log.info("evaluation: %s", _values(row, (keys.TRAIN_STEP, keys.TRAIN_LOSS, keys.EVAL)))
         self._last = row
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
@@ -63,5 +64,5 @@ def _values(row: Row, wanted: tuple[str, ...] = ("",)) -> str:
     """Metrics whose key begins with one of ``wanted``, but for norms of single parameters."""
     shown = {key: value for key, value in row.items() if key.startswith(wanted)}
     return "  ".join(
-        f"{key} {value:.6g}" for key, value in shown.items() if not key.startswith("grad/norm/")
+        f"{key} {value:.6g}" for key, value in shown.items() if not key.startswith(keys.LAYER_NORM)
     )

@@ -14,18 +14,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import default_collate
 
 from runner.booster.loss import BatchError, WindowLoss, targets_of
-from runner.config.folders import find, options
+from runner.config.folders import CONFIG_NAME, find, options
 from runner.config.nearest import nearest_name, or_list
 from runner.config.problem import Problem
 from runner.config.schema import RunConfig
 from runner.data import Data
+from runner.run_folder import keys
 from runner.train.refused import first_line
 
 LOGGED = (
-    *("eval/loss", "train/loss", "train/lr", "train/samples"),
-    *("grad/norm", "grad/norm_clipped", "grad/norm_mean", "grad/norm_max", "grad/nonfinite"),
-    *("clip/coef", "clip/clipped", "clip/fraction", "clip/ratio", "clip/ratio_total"),
-    *("time/step_s", "throughput/samples_per_s", "wall_s"),
+    *(keys.EVAL_LOSS, keys.TRAIN_LOSS, keys.TRAIN_LR, keys.TRAIN_SAMPLES),
+    *(keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED, keys.GRAD_NORM_MEAN, keys.GRAD_NORM_MAX),
+    *(keys.GRAD_NONFINITE, keys.CLIP_COEF, keys.CLIP_CLIPPED, keys.CLIP_FRACTION),
+    *(keys.CLIP_RATIO, keys.CLIP_RATIO_TOTAL, keys.TIME_STEP, keys.THROUGHPUT),
+    keys.WALL_SECONDS,
 )
 """The metrics that every run logs."""
 
@@ -89,14 +91,14 @@ def _objective(
         graded: whether the model's outputs have an accuracy; None if that is not known.
     """
     key, clip = config.sweep.objective, config.clip
-    names = [*LOGGED, *(f"clip/what_if/{threshold}" for threshold in clip.what_if)]
+    names = [*LOGGED, *map(keys.what_if, clip.what_if)]
     if graded is not False:
-        names.insert(1, "eval/accuracy")
+        names.insert(1, keys.EVAL_ACCURACY)
     if clip.threshold is not None:
-        names.append("clip/threshold")
+        names.append(keys.CLIP_THRESHOLD)
     if data.tokens_per_sample is not None:
-        names.append("train/tokens")
-    layers = [f"grad/norm/{name}" for name, _ in model.named_parameters()]
+        names.append(keys.TRAIN_TOKENS)
+    layers = [keys.layer_norm(name) for name, _ in model.named_parameters()]
     if key in names or (config.telemetry.per_layer and key in layers):
         return []
     near = nearest_name(key, names)
@@ -117,7 +119,7 @@ def _what_fits(config: RunConfig) -> Iterator[str]:
             return
         if fitting := dict.fromkeys(_about("data", words) for words in commands):
             yield f"model={option} goes with {or_list(fitting)}"
-    default = re.search(r"- model: (\w+)", (find("conf") / "config.yaml").read_text())
+    default = re.search(r"- model: (\w+)", (find("conf") / f"{CONFIG_NAME}.yaml").read_text())
     usual = "" if default is None else f"model={default[1]}"
     for words in (words for commands in data.values() for words in commands):
         yield f"{_about('data', words)} goes with {_about('model', words) or usual}"

@@ -18,6 +18,7 @@ from runner.config.plural import plural
 from runner.config.schema import RunConfig
 from runner.config.sizes import sizes
 from runner.optim.effects import effect_of
+from runner.run_folder import keys
 from runner.telemetry import guidance
 from runner.telemetry.sinks.console import print_line
 from runner.telemetry.sinks.sink import Sink
@@ -54,7 +55,7 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     setting = guidance.Setting(clip.mode, clip.threshold, clip.nonfinite, effect)
     return summary | {
         "remarks": [asdict(remark) for remark in guidance.remarks(summary, setting)],
-        "wall_s": time.perf_counter() - started,
+        keys.WALL_SECONDS: time.perf_counter() - started,
         "parameters": trainer.parameters,
         "world_size": trainer.plugin.world_size,
         "device": str(trainer.device),
@@ -88,7 +89,7 @@ def _require_objective(trainer: Trainer, key: str) -> None:
 
     def checked() -> dict[str, float]:
         metrics = evaluate()
-        if key.startswith("eval/") and metrics and key not in metrics:
+        if key.startswith(keys.EVAL) and metrics and key not in metrics:
             raise ValueError(f"sweep.objective={key} is not logged; there is {or_list(metrics)}")
         return metrics
 

@@ -24,6 +24,7 @@ from runner.clip.layout import local
 from runner.clip.norms import norms
 from runner.config.duration import Duration
 from runner.data.order import PartitionedBatches
+from runner.run_folder import keys
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.telemetry.sinks.sink import Sink
 from runner.train.progress import Every, Progress, Window, windows
@@ -224,9 +225,9 @@ class Trainer:
         self.model.train()
         if not all_items:
             return {}
-        figures = {"eval/loss": total / all_items}
+        figures = {keys.EVAL_LOSS: total / all_items}
         if graded and not unknown:
-            figures["eval/accuracy"] = correct / graded
+            figures[keys.EVAL_ACCURACY] = correct / graded
         return figures
 
     def _follow_schedules(self) -> None:
@@ -375,7 +376,7 @@ class Trainer:
     def _layer_norms(self) -> dict[str, float]:
         self.optimizer.unscale()
         each = norms(self.optimizer.layout, self.mode.norm_type)
-        return {f"grad/norm/{name}": norm for name, norm in each.items()}
+        return {keys.layer_norm(name): norm for name, norm in each.items()}
 
     def _show(self, number: int, of: int) -> None:
         if not self.probe or self.plugin.rank:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from runner.clip import Outcome
+from runner.run_folder import keys
 
 FLOOR = 1e-3
 """Of the largest element of all tensors: a parameter is not held to less. The gradient of a key's
@@ -163,7 +164,7 @@ class Compared:
             ours, theirs = step.plugin.fraction, step.reference.fraction
             if ours != theirs:
                 yield (
-                    f"clip/fraction of step {step.step} is {ours!r} instead of {theirs!r}: "
+                    f"{keys.CLIP_FRACTION} of step {step.step} is {ours!r} instead of {theirs!r}: "
                     "the counts differ"
                 )
             yield from step.disagreeing

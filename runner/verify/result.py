@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from runner.config.schema import RunConfig
+from runner.run_folder import keys
 from runner.run_folder.rows import Row
 from runner.verify.comparison import Compared, ComparedStep, Naive
 
@@ -46,10 +47,10 @@ def row_of(step: ComparedStep, threshold: float | None) -> Row:
     """One compared step as figures that travel to whoever shows them; NaN where there is none."""
     by_hand = step.naive
     return {
-        "train/step": step.step,
-        "clip/threshold": math.nan if threshold is None else threshold,
-        "grad/norm": step.plugin.norm,
-        "clip/fraction": step.plugin.fraction,
+        keys.TRAIN_STEP: step.step,
+        keys.CLIP_THRESHOLD: math.nan if threshold is None else threshold,
+        keys.GRAD_NORM: step.plugin.norm,
+        keys.CLIP_FRACTION: step.plugin.fraction,
         "verify/norm": step.reference.norm,
         "verify/norm_error": step.norm_error,
         "verify/gradient_error": step.gradient_error,

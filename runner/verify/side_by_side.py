@@ -15,6 +15,7 @@ from torch import Tensor
 from runner.booster import Plugin
 from runner.clip import ClipMode
 from runner.config.schema import RunConfig
+from runner.run_folder import keys
 from runner.run_folder.rows import Row
 from runner.telemetry.sinks.sink import Sink
 from runner.train import build
@@ -200,7 +201,7 @@ class _Losses:
         self.each: list[float] = []
 
     def write(self, row: Row) -> None:
-        self.each.append(float(row["train/loss"]))
+        self.each.append(float(row[keys.TRAIN_LOSS]))
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         pass

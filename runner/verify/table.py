@@ -9,11 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 from runner.config.plural import plural
+from runner.run_folder import keys
 from runner.run_folder.rows import Row
 
 HEAD = (
     f"{'step':>4}  {'‖G‖, one process':>22}  {'‖G‖, plugin':>22}  {'off by':>8}  "
-    f"{'gradient':>8}  {'clip/fraction':>22}  torch.nn.utils alone"
+    f"{'gradient':>8}  {keys.CLIP_FRACTION:>22}  torch.nn.utils alone"
 )
 
 
@@ -35,7 +36,7 @@ class StepLines:
         number = int(row["verify/mode"])
         if number != self._begun:
             self._begun = number
-            threshold = row["clip/threshold"]
+            threshold = row[keys.CLIP_THRESHOLD]
             limit = "" if math.isnan(threshold) else f" clip.threshold={threshold:.6g}"
             self._say("")
             self._say(f"clip={self._modes[number]}{limit}")
@@ -48,7 +49,7 @@ class StepLines:
 
 def step_line(row: Row) -> str:
     """One compared step."""
-    ours, theirs = row["clip/fraction"], row["verify/fraction"]
+    ours, theirs = row[keys.CLIP_FRACTION], row["verify/fraction"]
     fraction = f"{ours:.6g}" if ours == theirs else f"{ours:.6g} not {theirs:.6g}"
     value, error = row["verify/naive"], row["verify/naive_error"]
     if math.isnan(error):
@@ -58,7 +59,7 @@ def step_line(row: Row) -> str:
     else:
         by_hand = f"{value:.6g}, off by {error:.1e}"
     return (
-        f"{row['train/step']:>4}  {row['verify/norm']:>22.15g}  {row['grad/norm']:>22.15g}  "
+        f"{row[keys.TRAIN_STEP]:>4}  {row['verify/norm']:>22.15g}  {row[keys.GRAD_NORM]:>22.15g}  "
         f"{row['verify/norm_error']:>8.1e}  {row['verify/gradient_error']:>8.1e}  "
         f"{fraction:>22}  {by_hand}"
     )

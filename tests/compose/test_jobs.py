@@ -5,6 +5,7 @@ import pytest
 
 from runner.compose.request import request
 from runner.config.problem import RequestError
+from runner.run_folder.earlier import earlier_record
 
 
 @pytest.fixture(autouse=True)
@@ -14,12 +15,12 @@ def outputs(tmp_path, monkeypatch):
 
 
 def sweep(*words):
-    return request(words, multirun=True).sweep
+    return request(words, multirun=True, earlier=earlier_record).sweep
 
 
 def problem(*words, **options):
     with pytest.raises(RequestError) as error:
-        request(words, multirun=True, **options)
+        request(words, multirun=True, earlier=earlier_record, **options)
     [found] = error.value.problems
     return found
 

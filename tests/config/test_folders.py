@@ -3,7 +3,7 @@ import os
 import pytest
 
 from runner.config import folders
-from runner.config.folders import earlier_record, find, obstacle, options, outputs
+from runner.config.folders import find, obstacle, options, outputs
 
 
 def test_the_configuration_and_the_recipes_are_found():
@@ -65,10 +65,3 @@ def test_what_cannot_be_written_is_an_obstacle_for_an_administrator_too():
     from pathlib import Path
 
     assert "/proc" in obstacle(Path("/proc/self/runs/a"))
-
-
-@pytest.mark.parametrize("name", ["status.json", "multirun.yaml", ".hydra"])
-def test_a_record_is_not_written_over(tmp_path, name):
-    assert earlier_record(tmp_path) is None
-    (tmp_path / name).touch()
-    assert name in earlier_record(tmp_path)

@@ -8,8 +8,8 @@ import pytest
 
 from runner.report import read_run
 from runner.report.figures import RunMetrics, diverged_at, figures
-from runner.report.rows import Series
 from runner.report.run import Run
+from runner.report.series import Series
 from tests.report.examples import config, rows, write_run
 
 

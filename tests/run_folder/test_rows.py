@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.run_folder.rows import JsonlSink, Row, decode, encode, follow, read_rows
+from runner.run_folder.rows import JsonlSink, Row, follow, read_rows
+from runner.run_folder.strict_json import decode, encode
 
 
 def _bits(value: float) -> bytes:
@@ -32,7 +33,7 @@ def test_floats_read_back_bit_for_bit(tmp_path: Path) -> None:
     for row in rows:
         sink.write(row)
     sink.close(None, 0)
-    back = read_rows(tmp_path / "metrics.jsonl")
+    back = list(read_rows(tmp_path / "metrics.jsonl"))
     assert [row["train/step"] for row in back] == [row["train/step"] for row in rows]
     assert [_bits(row["grad/norm"]) for row in back] == [_bits(row["grad/norm"]) for row in rows]
 
@@ -65,7 +66,7 @@ def test_every_row_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
     sink = JsonlSink(path)
     for step in range(1, 4):
         sink.write({"train/step": step})
-        assert len(read_rows(path)) == step
+        assert len(list(read_rows(path))) == step
     sink.close(None, 0)
     sink.close(None, 0)
 
@@ -73,20 +74,33 @@ def test_every_row_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"train/step": 1}\n{"train/step": 2, "train/lo')
-    assert read_rows(path) == [{"train/step": 1}]
+    assert list(read_rows(path)) == [{"train/step": 1}]
 
 
-def test_a_broken_complete_line_is_named(tmp_path: Path) -> None:
+def test_lines_that_are_no_row_are_skipped_by_a_reader_and_named_while_following(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"train/step": 1}\n{"train/ste\n{"train/step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
-        read_rows(path)
+    path.write_text('{"train/step": 1}\n{"train/ste\n[2]\n{"train/step": 3}\n')
+    assert list(read_rows(path)) == [{"train/step": 1}, {"train/step": 3}]
+    stopped = threading.Event()
+    stopped.set()
+    rows = follow(path, stopped)
+    assert next(rows) == {"train/step": 1}
+    with pytest.raises(ValueError, match="line 1 column"):
+        next(rows)
+    with pytest.raises(ValueError, match=r"\[2\]"):
+        decode("[2]")
+
+
+def test_a_missing_file_has_no_rows(tmp_path: Path) -> None:
+    assert list(read_rows(tmp_path / "metrics.jsonl")) == []
 
 
 def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.touch()
-    assert read_rows(path) == []
+    assert list(read_rows(path)) == []
 
 
 class _Follower:

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from runner.run_folder import status as module
-from runner.run_folder.status import Record, write_text
+from runner.run_folder.atomic import write_text
+from runner.run_folder.status import Record
 
 CONFIG: dict[str, Any] = {
     "seed": 0,

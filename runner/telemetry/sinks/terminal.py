@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from runner.config.plural import plural
+from runner.run_folder import keys
 from runner.run_folder.rows import Row
 
 REDRAW_SECONDS = 0.1
@@ -99,12 +100,12 @@ class TerminalSink:
 
     def write(self, row: Row) -> None:
         """Show one row, if it is its turn."""
-        step = int(row["train/step"])
-        passed = step - (int(self._last["train/step"]) if self._last else 0)
+        step = int(row[keys.TRAIN_STEP])
+        passed = step - (int(self._last[keys.TRAIN_STEP]) if self._last else 0)
         self._pace.add(row, passed)
         self._clipped.add(row, passed)
         self._last = dict(row)
-        evaluated = {key: value for key, value in row.items() if key.startswith("eval/")}
+        evaluated = {key: value for key, value in row.items() if key.startswith(keys.EVAL)}
         self._eval = evaluated or self._eval
         if self._bar is not None:
             now = time.monotonic()
@@ -120,13 +121,13 @@ class TerminalSink:
             return
         self._closed = True
         if self._bar is not None and self._last is not None:
-            self._draw(self._bar, self._last, int(self._last["train/step"]))
+            self._draw(self._bar, self._last, int(self._last[keys.TRAIN_STEP]))
         if self._bar is not None:
             try:
                 self._bar.close()
             except (OSError, ValueError):
                 self._stream = None
-        elif self._last is not None and self._shown != self._last["train/step"]:
+        elif self._last is not None and self._shown != self._last[keys.TRAIN_STEP]:
             self._print_row(self._last)
         for line in self._farewell(summary, exit_code):
             self._print(line)
@@ -143,7 +144,7 @@ class TerminalSink:
         )
 
     def _draw(self, bar: _Bar, row: Row, step: int) -> None:
-        parts = self._parts({**self._eval, **row}, row.get("clip/ratio_total", math.nan))
+        parts = self._parts({**self._eval, **row}, row.get(keys.CLIP_RATIO_TOTAL, math.nan))
         if self._total:
             parts["step"] = f"{step}/{self._total}"
             parts = {"step": parts.pop("step"), "bar": "|" + " " * NARROWEST_BAR + "|", **parts}
@@ -158,22 +159,22 @@ class TerminalSink:
 
     def _print_row(self, row: Row) -> None:
         self._print("  ".join(self._parts(row, self._clipped.take()).values()))
-        self._shown = int(row["train/step"])
+        self._shown = int(row[keys.TRAIN_STEP])
 
     def _parts(self, row: Row, clipped: float) -> dict[str, str]:
         """What the row has of the values worth a look, in the order in which they are shown."""
-        step = int(row["train/step"])
+        step = int(row[keys.TRAIN_STEP])
         parts = {"step": f"step {step}" + (f"/{self._total}" if self._total else "")}
-        if "train/loss" in row:
-            parts["loss"] = f"loss {_number(row['train/loss'])}"
-        if "grad/norm" in row:
-            parts["norm"] = f"norm {_number(row['grad/norm'])}"
+        if keys.TRAIN_LOSS in row:
+            parts["loss"] = f"loss {_number(row[keys.TRAIN_LOSS])}"
+        if keys.GRAD_NORM in row:
+            parts["norm"] = f"norm {_number(row[keys.GRAD_NORM])}"
         if not math.isnan(clipped):
             parts["clipped"] = f"clipped {_percent(clipped)}"
-        if "eval/loss" in row or "eval/accuracy" in row:
+        if keys.EVAL_LOSS in row or keys.EVAL_ACCURACY in row:
             parts["eval"] = f"eval {_evaluation(row)}"
-        if "throughput/samples_per_s" in row:
-            parts["samples/s"] = f"{_count(row['throughput/samples_per_s'])} samples/s"
+        if keys.THROUGHPUT in row:
+            parts["samples/s"] = f"{_count(row[keys.THROUGHPUT])} samples/s"
         if self._total and self._pace.known:
             left = max(self._total - step, 0)
             parts["eta"] = f"eta {_clock(left * self._pace.seconds_a_step)}"
@@ -181,23 +182,23 @@ class TerminalSink:
 
     def _farewell(self, summary: dict[str, Any] | None, exit_code: int) -> Iterable[str]:
         ended = {0: "finished", 130: "interrupted", 143: "terminated"}.get(exit_code, "failed")
-        steps = (summary or {}).get("steps", self._last and int(self._last["train/step"]))
+        steps = (summary or {}).get("steps", self._last and int(self._last[keys.TRAIN_STEP]))
         if steps is not None:
             early = self._total is not None and steps < self._total
             taken = f"{steps} of {self._total} steps" if early else plural(steps, "step")
             ended += f" after {taken}"
-        if summary is not None and "wall_s" in summary:
-            ended += f" in {summary['wall_s']:.1f} s"
+        if summary is not None and keys.WALL_SECONDS in summary:
+            ended += f" in {summary[keys.WALL_SECONDS]:.1f} s"
         yield f"{self._title}: {ended}"
         if summary is None:
             return
         final = summary.get("final", {})
-        if "eval/loss" in final or "eval/accuracy" in final:
+        if keys.EVAL_LOSS in final or keys.EVAL_ACCURACY in final:
             yield f"eval {_evaluation(final)}  (loss / accuracy)"
-        norm = summary.get("grad/norm", {})
+        norm = summary.get(keys.GRAD_NORM, {})
         spread = [f"{at} {_number(norm[at])}" for at in ("p50", "p90", "p99") if at in norm]
-        if "clip/ratio_total" in summary:
-            spread.append(f"clipped {_percent(summary['clip/ratio_total'])} of the steps")
+        if keys.CLIP_RATIO_TOTAL in summary:
+            spread.append(f"clipped {_percent(summary[keys.CLIP_RATIO_TOTAL])} of the steps")
         if spread:
             yield "  ".join(["gradient norm", *spread])
         for sentence in summary.get("guidance", ()):
@@ -238,7 +239,7 @@ class _Pace:
         self._steps = 0
 
     def add(self, row: Row, steps: int) -> None:
-        seconds = row.get("time/step_s", math.nan)
+        seconds = row.get(keys.TIME_STEP, math.nan)
         if math.isfinite(seconds):
             self._seconds += seconds * steps
             self._steps += steps
@@ -260,7 +261,7 @@ class _Share:
         self._steps = 0
 
     def add(self, row: Row, steps: int) -> None:
-        ratio = row.get("clip/ratio", row.get("clip/clipped", math.nan))
+        ratio = row.get(keys.CLIP_RATIO, row.get(keys.CLIP_CLIPPED, math.nan))
         if math.isfinite(ratio):
             self._clipped += ratio * steps
             self._steps += steps
@@ -284,7 +285,7 @@ def _fitting(parts: dict[str, str], columns: int) -> dict[str, str]:
 
 
 def _evaluation(row: Row) -> str:
-    loss, accuracy = row.get("eval/loss"), row.get("eval/accuracy")
+    loss, accuracy = row.get(keys.EVAL_LOSS), row.get(keys.EVAL_ACCURACY)
     parts = [] if loss is None else [_number(loss)]
     return " / ".join(parts if accuracy is None else [*parts, f"{100 * accuracy:.1f} %"])
 

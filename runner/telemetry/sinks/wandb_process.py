@@ -145,8 +145,8 @@ class Recorder:
             config=request["config"],
             settings=_settings(wandb, request["init_seconds"], request["finish_seconds"]),
         )
-        run.define_metric("train/step")
-        run.define_metric("*", step_metric="train/step")
+        run.define_metric(request["step"])
+        run.define_metric("*", step_metric=request["step"])
         self._complaints.clear()  # from here on they are about sending
         return run
 
@@ -155,7 +155,7 @@ class Recorder:
 
         # wandb's client keeps the id of a run that failed to start; only a new client frees it.
         wandb.teardown()
-        place = Path(self._request["folder"]) / "wandb"
+        place = Path(self._request["record"])
         for begun in place.glob(f"run-*-{self._request['run_id']}"):
             shutil.rmtree(begun, ignore_errors=True)
         why = str(error).strip().splitlines() or [type(error).__name__]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import queue
 import secrets
@@ -17,7 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from runner.run_folder import files, keys
 from runner.run_folder.rows import Row
+from runner.run_folder.strict_json import spelled
 from runner.telemetry.sinks import wandb_process
 from runner.telemetry.sinks.wandb_process import effective_mode
 
@@ -83,6 +84,8 @@ class WandbSink:
             return
         request = {
             "folder": str(folder.absolute()),
+            "record": str(folder.absolute() / files.WANDB),
+            "step": keys.TRAIN_STEP,
             "mode": mode,
             "project": project,
             "group": group,
@@ -167,19 +170,17 @@ class WandbSink:
 
 
 def _flat(summary: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested keys joined by slashes, for wandb shows flat ones.
+    """Yield the items of a nested summary, keys joined by slashes: wandb shows flat ones.
 
-    A number that is not finite becomes its word: as a number wandb makes it null, which would hide
-    that a run diverged.
+    Numbers that are not finite are spelled as strings: wandb would store null, which hides that a
+    run diverged.
     """
     for key, value in summary.items():
         name = f"{above}{key}"
         if isinstance(value, dict):
             yield from _flat(value, f"{name}/")
-        elif isinstance(value, float) and not math.isfinite(value):
-            yield name, "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
         else:
-            yield name, value
+            yield name, spelled(value)
 
 
 def _start() -> subprocess.Popen[str]:

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from runner.run_folder.rows import JsonlSink, Row, decode, read_rows
+from runner.run_folder.rows import JsonlSink, Row, read_rows
+from runner.run_folder.strict_json import decode
 from runner.telemetry.sinks import wandb_sink
 from runner.telemetry.sinks.wandb_process import STUCK_SECONDS
 from runner.telemetry.sinks.wandb_sink import CLOSE_SECONDS, WandbSink, new_run_id
@@ -113,7 +114,7 @@ def test_the_offline_record_holds_what_metrics_jsonl_holds(
     sink.close(SUMMARY, 7)
 
     records = _record(folder, "offline1")
-    _assert_same(_history(records), read_rows(folder / "metrics.jsonl"))
+    _assert_same(_history(records), list(read_rows(folder / "metrics.jsonl")))
     run = _one(records, "run")
     config = run["config"]["update"]
     config.pop("_wandb", None)

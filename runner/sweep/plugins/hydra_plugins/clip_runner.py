@@ -55,12 +55,14 @@ class RecordSweeper(Sweeper):  # type: ignore[misc, unused-ignore]
 
     def sweep(self, arguments: list[str]) -> Any:
         """Called by Hydra; what the jobs returned."""
-        from runner.sweep.record import SweepRecord, writes
+        from runner.run_folder import files
+        from runner.run_folder.atomic import replacing
+        from runner.sweep.record import SweepRecord
 
         assert self.config is not None
         assert self.launcher is not None
         folder = Path(self.config.hydra.sweep.dir)
-        with writes(folder / "multirun.yaml") as temporary:
+        with replacing(folder / files.MULTIRUN) as temporary:
             OmegaConf.save(self.config, temporary)
         entries = SweepRecord.read(folder).entries
         waiting = [(entry.number, entry.words) for entry in entries if entry.state == "waiting"]

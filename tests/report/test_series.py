@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runner.report.rows import layers, read_rows, what_if
+from runner.report.series import layers, read_series, what_if
 
 
 def written(folder: Path, *lines: str) -> Path:
@@ -15,12 +15,12 @@ def written(folder: Path, *lines: str) -> Path:
 
 
 def test_a_missing_or_empty_file_has_no_series(tmp_path: Path) -> None:
-    assert read_rows(tmp_path / "metrics.jsonl") == {}
-    assert read_rows(written(tmp_path, "")) == {}
+    assert read_series(tmp_path / "metrics.jsonl") == {}
+    assert read_series(written(tmp_path, "")) == {}
 
 
 def test_strings_stand_for_numbers_that_are_not_finite(tmp_path: Path) -> None:
-    series = read_rows(
+    series = read_series(
         written(
             tmp_path,
             '{"train/step": 1, "train/loss": 0.5}',
@@ -36,7 +36,7 @@ def test_strings_stand_for_numbers_that_are_not_finite(tmp_path: Path) -> None:
 
 
 def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
-    series = read_rows(
+    series = read_series(
         written(
             tmp_path,
             '{"train/step": 1, "train/loss": 1}',
@@ -54,7 +54,7 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
 def test_rows_written_again_after_a_resume_replace_the_first(tmp_path: Path) -> None:
     steps = [1, 2, 3, 2, 3, 4]
     lines = [f'{{"train/step": {s}, "train/loss": {i}}}' for i, s in enumerate(steps)]
-    loss = read_rows(written(tmp_path, *lines))["train/loss"]
+    loss = read_series(written(tmp_path, *lines))["train/loss"]
     assert loss.steps.tolist() == [1, 2, 3, 4]
     assert loss.values.tolist() == [0, 3, 4, 5]
 
@@ -64,7 +64,7 @@ def test_sparse_keys_keep_their_own_steps(tmp_path: Path) -> None:
         '{"train/step": 1, "train/loss": 1}',
         '{"train/step": 2, "train/loss": 1, "eval/loss": 7, "mine": 3, "other": 4}',
     ]
-    series = read_rows(written(tmp_path, *lines), frozenset({"mine"}))
+    series = read_series(written(tmp_path, *lines), frozenset({"mine"}))
     assert series["eval/loss"].steps.tolist() == [2]
     assert series["mine"].values.tolist() == [3]
     assert "other" not in series
@@ -75,7 +75,9 @@ def test_thresholds_and_layers_are_found_by_their_keys(tmp_path: Path) -> None:
         '{"train/step": 1, "grad/norm": 2, "grad/norm_max": 3, "grad/norm/a.weight": 4, '
         '"clip/what_if/2.0": 0.1, "clip/what_if/0.25": 0.9, "clip/what_if/x": 1}'
     )
-    series = read_rows(written(tmp_path, line, line.replace("0.9", "0.8").replace(": 1,", ": 2,")))
+    series = read_series(
+        written(tmp_path, line, line.replace("0.9", "0.8").replace(": 1,", ": 2,"))
+    )
     assert list(layers(series)) == ["a.weight"]
     assert what_if(series) == {0.25: 0.8, 2.0: 0.1}
     assert list(what_if(series)) == [0.25, 2.0]

@@ -1,0 +1,121 @@
+"""The rows of a run as one series for each key."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.run_folder import keys
+from runner.run_folder.rows import read_rows
+from runner.run_folder.strict_json import number
+
+Floats = NDArray[np.float64]
+
+# Keys that the page shows; the others are not kept.
+KEYS = frozenset(
+    {
+        keys.TRAIN_LOSS,
+        keys.EVAL_LOSS,
+        keys.EVAL_ACCURACY,
+        keys.GRAD_NORM,
+        keys.GRAD_NORM_MAX,
+        keys.GRAD_NONFINITE,
+        keys.CLIP_THRESHOLD,
+        keys.CLIP_COEF,
+        keys.CLIP_CLIPPED,
+        keys.CLIP_RATIO,
+        keys.CLIP_RATIO_TOTAL,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values of one key over steps.
+
+    Attributes:
+        steps: optimizer steps, rising, shape (n,).
+        values: of the same shape; may hold NaN and infinities.
+    """
+
+    steps: Floats
+    values: Floats
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def finite(self) -> Floats:
+        """The finite values alone."""
+        return self.values[np.isfinite(self.values)]
+
+
+EMPTY = Series(np.empty(0), np.empty(0))
+
+
+def read_series(path: Path, extra: frozenset[str] = frozenset()) -> dict[str, Series]:
+    """Read all series of a file of rows; empty if the file is missing.
+
+    Args:
+        path: file to read.
+        extra: keys to keep beyond `KEYS`, the layers' norms and the thresholds of ``clip.what_if``.
+
+    Returns:
+        Series by key. If the file holds a step twice, as after a resume, the later row counts.
+    """
+    wanted = KEYS | extra
+    columns: dict[str, tuple[array[float], array[float]]] = {}
+    for row in read_rows(path):
+        step = number(row.get(keys.TRAIN_STEP))
+        if step is None:
+            continue
+        for key, raw in row.items():
+            if key not in wanted and not key.startswith((keys.WHAT_IF, keys.LAYER_NORM)):
+                continue
+            value = number(raw)
+            if value is None:
+                continue
+            column = columns.get(key)
+            if column is None:
+                column = columns[key] = (array("d"), array("d"))
+            column[0].append(step)
+            column[1].append(value)
+    return {key: _series(*column) for key, column in columns.items()}
+
+
+def by_suffix(series: Mapping[str, Series], prefix: str) -> dict[str, Series]:
+    """The series whose key begins with ``prefix``, by the rest of their key."""
+    return {key[len(prefix) :]: one for key, one in series.items() if key.startswith(prefix)}
+
+
+def what_if(series: Mapping[str, Series]) -> dict[float, float]:
+    """Threshold to share of steps it would have clipped, as last recorded; rising thresholds."""
+    shares: dict[float, float] = {}
+    for text, one in by_suffix(series, keys.WHAT_IF).items():
+        try:
+            threshold = float(text)
+        except ValueError:
+            continue
+        if len(one.finite):
+            shares[threshold] = float(one.finite[-1])
+    return dict(sorted(shares.items()))
+
+
+def layers(series: Mapping[str, Series]) -> dict[str, Series]:
+    """The gradient norm of each parameter, in the order the run recorded them."""
+    return by_suffix(series, keys.LAYER_NORM)
+
+
+def _series(steps: array[float], values: array[float]) -> Series:
+    at = np.frombuffer(steps, dtype=np.float64)
+    of = np.frombuffer(values, dtype=np.float64)
+    if np.all(np.diff(at) > 0):
+        return Series(at, of)
+    # np.unique keeps the first of equals: reversed, that is the row written last.
+    unique, first = np.unique(at[::-1], return_index=True)
+    return Series(unique, of[::-1][first])

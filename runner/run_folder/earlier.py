@@ -1,0 +1,44 @@
+"""Whether a folder already holds the record of another run or sweep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from runner.run_folder import files
+
+
+def earlier_record(folder: Path, request: str | None = None) -> str | None:
+    """Return why a run or a sweep must not be written to ``folder``, or None if it may be.
+
+    Args:
+        folder: folder to write, which may not exist yet.
+        request: hash of a sweep's request, as :func:`runner.config.identity.request_hash` returns
+            it: the folder may hold the record of the same request. None for a run.
+    """
+    if request is not None:
+        return _other_sweep(folder, request)
+    for name in (files.STATUS, files.MULTIRUN, files.HYDRA):
+        if (folder / name).exists():
+            return f"holds the record of an earlier run ({name}); choose another name or remove it"
+    return None
+
+
+def _other_sweep(folder: Path, request: str) -> str | None:
+    record = folder / files.SWEEP
+    try:
+        content = json.loads(record.read_text(encoding="utf-8"))
+        held, command = content.get("request"), " ".join(content.get("words") or ())
+    except FileNotFoundError:
+        # A sweep that ended before it wrote anything leaves its lock files.
+        if not folder.is_dir() or all(one.suffix == ".lock" for one in folder.iterdir()):
+            return None
+        return f"{folder} holds something that is no sweep; choose another sweep.name or remove it"
+    except (OSError, ValueError, AttributeError, TypeError):
+        return f"{record} cannot be read; choose another sweep.name or remove the folder"
+    if held == request:
+        return None
+    return (
+        f"{folder} holds another request ({command or 'of an unknown command'}); "
+        "choose another sweep.name"
+    )

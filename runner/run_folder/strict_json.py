@@ -1,0 +1,84 @@
+"""JSON that any program can read, also where numbers are not finite.
+
+A number that is not finite is written as the string ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``,
+as Protocol Buffers do (https://protobuf.dev/programming-guides/json) and as
+``wandb leet inspect --json`` prints it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from runner.run_folder.atomic import write_text
+
+_NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def encode(value: Any, *, indent: int | None = None) -> str:
+    """Return the JSON text of a JSON-like value. A finite float reads back bit for bit.
+
+    Raises:
+        TypeError: a value inside has no JSON form, such as a tensor or a path.
+    """
+    try:
+        return json.dumps(value, allow_nan=False, indent=indent)
+    except ValueError:
+        return json.dumps(spelled(value), allow_nan=False, indent=indent)
+
+
+def decode(text: str | bytes) -> dict[str, Any]:
+    """Return the object of a JSON text, with the strings of numbers that are not finite as floats.
+
+    Raises:
+        ValueError: the text is not a JSON object.
+    """
+    record = json.loads(text)
+    if not isinstance(record, dict):
+        raise ValueError(f"not a JSON object: {text[:80]!r}")
+    return {key: _floats(value) for key, value in record.items()}
+
+
+def spelled(value: Any) -> Any:
+    """Return ``value`` with each number that is not finite as a string."""
+    match value:
+        case float() if not math.isfinite(value):
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        case dict():
+            return {key: spelled(item) for key, item in value.items()}
+        case list() | tuple():
+            return [spelled(item) for item in value]
+    return value
+
+
+def write_object(path: Path, value: dict[str, Any]) -> None:
+    """Replace ``path`` by the indented JSON text of ``value``."""
+    write_text(path, encode(value, indent=2) + "\n")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if the file is missing or damaged."""
+    try:
+        return decode(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def number(value: object) -> float | None:
+    """Return a number of a record, spelled as a string or not, as a float; None if it is none."""
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        return float(value)
+    return _NONFINITE.get(value) if isinstance(value, str) else None
+
+
+def _floats(value: Any) -> Any:
+    match value:
+        case str():
+            return _NONFINITE.get(value, value)
+        case dict():
+            return {key: _floats(item) for key, item in value.items()}
+        case list():
+            return [_floats(item) for item in value]
+    return value

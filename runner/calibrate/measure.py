@@ -40,7 +40,7 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     tally = mode.tally = Tally(warm_up(end.value, config.calibrate.warmup_steps))
     trainer = make_trainer(config, sinks, mode=mode, max_duration=end, evaluates=False)
     trainer.fit()
-    meter = trainer.meter
+    meter = trainer.state.meter
     counts, total = tally.gather(trainer.optimizer.layout)
     parts = {"counts": counts, "total": total, "lowest": LOWEST, "highest": HIGHEST}
     return {

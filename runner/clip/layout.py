@@ -322,11 +322,23 @@ class Layout:
         """
         if self.group is None:
             return [[figure] for figure in figures]
-        row = transfer.on_device(figures, self.device)
+        columns = self.rows_of_ranks(transfer.on_device(figures, self.device)).T
+        return columns.tolist() if transfer.can_read(columns.device) else [list(c) for c in columns]
+
+    def rows_of_ranks(self, row: Tensor) -> Tensor:
+        """Gather a vector of each rank; no collective where this rank holds the whole model.
+
+        Args:
+            row: this rank's values [values], of the same length on every rank.
+
+        Returns:
+            The values of all ranks, [ranks, values], the same bits on every rank.
+        """
+        if self.group is None:
+            return row.unsqueeze(0)
         rows = [torch.empty_like(row) for _ in range(self.group.size())]
         dist.all_gather(rows, row, group=self.group)
-        columns = torch.stack(rows, dim=1)
-        return columns.tolist() if transfer.can_read(columns.device) else [list(c) for c in columns]
+        return torch.stack(rows)
 
     def matching(self, pattern: str, option: str) -> list[str]:
         """Names that match the glob ``pattern``.

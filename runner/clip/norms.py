@@ -74,20 +74,46 @@ def local_power(layout: Layout, norm_type: float) -> Number:
 
 
 def norms(layout: Layout, norm_type: float = 2.0) -> dict[str, float]:
-    """The norm of each parameter's gradient alone, on the host; one collective for all of them."""
+    """Return the norm of each parameter's gradient, on the host; one collective for all of them."""
+    shares = parameter_powers(layout, norm_type).unsqueeze(0)
+    [each] = parameter_norms(layout, shares, norm_type).tolist()
+    return dict(zip(layout.names, each, strict=True))
+
+
+def parameter_powers(layout: Layout, norm_type: float = 2.0) -> Tensor:
+    """Compute this rank's share of Σ|g|^p (max|g| for inf) of each parameter's gradient.
+
+    There is no collective, and the host does not wait for an accelerator.
+
+    Returns:
+        One value for each of ``layout.names``, in the widest type of the device: 0 where this rank
+        has no gradient of the parameter.
+    """
     shards, gradients = layout.gradients()
-    powers = power_sums(gradients, norm_type)
-    highest = math.isinf(norm_type)
-    here: dict[str, Number] = dict.fromkeys(layout.names, 0.0)
-    for shard, power in zip(shards, powers, strict=True):
-        share = power if highest else power / shard.num_replicas
-        # A tied parameter may lie here twice.
-        here[shard.name] = combine([here[shard.name], share], math.inf if highest else 1.0)
-    columns = layout.gather(list(here.values()))
-    # All of an accelerator's in one transfer.
-    table = torch.stack([transfer.on_device(column, layout.device) for column in columns]).tolist()
-    each = zip(here, table, strict=True)
-    return {name: float(combine(column, norm_type)) for name, column in each}
+    index = {name: i for i, name in enumerate(layout.names)}
+    powers = transfer.on_device(power_sums(gradients, norm_type), layout.device)
+    at = transfer.on_device([index[shard.name] for shard in shards], layout.device).long()
+    shares = powers.new_zeros(len(index))
+    # A tied parameter may lie on this rank twice.
+    if math.isinf(norm_type):
+        return shares.scatter_reduce_(0, at, powers, "amax")
+    replicas = transfer.on_device([shard.num_replicas for shard in shards], layout.device)
+    return shares.index_add_(0, at, powers / replicas)
+
+
+def parameter_norms(layout: Layout, shares: Tensor, norm_type: float = 2.0) -> Tensor:
+    """Combine the ranks' shares of parameter norms; one collective where a layout spans ranks.
+
+    Args:
+        layout: layout that the shares were measured on.
+        shares: results of :func:`parameter_powers` of several steps, [steps, parameters].
+        norm_type: p of the norm.
+
+    Returns:
+        The norm of each parameter's gradient in each step, [steps, parameters], on the device.
+    """
+    every = layout.rows_of_ranks(shares.flatten()).view(-1, *shares.shape)
+    return every.amax(0) if math.isinf(norm_type) else every.sum(0) ** (1.0 / norm_type)
 
 
 def power_sums(gradients: Sequence[Tensor], norm_type: float) -> list[Number]:

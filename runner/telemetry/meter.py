@@ -1,39 +1,42 @@
-"""What is measured in each step, kept where it was computed, and turned into rows in bulk.
+"""Metrics of each step, kept on the device and written as rows in batches.
 
-A step leaves its figures here as they are: floats on a CPU, 0-dimensional tensors on an
-accelerator, which is never waited for in between. Every ``flush`` steps they travel to the host in
-one transfer, are turned into rows (one every ``interval`` steps), and go to every sink alike.
+A step leaves its metrics here as floats on a CPU, and as tensors on an accelerator, for which the
+host does not wait. Every ``flush_every`` steps they travel to the host in one transfer and become
+rows (one every ``interval`` steps), the same for every sink.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from runner.clip import Number, Outcome, transfer
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
+from runner.telemetry.layer_norms import LayerNorms
 from runner.telemetry.sinks.sink import Sink
 
 
 class StepMetrics(NamedTuple):
-    """The figures of one optimizer step.
+    """Metrics of one optimizer step.
 
     Attributes:
-        step: its number, from 1.
-        loss: this rank's share of the window's loss; the mean over data ranks is the loss.
+        step: number of the step, from 1.
+        loss: this rank's share of the window's loss; the mean over data-parallel ranks is the loss.
         outcome: what clipping did.
-        lr: learning rate that the step was taken with.
-        samples: read so far, over all ranks.
-        tokens: read so far, over all ranks; 0 where there are none.
+        lr: learning rate of the step.
+        samples: samples read so far, over all ranks.
+        tokens: tokens read so far, over all ranks; 0 for data without tokens.
         seconds: wall time of the step.
-        extra: further figures for this step's row (already on the host).
+        layers: result of :meth:`LayerNorms.share`, for a step whose row logs layer norms.
     """
 
     step: int
@@ -43,7 +46,7 @@ class StepMetrics(NamedTuple):
     samples: int
     tokens: int
     seconds: float
-    extra: Mapping[str, float]
+    layers: Tensor | None = None
 
 
 @dataclass
@@ -59,16 +62,17 @@ class LogWindow:
 
 @dataclass
 class Meter:
-    """Collects steps, writes rows, and keeps what the summary needs of every step.
+    """Collects the metrics of steps, writes rows, and keeps what the summary of a run needs.
 
     Args:
-        sinks: where rows go; none on ranks other than the first.
+        sinks: where rows go; empty on all ranks but the first.
         interval: steps between rows.
         flush_every: steps between transfers to the host.
-        mean_over_data: mean of host figures over the data-parallel ranks, where there are several.
-            All ranks flush at the same steps, so this is one collective a flush.
-        what_if: thresholds to count the steps of that each would have clipped, had the run gone the
-            same way: those whose ``Outcome.peak`` is above it.
+        mean_over_data: averages values of the host over the data-parallel ranks; None where there
+            is one. All ranks flush at the same steps, so this is one collective a flush.
+        what_if: further thresholds: the share of steps whose ``Outcome.peak`` is above each one.
+            It would have clipped these steps if the run had gone the same way.
+        layers: measures the layer norms that rows log, if they do.
     """
 
     sinks: Sequence[Sink] = ()
@@ -76,8 +80,8 @@ class Meter:
     flush_every: int = 50
     mean_over_data: Callable[[list[float]], list[float]] | None = None
     what_if: Sequence[float] = ()
+    layers: LayerNorms | None = None
     nonfinite: int = 0
-    samples: int = 0
     last: Row = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     _pending: list[StepMetrics] = field(default_factory=list)
@@ -86,17 +90,20 @@ class Meter:
     _peaks: array[float] = field(default_factory=lambda: array("d"))
     _clipped: float = 0.0
     _fraction: float = 0.0
-    _above: list[int] = field(default_factory=list)
+    _above: dict[float, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.what_if = tuple(dict.fromkeys(map(float, self.what_if)))
-        self._above = [0] * len(self.what_if)
+        self._above = dict.fromkeys(map(float, self.what_if), 0)
+
+    def row_due(self, step: int) -> bool:
+        """Return whether ``step`` gets a row even without an evaluation."""
+        return step % self.interval == 0
 
     def push(self, step: StepMetrics, evaluation: Mapping[str, float] | None = None) -> None:
-        """Take a step's figures; they leave for the host with the next flush.
+        """Take the metrics of a step. They move to the host with the next flush.
 
         Args:
-            step: the figures.
+            step: metrics of the step.
             evaluation: further keys for this step, which then gets a row at once, whatever the
                 interval. Empty at the end of a run that evaluates nothing.
         """
@@ -105,17 +112,21 @@ class Meter:
             self.flush(evaluation)
 
     def flush(self, last: Mapping[str, float] | None = None, together: bool = True) -> None:
-        """Bring all pending figures to the host and write their rows.
+        """Move all pending metrics to the host and write their rows.
 
         Args:
             last: further keys for the newest step, see :meth:`push`.
-            together: whether the other ranks flush too. When a run breaks off they do not, and the
-                loss, which is theirs as well, is left out where there are several.
+            together: whether the other ranks flush too. They do not when a run breaks off; metrics
+                that need several ranks (the loss, norms of sharded layers) are then left out.
         """
         pending = self._pending
         if not pending:
             return
-        figures = _on_host([(step.loss, *step.outcome[:6]) for step in pending])
+        shares = [step.layers for step in pending if step.layers is not None]
+        norms = None
+        if self.layers is not None and shares and (together or not self.layers.spans_ranks):
+            norms = self.layers.over_ranks(shares)
+        figures, layers = _on_host([(step.loss, *step.outcome[:6]) for step in pending], norms)
         losses: list[float] | list[None] = [row[0] for row in figures]
         if self.mean_over_data is not None:
             alone = [None] * len(pending)
@@ -124,10 +135,11 @@ class Meter:
         for i, (step, loss, row) in enumerate(zip(pending, losses, figures, strict=True)):
             newest = last if last is not None and i == len(pending) - 1 else None
             outcome = Outcome._make((*row[1:], step.outcome.threshold))
-            self._take(step, loss, outcome, newest)
+            each = next(layers, None) if step.layers is not None else None
+            self._take(step, loss, outcome, each, newest)
 
     def summary(self) -> dict[str, Any]:
-        """Figures of the whole run: every step counts, whatever the interval between rows."""
+        """Return the metrics of the whole run: every step counts, whatever the interval."""
         steps = len(self._norms)
         return {
             "final": {key: value for key, value in self.last.items() if key != keys.TRAIN_STEP},
@@ -139,8 +151,35 @@ class Meter:
             **self._shares(),
             keys.GRAD_NONFINITE: self.nonfinite,
             "steps": steps,
-            "samples": self.samples,
+            "samples": self.last.get(keys.TRAIN_SAMPLES, 0),
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that later rows and the summary depend on.
+
+        Pending metrics are flushed first, so all ranks have to call this after the same step.
+        """
+        self.flush()
+        return {
+            "last": dict(self.last),
+            "best": dict(self.best),
+            "window": asdict(self._window),
+            "norms": torch.from_numpy(np.array(self._norms)),
+            "peaks": torch.from_numpy(np.array(self._peaks)),
+            "clipped": self._clipped,
+            "fraction": self._fraction,
+            "nonfinite": self.nonfinite,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that :meth:`state_dict` returned."""
+        self.last, self.best = dict(state["last"]), dict(state["best"])
+        self._window = LogWindow(**state["window"])
+        self._norms = array("d", state["norms"].tolist())
+        self._peaks = array("d", state["peaks"].tolist())
+        self._clipped, self._fraction = state["clipped"], state["fraction"]
+        self.nonfinite = state["nonfinite"]
+        self._above = {t: sum(peak > t for peak in self._peaks) for t in self._above}
 
     @property
     def norms(self) -> list[float]:
@@ -155,14 +194,14 @@ class Meter:
     def _shares(self) -> dict[str, float]:
         """Share of the steps so far that each threshold of ``what_if`` would have clipped."""
         steps = max(len(self._peaks), 1)
-        each = zip(self.what_if, self._above, strict=True)
-        return {keys.what_if(threshold): above / steps for threshold, above in each}
+        return {keys.what_if(t): above / steps for t, above in self._above.items()}
 
     def _take(
         self,
         step: StepMetrics,
         loss: float | None,
         outcome: Outcome,
+        layers: list[float] | None,
         newest: Mapping[str, float] | None,
     ) -> None:
         if not math.isfinite(outcome.norm):
@@ -173,11 +212,10 @@ class Meter:
         self._norms.append(norm)
         peak = float(outcome.peak)
         self._peaks.append(peak)
-        for i, threshold in enumerate(self.what_if):
-            self._above[i] += peak > threshold
+        for threshold in self._above:
+            self._above[threshold] += peak > threshold
         self._clipped += clipped
         self._fraction += float(outcome.fraction)
-        self.samples = step.samples
         window = self._window
         window.steps += 1
         window.clipped += clipped
@@ -186,12 +224,13 @@ class Meter:
         window.seconds += step.seconds
         if loss is not None:
             self._best(keys.TRAIN_LOSS, loss)
-        if step.step % self.interval and newest is None:
+        if newest is None and not self.row_due(step.step):
             return
         row = self._row(step, loss, outcome)
-        row.update(step.extra)
-        row.update(newest or {})
+        if self.layers is not None and layers is not None:
+            row.update(zip(self.layers.keys, layers, strict=True))
         for key, value in (newest or {}).items():
+            row[key] = value
             self._best(key, value)
         self.last |= row
         self._window = LogWindow()
@@ -222,12 +261,11 @@ class Meter:
         }
         if not math.isnan(outcome.threshold):
             row[keys.CLIP_THRESHOLD] = outcome.threshold
-        if self.what_if:
-            row |= self._shares()
+        row |= self._shares()
         return row
 
     def _best(self, key: str, value: float) -> None:
-        """Lowest loss, highest accuracy."""
+        """Keep the lowest loss and the highest accuracy."""
         known = self.best.get(key)
         if math.isnan(value):
             return
@@ -235,9 +273,9 @@ class Meter:
         self.best[key] = value if known is None else better(known, value)
 
 
-def _spread(figures: array[float]) -> dict[str, float]:
-    """Percentiles, largest and mean of the finite ones; empty where there is none."""
-    every = np.asarray(figures, dtype=np.float64)
+def _spread(values: array[float]) -> dict[str, float]:
+    """Return percentiles, maximum and mean of the finite values; nothing if there are none."""
+    every = np.asarray(values, dtype=np.float64)
     finite = every[np.isfinite(every)]
     if not finite.size:
         return {}
@@ -246,10 +284,15 @@ def _spread(figures: array[float]) -> dict[str, float]:
     return spread | {"max": float(finite.max()), "mean": float(finite.mean())}
 
 
-def _on_host(rows: list[tuple[Number, ...]]) -> list[list[float]]:
-    """All figures as floats; those of an accelerator in one transfer."""
-    away = [f for row in rows for f in row if isinstance(f, Tensor)]
-    if not away:
-        return [[float(figure) for figure in row] for row in rows]
-    here = iter(transfer.on_device(away, away[0].device).tolist())
-    return [[next(here) if isinstance(f, Tensor) else float(f) for f in row] for row in rows]
+def _on_host(
+    rows: list[tuple[Number, ...]], layers: Tensor | None
+) -> tuple[list[list[float]], Iterator[list[float]]]:
+    """Return rows of metrics and rows of layer norms as floats, in one transfer."""
+    away = [value for row in rows for value in row if isinstance(value, Tensor)]
+    parts = [transfer.on_device(away, away[0].device)] if away else []
+    if layers is not None:
+        parts.append(layers.flatten())
+    values = iter(torch.cat(parts).tolist() if parts else [])
+    metrics = [[next(values) if isinstance(f, Tensor) else float(f) for f in row] for row in rows]
+    norms = [] if layers is None else [list(islice(values, len(row))) for row in layers]
+    return metrics, iter(norms)

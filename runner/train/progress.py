@@ -1,61 +1,60 @@
-"""How far a run has come, and when it ends."""
+"""How far a run has come, and how many steps a duration takes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from runner.config.duration import Duration
 
 
-@dataclass
-class Progress:
-    """Counts since the start of a run, over all data-parallel ranks.
+class Progress(NamedTuple):
+    """Counts since the start of a run, and the position in the data.
 
     Attributes:
-        epoch: passes over the data that are complete.
-        step: optimizer steps, skipped ones included.
-        samples: samples read.
-        tokens: tokens read that were not ignored.
+        epoch: complete passes over the data.
+        batch: microbatches that each rank has read in the current epoch.
+        step: optimizer steps, including skipped ones.
+        samples: samples read by all data-parallel ranks.
+        tokens: tokens read by all data-parallel ranks, without ignored ones.
     """
 
     epoch: int = 0
+    batch: int = 0
     step: int = 0
     samples: int = 0
     tokens: int = 0
 
-    def advance(self, samples: int, tokens: int, end_of_epoch: bool) -> None:
-        """Count one optimizer step."""
-        self.step += 1
-        self.samples += samples
-        self.tokens += tokens
-        self.epoch += end_of_epoch
+    def after(self, batches: int, samples: int, tokens: int, end_of_epoch: bool) -> Progress:
+        """Return the counts after one more optimizer step.
+
+        Args:
+            batches: microbatches that each rank reads in the step.
+            samples: samples that all ranks read.
+            tokens: tokens that all ranks read.
+            end_of_epoch: whether the step reads the last microbatch of the epoch.
+        """
+        return Progress(
+            self.epoch + end_of_epoch,
+            0 if end_of_epoch else self.batch + batches,
+            self.step + 1,
+            self.samples + samples,
+            self.tokens + tokens,
+        )
 
     def of(self, unit: str) -> int:
-        """The count that durations of ``unit`` are measured by."""
+        """Return the count that durations of ``unit`` are measured by."""
         counts = {"ep": self.epoch, "ba": self.step, "sp": self.samples, "tok": self.tokens}
         return counts[unit]
 
     def reached(self, duration: Duration) -> bool:
-        """Whether ``duration`` has passed since the start."""
+        """Return whether ``duration`` has passed since the start of the run."""
         return self.of(duration.unit) >= duration.value
 
-
-class Every:
-    """Says when another ``interval`` has passed."""
-
-    def __init__(self, interval: Duration) -> None:
-        self.interval = interval
-        self._seen = 0
-
-    def due(self, progress: Progress) -> bool:
-        """Whether an interval has ended since the last call."""
-        passed = progress.of(self.interval.unit) // self.interval.value
-        due, self._seen = passed > self._seen, passed
-        return due
+    def completed(self, interval: Duration, since: Progress) -> bool:
+        """Return whether an interval has ended after ``since``; intervals begin at the start."""
+        unit, length = interval.unit, interval.value
+        return self.of(unit) // length > since.of(unit) // length
 
 
 def total_steps(
@@ -64,13 +63,13 @@ def total_steps(
     samples_per_step: int,
     tokens_per_sample: int | None = None,
 ) -> int | None:
-    """Optimizer steps that ``duration`` takes; the last step of an epoch may be a short one.
+    """Return the number of optimizer steps in ``duration``; the last of an epoch may be short.
 
     Args:
-        duration: of the run.
-        samples_per_epoch: samples of one pass.
-        samples_per_step: microbatch x data-parallel ranks x microbatches of a window.
-        tokens_per_sample: for durations in tokens.
+        duration: duration to count.
+        samples_per_epoch: number of samples in one pass.
+        samples_per_step: microbatch size x data-parallel ranks x microbatches of a window.
+        tokens_per_sample: number of tokens of a sample; None for data without tokens.
 
     Returns:
         The number, or None for a duration in tokens of data that has none. Where tokens are ignored
@@ -92,42 +91,16 @@ def total_steps(
 
 
 def steps_between_lines(evaluation: int | None, least: int) -> int:
-    """Steps between printed lines such that every evaluation falls on a line: one rhythm.
+    """Return how many steps lie between printed lines, so that every evaluation gets a line.
 
     Args:
-        evaluation: steps between evaluations; None if that is not known.
-        least: about how many steps lie between lines.
+        evaluation: steps between evaluations; None if unknown.
+        least: desired number of steps between lines.
 
     Returns:
-        An even part of ``evaluation`` near ``least``, rounded up; all of it where that is less.
+        The quotient of ``evaluation`` and a whole number that is nearest to ``least``, rounded up;
+        ``evaluation`` itself if that is smaller.
     """
     if evaluation is None:
         return least
     return math.ceil(evaluation / max(1, round(evaluation / least)))
-
-
-class Window(NamedTuple):
-    """The microbatches of one optimizer step.
-
-    Attributes:
-        first: number of its first microbatch in the epoch.
-        batches: up to ``accumulation.steps`` of them; fewer at the end of an epoch.
-        last: whether the epoch ends with it.
-    """
-
-    first: int
-    batches: list[Any]
-    last: bool
-
-
-def windows(loader: Any, steps: int) -> Iterator[Window]:
-    """The windows of one pass over ``loader``.
-
-    One window is read ahead, so that the last one is known without asking a loader for its length.
-    """
-    batches = iter(loader)
-    first, upcoming = 0, list(islice(batches, steps))
-    while upcoming:
-        now, upcoming = upcoming, list(islice(batches, steps))
-        yield Window(first, now, last=not upcoming)
-        first += len(now)

@@ -119,7 +119,7 @@ class _Side:
     def compare(self, sinks: Sequence[Sink]) -> list[Compared]:
         """Train both sides; on the first rank the comparison, on the others nothing."""
         trainer, first = self.trainer, self.plugin.rank == 0
-        mode = trainer.mode
+        mode = trainer.state.mode
         if self.derived:
             probe = Reference(self.config, self.dealt, self._mode(), self.device) if first else None
             mode.threshold = watch.from_first(probe.peak() * BINDS if probe is not None else None)
@@ -135,7 +135,7 @@ class _Side:
             for sink in sinks:
                 sink.write(row_of(self.steps[-1], mode.threshold))
 
-        trainer.mode = watch.Watched(mode, trainer, seen)
+        trainer.state.mode = watch.Watched(mode, trainer, seen)
         trainer.fit()
         drifted = watch.drifted(trainer.optimizer.layout)
         placed = watch.placements(trainer.optimizer.layout)

@@ -119,7 +119,7 @@ def test_counting_changes_no_gradient():
 
 def counted(plugin: str | None, mode: str) -> tuple[list[float], float]:
     made = trainer(Case("tied", mode, steps=3), plugin)
-    tally = made.mode.tally = Tally(skip=1)
+    tally = made.state.mode.tally = Tally(skip=1)
     made.fit()
     return tally.gather(made.optimizer.layout)
 

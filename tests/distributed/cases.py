@@ -183,7 +183,7 @@ def train(case: Case, plugin: str | None = None, **options: Any) -> dict[str, An
     step = made.optimizer.step
 
     def keep() -> bool:
-        if made.progress.step in (0, case.steps - 1):
+        if made.state.progress.step in (0, case.steps - 1):
             gradients.append(gathered(model, renamed, lambda p: p.grad))
         return step()
 

@@ -166,7 +166,7 @@ def poisoned_steps(
         criterion=criterion,
         nonfinite=nonfinite,
     )
-    made.schedulers = [torch.optim.lr_scheduler.ExponentialLR(made.optimizer.unwrap(), 0.7)]
+    made.state.schedulers = [torch.optim.lr_scheduler.ExponentialLR(made.optimizer.unwrap(), 0.7)]
     made.train_dataloader.dataset.targets[7] = BAD
     error = None
     try:

@@ -343,7 +343,7 @@ def test_the_metrics_of_a_real_run_are_read():
     found = Trainer(model, loader, "10ep", [GradientClipping("norm", 1e-3)]).fit()
     [said] = texts(found, Setting("norm", 1e-3))
     assert "100 % of the steps" in said
-    assert texts(Trainer(model, []).meter.summary(), Setting("norm", 1.0)) == []
+    assert texts(Trainer(model, []).state.meter.summary(), Setting("norm", 1.0)) == []
 
 
 def test_a_share_never_reads_as_none_or_all_unless_it_is():

@@ -17,7 +17,7 @@ class Rows(list):
 
 
 def step(number, outcome, loss=1.0):
-    return StepMetrics(number, loss, outcome, 0.1, 8 * number, 0, 0.5, {})
+    return StepMetrics(number, loss, outcome, 0.1, 8 * number, 0, 0.5)
 
 
 def test_figures_in_tensors_and_on_the_host_make_the_same_rows():

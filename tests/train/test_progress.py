@@ -3,7 +3,8 @@ import math
 import pytest
 
 from runner.config.duration import Duration
-from runner.train.progress import Every, Progress, total_steps, windows
+from runner.train.progress import Progress, total_steps
+from runner.train.windows import Windows
 
 
 @pytest.mark.parametrize(
@@ -26,20 +27,30 @@ def test_total_steps_agrees_with_counting():
             for k in range(math.ceil(77 / 32)):
                 if at.reached(duration):
                     break
-                at.advance(min(32, 77 - 32 * k), 0, end_of_epoch=k == 2)
+                at = at.after(1, min(32, 77 - 32 * k), 0, end_of_epoch=k == 2)
         assert at.step == total_steps(duration, 77, 32)
+
+
+def windows(loader, steps):
+    return list(Windows(loader, steps).epoch(0))
 
 
 def test_windows():
     got = [(w.first, w.batches, w.last) for w in windows("abcde", 2)]
     assert got == [(0, ["a", "b"], False), (2, ["c", "d"], False), (4, ["e"], True)]
     assert [w.last for w in windows("abcd", 2)] == [False, True]
-    assert list(windows([], 2)) == []
+    assert windows([], 2) == []
 
 
-def test_every():
-    every, at, due = Every(Duration.parse("10sp")), Progress(), []
+def test_an_interval_is_completed_once():
+    interval, at, completed = Duration.parse("10sp"), Progress(), []
     for _ in range(8):
-        at.advance(4, 0, end_of_epoch=False)
-        due.append(every.due(at))
-    assert due == [False, False, True, False, True, False, False, True]
+        before, at = at, at.after(1, 4, 0, end_of_epoch=False)
+        completed.append(at.completed(interval, before))
+    assert completed == [False, False, True, False, True, False, False, True]
+
+
+def test_the_position_in_the_data_counts_microbatches_within_an_epoch():
+    at = Progress().after(3, 24, 0, False).after(3, 24, 0, False)
+    assert (at.epoch, at.batch, at.step) == (0, 6, 2)
+    assert at.after(1, 8, 0, True) == Progress(epoch=1, batch=0, step=3, samples=56)

@@ -207,7 +207,7 @@ def test_rows_before_a_collective_that_fails_are_written():
     rows = Rows()
     model, loader = parts()
     trainer = Trainer(model, loader, "1ep", sinks=[rows], log_flush=3)
-    trainer.meter.mean_over_data = lost
+    trainer.state.meter.mean_over_data = lost
     with pytest.raises(RuntimeError, match="peer is gone"):
         trainer.fit()
     assert [row["train/step"] for row in rows.rows] == [1, 2, 3]

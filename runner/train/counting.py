@@ -1,0 +1,103 @@
+"""What the microbatches of a window hold, on all data-parallel ranks."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data.distributed import DistributedSampler
+
+from runner.booster import Plugin
+from runner.booster.loss import Count, WindowLoss
+from runner.booster.plugin.base import SHARD_BY_HAND
+from runner.data.order import PartitionedBatches
+from runner.train.windows import Window, Windows
+
+
+class WindowCount(NamedTuple):
+    """What one window holds.
+
+    Attributes:
+        items: number of items of each microbatch on this rank; None where this rank has no sample.
+        total: items, samples and tokens of the whole window, over all ranks.
+    """
+
+    items: list[float | None]
+    total: Count
+
+
+def count(
+    window: Window, windows: Windows, loss: WindowLoss, plugin: Plugin, first: bool
+) -> WindowCount:
+    """Count a window on the host, before its microbatches move to the device.
+
+    The loss of the first microbatch is divided by the items of the whole window. There is one
+    collective of host memory where several data-parallel ranks read.
+
+    Args:
+        window: microbatches of this rank.
+        windows: where ``window`` was read.
+        loss: knows what an item is.
+        plugin: how many ranks read, and which one this is.
+        first: whether this is the first window of a run: it is checked that ranks read different
+            samples.
+
+    Raises:
+        ValueError: all ranks read the same samples, or the data of some ranks has ended.
+    """
+    items: list[float | None] = []
+    total, samples, tokens = 0.0, 0, 0
+    for number, batch in enumerate(window.batches, window.first):
+        if windows.weightless(number):
+            items.append(None)
+            continue
+        here, read, seen = loss.items(batch)
+        items.append(here)
+        total, samples, tokens = total + here, samples + read, tokens + seen
+    size, length = plugin.data_size, len(window.batches)
+    if size == 1:
+        return WindowCount(items, Count(total, samples, tokens))
+    mark = _mark(window.batches[0]) if first and not _is_partitioned(windows.loader) else 0
+    mine = [total, samples, tokens, window.last, length, length**2, mark, mark**2]
+    all_items, *others = plugin.sum_over_data(mine)
+    all_samples, all_tokens, ended, *sums = map(int, others)
+    lengths, squared_lengths, marks, squared_marks = sums
+    if mark and squared_marks * size == marks**2:  # All marks are the same.
+        raise ValueError(
+            f"all {size} data-parallel ranks read the same first batch, so every sample counts "
+            "that many times: make the loader by plugin.prepare_dataloader, or give it a "
+            f"DistributedSampler. For an IterableDataset: {SHARD_BY_HAND}"
+        )
+    # A last window can have fewer batches here than on another rank.
+    if 0 < ended < size or squared_lengths * size != lengths**2:
+        raise ValueError(
+            f"the data of some of the {size} data-parallel ranks has ended before that of the "
+            "others: make the loader by plugin.prepare_dataloader, or let an "
+            "IterableDataset yield the same number of batches on each rank"
+        )
+    return WindowCount(items, Count(all_items, all_samples, all_tokens))
+
+
+def _is_partitioned(loader: Any) -> bool:
+    """Return whether a loader is known to divide its data over ranks."""
+    return isinstance(getattr(loader, "batch_sampler", None), PartitionedBatches) or isinstance(
+        getattr(loader, "sampler", None), DistributedSampler
+    )
+
+
+def _mark(batch: Any) -> int:
+    """Return a checksum of a batch, at least 1.
+
+    Checksums have 20 bits, so that sums of their squares are exact.
+    """
+    digest = 0
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            flat = leaf.detach().cpu().contiguous().flatten()
+            digest = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), digest)
+        else:
+            digest = zlib.crc32(repr(leaf).encode(), digest)
+    return digest % 2**20 + 1

@@ -1,0 +1,95 @@
+"""Everything besides the weights of a model that a run must have to continue exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner.booster import OptimizerWrapper
+from runner.booster.optimizer import StepOrderError, StepState
+from runner.clip import ClipMode
+from runner.telemetry.meter import Meter
+from runner.train.progress import Progress
+from runner.train.windows import Windows
+
+
+@dataclass
+class TrainState:
+    """The state of a training on one rank. :class:`~runner.Trainer` reads and writes it.
+
+    Args:
+        meter: metrics of the steps so far.
+        mode: the clipping mode.
+        optimizer: the boosted optimizers, and the fp16 loss scale.
+        windows: the training data and the random generators.
+        schedulers: learning-rate schedulers.
+        rank: rank of this process.
+        progress: counts, and the position in the data.
+    """
+
+    meter: Meter
+    mode: ClipMode
+    optimizer: OptimizerWrapper
+    windows: Windows
+    schedulers: list[Any] = field(default_factory=list)
+    rank: int = 0
+    progress: Progress = field(default_factory=Progress)
+    _schedulers_behind: bool = False
+
+    def step_taken(self) -> None:
+        """Note that the optimizer was asked for a step, which the schedulers do not know yet."""
+        self._schedulers_behind = True
+
+    def step_schedulers(self) -> None:
+        """Step the schedulers if the last optimizer step was taken.
+
+        An accelerator that skips a step tells the host late, so call this once the next backward
+        pass is queued: the accelerator is then never idle while the host waits.
+        """
+        if self.schedulers and self._schedulers_behind and self.optimizer.was_taken():
+            for scheduler in self.schedulers:
+                scheduler.step()
+        self._schedulers_behind = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state between two optimizer steps, as nested dicts and lists.
+
+        All ranks have to call this after the same step: pending metrics are flushed. Leaves are
+        tensors, numbers, strings and None; tensors of the optimizers are not copied. What belongs
+        to one rank alone is under ``random``, by rank, and in the state of sharded optimizers.
+
+        Raises:
+            StepOrderError: a step has begun: its gradients would be lost.
+        """
+        if self.optimizer.stage is not StepState.EMPTY:
+            raise StepOrderError("the training state can be read between optimizer steps only")
+        self.step_schedulers()
+        return {
+            "progress": self.progress._asdict(),
+            "meter": self.meter.state_dict(),
+            "clip": self.mode.state_dict(),
+            **self.optimizer.state_dict(),
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "random": {f"rank{self.rank}": self.windows.state_dict()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that :meth:`state_dict` returned, in a run of the same setting.
+
+        Call this before the first step, when the model has the weights of that time.
+
+        Raises:
+            ValueError: the state is that of another number of ranks, optimizers or schedulers.
+        """
+        own = f"rank{self.rank}"
+        if own not in state["random"]:
+            raise ValueError(f"the training state has no random state of {own}")
+        self.progress = Progress(**state["progress"])
+        self.meter.load_state_dict(state["meter"])
+        self.mode.load_state_dict(state["clip"])
+        self.optimizer.load_state_dict(dict(state))
+        for scheduler, each in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(each)
+        self._schedulers_behind = False
+        self.windows.load_state_dict(state["random"][own])

@@ -109,7 +109,7 @@ def test_skipped_steps_count_as_steps_that_no_threshold_clipped():
 def test_an_infinite_peak_of_a_step_that_a_device_skipped_is_not_counted():
     meter = Meter(what_if=(1.0,), flush_every=1)
     outcome = Outcome(math.inf, math.nan, 0.0, 1.0, 1.0, math.inf, 1.0)
-    meter.push(StepMetrics(1, 1.0, outcome, 0.1, 8, 0, 0.5, {}))
+    meter.push(StepMetrics(1, 1.0, outcome, 0.1, 8, 0, 0.5))
     assert meter.summary()["clip/what_if/1.0"] == 0.0
 
 

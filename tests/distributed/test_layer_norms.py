@@ -1,4 +1,4 @@
-"""Layer norms of a model that lies on several ranks: those of one process, one collective a flush."""
+"""Layer norms of a model on several ranks are those of one process; one collective a flush."""
 
 from typing import Any
 

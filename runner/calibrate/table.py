@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from runner.calibrate.distribution import CLIPPED, POINTS
-from runner.config.plural import plural
-from runner.telemetry.guidance import FEWEST, PARTS, PEAKS, figure, percent
+from runner.config.notation import figure, percent, plural
+from runner.telemetry.guidance import FEWEST, PARTS, PEAKS
 
 COLUMNS = ("mean", "p50", "p75", "p90", "p95", "p99", "max")
 

@@ -15,7 +15,7 @@ from runner.cli.checks import answer, check_jobs, note, read
 from runner.compose.request import Job, Request, request
 from runner.config.check import leaves
 from runner.config.identity import NOT_HASHED
-from runner.config.plural import plural
+from runner.config.notation import plural
 from runner.config.problem import shown
 from runner.run_folder.earlier import earlier_record
 from runner.sweep import live, plan_runs

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from runner.config.plural import plural
+from runner.config.notation import plural
 
 MISSING = "???"  # how a configuration file marks a value that somebody must give
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from runner.config.duration import Duration
 from runner.config.folders import options
+from runner.config.objective import higher_is_better
 from runner.config.plugin_section import PluginSection, pipeline_microbatches
 from runner.config.problem import Conflict
 from runner.config.rules import (
@@ -215,7 +216,7 @@ class SweepSection:
     def maximizes(self) -> bool:
         """Whether a higher objective is better."""
         if self.direction is None:
-            return self.objective.endswith("accuracy")
+            return higher_is_better(self.objective)
         return self.direction == "maximize"
 
 

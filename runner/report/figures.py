@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runner.config.objective import higher_is_better
 from runner.report.run import Run
 from runner.report.series import Floats
 from runner.run_folder import keys
@@ -43,11 +44,6 @@ class RunMetrics:
     skipped: int | None
     diverged_at: int | None
     fraction: float | None = None
-
-
-def higher_is_better(key: str) -> bool:
-    """Whether a metric is to be large. Everything but an accuracy is a loss here."""
-    return key.endswith("accuracy")
 
 
 def figures(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runner.report.figures import RunMetrics, figures, higher_is_better
+from runner.config.objective import higher_is_better
+from runner.report.figures import RunMetrics, figures
 from runner.report.groups import Differences, Group, differences, grouped, mean_and_spread
 from runner.report.notation import percent
 from runner.report.run import Run

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from runner.report.notation import figure, value_text
+from runner.config.problem import shown
+from runner.report.notation import figure
 from runner.report.palette import DASHES, NEUTRAL, OTHER_DASH, ordered
 from runner.report.run import Run
 
@@ -99,7 +100,7 @@ def choice(run: Run, key: str) -> str:
     if key == "clip.threshold" and run.mode == "none":
         return "none"
     if key in run.config:
-        return value_text(run.config[key])
+        return shown(run.config[key])
     if key in run.typed:
         return run.typed[key]
     for inner in ("name", "mode", "_target_"):

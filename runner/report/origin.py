@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
+from runner.config.problem import shown
 from runner.report.groups import choice
 from runner.report.markup import Child, Markup, join, tag
-from runner.report.notation import value_text
 from runner.report.run import Run
 from runner.report.sweep import SweepRuns
 from runner.run_folder import files
@@ -86,7 +86,7 @@ def _told(runs: tuple[Run, ...]) -> Markup | None:
 def _plain(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items())
-    return value_text(value) if not isinstance(value, list) else json.dumps(value, default=str)
+    return shown(value) if not isinstance(value, list) else json.dumps(value, default=str)
 
 
 def _shared(runs: tuple[Run, ...]) -> Markup | None:

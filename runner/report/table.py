@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from runner.report.figures import PERCENTILES, higher_is_better
+from runner.config.objective import higher_is_better
+from runner.report.figures import PERCENTILES
 from runner.report.findings import Findings
 from runner.report.groups import Group, choice, mean_and_spread, natural
 from runner.report.markup import Markup, join, tag

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean
 
-from runner.config.plural import plural
+from runner.config.notation import clock, figure, percent, plural
 from runner.sweep.record import Entry, SweepRecord, best
 
 _LONGEST_ERROR = 80
@@ -36,8 +36,8 @@ def beginning(record: SweepRecord, entry: Entry) -> str:
     """Which run of how many begins, the best so far, and the time left."""
     parts = [_title(record, entry)]
     leader = best(record.entries, record.maximizes)
-    if leader is not None:
-        parts.append(f"best so far {leader.objective:.4g} ({leader.label or leader.number})")
+    if leader is not None and leader.objective is not None:
+        parts.append(f"best so far {figure(leader.objective, 4)} ({leader.label or leader.number})")
     seconds = [one.seconds for one in record.entries if one.state == "finished" and one.seconds]
     if seconds:
         begun = sum(one.state not in ("waiting", "running") for one in record.entries)
@@ -55,14 +55,14 @@ def table(record: SweepRecord) -> str:
     leader = best(record.entries, record.maximizes)
     rows = [("run", "", "state", record.objective, "clipped", "seconds", "error")]
     for entry in record.entries:
-        figure = "" if entry.objective is None else f"{entry.objective:.4g}"
+        score = "" if entry.objective is None else figure(entry.objective, 4)
         rows.append(
             (
                 str(entry.number),
                 entry.label,
                 entry.state,
-                figure + (" (best)" if entry is leader else ""),
-                "" if entry.clip_ratio is None else f"{entry.clip_ratio:.0%}",
+                score + (" (best)" if entry is leader else ""),
+                "" if entry.clip_ratio is None else percent(entry.clip_ratio),
                 "" if entry.seconds is None else f"{entry.seconds:.1f}",
                 (entry.error or "")[:_LONGEST_ERROR],
             )
@@ -79,13 +79,6 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
-
-
-def clock(seconds: float) -> str:
-    """``m:ss``, or ``h:mm:ss``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _title(record: SweepRecord, entry: Entry) -> str:

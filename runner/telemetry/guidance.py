@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from runner.config.notation import figure, percent
 from runner.optim.effects import PLAIN, Effect
 from runner.run_folder import keys
 
@@ -197,18 +198,3 @@ def _calibrate(setting: Setting) -> str:
         "python -m runner calibrate with the same overrides shows which threshold clips how large "
         f"a share of the {PARTS.get(setting.mode, 'gradient')}."
     )
-
-
-def figure(value: float) -> str:
-    """Format with three significant digits."""
-    return f"{value:.3g}"
-
-
-def percent(share: float) -> str:
-    """Format a share as a percentage; one that is neither none nor all never reads as either."""
-    if 0 < share < 0.001:
-        return "under 0.1 %"
-    if 0.999 < share < 1:
-        return "over 99.9 %"
-    whole = 100 * share
-    return f"{whole:.0f} %" if whole in (0, 100) or 10 <= whole < 99 else f"{whole:.1f} %"

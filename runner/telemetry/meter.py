@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from runner.clip import Number, Outcome, transfer
+from runner.config.objective import higher_is_better
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
 from runner.telemetry.layer_norms import LayerNorms
@@ -269,7 +270,7 @@ class Meter:
         known = self.best.get(key)
         if math.isnan(value):
             return
-        better = max if key.endswith("accuracy") else min
+        better = max if higher_is_better(key) else min
         self.best[key] = value if known is None else better(known, value)
 
 

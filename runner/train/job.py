@@ -14,7 +14,7 @@ import torch
 from runner.clip import ClipMode
 from runner.config.duration import Duration
 from runner.config.nearest import or_list
-from runner.config.plural import plural
+from runner.config.notation import plural
 from runner.config.schema import RunConfig
 from runner.config.sizes import sizes
 from runner.optim.effects import effect_of

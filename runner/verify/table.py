@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from runner.config.plural import plural
+from runner.config.notation import plural
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
 

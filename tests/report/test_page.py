@@ -142,7 +142,7 @@ def test_reading_needs_neither_torch_nor_the_rest_of_the_project() -> None:
         "import sys, runner.cli.report;"
         "print(*{n.split('.')[0] for n in sys.modules} & {'torch', 'hydra', 'wandb', 'omegaconf'},"
         "*(n for n in sys.modules if n.startswith('runner.')"
-        "and n.split('.')[1] not in ('cli', 'report', 'run_folder')))"
+        "and n.split('.')[1] not in ('cli', 'config', 'report', 'run_folder')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

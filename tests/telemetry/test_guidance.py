@@ -8,7 +8,7 @@ from torch import nn
 
 from runner import GradientClipping, Trainer
 from runner.optim.effects import Effect, effect_of
-from runner.telemetry.guidance import Setting, percent, remarks, sentences
+from runner.telemetry.guidance import Setting, remarks, sentences
 from tests.train.test_trainer import parts
 
 torch.set_num_threads(1)
@@ -344,18 +344,6 @@ def test_the_metrics_of_a_real_run_are_read():
     [said] = texts(found, Setting("norm", 1e-3))
     assert "100 % of the steps" in said
     assert texts(Trainer(model, []).state.meter.summary(), Setting("norm", 1.0)) == []
-
-
-def test_a_share_never_reads_as_none_or_all_unless_it_is():
-    assert [percent(x) for x in (0, 1, 0.0001, 0.9999, 0.992, 0.034, 0.5)] == [
-        "0 %",
-        "100 %",
-        "under 0.1 %",
-        "over 99.9 %",
-        "99.2 %",
-        "3.4 %",
-        "50 %",
-    ]
 
 
 def test_a_sign_optimizer_is_never_told_to_change_its_threshold():

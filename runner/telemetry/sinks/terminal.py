@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from runner.config.plural import plural
+from runner.config.notation import clock, percent, plural
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
 
@@ -170,14 +170,14 @@ class TerminalSink:
         if keys.GRAD_NORM in row:
             parts["norm"] = f"norm {_number(row[keys.GRAD_NORM])}"
         if not math.isnan(clipped):
-            parts["clipped"] = f"clipped {_percent(clipped)}"
+            parts["clipped"] = f"clipped {percent(clipped)}"
         if keys.EVAL_LOSS in row or keys.EVAL_ACCURACY in row:
             parts["eval"] = f"eval {_evaluation(row)}"
         if keys.THROUGHPUT in row:
             parts["samples/s"] = f"{_count(row[keys.THROUGHPUT])} samples/s"
         if self._total and self._pace.known:
             left = max(self._total - step, 0)
-            parts["eta"] = f"eta {_clock(left * self._pace.seconds_a_step)}"
+            parts["eta"] = f"eta {clock(left * self._pace.seconds_a_step)}"
         return parts
 
     def _farewell(self, summary: dict[str, Any] | None, exit_code: int) -> Iterable[str]:
@@ -198,7 +198,7 @@ class TerminalSink:
         norm = summary.get(keys.GRAD_NORM, {})
         spread = [f"{at} {_number(norm[at])}" for at in ("p50", "p90", "p99") if at in norm]
         if keys.CLIP_RATIO_TOTAL in summary:
-            spread.append(f"clipped {_percent(summary[keys.CLIP_RATIO_TOTAL])} of the steps")
+            spread.append(f"clipped {percent(summary[keys.CLIP_RATIO_TOTAL])} of the steps")
         if spread:
             yield "  ".join(["gradient norm", *spread])
         for sentence in summary.get("guidance", ()):
@@ -295,15 +295,5 @@ def _number(value: float) -> str:
     return f"{value:#.3g}".rstrip(".") if math.isfinite(value) else str(float(value))
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
 def _count(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 10 or not math.isfinite(value) else f"{value:.2g}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

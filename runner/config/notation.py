@@ -1,0 +1,49 @@
+"""Numbers as text in plain ASCII, for terminals, logs and messages."""
+
+from __future__ import annotations
+
+import math
+
+
+def figure(value: float, digits: int = 3) -> str:
+    """Format a number with so many significant digits, without trailing zeros.
+
+    An exponent is used below 0.0001 and from one million on. Digits before the point are kept.
+    """
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    size = math.floor(math.log10(abs(value)))
+    if -4 <= size < 6:
+        text, exponent = f"{value:.{max(0, digits - 1 - size)}f}", ""
+    else:
+        text, _, power = f"{value:.{digits - 1}e}".partition("e")
+        exponent = f"e{int(power)}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text) + exponent
+
+
+def percent(share: float) -> str:
+    """Format a share as a percentage; one that is neither none nor all never reads as either."""
+    if 0 < share < 0.001:
+        return "under 0.1 %"
+    if 0.999 < share < 1:
+        return "over 99.9 %"
+    value = 100 * share
+    return f"{value:.0f} %" if value in (0, 100) or 10 <= value < 99 else f"{value:.1f} %"
+
+
+def clock(seconds: float) -> str:
+    """Format a duration as ``m:ss`` or ``h:mm:ss``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def plural(count: int, noun: str, form: str = "") -> str:
+    """Format ``count`` with ``noun``, which gets an ``s`` unless there is exactly one.
+
+    Args:
+        count: number of things.
+        noun: name of one of them.
+        form: format specification of the number, such as ``,``.
+    """
+    return f"{count:{form}} {noun}{'' if count == 1 else 's'}"

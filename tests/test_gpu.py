@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from runner import Booster, GradientClipping, Trainer
-from runner.clip import Layout, build, total_norm
+from runner.clip import Layout, build
 from runner.data.dataset import TensorPairs, collate_pairs
 from tests.distributed.cases import Case, differences, train
 from tests.ranks import run_ranks
@@ -46,8 +46,8 @@ def test_the_same_clip_as_on_the_cpu(mode, norm_type):
         layout = Layout.of_model(model)
         clipper = build(mode, threshold=THRESHOLDS[mode], norm_type=norm_type)
         clipper.bind(layout)
-        outcome = clipper.clip(layout, total_norm(layout, norm_type))
-        outcomes.append([float(figure) for figure in outcome])
+        outcome = clipper.clip(layout)
+        outcomes.append([float(figure) for figure in outcome.metrics])
     assert outcomes[1] == pytest.approx(outcomes[0], rel=1e-12, nan_ok=True)
     for mine, other in zip(device.parameters(), host.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.cpu(), other.grad, rtol=1e-10, atol=1e-14)

@@ -1,7 +1,7 @@
 """The Booster stack: model, optimizer, criterion, dataloader and scheduler under a plugin."""
 
 from runner.booster.booster import Booster
-from runner.booster.optimizer import NonFiniteGradient, OptimizerWrapper, StepOrderError
+from runner.booster.optimizer import NonFiniteGradient, OptimizerWrapper
 from runner.booster.plugin import (
     HybridParallelPlugin,
     LowLevelZeroPlugin,
@@ -14,6 +14,7 @@ from runner.booster.plugin import (
     TorchFSDPPlugin,
 )
 from runner.booster.precision import LossScale, ModelWrapper
+from runner.booster.step_order import StepOrderError
 
 __all__ = [
     "Booster",

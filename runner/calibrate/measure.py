@@ -31,7 +31,7 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
         sinks: where rows go; none but on the first rank.
 
     Returns:
-        ``norms`` and ``peaks`` of every step (see :class:`runner.clip.Outcome`), the ``loss`` of
+        ``norms`` and ``peaks`` of every step (see :class:`runner.clip.Decision`), the ``loss`` of
         the last one, the ``kind`` of data: ``language``, ``vision`` or ``other``; and
         ``parts``, all elements or units of the steps after the warm-up (see
         :class:`runner.calibrate.Histogram`), empty for a mode that clips whole steps.

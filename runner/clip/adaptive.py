@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runner.clip import transfer
+from runner.clip.decision import Decision, GradStats, Parts
 from runner.clip.layout import Layout, Number, ParamShard
-from runner.clip.mode import ClipMode, Outcome, after_counting
+from runner.clip.mode import ClipMode
 from runner.clip.norms import SQUARES_OVERFLOW, combine
 
 log = logging.getLogger(__name__)
@@ -28,12 +29,12 @@ class AdaptiveClip(ClipMode):
     """Scale each unit's gradient by its own coefficient."""
 
     _layout: Layout | None = None
-    _pieces: Sequence[ParamShard] = ()
+    _shards: Sequence[ParamShard] = ()
 
     def bind(self, layout: Layout) -> None:
         """Resolve ``exclude`` and ``units`` against the parameters of ``layout``.
 
-        What ``auto`` leaves out, and what layers do not tell about units, is logged.
+        Logs which parameters ``auto`` excludes, and which layers have unknown units.
         """
         if self.exclude == "auto":
             excluded = set(layout.heads)
@@ -41,7 +42,7 @@ class AdaptiveClip(ClipMode):
             globs = (self.exclude,) if isinstance(self.exclude, str) else self.exclude
             excluded = {name for glob in globs for name in layout.matching(glob, "exclude")}
         shards = layout.with_units(self.units)
-        self._pieces = [shard for shard in shards if shard.name not in excluded]
+        self._shards = [shard for shard in shards if shard.name not in excluded]
         self._layout = layout
         if self.exclude == "auto":
             _log_once(layout, logging.INFO, _left_out(layout))
@@ -50,39 +51,41 @@ class AdaptiveClip(ClipMode):
         if left := [name for name in assumed if name not in excluded]:
             _log_once(layout, logging.WARNING, _unknown(layout, left))
 
-    def clip(self, layout: Layout, norm: Number) -> Outcome:
-        """Scale in place.
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        """Compute the coefficient of each unit.
 
         Collectives: one for each group that shares the units of a matrix (tensor parallelism has
-        one), one for all vectors that are spread over ranks, one for the counts.
+        one), and one for all vectors that are spread over ranks.
         """
         if self._layout is not layout:
             self.bind(layout)
+        norm, limit = stats.norm, self.limit
         shards = [
             shard
-            for shard in self._pieces
+            for shard in self._shards
             if shard.shard_groups or shard.sharded_vector or shard.param.grad is not None
         ]
-        # Every rank has the same norm, so all of them measure units alike. An accelerator cannot
-        # look at it, and sums in its widest type at any size.
+        # Every rank has the same norm, so all of them measure units in the same type. The host
+        # cannot read the norm of an accelerator, which sums in its widest type at any size.
         narrow = not isinstance(norm, Tensor) and norm * norm <= SQUARES_OVERFLOW
         dtype = torch.float32 if narrow else transfer.widest(layout.device)
         lengths = [_lengths(shard, dtype) for shard in shards]
         _complete_rows(shards, lengths)
         ratios, present = _complete_vectors(layout, shards, lengths, self.eps)
-        # What all ranks know alike is counted by the first of them.
+        # Every rank knows the sharded vectors: the first rank counts them.
         first = layout.group is None or layout.group.rank() == 0
-        changed: Number = transfer.count(ratios > self.limit) if first else 0.0
+        changed: Number = transfer.count(ratios > limit) if first else 0.0
         units: Number = transfer.count(present) if first else 0.0
-        peaks: list[Number] = [transfer.read(ratios.amax())] if ratios.numel() else []
+        maxima: list[Number] = [transfer.read(ratios.amax())] if ratios.numel() else []
         if self.tally is not None and first:
             self.tally.add(ratios.where(present, math.nan), 1.0)
+        above = []
         for shard, (weight, length) in zip(shards, lengths, strict=True):
             gradient = shard.gradient
             if length.numel() == 0 or (gradient is None and not shard.shard_groups):
                 continue
             ratio = length / weight.clamp(min=self.eps)
-            peak = transfer.read(ratio.amax())
+            largest = transfer.read(ratio.amax())
             held = shard.num_replicas * math.prod(group.size() for group in shard.shard_groups)
             if not shard.sharded_vector:
                 # Without a gradient here, a cut unit counts where other ranks have one.
@@ -91,16 +94,23 @@ class AdaptiveClip(ClipMode):
                 if self.tally is not None:
                     there = ratio if gradient is not None else ratio.where(length > 0, math.nan)
                     self.tally.add(there, 1 / held)
-                peaks.append(peak)
-            if not isinstance(peak, Tensor) and peak <= self.limit:
+                maxima.append(largest)
+            if not isinstance(largest, Tensor) and largest <= limit:
                 continue
-            over = ratio > self.limit
+            over = ratio > limit
             if gradient is not None:
-                shard.units.view(gradient).mul_(torch.where(over, self.limit / ratio, 1.0))
+                coefs = torch.where(over, limit / ratio, 1.0)
+                above.append((shard.units.view(gradient), coefs))
             if not shard.sharded_vector:
                 changed = changed + transfer.count(over) / held
-        highest = combine(peaks or [0.0], math.inf)
-        return after_counting(self, layout, norm, changed, units, highest)
+        parts = Parts(changed, units, above)
+        return Decision.change_parts(norm, limit, combine(maxima or [0.0], math.inf), parts)
+
+    def apply_parts(self, decision: Decision) -> None:
+        """Multiply each unit by its coefficient, in tensors with a unit above λ."""
+        assert decision.parts is not None
+        for gradient, coefs in decision.parts.work:
+            gradient.mul_(coefs)
 
 
 def _left_out(layout: Layout) -> str:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
+from runner.clip.decision import Decision
 from runner.clip.layout import Layout
-from runner.clip.mode import ClipMode, Outcome
+from runner.clip.mode import ClipMode
 
 
 class Clipper(Protocol):
@@ -26,7 +27,7 @@ class Clipper(Protocol):
     def begin_clip(self) -> None:
         """Synchronise and unscale the gradients."""
 
-    def clip(self, mode: ClipMode) -> Outcome:
+    def clip(self, mode: ClipMode) -> Decision:
         """Do that, and clip by ``mode``."""
 
 
@@ -47,7 +48,7 @@ def register(clipper: Clipper | None, owned: Iterable[nn.Module | Tensor]) -> No
         _clippers[each] = known
 
 
-def clip_boosted(given: nn.Module | list[Tensor], mode: ClipMode) -> Outcome | None:
+def clip_boosted(given: nn.Module | list[Tensor], mode: ClipMode) -> Decision | None:
     """Clip what belongs to a boosted model; None where it belongs to none and nothing was done.
 
     Args:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from runner.clip.boosted import clip_boosted
+from runner.clip.decision import Decision
 from runner.clip.layout import Layout
-from runner.clip.mode import ClipMode, Outcome
-from runner.clip.norms import total_norm
+from runner.clip.mode import ClipMode
 
 
 def build(mode: str, **options: Any) -> ClipMode:
@@ -48,7 +48,7 @@ def apply_gradient_clipping(
     clipping_threshold: float,
     norm_type: float = 2.0,
     units: Mapping[str, int | Sequence[int]] | None = None,
-) -> Outcome:
+) -> Decision:
     """Clip the gradients of ``parameters`` in place. Call it after ``backward``, before ``step``.
 
     A boosted model is clipped by its optimizer: gradients are synchronised and unscaled first, the
@@ -83,13 +83,13 @@ def apply_gradient_clipping(
     given = listed if isinstance(listed, nn.Module) else list(listed)
     if given == []:
         raise ValueError("no parameters to clip: give a module, or parameters")
-    outcome = clip_boosted(given, mode)
-    if outcome is not None:
-        return outcome
+    decision = clip_boosted(given, mode)
+    if decision is not None:
+        return decision
     layout = _layout_of(given)
     mode.bind(layout)
     layout.separate_gradients()
-    return mode.clip(layout, total_norm(layout, norm_type))
+    return mode.clip(layout)
 
 
 def _layout_of(given: nn.Module | list[Tensor]) -> Layout:

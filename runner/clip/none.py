@@ -1,15 +1,20 @@
 """Mode ``none``: nothing is changed, everything is still measured."""
 
-from runner.clip.layout import Layout, Number
-from runner.clip.mode import ClipMode, Outcome
+from runner.clip.decision import Decision, GradStats
+from runner.clip.layout import Layout
+from runner.clip.mode import ClipMode
 
 
 class NoClip(ClipMode):
     """Leave the gradients alone."""
 
-    def clip(self, layout: Layout, norm: Number) -> Outcome:
-        """Report ``norm`` with a coefficient of 1."""
-        return Outcome.untouched(norm, None, norm)
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        """Report ‖G‖ with a coefficient of 1."""
+        return Decision.untouched(stats.norm, None, stats.norm)
+
+    def apply(self, layout: Layout, decision: Decision) -> Decision:
+        """Do nothing: multiplying by 1 would read and write every gradient."""
+        return decision
 
 
 MODE = NoClip

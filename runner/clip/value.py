@@ -1,7 +1,7 @@
 """Mode ``value``: every element of the gradient is clamped to [-λ, λ].
 
-Elementwise, so a shard needs no word of the others but for the counts. Unlike scaling, it turns the
-gradient's direction.
+It works element by element, so that ranks exchange nothing but counts. Unlike scaling, it changes
+the direction of the gradient.
 """
 
 import math
@@ -9,32 +9,39 @@ import math
 from torch import Tensor
 
 from runner.clip import transfer
+from runner.clip.decision import Decision, GradStats, Parts
 from runner.clip.layout import Layout, Number
-from runner.clip.mode import ClipMode, Outcome, after_counting
+from runner.clip.mode import ClipMode
 from runner.clip.norms import combine, power_sums
 
 
 class ValueClip(ClipMode):
     """Clamp elements."""
 
-    def clip(self, layout: Layout, norm: Number) -> Outcome:
-        """Clamp in place and count what was changed; one collective where ranks share the model."""
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        """Count the elements above λ on this rank."""
         limit = self.limit
         shards, gradients = layout.gradients()
-        peaks = power_sums(gradients, math.inf)
+        maxima = power_sums(gradients, math.inf)
         changed: Number = 0.0
         elements = 0.0
-        for shard, gradient, peak in zip(shards, gradients, peaks, strict=True):
+        above = []
+        for shard, gradient, largest in zip(shards, gradients, maxima, strict=True):
             elements += gradient.numel() / shard.num_replicas
             if self.tally is not None:
                 self.tally.add(gradient.abs(), 1 / shard.num_replicas)
-            if not isinstance(peak, Tensor) and peak <= limit:
-                continue  # To see that costs a thirtieth of counting.
+            if not isinstance(largest, Tensor) and largest <= limit:
+                continue  # Finding the maximum takes a thirtieth of the time of counting.
             changed = changed + transfer.count(gradient.abs() > limit) / shard.num_replicas
-            gradient.clamp_(-limit, limit)
-        return after_counting(
-            self, layout, norm, changed, elements, combine(peaks or [0.0], math.inf)
-        )
+            above.append(gradient)
+        parts = Parts(changed, elements, above)
+        return Decision.change_parts(stats.norm, limit, combine(maxima or [0.0], math.inf), parts)
+
+    def apply_parts(self, decision: Decision) -> None:
+        """Clamp the gradients that have an element above λ."""
+        assert decision.parts is not None
+        for gradient in decision.parts.work:
+            gradient.clamp_(-decision.threshold, decision.threshold)
 
 
 MODE = ValueClip

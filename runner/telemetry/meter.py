@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.clip import Number, Outcome, transfer
+from runner.clip import Decision, Number, transfer
 from runner.config.objective import higher_is_better
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
@@ -32,7 +32,7 @@ class StepMetrics(NamedTuple):
     Attributes:
         step: number of the step, from 1.
         loss: this rank's share of the window's loss; the mean over data-parallel ranks is the loss.
-        outcome: what clipping did.
+        decision: what clipping did.
         lr: learning rate of the step.
         samples: samples read so far, over all ranks.
         tokens: tokens read so far, over all ranks; 0 for data without tokens.
@@ -42,7 +42,7 @@ class StepMetrics(NamedTuple):
 
     step: int
     loss: Number
-    outcome: Outcome
+    decision: Decision
     lr: float
     samples: int
     tokens: int
@@ -71,7 +71,7 @@ class Meter:
         flush_every: steps between transfers to the host.
         mean_over_data: averages values of the host over the data-parallel ranks; None where there
             is one. All ranks flush at the same steps, so this is one collective a flush.
-        what_if: further thresholds: the share of steps whose ``Outcome.peak`` is above each one.
+        what_if: further thresholds: the share of steps whose ``Decision.max_stat`` is above each.
             It would have clipped these steps if the run had gone the same way.
         layers: measures the layer norms that rows log, if they do.
     """
@@ -127,7 +127,7 @@ class Meter:
         norms = None
         if self.layers is not None and shares and (together or not self.layers.spans_ranks):
             norms = self.layers.over_ranks(shares)
-        figures, layers = _on_host([(step.loss, *step.outcome[:6]) for step in pending], norms)
+        figures, layers = _on_host([(step.loss, *step.decision.metrics) for step in pending], norms)
         losses: list[float] | list[None] = [row[0] for row in figures]
         if self.mean_over_data is not None:
             alone = [None] * len(pending)
@@ -135,9 +135,8 @@ class Meter:
         self._pending = []
         for i, (step, loss, row) in enumerate(zip(pending, losses, figures, strict=True)):
             newest = last if last is not None and i == len(pending) - 1 else None
-            outcome = Outcome._make((*row[1:], step.outcome.threshold))
             each = next(layers, None) if step.layers is not None else None
-            self._take(step, loss, outcome, each, newest)
+            self._take(step, loss, Decision(*row[1:]), each, newest)
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics of the whole run: every step counts, whatever the interval."""
@@ -189,7 +188,7 @@ class Meter:
 
     @property
     def peaks(self) -> list[float]:
-        """``Outcome.peak`` of the same steps, NaN where a step was skipped."""
+        """``Decision.max_stat`` of the same steps, NaN where a step was skipped."""
         return self._peaks.tolist()
 
     def _shares(self) -> dict[str, float]:
@@ -201,22 +200,22 @@ class Meter:
         self,
         step: StepMetrics,
         loss: float | None,
-        outcome: Outcome,
+        decision: Decision,
         layers: list[float] | None,
         newest: Mapping[str, float] | None,
     ) -> None:
-        if not math.isfinite(outcome.norm):
+        if not math.isfinite(decision.norm):
             # An accelerator that decides for itself reports what clipping would have made of it.
-            outcome = Outcome.skipped(outcome.norm, outcome.threshold)
+            decision = Decision.skipped(decision.norm, decision.threshold)
             self.nonfinite += 1
-        norm, clipped = float(outcome.norm), float(outcome.clipped)
+        norm, clipped = float(decision.norm), float(decision.clipped)
         self._norms.append(norm)
-        peak = float(outcome.peak)
+        peak = float(decision.max_stat)
         self._peaks.append(peak)
         for threshold in self._above:
             self._above[threshold] += peak > threshold
         self._clipped += clipped
-        self._fraction += float(outcome.fraction)
+        self._fraction += float(decision.fraction)
         window = self._window
         window.steps += 1
         window.clipped += clipped
@@ -227,7 +226,7 @@ class Meter:
             self._best(keys.TRAIN_LOSS, loss)
         if newest is None and not self.row_due(step.step):
             return
-        row = self._row(step, loss, outcome)
+        row = self._row(step, loss, decision)
         if self.layers is not None and layers is not None:
             row.update(zip(self.layers.keys, layers, strict=True))
         for key, value in (newest or {}).items():
@@ -238,7 +237,7 @@ class Meter:
         for sink in self.sinks:
             sink.write(row)
 
-    def _row(self, step: StepMetrics, loss: float | None, outcome: Outcome) -> Row:
+    def _row(self, step: StepMetrics, loss: float | None, decision: Decision) -> Row:
         window, before = self._window, int(self.last.get(keys.TRAIN_SAMPLES, 0))
         row: Row = {keys.TRAIN_STEP: step.step}
         if loss is not None:
@@ -247,21 +246,21 @@ class Meter:
         if step.tokens:
             row[keys.TRAIN_TOKENS] = step.tokens
         row |= {
-            keys.GRAD_NORM: float(outcome.norm),
-            keys.GRAD_NORM_CLIPPED: float(outcome.norm_clipped),
+            keys.GRAD_NORM: float(decision.norm),
+            keys.GRAD_NORM_CLIPPED: float(decision.norm_clipped),
             keys.GRAD_NORM_MEAN: window.norm / window.steps,
             keys.GRAD_NORM_MAX: window.norm_max,
             keys.GRAD_NONFINITE: self.nonfinite,
-            keys.CLIP_COEF: float(outcome.coef),
-            keys.CLIP_CLIPPED: int(outcome.clipped),
-            keys.CLIP_FRACTION: float(outcome.fraction),
+            keys.CLIP_COEF: float(decision.coef),
+            keys.CLIP_CLIPPED: int(decision.clipped),
+            keys.CLIP_FRACTION: float(decision.fraction),
             keys.CLIP_RATIO: window.clipped / window.steps,
             keys.CLIP_RATIO_TOTAL: self._clipped / len(self._norms),
             keys.TIME_STEP: window.seconds / window.steps,
             keys.THROUGHPUT: (step.samples - before) / max(window.seconds, 1e-9),
         }
-        if not math.isnan(outcome.threshold):
-            row[keys.CLIP_THRESHOLD] = outcome.threshold
+        if not math.isnan(decision.threshold):
+            row[keys.CLIP_THRESHOLD] = float(decision.threshold)
         row |= self._shares()
         return row
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.booster import OptimizerWrapper
-from runner.booster.optimizer import StepOrderError, StepState
+from runner.booster.step_order import StepOrderError, StepState
 from runner.clip import ClipMode
 from runner.telemetry.meter import Meter
 from runner.train.progress import Progress

@@ -199,7 +199,7 @@ class Trainer:
             self.optimizer.unscale()
             layers = self.layers.share()
         state.step_schedulers()  # for the step before, see there
-        outcome = self.optimizer.clip(state.mode)
+        decision = self.optimizer.clip(state.mode)
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         state.step_taken()
@@ -209,7 +209,7 @@ class Trainer:
         state.progress = at
         seconds = time.perf_counter() - started
         state.meter.push(
-            StepMetrics(at.step, loss, outcome, lr, at.samples, at.tokens, seconds, layers),
+            StepMetrics(at.step, loss, decision, lr, at.samples, at.tokens, seconds, layers),
             self.evaluate() if evaluates else None,
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from runner.clip import Outcome
+from runner.clip import Decision
 from runner.run_folder import keys
 
 FLOOR = 1e-3
@@ -21,7 +21,7 @@ WORST = 5
 
 @dataclass(frozen=True)
 class SideMetrics:
-    """What clipping did in one step, on the host; see :class:`runner.clip.Outcome`."""
+    """What clipping did in one step, on the host; see :class:`runner.clip.Decision`."""
 
     norm: float
     norm_clipped: float
@@ -31,9 +31,9 @@ class SideMetrics:
     peak: float
 
     @classmethod
-    def of(cls, outcome: Outcome) -> SideMetrics:
-        """The figures of ``outcome``; an accelerator is waited for."""
-        return cls(*(float(figure) for figure in outcome[:6]))
+    def of(cls, decision: Decision) -> SideMetrics:
+        """Return the metrics of ``decision`` on the host, which waits for an accelerator."""
+        return cls(*(float(metric) for metric in decision.metrics[:6]))
 
 
 @dataclass(frozen=True)

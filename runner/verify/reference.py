@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from runner.booster import Booster, NonFiniteGradient, OptimizerWrapper
 from runner.booster.loss import WindowLoss
-from runner.clip import ClipMode, total_norm
+from runner.clip import ClipMode
 from runner.config.schema import RunConfig
 from runner.data import PartitionedBatches
 from runner.train import build
@@ -210,8 +210,7 @@ class Reference:
         self.accumulate()
         layout = self.optimizer.layout
         with torch.no_grad():
-            norm = total_norm(layout, self.mode.norm_type)
-            peak = float(self.mode.clip(layout, norm).peak)
+            peak = float(self.mode.clip(layout).max_stat)
         if not math.isfinite(peak):
             raise NonFiniteGradient(f"the gradient of step 1 is not finite: it holds {peak}")
         if peak == 0:

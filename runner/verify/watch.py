@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from runner.booster import Plugin
-from runner.clip import ClipMode, Layout, Number, Outcome, ParamShard
+from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard
 from runner.config.duration import Duration
 from runner.config.schema import RunConfig
 from runner.parallel.full_state_dict import gathered
@@ -45,16 +45,20 @@ class Watched(ClipMode):
         self._trainer = trainer
         self._seen = seen
 
-    def clip(self, layout: Layout, norm: Number) -> Outcome:
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        """Decide as the mode does."""
+        return self._mode.decide_finite(layout, stats)
+
+    def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
         """Clip as the mode does; every rank takes part in looking."""
         by_hand = naive.rank_local(layout, self.norm_type)
-        outcome = self._mode.clip(layout, norm)
+        decision = self._mode.clip(layout, stats)
         trainer = self._trainer
         gradients = gathered(trainer.model.unwrap(), trainer.model.renamed, lambda p: p.grad)
-        ranks = from_all((SideMetrics.of(outcome), by_hand))
+        ranks = from_all((SideMetrics.of(decision), by_hand))
         if trainer.plugin.rank == 0:
             self._seen([rank[0] for rank in ranks], gradients, [rank[1] for rank in ranks])
-        return outcome
+        return decision
 
 
 def make_trainer(config: RunConfig, plugin: Plugin, mode: ClipMode, *sinks: Sink) -> Trainer:

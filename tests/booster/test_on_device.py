@@ -49,7 +49,7 @@ def steps(make, mode, factors, nonfinite="skip", **options):
     for number, factor in enumerate(factors, 1):
         inputs = torch.arange(12.0, dtype=torch.float64).view(3, 4).sin() * number
         booster.backward(model(inputs).square().sum() * factor, optimizer)
-        outcomes.append(tuple(map(float, optimizer.clip(clipper))))
+        outcomes.append(tuple(map(float, optimizer.clip(clipper).metrics)))
         optimizer.step()
         taken.append(optimizer.was_taken())
         optimizer.zero_grad()

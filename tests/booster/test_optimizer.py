@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from runner.booster import Booster, LossScale, NonFiniteGradient, StepOrderError
-from runner.booster.optimizer import OptimizerWrapper, StepState
+from runner.booster.optimizer import OptimizerWrapper
+from runner.booster.step_order import StepState
 from runner.clip import Layout, build
 
 
@@ -504,7 +505,7 @@ def test_a_step_that_was_ignored_is_taken_and_says_so():
     assert math.isnan(outcome.norm)
     assert (outcome.clipped, outcome.fraction, outcome.threshold) == (0.0, 0.0, 2.0)
     assert math.isnan(outcome.coef)
-    assert math.isnan(outcome.peak)
+    assert math.isnan(outcome.max_stat)
     assert optimizer.step() is True
     assert optimizer.was_taken()
 

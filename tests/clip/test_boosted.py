@@ -9,7 +9,7 @@ from torch import nn
 
 from runner import apply_gradient_clipping
 from runner.booster import Booster, LossScale, StepOrderError
-from runner.booster.optimizer import StepState
+from runner.booster.step_order import StepState
 from runner.clip import Layout, ParamShard, Units
 from runner.clip.boosted import clip_boosted, register
 

@@ -59,8 +59,8 @@ def shards(made, ranks):
 def clipped(layout, mode, norm_type, exclude=()):
     clipper = build(mode, threshold=MODES[mode], norm_type=norm_type, exclude=exclude)
     clipper.bind(layout)
-    outcome = clipper.clip(layout, total_norm(layout, norm_type))
-    return tuple(map(float, outcome)), {p.name: p.gradient.clone() for p in layout.shards}
+    outcome = clipper.clip(layout)
+    return tuple(map(float, outcome.metrics)), {p.name: p.gradient.clone() for p in layout.shards}
 
 
 def on_two(made, mode, norm_type, exclude=()):
@@ -123,7 +123,7 @@ def test_a_cut_unit_counts_whole_where_one_rank_has_no_gradient_for_it(kept):
         layout = Layout(held, ranks)
         clipper = build("adaptive", threshold=MODES["adaptive"], exclude=())
         clipper.bind(layout)
-        return tuple(map(float, clipper.clip(layout, total_norm(layout))))
+        return tuple(map(float, clipper.clip(layout).metrics))
 
     if kept:
         with kept_on_device():
@@ -183,7 +183,7 @@ def test_a_rank_without_gradients_takes_part(mode, kept):
         layout = Layout(mine, ranks)
         clipper = build(mode, threshold=MODES[mode], exclude=())
         clipper.bind(layout)
-        return tuple(map(float, clipper.clip(layout, total_norm(layout))))
+        return tuple(map(float, clipper.clip(layout).metrics))
 
     if kept:
         with kept_on_device():
@@ -209,7 +209,7 @@ def test_a_vector_that_no_rank_has_a_gradient_of_is_no_unit():
         layout = Layout(mine, ranks)
         clipper = build("adaptive", threshold=1e-6, exclude=())
         clipper.bind(layout)
-        return float(clipper.clip(layout, total_norm(layout)).fraction)
+        return float(clipper.clip(layout).fraction)
 
     assert Ranks(2).run(body) == [1.0, 1.0]
     with kept_on_device():
@@ -231,7 +231,7 @@ def test_a_rank_that_holds_nothing_adds_nothing():
             )
         found = [total_norm(layout, p) for p in (1.0, 2.0, math.inf)]
         clipper = build("value", threshold=0.7)
-        return [*found, *map(float, clipper.clip(layout, found[1]))]
+        return [*found, *map(float, clipper.clip(layout).metrics)]
 
     first, second = Ranks(2).run(body)
     assert first == second

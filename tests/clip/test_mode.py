@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from runner.clip import Outcome, build
+from runner.clip import Decision, build
 from runner.clip.mode import ClipMode
 
 
@@ -67,20 +67,24 @@ def test_the_threshold_survives_a_restart():
 
 
 def test_what_a_step_without_clipping_reports():
-    outcome = Outcome.untouched(2.0, 3.0, 1.5)
-    assert outcome == (2.0, 2.0, 1.0, 0.0, 0.0, 1.5, 3.0)
-    assert math.isnan(Outcome.untouched(2.0, None, 1.5).threshold)
+    decision = Decision.untouched(2.0, 3.0, 1.5)
+    assert decision.metrics == (2.0, 2.0, 1.0, 0.0, 0.0, 1.5, 3.0)
+    assert decision.finite is True
+    assert math.isnan(Decision.untouched(2.0, None, 1.5).threshold)
 
 
 @pytest.mark.parametrize("threshold", [3.0, None])
 def test_what_a_skipped_step_reports(threshold):
-    outcome = Outcome.skipped(math.inf, threshold)
+    decision = Decision.skipped(math.inf, threshold)
     nan = pytest.approx(math.nan, nan_ok=True)
-    assert outcome == (math.inf, nan, nan, 0.0, 0.0, nan, threshold or nan)
-    taken = Outcome.untouched(torch.tensor(2.0), threshold, torch.tensor(1.5))
-    assert tuple(map(float, taken.unless(torch.tensor(False)))) == (
+    assert decision.metrics == (math.inf, nan, nan, 0.0, 0.0, nan, threshold or nan)
+    assert decision.finite is False
+    yes, no = torch.tensor(True), torch.tensor(False)
+    taken = Decision.untouched(torch.tensor(2.0), threshold, torch.tensor(1.5))
+    assert tuple(map(float, taken.where(no).metrics)) == (
         (2.0, nan, nan, 0.0, 0.0, nan, threshold or nan)
     )
-    clipped = Outcome(*(torch.tensor(x) for x in (2.0, 1.0, 0.5, 1.0, 0.25, 3.0)), 1.0)
-    assert tuple(map(float, clipped.unless(torch.tensor(True)))) == tuple(map(float, clipped))
-    assert tuple(map(float, clipped.unless(torch.tensor(False)))) == (2.0, nan, nan, 0, 0, nan, 1.0)
+    clipped = Decision(*(torch.tensor(x) for x in (2.0, 1.0, 0.5, 1.0, 0.25, 3.0)), 1.0)
+    assert tuple(map(float, clipped.where(yes).metrics)) == tuple(map(float, clipped.metrics))
+    assert tuple(map(float, clipped.where(no).metrics)) == (2.0, nan, nan, 0, 0, nan, 1.0)
+    assert clipped.where(no).finite is no

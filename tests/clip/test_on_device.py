@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.clip import Layout, apply_gradient_clipping, build, total_norm
+from runner.clip import Layout, apply_gradient_clipping, build
 from runner.clip.norms import norms
 from tests.clip.test_modes import awkward, elements, parameters
 from tests.on_device import kept_on_device
@@ -33,12 +33,12 @@ def both(made, mode, threshold, norm_type=2.0):
         clipper.bind(layout)
         if keep:
             with kept_on_device():
-                outcome = clipper.clip(layout, total_norm(layout, norm_type))
+                outcome = clipper.clip(layout)
             assert isinstance(outcome.norm, torch.Tensor)
         else:
-            outcome = clipper.clip(layout, total_norm(layout, norm_type))
-            assert all(type(metric) is float for metric in outcome[:6])
-        found.append((tuple(map(float, outcome)), mine))
+            outcome = clipper.clip(layout)
+            assert all(type(metric) is float for metric in outcome.metrics[:6])
+        found.append((tuple(map(float, outcome.metrics)), mine))
     return found
 
 
@@ -112,5 +112,5 @@ def test_no_gradient_at_all(mode):
     clipper = build(mode, threshold=MODES[mode])
     clipper.bind(layout)
     with kept_on_device():
-        outcome = clipper.clip(layout, total_norm(layout))
-    assert tuple(map(float, outcome[:6])) == (0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
+        outcome = clipper.clip(layout)
+    assert tuple(map(float, outcome.metrics[:6])) == (0.0, 0.0, 1.0, 0.0, 0.0, 0.0)

@@ -30,7 +30,7 @@ def clipped(model, mode):
     outcome = apply_gradient_clipping(model, mode, 0.1)
     gradients = [p.grad for p in model.parameters()]
     whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
-    return tuple(map(float, outcome)), whole
+    return tuple(map(float, outcome.metrics)), whole
 
 
 def both():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from runner.calibrate import Histogram
-from runner.clip import Layout, apply_gradient_clipping, build, total_norm
+from runner.clip import GradStats, Layout, apply_gradient_clipping, build
 from runner.clip.tally import HIGHEST, LOWEST, PER_DECADE, Tally
 from tests.distributed.cases import Case, trainer
 from tests.on_device import Waits, kept_on_device
@@ -42,7 +42,7 @@ def tallied(mode: str, steps: int = 1, skip: int = 0) -> Histogram:
     clipper.bind(layout)
     tally = clipper.tally = Tally(skip)
     for _ in range(steps):
-        clipper.clip(layout, total_norm(layout))
+        clipper.clip(layout)
     return histogram(tally, layout)
 
 
@@ -97,9 +97,9 @@ def test_an_accelerator_counts_the_same_and_is_never_waited_for(mode):
     clipper.bind(layout)
     tally = clipper.tally = Tally()
     with kept_on_device():
-        norm = total_norm(layout)
+        stats = GradStats.of(layout)
         with Waits() as waits:
-            clipper.clip(layout, norm)
+            clipper.clip(layout, stats)
     assert waits.found == []
     assert histogram(tally, layout) == wanted
 
@@ -112,7 +112,7 @@ def test_counting_changes_no_gradient():
         clipper = build(mode, threshold=threshold)
         clipper.bind(layout)
         clipper.tally = Tally()
-        clipper.clip(layout, total_norm(layout))
+        clipper.clip(layout)
         for one, other in zip(plain.parameters(), looked.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad)
 

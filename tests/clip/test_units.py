@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
 from runner import GradientClipping, apply_gradient_clipping
-from runner.clip import Layout, Units, build
+from runner.clip import GradStats, Layout, Units, build
 from runner.clip.layout import OptionError
 from runner.clip.units import units_of
 
@@ -123,7 +123,7 @@ def test_the_user_names_the_dimensions(dims, fraction):
     mode = build("adaptive", threshold=0.5, units={"*": dims})
     with torch.no_grad():
         layout.shards[0].param.flatten()[0] = 100.0  # One unit alone is not clipped.
-    clipped = mode.clip(layout, 1.0).fraction
+    clipped = mode.clip(layout, GradStats(1.0, True)).fraction
     assert clipped == pytest.approx((fraction - 1) / fraction)
 
 

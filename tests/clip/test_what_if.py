@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.clip import Layout, Outcome, apply_gradient_clipping, build, total_norm
+from runner.clip import Decision, Layout, apply_gradient_clipping, build
 from runner.telemetry.meter import Meter, StepMetrics
 from tests.train.test_trainer import fit, parts
 
@@ -54,13 +54,13 @@ def test_the_peak_is_what_the_mode_compares_whether_or_not_it_clips(mode, thresh
     clipper = build(mode, threshold=None if mode == "none" else threshold)
     layout = Layout.of_model(made)
     clipper.bind(layout)
-    outcome = clipper.clip(layout, total_norm(layout))
-    assert outcome.peak == pytest.approx(wanted, rel=2e-6)
+    outcome = clipper.clip(layout)
+    assert outcome.max_stat == pytest.approx(wanted, rel=2e-6)
 
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_a_threshold_clips_exactly_when_it_is_below_the_peak(mode):
-    peak = apply_gradient_clipping(model(), mode, 1e9).peak
+    peak = apply_gradient_clipping(model(), mode, 1e9).max_stat
     for threshold, clips in ((peak, 0), (peak * 1.0001, 0), (peak * 0.9999, 1)):
         assert apply_gradient_clipping(model(), mode, threshold).clipped == clips
 
@@ -108,7 +108,7 @@ def test_skipped_steps_count_as_steps_that_no_threshold_clipped():
 
 def test_an_infinite_peak_of_a_step_that_a_device_skipped_is_not_counted():
     meter = Meter(what_if=(1.0,), flush_every=1)
-    outcome = Outcome(math.inf, math.nan, 0.0, 1.0, 1.0, math.inf, 1.0)
+    outcome = Decision(math.inf, math.nan, 0.0, 1.0, 1.0, math.inf, 1.0)
     meter.push(StepMetrics(1, 1.0, outcome, 0.1, 8, 0, 0.5))
     assert meter.summary()["clip/what_if/1.0"] == 0.0
 
@@ -118,5 +118,5 @@ def test_the_peak_of_a_model_without_units_is_zero():
     made[0].weight.grad = torch.randn(2, 3)
     before = copy.deepcopy(made[0].weight.grad)
     outcome = apply_gradient_clipping(made, "adaptive", 1e-6)
-    assert (outcome.peak, outcome.clipped) == (0.0, 0.0)
+    assert (outcome.max_stat, outcome.clipped) == (0.0, 0.0)
     assert torch.equal(made[0].weight.grad, before)

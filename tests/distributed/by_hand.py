@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from runner.booster import Booster, LossScale, Plugin, SinglePlugin
 from runner.booster.plugin import HybridParallelPlugin, TensorParallelPlugin
-from runner.clip import Outcome, build
+from runner.clip import Decision, build
 from runner.parallel.full_state_dict import gathered
 from tests.distributed.cases import PLUGINS as CASE_PLUGINS
 from tests.distributed.odd_models import BATCH, batch_for, make
@@ -96,7 +96,7 @@ class Loop:
         """Copies of the parts that lie on this rank."""
         return [gradient.clone() for gradient in self.layout.gradients()[1]]
 
-    def clip(self, clip: Clip, exclude: Any = "auto") -> Outcome:
+    def clip(self, clip: Clip, exclude: Any = "auto") -> Decision:
         """Clip by a mode that is bound to the layout."""
         name, threshold, norm_type = clip
         mode = build(name, threshold=threshold, norm_type=norm_type, exclude=exclude)
@@ -120,7 +120,7 @@ def one_step(
             loop.backward(inputs[half], targets[half], 0.5)
     else:
         loop.backward(inputs, targets)
-    figures = [float(figure) for figure in loop.clip(clip, exclude)]
+    figures = [float(figure) for figure in loop.clip(clip, exclude).metrics]
     gradients = loop.gradients()
     present = sum(shard.param.grad is not None for shard in loop.layout.shards)
     taken = loop.optimizer.step()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.clip import ClipMode, Outcome, build
+from runner.clip import ClipMode, Decision, build
 from runner.models.gpt import GPT
 from runner.models.mixture import MixtureGPT
 from tests.distributed.cases import MODES, SHAPE, Case, trainer
@@ -93,7 +93,7 @@ def counted(plugin: str, model: str, layers: int) -> dict[str, list[int]]:
     clip = made.optimizer.clip
     calls: dict[str, list[int]] = {mode: [] for mode in STATED_MODES}
 
-    def counting(_: ClipMode) -> Outcome:
+    def counting(_: ClipMode) -> Decision:
         mode = next(turns)
         name, threshold, norm_type = MODES[mode]
         rule = build(name, threshold=threshold, norm_type=norm_type)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from runner.booster import Booster, LossScale, NonFiniteGradient
 from runner.booster.plugin import LowLevelZeroPlugin
-from runner.clip import ClipMode, Outcome
+from runner.clip import ClipMode, Decision
 from runner.data.dataset import IGNORED
 from tests.distributed.cases import (
     MODES,
@@ -98,7 +98,7 @@ def waits_of(plugin: str, model: str, mode: str) -> list[str]:
     made = trainer(Case(model, mode, steps=2), plugin, optimizer=adamw)
     clip, step, waits = made.optimizer.clip, made.optimizer.step, Waits()
 
-    def clipped(rule: ClipMode) -> Outcome:
+    def clipped(rule: ClipMode) -> Decision:
         made.optimizer.unscale()
         with waits:
             return clip(rule)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.booster import LossScale
-from runner.clip import ClipMode, Outcome, build
+from runner.clip import ClipMode, Decision, build
 from runner.clip.layout import local
 from runner.data.dataset import IGNORED
 from runner.parallel.full_state_dict import gathered
@@ -151,7 +151,7 @@ def half_parameters(plugin: str | None, model: str) -> list[tuple[float, float]]
     made = trainer(case, plugin, model=MODELS[model]().bfloat16())
     clip, found = made.optimizer.clip, []
 
-    def compared(_: ClipMode) -> Outcome:
+    def compared(_: ClipMode) -> Decision:
         rule = build("norm", threshold=0.05, norm_type=next(kinds))
         made.optimizer.unscale()
         network = made.model.unwrap()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from runner.clip import Layout, build, total_norm
+from runner.clip import GradStats, Layout, build, total_norm
 from runner.clip.layout import local
 from tests.distributed.by_hand import NORM, Loop, assert_one_process
 from tests.distributed.odd_models import BATCH, SHAPE, batch_for, make
@@ -101,7 +101,7 @@ def figures_of(layout, clip):
     name, threshold, norm_type = clip
     mode = build(name, threshold=threshold, norm_type=norm_type, exclude=())
     mode.bind(layout)
-    return [float(f) for f in mode.clip(layout, total_norm(layout, norm_type))]
+    return [float(f) for f in mode.clip(layout).metrics]
 
 
 MESH_MODES = [("norm", 1.5, 2.0), ("norm", 0.5, float("inf")), ("norm", 2.0, 1.0)]
@@ -185,7 +185,7 @@ def partial_sums():
     said = []
     for mode in ("norm", "value", "adaptive"):
         with pytest.raises(TypeError, match="bias has a gradient that its ranks") as error:
-            build(mode, threshold=0.1).clip(layout, 1.0)
+            build(mode, threshold=0.1).clip(layout, GradStats(1.0, True))
         said.append(str(error.value))
     with pytest.raises(TypeError, match="bias has a gradient that its ranks"):
         total_norm(layout)

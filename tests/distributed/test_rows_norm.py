@@ -48,7 +48,7 @@ def at_thresholds_of(plugin):
         outcome = loop.clip(("norm", threshold, 2.0))
         after = loop.own_gradients()
         same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        found[name] = same, tuple(outcome)[:5], total_norm(loop.layout), threshold
+        found[name] = same, outcome.metrics[:5], total_norm(loop.layout), threshold
     refused = []
     ready()
     for threshold in (0.0, -1.0):

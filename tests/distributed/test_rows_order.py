@@ -71,7 +71,7 @@ def out_of_order_under(plugin):
     with loop.booster.no_sync(loop.model, loop.optimizer):
         loop.backward(*batch, 0.25)
     loop.backward(*batch, 0.75)
-    figures = [float(figure) for figure in loop.clip(NORM)]
+    figures = [float(figure) for figure in loop.clip(NORM).metrics]
     gradients = loop.gradients()
     taken = loop.optimizer.step()
     return {"figures": figures, "gradients": gradients, "taken": taken, "weights": loop.weights()}
@@ -129,7 +129,7 @@ def not_finite_under(plugin, policy):
 def _fate(loop, clip, gradients, before, policy):
     named, outcome, taken = None, None, None
     try:
-        outcome = [float(figure).hex() for figure in loop.clip(clip)]
+        outcome = [float(figure).hex() for figure in loop.clip(clip).metrics]
     except NonFiniteGradient as error:
         named = str(error)
     kept = zip(gradients, loop.own_gradients(), strict=True)
@@ -198,14 +198,18 @@ def extremes(plugins):
         for clip in (NORM, ("value", 0.1, 2.0), ("adaptive", 0.1, 2.0)):
             loop = Loop(plugin, make(model, torch.float32))
             loop.backward(*batch_for(model), 0.0)
-            told.append(("zero", clip[0], [float(figure) for figure in loop.clip(clip)], None))
+            told.append(
+                ("zero", clip[0], [float(figure) for figure in loop.clip(clip).metrics], None)
+            )
             loop.optimizer.zero_grad()
             loop.backward(*batch_for(model))
             loop.optimizer.unscale()
             for gradient in loop.layout.gradients()[1]:
                 gradient.fill_(1e20)
             huge = (clip[0], 1e17 if clip[0] != "adaptive" else 1e-3, 2.0)
-            figures = [float(figure) for figure in loop.clip(huge, exclude=("head.weight",))]
+            figures = [
+                float(figure) for figure in loop.clip(huge, exclude=("head.weight",)).metrics
+            ]
             left = min(float(g.abs().min()) for g in loop.own_gradients() if g.numel())
             told.append(("huge", clip[0], [*figures, total_norm(loop.layout)], left))
     return told

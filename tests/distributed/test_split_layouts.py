@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runner.clip import Layout, ParamShard, build, total_norm
+from runner.clip import Layout, ParamShard, build
 from runner.clip.layout import units_of
 from tests.ranks import run_ranks
 
@@ -49,8 +49,8 @@ def clip_split(mode: str, norm_type: float, silent: str | None) -> tuple[Any, di
     layout = Layout(shards, group=dist.group.WORLD)
     clipper = build(mode, threshold=THRESHOLDS[mode], norm_type=norm_type, exclude=())
     clipper.bind(layout)
-    outcome = clipper.clip(layout, total_norm(layout, norm_type))
-    return tuple(outcome), {shard.name: shard.param.grad for shard in shards}
+    outcome = clipper.clip(layout)
+    return outcome.metrics, {shard.name: shard.param.grad for shard in shards}
 
 
 def clip_whole(mode: str, norm_type: float, silent: str | None, world: int):
@@ -65,7 +65,7 @@ def clip_whole(mode: str, norm_type: float, silent: str | None, world: int):
     layout = Layout(shards)
     clipper = build(mode, threshold=THRESHOLDS[mode], norm_type=norm_type, exclude=())
     clipper.bind(layout)
-    outcome = clipper.clip(layout, total_norm(layout, norm_type))
+    outcome = clipper.clip(layout)
     return outcome, {name: p.grad for name, p in parameters.items()}
 
 
@@ -82,7 +82,7 @@ def test_split_gradients_are_clipped_like_whole_ones(mode, norm_type, world):
     results = run_ranks(clip_split, world, mode, norm_type, None)
     for rank, (outcome, parts) in enumerate(results):
         assert exact(outcome) == exact(results[0][0]), "ranks must hold the same bits"
-        assert outcome == pytest.approx(tuple(expected), rel=1e-12, nan_ok=True)
+        assert outcome == pytest.approx(expected.metrics, rel=1e-12, nan_ok=True)
         for name, part in parts.items():
             wanted = own_part(name, gradients[name], rank, world)
             torch.testing.assert_close(part, wanted, rtol=1e-12, atol=1e-15)
@@ -94,8 +94,8 @@ def test_a_rank_without_a_gradient_takes_part(mode, silent):
     expected, gradients = clip_whole(mode, 2.0, silent, 2)
     results = run_ranks(clip_split, 2, mode, 2.0, silent)
     for rank, (outcome, parts) in enumerate(results):
-        assert outcome[:4] == pytest.approx(tuple(expected)[:4], rel=1e-12)
-        assert outcome[5] == pytest.approx(expected.peak, rel=1e-12)
+        assert outcome[:4] == pytest.approx(expected.metrics[:4], rel=1e-12)
+        assert outcome[5] == pytest.approx(expected.max_stat, rel=1e-12)
         for name, part in parts.items():
             if part is not None:
                 wanted = own_part(name, gradients[name], rank, 2)

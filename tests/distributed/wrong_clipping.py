@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import runner.booster.optimizer as optimizer_module
 import runner.booster.plugin.hybrid as hybrid
 from runner.booster.optimizer import OptimizerWrapper, nothing
-from runner.clip import Layout, Number, Outcome, ParamShard, adaptive, layout, norm, norms
+from runner.clip import Decision, Layout, Number, ParamShard, adaptive, layout, norm, norms
 from runner.clip.mode import ClipMode
 from runner.parallel import collectives as exchange
 from runner.parallel import gradient_sync as sync
@@ -104,7 +104,7 @@ def clipped_before_the_sync() -> Iterator[None]:
     """Gradients are averaged after each rank has clipped its own."""
     right = OptimizerWrapper.clip
 
-    def clip(self: OptimizerWrapper, mode: ClipMode) -> Outcome:
+    def clip(self: OptimizerWrapper, mode: ClipMode) -> Decision:
         sync_grads, self._sync_grads = self._sync_grads, nothing
         try:
             return right(self, mode)
@@ -119,17 +119,17 @@ def clipped_before_the_sync() -> Iterator[None]:
 @contextmanager
 def gradients_instead_of_parameters() -> Iterator[None]:
     """Copies of the gradients are clipped."""
-    right = norm.NormClip.clip
+    right = norm.NormClip.apply
 
-    def clip(self: norm.NormClip, layout: Layout, norm: Number) -> Outcome:
+    def apply(self: norm.NormClip, layout: Layout, decision: Decision) -> Decision:
         gradients = layout.gradients()[1]
         kept = [gradient.clone() for gradient in gradients]
-        outcome = right(self, layout, norm)
+        completed = right(self, layout, decision)
         for gradient, before in zip(gradients, kept, strict=True):
             gradient.copy_(before)
-        return outcome
+        return completed
 
-    with patch.object(norm.NormClip, "clip", clip):
+    with patch.object(norm.NormClip, "apply", apply):
         yield
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runner import GradientClipping, Trainer
-from runner.clip import Layout, Outcome
+from runner.clip import Decision, Layout
 from runner.telemetry import meter as meters
 from runner.telemetry.layer_norms import LayerNorms
 from runner.telemetry.meter import Meter, StepMetrics
@@ -108,9 +108,9 @@ def test_a_run_that_breaks_off_leaves_out_norms_that_need_the_other_ranks():
     for kind, present in ((LayerNorms, True), (Sharded, False)):
         rows = Rows()
         meter = Meter([rows], layers=kind(layout))
-        outcome = Outcome.untouched(1.0, 2.0, 1.0)
+        decision = Decision.untouched(1.0, 2.0, 1.0)
         share = torch.ones(len(layout.names), dtype=torch.float64)
-        meter.push(StepMetrics(1, 1.0, outcome, 0.1, 8, 0, 0.5, share))
+        meter.push(StepMetrics(1, 1.0, decision, 0.1, 8, 0, 0.5, share))
         meter.flush(together=False)
         assert ("grad/norm/0.weight" in rows.rows[0]) == present
 

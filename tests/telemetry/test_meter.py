@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from runner.clip import Outcome
+from runner.clip import Decision
 from runner.telemetry.meter import Meter, StepMetrics
 
 
@@ -33,7 +33,7 @@ def test_figures_in_tensors_and_on_the_host_make_the_same_rows():
         for number, figures in enumerate(outcomes, 1):
             if as_tensor:
                 figures = tuple(torch.tensor(f, dtype=torch.float64) for f in figures)
-            meter.push(step(number, Outcome(*figures, threshold=1.0)))
+            meter.push(step(number, Decision(*figures, threshold=1.0)))
         collected.append((list(rows), meter.summary()))
     assert collected[0] == collected[1]
     rows, summary = collected[0]
@@ -48,7 +48,9 @@ def test_a_step_that_an_accelerator_skipped_is_not_counted_as_clipped():
     rows = Rows()
     meter = Meter([rows], flush_every=1)
     # λ/inf and inf·0, as a device computes them without looking.
-    meter.push(step(1, Outcome(math.inf, math.nan, 0.0, 1.0, 1.0, peak=math.inf, threshold=1.0)))
+    meter.push(
+        step(1, Decision(math.inf, math.nan, 0.0, 1.0, 1.0, max_stat=math.inf, threshold=1.0))
+    )
     assert rows[0]["clip/clipped"] == 0
     assert rows[0]["grad/norm"] == math.inf
     assert math.isnan(rows[0]["clip/coef"])
@@ -59,8 +61,8 @@ def test_a_step_that_an_accelerator_skipped_is_not_counted_as_clipped():
 def test_a_run_that_breaks_off_leaves_out_the_loss_that_needs_the_other_ranks():
     rows = Rows()
     meter = Meter([rows], mean_over_data=lambda figures: [figure / 2 for figure in figures])
-    meter.push(step(1, Outcome.untouched(1.0, 2.0, 1.0)), evaluation={})
-    meter.push(step(2, Outcome.untouched(1.0, 2.0, 1.0)))
+    meter.push(step(1, Decision.untouched(1.0, 2.0, 1.0)), evaluation={})
+    meter.push(step(2, Decision.untouched(1.0, 2.0, 1.0)))
     meter.flush(together=False)
     assert rows[0]["train/loss"] == 0.5
     assert "train/loss" not in rows[1]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from runner.calibrate.distribution import CLIPPED, POINTS
-from runner.config.notation import figure, percent, plural
+from runner.config.notation import percent, plural, rounded
 from runner.telemetry.guidance import FEWEST, PARTS, PEAKS
 
 COLUMNS = ("mean", "p50", "p75", "p90", "p95", "p99", "max")
@@ -75,10 +75,10 @@ def _distributions(found: Mapping[str, Any]) -> Iterator[str]:
     width = max(len(label) for label, _ in rows)
     yield " " * width + "".join(f"{column:>10}" for column in COLUMNS)
     for label, one in rows:
-        yield f"{label:<{width}}" + "".join(f"{figure(one[column]):>10}" for column in COLUMNS)
+        yield f"{label:<{width}}" + "".join(f"{rounded(one[column]):>10}" for column in COLUMNS)
     if "parts" in found:
         name, parts = PARTS[found["mode"]], found["parts"]
-        points = "  ".join(f"p{point} {figure(parts[f'p{point}'])}" for point in POINTS)
+        points = "  ".join(f"p{point} {rounded(parts[f'p{point}'])}" for point in POINTS)
         share = percent(parts["nonzero"] / max(parts["total"], 1))
         yield f"all {name} whose gradient is not 0 ({share} of them): {points}"
 

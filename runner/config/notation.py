@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 
-def figure(value: float, digits: int = 3) -> str:
+def rounded(value: float, digits: int = 3) -> str:
     """Format a number with so many significant digits, without trailing zeros.
 
     An exponent is used below 0.0001 and from one million on. Digits before the point are kept.
@@ -22,13 +22,15 @@ def figure(value: float, digits: int = 3) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a share as a percentage; one that is neither none nor all never reads as either."""
+    """Format a share as a percentage of three significant digits.
+
+    Only a share of exactly 0 or 1 reads as none or all.
+    """
     if 0 < share < 0.001:
         return "under 0.1 %"
     if 0.999 < share < 1:
         return "over 99.9 %"
-    value = 100 * share
-    return f"{value:.0f} %" if value in (0, 100) or 10 <= value < 99 else f"{value:.1f} %"
+    return f"{rounded(100 * share)} %"
 
 
 def clock(seconds: float) -> str:

@@ -96,9 +96,9 @@ def run(
         record.summary(summary)
     # First of all: closing wandb may take seconds, in which the user may interrupt again.
     if failure is None:
-        record.end("finished", 0, None, None, None)
+        record.end("finished", 0, None, None)
     else:
-        record.end(failure.state, failure.exit_code, failure.error, failure.rank, None)
+        record.end(failure.state, failure.exit_code, failure.error, failure.rank)
     if failure is not None:
         log.info("%s", failure.error)
     for sink in shown:

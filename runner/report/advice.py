@@ -12,7 +12,7 @@ from itertools import combinations
 
 from runner.report.findings import Findings
 from runner.report.groups import Group, choice
-from runner.report.notation import figure
+from runner.report.notation import rounded
 
 THRESHOLD, RATE = "clip.threshold", "optimizer.lr"
 
@@ -79,14 +79,14 @@ def edge(found: Findings, key: str) -> str | None:
             return None
         value = known[0]
         return (
-            f"{the_best}, {figure(value)}, is the lowest {which}: a lower one may do better "
-            f"(try {figure(value / 2)} and {figure(value / 4)})."
+            f"{the_best}, {rounded(value)}, is the lowest {which}: a lower one may do better "
+            f"(try {rounded(value / 2)} and {rounded(value / 4)})."
         )
     value = known[-1]
     if key != THRESHOLD:
         return (
-            f"{the_best}, {figure(value)}, is the highest {which}: a higher one may do better "
-            f"(try {figure(value * 2)} and {figure(value * 4)})."
+            f"{the_best}, {rounded(value)}, is the highest {which}: a higher one may do better "
+            f"(try {rounded(value * 2)} and {rounded(value * 4)})."
         )
     # Beyond the highest threshold lies no clipping: nothing is open where that was tried, or where
     # the threshold clipped nothing.
@@ -94,8 +94,8 @@ def edge(found: Findings, key: str) -> str | None:
     if unclipped or not found.ratio(best):
         return None
     return (
-        f"{the_best}, {figure(value)}, is the highest {which}: a higher one, or none, may do "
-        f"better (try {figure(value * 2)} and clip=none)."
+        f"{the_best}, {rounded(value)}, is the highest {which}: a higher one, or none, may do "
+        f"better (try {rounded(value * 2)} and clip=none)."
     )
 
 
@@ -115,7 +115,9 @@ def _best_rates(found: Findings) -> list[str]:
             rates[threshold] = _value(ranked[0], RATE) or math.nan
     if len(set(rates.values())) < 2 or len(rates) > 6:
         return []
-    each = ", ".join(f"{figure(rate)} at {figure(threshold)}" for threshold, rate in rates.items())
+    each = ", ".join(
+        f"{rounded(rate)} at {rounded(threshold)}" for threshold, rate in rates.items()
+    )
     return [f"The best {RATE} depends on the threshold: {each}."]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from runner.report.markup import Child, Markup, join, short, tag
-from runner.report.notation import figure
+from runner.report.notation import rounded
 from runner.report.scale import Axis
 from runner.report.series import Floats
 from runner.report.thin import kept
@@ -243,7 +243,7 @@ def _level(level: Level, axis: Axis) -> Markup:
     y = float(upward(axis, level.y))
     return tag(
         "line",
-        tag("title", f"threshold of {level.name}: {figure(level.y)}"),
+        tag("title", f"threshold of {level.name}: {rounded(level.y)}"),
         x1=LEFT,
         x2=LEFT + INNER_WIDTH,
         y1=y,
@@ -259,7 +259,7 @@ def _lost(curve: Curve, axis: Axis) -> Markup | None:
     if not len(gone):
         return None
     first = int(gone[0])
-    value, step = figure(float(curve.ys[first])), figure(float(curve.xs[first]), 9)
+    value, step = rounded(float(curve.ys[first])), rounded(float(curve.xs[first]), 9)
     name = f"{curve.name}: {value} at step {step}"
     if len(gone) > 1:
         name += f", and at {len(gone) - 1} more of the steps recorded"

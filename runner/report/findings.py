@@ -1,4 +1,4 @@
-"""What a sweep's runs come to, worked out once and read by every part of the page."""
+"""Group and measure the runs of a sweep once, for all parts of the page."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from runner.config.objective import higher_is_better
-from runner.report.figures import RunMetrics, figures
 from runner.report.groups import Differences, Group, differences, grouped, mean_and_spread
 from runner.report.notation import percent
 from runner.report.run import Run
+from runner.report.run_metrics import RunMetrics, measure
 from runner.report.series import Floats
 from runner.report.sweep import SweepRuns
 from runner.run_folder import keys
@@ -25,13 +25,13 @@ class Findings:
     """A sweep, grouped and measured.
 
     Attributes:
-        sweep: as read.
-        differences: the keys that tell runs apart.
-        groups: settings in their order.
-        metric: the key that settings are judged by; None where no run recorded any.
-        metrics: the keys the table gives final and best values of, ``metric`` first.
-        figures: of each run, by its number.
-        higher_is_better: whether a larger ``metric`` is the better one.
+        sweep: runs of the page.
+        differences: configuration keys in which runs differ.
+        groups: settings in order.
+        metric: key of the metric that settings are compared by; None if no run recorded one.
+        metrics: keys that the table shows final and best values of, ``metric`` first.
+        measured: metrics of each run by its number.
+        higher_is_better: whether a higher ``metric`` is the better one.
     """
 
     sweep: SweepRuns
@@ -39,52 +39,52 @@ class Findings:
     groups: tuple[Group, ...]
     metric: str | None
     metrics: tuple[str, ...]
-    figures: Mapping[str, RunMetrics]
+    measured: Mapping[str, RunMetrics]
     higher_is_better: bool = False
 
     def score(self, run: Run) -> float | None:
-        """The best value of the metric in a run; None where it recorded none.
+        """Return the best value of the metric in a run; None if it recorded none.
 
-        NaN where the run diverged: what it reached before is no result of its setting.
+        NaN if the run diverged: what it reached before is no result of its setting.
         """
-        of = self.figures[run.number]
+        of = self.measured[run.number]
         score = of.best.get(self.metric or "")
         return math.nan if score is not None and of.diverged_at is not None else score
 
     def counts(self, run: Run) -> bool:
-        """Whether a run is judged: it finished, or none did and all show how far they came."""
+        """Return whether a run is compared: it finished, or no run of the sweep did."""
         return run.state == "finished" or all(r.state != "finished" for r in self.sweep.runs)
 
     def judged(self, group: Group) -> list[Run]:
-        """The runs of a setting that count."""
+        """Return the runs of a setting that are compared."""
         return [run for run in group.runs if self.counts(run)]
 
     def scores(self, group: Group) -> list[float]:
-        """The scores of a setting's judged runs that have one."""
+        """Return the scores of a setting's compared runs."""
         scores = [self.score(run) for run in self.judged(group)]
         return [score for score in scores if score is not None]
 
     def mean(self, group: Group) -> tuple[float, float | None]:
-        """Mean score of a setting and its spread over seeds; NaN where a seed was lost."""
+        """Return mean and standard deviation of a setting's scores; NaN if a run diverged."""
         scores = self.scores(group)
         return mean_and_spread(scores) if scores else (math.nan, None)
 
     def ranked(self) -> list[Group]:
-        """The settings with a finite mean score, the best first."""
+        """Return the settings with a finite mean score, the best first."""
         scored = [group for group in self.groups if math.isfinite(self.mean(group)[0])]
         sign = -1.0 if self.higher_is_better else 1.0
         return sorted(scored, key=lambda group: sign * self.mean(group)[0])
 
     def ratio(self, group: Group) -> float | None:
-        """Mean share of steps that clipping changed over a setting's runs."""
-        return _mean(self.figures[run.number].ratio for run in group.runs)
+        """Return the mean share of steps that clipping changed over a setting's runs."""
+        return _mean(self.measured[run.number].ratio for run in group.runs)
 
     def fraction(self, group: Group) -> float | None:
-        """Mean share clipped of what the mode clips, over a setting's runs."""
-        return _mean(self.figures[run.number].fraction for run in group.runs)
+        """Return the mean share clipped of what the mode clips over a setting's runs."""
+        return _mean(self.measured[run.number].fraction for run in group.runs)
 
     def clipped(self, group: Group) -> str | None:
-        """How much a setting clipped, of what its mode clips: ``31 % of its steps``."""
+        """Return how much a setting clipped, such as ``31 % of its steps``."""
         if group.mode == "none":
             return None
         parts = {"value": "elements", "adaptive": "units"}.get(group.mode)
@@ -95,10 +95,10 @@ class Findings:
         return None if ratio is None else f"{percent(ratio)} of its steps"
 
     def differ(self, one: Group, other: Group) -> bool:
-        """Whether two settings have different scores, as far as their seeds tell.
+        """Return whether the scores of two settings differ by more than their seeds do.
 
-        With several seeds each, the difference of the means has to exceed the sum of their
-        standard deviations. Single runs differ where their scores do.
+        With several seeds each, the difference of the means must exceed the sum of their standard
+        deviations. Single runs differ if their scores do.
         """
         (first, spread), (second, wide) = self.mean(one), self.mean(other)
         if not (math.isfinite(first) and math.isfinite(second)):
@@ -106,7 +106,7 @@ class Findings:
         return abs(first - second) >= (spread or 0.0) + (wide or 0.0) and first != second
 
     def reference(self) -> Group | None:
-        """The setting whose norms clipping disturbed least: no clipping, or the fewest steps."""
+        """Return the setting that clipping changed least: without clipping, else fewest steps."""
         recorded = [group for group in self.groups if len(norms(group))]
         if not recorded:
             return None
@@ -119,7 +119,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def norms(group: Group) -> Floats:
-    """All finite ‖G‖ above 0 of a setting's runs, before clipping."""
+    """Return all finite ‖G‖ > 0 of a setting's runs, before clipping."""
     found = [run.of(keys.GRAD_NORM).finite for run in group.runs]
     together = np.concatenate(found) if found else np.empty(0)
     return np.asarray(together[together > 0])
@@ -142,13 +142,13 @@ def find(sweep: SweepRuns) -> Findings:
         groups=tuple(grouped(runs, differing.columns)),
         metric=metric,
         metrics=tuple(metrics),
-        figures={run.number: figures(run, metrics, {metric: maximizes}) for run in runs},
+        measured={run.number: measure(run, metrics, {metric: maximizes}) for run in runs},
         higher_is_better=maximizes,
     )
 
 
 def _objective(runs: Sequence[Run]) -> str | None:
-    """The configured objective where runs recorded it, else the first loss they did."""
+    """Return the configured objective if runs recorded it, else the first loss they recorded."""
     asked = [run.config.get("sweep.objective") for run in runs]
     candidates = [*(key for key in asked if isinstance(key, str)), keys.EVAL_LOSS, keys.TRAIN_LOSS]
     for key in dict.fromkeys(candidates):

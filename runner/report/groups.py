@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from runner.config.problem import shown
-from runner.report.notation import figure
+from runner.report.notation import rounded
 from runner.report.palette import DASHES, NEUTRAL, OTHER_DASH, ordered
 from runner.report.run import Run
 
@@ -139,7 +139,7 @@ def label(run: Run, columns: Iterable[str]) -> str:
     if not run.config and not run.mode:
         words = " ".join(word for word in run.overrides if not word.startswith("seed="))
         return _brief(words) or "?"
-    clip = run.mode if run.threshold is None else f"{run.mode} {figure(run.threshold)}"
+    clip = run.mode if run.threshold is None else f"{run.mode} {rounded(run.threshold)}"
     rest = [
         f"{key.rpartition('.')[2]}={_brief(value)}"
         for key in columns

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from runner.report.chart import WIDTH
 from runner.report.findings import Findings
 from runner.report.markup import Markup, tag
-from runner.report.notation import figure
+from runner.report.notation import rounded
 from runner.report.palette import viridis
 from runner.report.run import Run
 from runner.report.series import Floats, Series, layers
@@ -78,7 +78,7 @@ def _map(run: Run, name: str) -> Markup:
         tag("text", "0", x=_LABELS, y=height + 14, class_="tick"),
         tag(
             "text",
-            f"step {figure(last, 9)}",
+            f"step {rounded(last, 9)}",
             x=_LABELS + width,
             y=height + 14,
             class_="tick",
@@ -87,8 +87,8 @@ def _map(run: Run, name: str) -> Markup:
     ]
     title = f"Norm by parameter · {name} · run {run.number}"
     left = len(rows) - len(shown)
-    note = f"Highest norm in each stretch of steps, log scale: dark {figure(low, 3)}, bright "
-    note += f"{figure(high, 3)}; grey was not finite or not recorded."
+    note = f"Highest norm in each stretch of steps, log scale: dark {rounded(low, 3)}, bright "
+    note += f"{rounded(high, 3)}; grey was not finite or not recorded."
     note += f" The {left} parameters with the smallest norms are left out." if left else ""
     return tag(
         "figure",

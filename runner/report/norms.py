@@ -8,7 +8,7 @@ from runner.report.chart import INNER_HEIGHT, TOP, across, framed, upward, verti
 from runner.report.findings import Findings, norms
 from runner.report.groups import Group
 from runner.report.markup import Markup, join, tag
-from runner.report.notation import figure, percent
+from runner.report.notation import percent, rounded
 from runner.report.scale import Axis, covering
 from runner.report.series import Floats
 
@@ -71,7 +71,7 @@ def _marked(found: Findings) -> list[tuple[float, Group]]:
 def _bar(axis: Axis, tall: Axis, low: float, high: float, share: float) -> Markup:
     left, right = float(across(axis, low)), float(across(axis, high))
     top = float(upward(tall, share))
-    name = f"‖G‖ {figure(low, 3)} to {figure(high, 3)}: {percent(share)} of steps"
+    name = f"‖G‖ {rounded(low, 3)} to {rounded(high, 3)}: {percent(share)} of steps"
     return tag(
         "rect",
         tag("title", name),
@@ -92,7 +92,7 @@ def _thresholds(marked: list[tuple[float, Group]], values: Floats, axis: Axis) -
     for threshold, group in marked:
         below = np.searchsorted(ordered, threshold, side="right") / len(ordered)
         x = float(across(axis, threshold))
-        text = f"{figure(threshold)} · p{figure(100 * float(below), 3)}"
+        text = f"{rounded(threshold)} · p{rounded(100 * float(below), 3)}"
         parts.append(vertical(x, group.color, "level", text, group.index))
         row = next((i for i, end in enumerate(ends) if x - _TEXT / 2 > end), None)
         if row is None:

@@ -7,21 +7,21 @@ import math
 from runner.config import notation
 
 
-def figure(value: float | None, digits: int = 4) -> str:
+def rounded(value: float | None, digits: int = 4) -> str:
     """Format ``value`` with so many significant digits; ``–`` for None, ``NaN`` and ``∞`` by name.
 
-    See :func:`runner.config.notation.figure`.
+    See :func:`runner.config.notation.rounded`.
     """
     if value is None:
         return "–"
-    text = notation.figure(value, digits)
+    text = notation.rounded(value, digits)
     return text.replace("nan", "NaN").replace("inf", "∞").replace("-", "−")
 
 
 def percent(share: float | None) -> str:
     """Format a share in 0..1 as a percentage, see :func:`runner.config.notation.percent`."""
     if share is None or not math.isfinite(share):
-        return figure(share)
+        return rounded(share)
     return notation.percent(share).replace(" ", "\u00a0")
 
 

@@ -96,7 +96,7 @@ def _chart(found: Findings, mode: str, groups: Sequence[Group]) -> Markup:
         body.append(tag("path", d=line, class_="curve", stroke=NEUTRAL, data_name="predicted"))
     for group in groups:
         for run in group.runs:
-            ratio = found.figures[run.number].ratio
+            ratio = found.measured[run.number].ratio
             if ratio is None or group.threshold is None or not math.isfinite(ratio):
                 continue
             expected = predicted.at(group.threshold)

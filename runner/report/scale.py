@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runner.report.notation import figure
+from runner.report.notation import rounded
 from runner.report.series import Floats
 
 
@@ -45,7 +45,7 @@ class Axis:
         return [(tick, self._text(tick)) for tick in at]
 
     def _text(self, tick: float) -> str:
-        return f"{figure(100 * tick)}\u00a0%" if self.percent else figure(tick)
+        return f"{rounded(100 * tick)}\u00a0%" if self.percent else rounded(tick)
 
 
 def covering(

@@ -1,10 +1,10 @@
-"""All runs of a sweep, or the one run of a run folder, as one collection to report on."""
+"""Read the folder of a sweep, or of one run, as a collection of runs."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,14 @@ from runner.run_folder.strict_json import read_object
 
 @dataclass(frozen=True)
 class SweepRuns:
-    """What one page reports on.
+    """The runs of one page.
 
     Attributes:
-        folder: where the page is written, and what its links are relative to.
+        folder: folder of the page, which its links are relative to.
         name: heading of the page.
-        runs: in the order of their numbers.
+        runs: runs by number.
         single: whether the folder is that of one run, not of a sweep.
-        command: what was typed, where it is known.
-        record: what ``sweep.json`` holds; empty for one run.
+        command: command that started them, if it was recorded.
     """
 
     folder: Path
@@ -31,11 +30,10 @@ class SweepRuns:
     runs: tuple[Run, ...]
     single: bool = False
     command: str | None = None
-    record: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read(folder: Path) -> SweepRuns:
-    """Read whatever ``folder`` is: one run, or a sweep of any number of runs, none included.
+    """Read the folder of one run, or of a sweep of any number of runs, which may be none.
 
     Raises:
         NoRunError: the folder is missing, or is neither.
@@ -45,26 +43,22 @@ def read(folder: Path) -> SweepRuns:
     folder = folder.resolve()
     if is_run(folder):
         run = read_run(folder)
-        command = shlex.join(["python", "-m", "runner", *run.overrides])
-        return SweepRuns(folder, folder.name, (run,), single=True, command=command)
+        return SweepRuns(folder, folder.name, (run,), True, command_of(run.overrides))
     return read_sweep(folder)
 
 
 def read_sweep(folder: Path) -> SweepRuns:
-    """Read a sweep folder: its numbered sub-folders, and what ``sweep.json`` adds to them.
+    """Read the numbered folders of a sweep, and what ``sweep.json`` adds to them.
 
-    The run folders are the truth. ``sweep.json`` may be missing, or older than they are; it tells
-    what was planned and never began.
+    The folders of the runs take precedence: ``sweep.json`` may be missing or older. It also lists
+    the runs that were planned but never started.
 
     Raises:
-        NoRunError: no numbered sub-folder, and no record of a sweep.
+        NoRunError: there is neither a numbered folder nor a record of a sweep.
     """
-    found = sorted(
-        (entry for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir()),
-        key=lambda entry: int(entry.name),
-    )
+    found = [one for one in folder.iterdir() if one.name.isdecimal() and one.is_dir()]
     marked = any((folder / name).exists() for name in (files.SWEEP, files.MULTIRUN))
-    if not marked and not any(is_run(entry) or (entry / files.HYDRA).is_dir() for entry in found):
+    if not marked and not any(is_run(one) or (one / files.HYDRA).is_dir() for one in found):
         raise NoRunError(
             f"{folder}: holds no run (a run's folder has {files.STATUS}; "
             f"a sweep's has numbered folders or {files.SWEEP})"
@@ -76,51 +70,54 @@ def read_sweep(folder: Path) -> SweepRuns:
         for entry in (listed if isinstance(listed, list) else [])
         if isinstance(entry, dict)
     }
-    runs = [_known(read_run(entry), planned.get(entry.name, {})) for entry in found]
-    present = {run.number for run in runs}
-    runs += [_planned(entry) for key, entry in planned.items() if key not in present]
+    runs = [_completed(read_run(one), planned.pop(one.name, {})) for one in found]
+    runs += [_planned(number, entry) for number, entry in planned.items()]
     runs.sort(key=lambda run: (not run.number.isdecimal(), run.number.zfill(9)))
-    name = record.get("name")
-    return SweepRuns(
-        folder,
-        str(name) if name else folder.name,
-        tuple(runs),
-        command=_command(folder, record),
-        record=record,
-    )
+    name = str(record.get("name") or folder.name)
+    return SweepRuns(folder, name, tuple(runs), command=_typed(folder, record))
 
 
-def _known(run: Run, entry: Mapping[str, Any]) -> Run:
-    """A run whose own record is cut short, completed from the sweep's."""
-    words = entry.get("overrides")
-    if not run.overrides and isinstance(words, list):
-        run = replace(run, overrides=tuple(str(word) for word in words))
+def command_of(overrides: Iterable[object]) -> str:
+    """Return the command that runs ``overrides``."""
+    return shlex.join(["python", "-m", "runner", *map(str, overrides)])
+
+
+def _completed(run: Run, entry: Mapping[str, Any]) -> Run:
+    """Add what the sweep recorded about a run whose own record is incomplete."""
+    if not run.overrides:
+        run = replace(run, overrides=_overrides(entry))
     if run.state == "unknown":
-        # A process that ended before it recorded anything leaves its cause with the sweep alone.
-        state, error = entry.get("state"), entry.get("error")
-        run = replace(run, state=str(state or "unknown"), error=str(error) if error else None)
+        # The sweep alone records the cause if a process ended before it wrote anything.
+        run = replace(run, state=str(entry.get("state") or "unknown"), error=_error(entry))
     return run
 
 
-def _planned(entry: Mapping[str, Any]) -> Run:
-    words, state = entry.get("overrides"), entry.get("state")
-    error = entry.get("error")
+def _planned(number: str, entry: Mapping[str, Any]) -> Run:
+    state = entry.get("state")
     return Run(
         folder=None,
-        number=str(entry.get("number")),
+        number=number,
         state=str(state) if state in ("failed", "interrupted") else "not started",
-        error=str(error) if error else None,
-        overrides=tuple(str(word) for word in words) if isinstance(words, list) else (),
+        error=_error(entry),
+        overrides=_overrides(entry),
     )
 
 
-def _command(folder: Path, record: Mapping[str, Any]) -> str | None:
+def _overrides(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    words = entry.get("overrides")
+    return tuple(map(str, words)) if isinstance(words, list) else ()
+
+
+def _error(entry: Mapping[str, Any]) -> str | None:
+    return str(entry["error"]) if entry.get("error") else None
+
+
+def _typed(folder: Path, record: Mapping[str, Any]) -> str | None:
     words = record.get("words")
     if isinstance(words, list):
-        return shlex.join(["python", "-m", "runner", *map(str, words)])
+        return command_of(words)
     multirun = read_yaml(folder / files.MULTIRUN)
     try:
-        task = multirun["hydra"]["overrides"]["task"]  # type: ignore[index]
+        return command_of(["-m", *multirun["hydra"]["overrides"]["task"]])  # type: ignore[index]
     except (KeyError, TypeError):
         return None
-    return shlex.join(["python", "-m", "runner", "-m", *map(str, task)])

@@ -22,7 +22,7 @@ from runner.report.findings import Findings
 from runner.report.groups import Group, choice
 from runner.report.literature import PUBLISHED
 from runner.report.markup import Markup, join, tag
-from runner.report.notation import figure, percent
+from runner.report.notation import percent, rounded
 from runner.report.scale import Axis, covering
 
 # Pixels between two texts under an axis.
@@ -62,8 +62,8 @@ def _metric_chart(found: Findings, mode: str, groups: Sequence[Group]) -> Markup
             score = found.score(run)
             if score is None:
                 continue
-            name = f"{group.label}, run {run.number}: best {metric} {figure(score)}"
-            name += f", {percent(found.figures[run.number].ratio)} of steps clipped"
+            name = f"{group.label}, run {run.number}: best {metric} {rounded(score)}"
+            name += f", {percent(found.measured[run.number].ratio)} of steps clipped"
             if math.isfinite(score):
                 y = float(upward(vertical, score))
                 whole = found.counts(run)
@@ -102,7 +102,7 @@ def _threshold_axis(
     for value in known:
         near = ticks and across(axis, value) - across(axis, ticks[-1][0]) < _APART
         if not near:
-            ticks.append((float(value), figure(float(value))))
+            ticks.append((float(value), rounded(float(value))))
     right = float(across(axis, end)) - 0.05 * INNER_WIDTH
     if unclipped:
         ticks.append((start * (end / start) ** 0.95, "none"))
@@ -145,7 +145,7 @@ def _marks(mode: str, axis: Axis) -> Markup:
         marks.append(
             tag(
                 "path",
-                tag("title", f"{figure(value)}: {who}"),
+                tag("title", f"{rounded(value)}: {who}"),
                 d=f"M{x - 5:.1f} {TOP - 10}h10l-5 8z",
                 class_="published",
             )
@@ -154,7 +154,7 @@ def _marks(mode: str, axis: Axis) -> Markup:
 
 
 def _published(mode: str, axis: Axis) -> str:
-    marks = "; ".join(f"{figure(value)} {who}" for value, who in _inside(mode, axis))
+    marks = "; ".join(f"{rounded(value)} {who}" for value, who in _inside(mode, axis))
     return f"▾ Published settings, of other models and losses: {marks}." if marks else ""
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from runner.report.advice import advice
 from runner.report.findings import Findings
 from runner.report.groups import Group
-from runner.report.notation import figure, plural
+from runner.report.notation import plural, rounded
 from runner.report.run import Run
 
 # States of a run whose figures are those of a whole run.
@@ -59,9 +59,9 @@ def _of_one(found: Findings, run: Run) -> str:
     }.get(run.state, f"({run.state}) took")
     sentence = f"This run {verb} {plural(run.steps, 'step')}"
     if score is not None:
-        final = found.figures[run.number].final.get(found.metric or "")
-        sentence += f" with a best {found.metric} of {figure(score)}"
-        sentence += "" if final is None else f" and a final one of {figure(final)}"
+        final = found.measured[run.number].final.get(found.metric or "")
+        sentence += f" with a best {found.metric} of {rounded(score)}"
+        sentence += "" if final is None else f" and a final one of {rounded(final)}"
     clipped = found.clipped(group)
     if clipped is not None:
         sentence += f"; {group.label} clipped {clipped}"
@@ -75,8 +75,8 @@ def _name(group: Group) -> str:
 def _score(found: Findings, group: Group) -> str:
     mean, spread = found.mean(group)
     if spread is None:
-        return figure(mean)
-    return f"{figure(mean)} ± {figure(spread, 2)} over {plural(len(found.scores(group)), 'seed')}"
+        return rounded(mean)
+    return f"{rounded(mean)} ± {rounded(spread, 2)} over {plural(len(found.scores(group)), 'seed')}"
 
 
 def _against(found: Findings, ranked: list[Group]) -> str:
@@ -88,7 +88,7 @@ def _against(found: Findings, ranked: list[Group]) -> str:
         return ""
     against, spread = found.mean(other)
     name = "without clipping" if other is unclipped else f"with {other.label}, the next best"
-    text = f", against {figure(against)} {name}"
+    text = f", against {rounded(against)} {name}"
     if spread is not None and not found.differ(best, other):
         text += " (within the spread of the seeds)"
     return text
@@ -113,7 +113,7 @@ def _lost(found: Findings) -> str | None:
         f"{group.label} (run {run.number}) at step {at:,}"
         for group in found.groups
         for run in group.runs
-        for at in [found.figures[run.number].diverged_at]
+        for at in [found.measured[run.number].diverged_at]
         if at is not None
     ]
     if not lost:

@@ -1,4 +1,4 @@
-"""What a run was made with: versions, and the state of the code it was started beside."""
+"""Versions of the packages and of the code that a run was made with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PACKAGES = ("clip-runner", "torch", "torchvision", "hydra-core", "wandb")
 
 
 def provenance() -> dict[str, str]:
-    """``versions`` and, in a git checkout, ``git``: the commit, and whether files differ."""
+    """Return ``versions`` and, in a git checkout, ``git``: the commit, and whether files differ."""
     made = {"versions": ", ".join([f"python {platform.python_version()}", *_versions()])}
     if state := _git():
         made["git"] = state
@@ -22,15 +22,15 @@ def _versions() -> list[str]:
     for name in PACKAGES:
         try:
             found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:  # run from a checkout that was never installed
+        except PackageNotFoundError:  # a checkout that was never installed
             continue
     return found
 
 
 def _git() -> str | None:
-    words = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        said = subprocess.run(words, capture_output=True, text=True, timeout=5)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return said.stdout.strip() or None
+    return done.stdout.strip() or None

@@ -1,11 +1,10 @@
-"""The files of a run folder that say what was asked, how it stands, and how it ended."""
+"""Write the files of a run folder that hold its configuration, its state and its summary."""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,17 +12,18 @@ import yaml
 
 from runner.run_folder import files
 from runner.run_folder.atomic import write_text
+from runner.run_folder.state import now
 from runner.run_folder.strict_json import write_object
 
 PROGRESS_SECONDS = 1.0
-"""Shortest time between two updates of the step in ``status.json``."""
+"""Shortest time between two writes of the step to ``status.json``."""
 
 
 class Record:
-    """``config.yaml``, ``status.json`` and ``summary.json`` of one run folder.
+    """Keep ``config.yaml``, ``status.json`` and ``summary.json`` of one run folder.
 
     Args:
-        folder: the run's own folder; it exists.
+        folder: folder of the run, which exists.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,12 +32,12 @@ class Record:
         self._written = -float("inf")
 
     def begin(self, config: dict[str, Any], config_hash: str, wandb_run_id: str | None) -> None:
-        """Write the resolved config, and a status that says the run is under way.
+        """Write the resolved configuration and the state ``running``.
 
         Args:
-            config: the resolved config in plain containers.
-            config_hash: what :func:`runner.config.identity.config_hash` made of it.
-            wandb_run_id: None where wandb records nothing.
+            config: resolved configuration in plain containers.
+            config_hash: its hash, from :func:`runner.config.identity.config_hash`.
+            wandb_run_id: id of the run in wandb; None if wandb records nothing.
         """
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         write_text(self._folder / files.CONFIG, text)
@@ -47,7 +47,7 @@ class Record:
             "error": None,
             "rank": None,
             "config_hash": config_hash,
-            "started": _now(),
+            "started": now(),
             "ended": None,
             "step": 0,
             "wandb_run_id": wandb_run_id,
@@ -57,13 +57,13 @@ class Record:
         self._write_status()
 
     def progress(self, step: int) -> None:
-        """Note how many optimizer steps are done; the file follows at most once a second."""
+        """Set the number of optimizer steps taken; the file is written at most once a second."""
         self._status["step"] = step
         if time.monotonic() - self._written >= PROGRESS_SECONDS:
             self._write_status()
 
     def summary(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``: strict JSON, numbers that are not finite as words."""
+        """Write ``summary.json``."""
         write_object(self._folder / files.SUMMARY, summary)
 
     def end(
@@ -72,32 +72,24 @@ class Record:
         exit_code: int,
         error: str | None,
         rank: int | None,
-        step: int | None,
     ) -> None:
         """Write how the run ended.
 
         Args:
-            state: in one word.
-            exit_code: of the run's command.
-            error: what went wrong, with its traceback where there is one.
-            rank: that failed first.
-            step: steps done; None for the last that was noted.
+            state: final state.
+            exit_code: exit code of the command.
+            error: error message, with its traceback if there is one.
+            rank: rank that failed first.
         """
         self._status |= {
             "state": state,
             "exit_code": exit_code,
             "error": error,
             "rank": rank,
-            "ended": _now(),
+            "ended": now(),
         }
-        if step is not None:
-            self._status["step"] = step
         self._write_status()
 
     def _write_status(self) -> None:
         write_object(self._folder / files.STATUS, self._status)
         self._written = time.monotonic()
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

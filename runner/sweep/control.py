@@ -18,8 +18,9 @@ from runner.compose.request import Job, Request
 from runner.config.problem import Interrupted, Problem, RequestError
 from runner.launch.page import write_page
 from runner.run_folder import files
+from runner.run_folder.state import now
 from runner.sweep import live
-from runner.sweep.record import Entry, SweepRecord, changed, now
+from runner.sweep.record import Entry, SweepRecord, changed
 from runner.sweep.resume import archive, finished_search, load_status, plan_runs
 from runner.telemetry.sinks.console import print_line
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean
 
-from runner.config.notation import clock, figure, percent, plural
+from runner.config.notation import clock, percent, plural, rounded
 from runner.sweep.record import Entry, SweepRecord, best
 
 _LONGEST_ERROR = 80
@@ -37,7 +37,9 @@ def beginning(record: SweepRecord, entry: Entry) -> str:
     parts = [_title(record, entry)]
     leader = best(record.entries, record.maximizes)
     if leader is not None and leader.objective is not None:
-        parts.append(f"best so far {figure(leader.objective, 4)} ({leader.label or leader.number})")
+        parts.append(
+            f"best so far {rounded(leader.objective, 4)} ({leader.label or leader.number})"
+        )
     seconds = [one.seconds for one in record.entries if one.state == "finished" and one.seconds]
     if seconds:
         begun = sum(one.state not in ("waiting", "running") for one in record.entries)
@@ -55,7 +57,7 @@ def table(record: SweepRecord) -> str:
     leader = best(record.entries, record.maximizes)
     rows = [("run", "", "state", record.objective, "clipped", "seconds", "error")]
     for entry in record.entries:
-        score = "" if entry.objective is None else figure(entry.objective, 4)
+        score = "" if entry.objective is None else rounded(entry.objective, 4)
         rows.append(
             (
                 str(entry.number),

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +128,6 @@ def changed(folder: Path) -> Iterator[SweepRecord]:
         record = SweepRecord.read(folder)
         yield record
         record.write(folder)
-
-
-def now() -> str:
-    """The time, as records give it."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def best(entries: Iterable[Entry], maximizes: bool) -> Entry | None:

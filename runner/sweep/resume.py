@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from runner.compose.request import Request
 from runner.run_folder import files, keys
 from runner.run_folder.objective import objective_of
+from runner.run_folder.state import elapsed
 from runner.run_folder.strict_json import read_object
 from runner.sweep.record import Entry, SweepRecord
 
@@ -80,7 +79,8 @@ def load_status(entry: Entry, sweep: Path, objective: str) -> None:
     entry.exit_code = status.get("exit_code")
     error = str(status.get("error") or "").strip().splitlines()
     entry.error = error[-1] if error else None
-    entry.seconds = _seconds(status)
+    seconds = elapsed(status)
+    entry.seconds = None if seconds is None else round(seconds, 3)
     if entry.state == "finished":
         summary = read_object(folder / files.SUMMARY)
         entry.objective = objective_of(summary, objective)
@@ -107,11 +107,3 @@ def _is_hydras(word: str) -> bool:
 def _forget(entry: Entry) -> None:
     entry.state = "waiting"
     entry.exit_code = entry.error = entry.objective = entry.seconds = entry.clip_ratio = None
-
-
-def _seconds(status: dict[str, Any]) -> float | None:
-    try:
-        began, ended = (datetime.fromisoformat(status[key]) for key in ("started", "ended"))
-    except (KeyError, TypeError, ValueError):
-        return None
-    return round((ended - began).total_seconds(), 3)

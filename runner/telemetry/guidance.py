@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from runner.config.notation import figure, percent
+from runner.config.notation import percent, rounded
 from runner.optim.effects import PLAIN, Effect
 from runner.run_folder import keys
 
@@ -133,7 +133,7 @@ def _never(peak: Mapping[str, float], setting: Setting) -> Remark:
     what = PEAKS.get(setting.mode, "value that is compared with it")
     text = (
         f"The threshold {setting.threshold:g} clipped nothing: the largest {what} was "
-        f"{figure(peak['max'])}. "
+        f"{rounded(peak['max'])}. "
     )
     if setting.mode == "norm":
         text += f"To clip the largest tenth of the steps, set clip.threshold to {_start(peak)}."
@@ -189,7 +189,7 @@ def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark
 
 
 def _start(peak: Mapping[str, float]) -> str:
-    return f"about {figure(peak['p90'])}, the 90th percentile of ‖G‖"
+    return f"about {rounded(peak['p90'])}, the 90th percentile of ‖G‖"
 
 
 def _calibrate(setting: Setting) -> str:

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from runner.config.notation import clock, figure, percent, plural
+from runner.config.notation import clock, percent, plural, rounded
 
 
 def test_one_is_singular_and_all_else_plural():
@@ -20,11 +20,11 @@ def test_one_is_singular_and_all_else_plural():
     ],
 )
 def test_figures_have_three_significant_digits(value, text):
-    assert figure(value) == text
+    assert rounded(value) == text
 
 
 def test_a_figure_may_have_more_digits():
-    assert [figure(x, 4) for x in (12.345, 0.000012345, 100.0)] == ["12.35", "1.234e-5", "100"]
+    assert [rounded(x, 4) for x in (12.345, 0.000012345, 100.0)] == ["12.35", "1.234e-5", "100"]
 
 
 def test_a_share_never_reads_as_none_or_all_unless_it_is():

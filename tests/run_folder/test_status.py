@@ -55,7 +55,7 @@ def test_the_files_of_a_run_that_finishes(tmp_path: Path) -> None:
 
     record.progress(7)
     record.summary({"final": {"train/loss": math.nan}, "steps": 7})
-    record.end("finished", 0, None, None, None)
+    record.end("finished", 0, None, None)
     ended = _status(tmp_path)
     assert (ended["state"], ended["exit_code"], ended["step"]) == ("finished", 0, 7)
     started, end = (datetime.fromisoformat(ended[key]) for key in ("started", "ended"))
@@ -73,7 +73,8 @@ def test_the_files_of_a_run_that_finishes(tmp_path: Path) -> None:
 def test_a_failed_run_names_rank_and_error(tmp_path: Path) -> None:
     record = Record(tmp_path)
     record.begin(CONFIG, "abc", None)
-    record.end("failed", 1, "Traceback ...\nValueError: λ", 3, 12)
+    record.progress(12)
+    record.end("failed", 1, "Traceback ...\nValueError: λ", 3)
     status = _status(tmp_path)
     assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 1, 3)
     assert status["error"].endswith("ValueError: λ")

@@ -139,7 +139,7 @@ SITUATIONS = {
         summary(1.0, fraction=0.99),
         Setting("adaptive", 0.001, effect=ADAM),
         [
-            "The threshold 0.001 clipped 99.0 % of the units on average. AdamW divides by the size "
+            "The threshold 0.001 clipped 99 % of the units on average. AdamW divides by the size "
             "of earlier gradients, so this does not make its steps smaller. "
             f"{CALIBRATE}units."
         ],

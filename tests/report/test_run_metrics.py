@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from runner.report import read_run
-from runner.report.figures import RunMetrics, diverged_at, figures
 from runner.report.run import Run
+from runner.report.run_metrics import RunMetrics, diverged_at, measure
 from runner.report.series import Series
 from tests.report.examples import config, rows, write_run
 
@@ -27,12 +27,12 @@ def approximately(one: RunMetrics, other: RunMetrics) -> None:
     assert one.skipped == other.skipped
 
 
-def test_without_a_summary_the_rows_give_the_same_figures(tmp_path: Path) -> None:
+def test_without_a_summary_the_rows_give_the_same_metrics(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", rows(steps=200), config())
     metrics = ["eval/loss", "eval/accuracy", "train/loss"]
-    whole = figures(read_run(folder), metrics)
+    whole = measure(read_run(folder), metrics)
     (folder / "summary.json").unlink()
-    approximately(figures(read_run(folder), metrics), whole)
+    approximately(measure(read_run(folder), metrics), whole)
     assert set(whole.final) == set(metrics)
 
 
@@ -41,18 +41,18 @@ def test_the_summary_holds_where_rows_are_sparse(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", made, config())
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[9::10]))
-    sparse = figures(read_run(folder), ["eval/loss"])
+    sparse = measure(read_run(folder), ["eval/loss"])
     assert sparse.ratio == made[-1]["clip/ratio_total"]
     assert sparse.norm["max"] == max(row["grad/norm"] for row in made)
 
 
-def test_a_run_that_recorded_nothing_has_no_figures() -> None:
-    empty = figures(Run(folder=None, number="0", state="not started"), ["eval/loss"])
+def test_a_run_that_recorded_nothing_has_no_metrics() -> None:
+    empty = measure(Run(folder=None, number="0", state="not started"), ["eval/loss"])
     assert empty == RunMetrics({}, {}, None, {}, None, None, None)
 
 
 def test_a_loss_of_nan_alone_is_a_best_of_nan() -> None:
-    lost = figures(of([math.nan, math.nan]), ["train/loss"])
+    lost = measure(of([math.nan, math.nan]), ["train/loss"])
     assert math.isnan(lost.best["train/loss"])
     assert math.isnan(lost.final["train/loss"])
     assert lost.diverged_at == 1

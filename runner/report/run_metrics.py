@@ -1,0 +1,143 @@
+"""Reduce a run to the metrics that the table shows.
+
+``summary.json`` covers every step and is used if it is there. A run that was killed never wrote it;
+its metrics are computed from its rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from runner.config.objective import higher_is_better
+from runner.report.run import Run
+from runner.report.series import Series
+from runner.run_folder import keys
+from runner.run_folder.strict_json import number
+
+PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """Metrics of one run; None where the run recorded nothing.
+
+    Attributes:
+        final: last value by metric.
+        best: best value by metric.
+        ratio: share of all steps that clipping changed.
+        norm: p50, p90, p99 and max of the finite ‖G‖ before clipping.
+        coef: mean over steps of ‖G‖ after clipping ÷ before.
+        skipped: steps whose gradient was not finite.
+        diverged_at: see :func:`diverged_at`.
+        fraction: mean share clipped of what the mode clips: the steps, the elements or the units.
+    """
+
+    final: dict[str, float]
+    best: dict[str, float]
+    ratio: float | None
+    norm: dict[str, float]
+    coef: float | None
+    skipped: int | None
+    diverged_at: int | None
+    fraction: float | None = None
+
+
+def measure(
+    run: Run, metrics: Sequence[str], maximized: Mapping[str | None, bool] | None = None
+) -> RunMetrics:
+    """Return the metrics of a run.
+
+    Args:
+        run: run to measure.
+        metrics: keys to give final and best values of, such as ``eval/loss``.
+        maximized: whether a higher value of a metric is the better one, if that is configured.
+    """
+    skipped = _total(run, keys.GRAD_NONFINITE)
+    ratio = _total(run, keys.CLIP_RATIO_TOTAL)
+    coef, clipped = run.of(keys.CLIP_COEF).finite, run.of(keys.CLIP_CLIPPED)
+    if ratio is None and len(clipped):
+        ratio = float(clipped.values.mean())
+    final = {key: _final(run, key) for key in metrics}
+    best = {
+        key: _best(run, key, (maximized or {}).get(key, higher_is_better(key)), final[key])
+        for key in metrics
+    }
+    return RunMetrics(
+        final={key: value for key, value in final.items() if value is not None},
+        best={key: value for key, value in best.items() if value is not None},
+        ratio=ratio,
+        fraction=number(run.summary.get(keys.CLIP_FRACTION)),
+        norm=_norm(run),
+        coef=float(coef.mean()) if len(coef) else None,
+        skipped=None if skipped is None or math.isnan(skipped) else int(skipped),
+        diverged_at=diverged_at(run),
+    )
+
+
+def diverged_at(run: Run) -> int | None:
+    """Return the step from which the loss stayed lost until the end, or None.
+
+    A loss is lost if it is not finite, or over twice the median of the first rows. One bad step
+    from which the run recovers is no divergence.
+    """
+    loss = run.of(keys.TRAIN_LOSS)
+    if not len(loss):
+        return None
+    beginning = loss.finite[:10]
+    ceiling = 2 * float(np.median(beginning)) if len(beginning) else math.inf
+    with np.errstate(invalid="ignore"):
+        lost = ~np.isfinite(loss.values)
+        if ceiling > 0:
+            lost |= loss.values > ceiling
+    if not lost[-1]:
+        return None
+    recovered = np.flatnonzero(~lost)
+    first = int(recovered[-1]) + 1 if len(recovered) else 0
+    return int(loss.steps[first])
+
+
+def _final(run: Run, key: str) -> float | None:
+    last = _summary(run, "final", key)
+    return _last(run.of(key)) if last is None else last
+
+
+def _best(run: Run, key: str, higher: bool, final: float | None) -> float | None:
+    # The summary keeps the best value of the metric's usual direction.
+    best = _summary(run, "best", key) if higher == higher_is_better(key) else None
+    if best is not None:
+        return best
+    finite = run.of(key).finite
+    if len(finite):
+        return float(finite.max() if higher else finite.min())
+    return math.nan if len(run.of(key)) or (final is not None and math.isnan(final)) else None
+
+
+def _summary(run: Run, part: str, key: str) -> float | None:
+    values = run.summary.get(part)
+    return number(values.get(key)) if isinstance(values, dict) else None
+
+
+def _total(run: Run, key: str) -> float | None:
+    """Return a total of the whole run, from its summary or from its last row."""
+    total = number(run.summary.get(key))
+    return _last(run.of(key)) if total is None else total
+
+
+def _last(series: Series) -> float | None:
+    return float(series.values[-1]) if len(series) else None
+
+
+def _norm(run: Run) -> dict[str, float]:
+    recorded = run.summary.get(keys.GRAD_NORM)
+    if isinstance(recorded, dict) and recorded:
+        spread = {key: number(recorded.get(key)) for key in PERCENTILES}
+        return {key: value for key, value in spread.items() if value is not None}
+    norms = run.of(keys.GRAD_NORM).finite
+    if not len(norms):
+        return {}
+    points = np.percentile(norms, list(PERCENTILES.values()))
+    return dict(zip(PERCENTILES, map(float, points), strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from runner.calibrate.distribution import warm_up
@@ -56,7 +55,8 @@ def unclipped(config: RunConfig) -> ClipMode:
     """The clipping mode of ``config`` with a threshold that never binds."""
     if config.clip.threshold is None:
         return build.make_mode(config)
-    return build.make_mode(replace(config, clip=replace(config.clip, threshold=NEVER)))
+    clip = config.clip.model_copy(update={"threshold": NEVER})
+    return build.make_mode(config.model_copy(update={"clip": clip}))
 
 
 def end_of(config: RunConfig) -> Duration:

@@ -28,8 +28,8 @@ from runner.calibrate.published import nearest
 from runner.calibrate.table import lines
 from runner.cli.checks import answer, single
 from runner.compose.request import Job
-from runner.config import Problem, RequestError
 from runner.config.folders import obstacle, outputs
+from runner.config.problem import Problem, RequestError
 from runner.config.sizes import joins
 from runner.telemetry.sinks.console import print_line
 

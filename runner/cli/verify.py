@@ -23,8 +23,8 @@ from runner.cli import flags
 from runner.cli.checks import answer, single
 from runner.compose.composer import session
 from runner.compose.request import Job, register
-from runner.config import Problem, RequestError
 from runner.config.folders import obstacle, outputs
+from runner.config.problem import Problem, RequestError
 from runner.config.sizes import joins
 from runner.telemetry.sinks.console import print_line
 

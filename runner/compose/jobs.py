@@ -11,14 +11,15 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
+from pydantic import TypeAdapter, ValidationError
 
 from runner.compose import overrides as words
 from runner.compose.composer import Composer
 from runner.compose.destination import Earlier, folder_problems
 from runner.config.identity import config_hash, request_hash, sweep_name
 from runner.config.problem import Problem
-from runner.config.rules import integer, optional
 from runner.config.schema import RunConfig
+from runner.config.values import CONFIG, Count, allowed
 
 SWEEPER = "clip_runner"
 """The option of ``hydra/sweeper`` that runs the jobs of a sweep's record."""
@@ -27,11 +28,7 @@ _BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
 # Keys of Hydra's sweepers: optuna's trials and its jobs at a time, the basic one's jobs at a time.
-_COUNTS = {
-    "n_trials": integer(1),
-    "n_jobs": integer(1),
-    "max_batch_size": optional(integer(1)),
-}
+_COUNTS: dict[str, Any] = {"n_trials": Count, "n_jobs": Count, "max_batch_size": Count | None}
 
 
 @dataclass(frozen=True)
@@ -165,13 +162,12 @@ def jobs(composer: Composer, lists: Lists) -> tuple[list[Job], list[Problem]]:
 def _sweeper_problems(master: DictConfig | None) -> Iterator[Problem]:
     """Counts that no sweep can have; Hydra's sweepers fail on them, or never end."""
     settings: dict[str, Any] = {} if master is None else dict(master.hydra.sweeper)
-    for key, rule in _COUNTS.items():
-        if key not in settings:
-            continue
+    for key in (key for key in _COUNTS if key in settings):
         try:
-            rule.read(settings[key])
-        except ValueError:
-            yield Problem(f"hydra.sweeper.{key}", settings[key], f"must be {rule.text}")
+            TypeAdapter(_COUNTS[key], config=CONFIG).validate_python(settings[key])
+        except ValidationError:
+            text = allowed(_COUNTS[key]).text
+            yield Problem(f"hydra.sweeper.{key}", settings[key], f"must be {text}")
 
 
 def placed(

@@ -56,7 +56,7 @@ def _recipes() -> str:
 def _keys(*, _root_: Container) -> str:
     """The owned keys with the values they have in this composition, for ``--help``."""
     rows = []
-    for key in owned_keys():
+    for key in owned_keys().values():
         if key.name in _CHOSEN or key.name.endswith("._target_"):
             continue
         try:

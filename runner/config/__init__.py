@@ -1,11 +1,4 @@
-"""What a run is asked to be: typed, checked, and composed from words.
+"""What a configuration may say: types, ranges, sizes, and the messages about wrong requests.
 
-This package imports nothing else of `runner`, and never torch.
+This package imports nothing else of `runner`, and neither torch nor Hydra.
 """
-
-from runner.config.check import parse
-from runner.config.duration import Duration
-from runner.config.problem import Problem, RequestError
-from runner.config.schema import RunConfig
-
-__all__ = ["Duration", "Problem", "RequestError", "RunConfig", "parse"]

@@ -8,15 +8,16 @@ own signature once torch is imported (`runner.train.refused`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from runner.config.folders import find
 from runner.config.problem import shown
-from runner.config.rules import Rule, at_least, integer, switch, text
+from runner.config.values import CONFIG, Natural, NotNegative, Text, allowed
 
 
 @cache
@@ -34,33 +35,38 @@ def usual(group: str, target: str) -> Mapping[str, Any]:
     return {key: value for key, value in found.items() if not _refers(value)}
 
 
-def rule_like(example: Any) -> Rule | None:
-    """Return the rule for values of the kind of ``example``, or None where any value may do.
+_KINDS: dict[type, Any] = {bool: bool, int: Natural, float: NotNegative, str: Text}
+"""What an example of each type stands for. A number that is not negative stands for one that cannot
+be: a width, a count, a rate, a share."""
 
-    An example that is not negative stands for a number that cannot be negative: a width, a count,
-    a rate, a share.
+
+def misfit(example: Any, value: Any) -> str | None:
+    """Return what is allowed instead of ``value``, to follow "must be"; None if it fits.
+
+    Args:
+        example: usual value of the argument.
+        value: the given one.
     """
-    match example:
-        case bool():
-            return switch()
-        case int() if example >= 0:
-            return integer(0)
-        case float() if example >= 0:
-            return at_least(0)
-        case str():
-            return text()
-        case [first, *_] if (one := rule_like(first)) is not None:
-            return Rule(f"a list such as {shown(example)}, each {one.text}", _reads_each(one))
+    listed = isinstance(example, list)
+    one = example[0] if listed and example else example
+    kind: Any = type(one)
+    if kind not in _KINDS or (kind in (int, float) and one < 0):
+        return None
+    adapter = _adapter(kind)
+    try:
+        if listed and not isinstance(value, list):
+            raise ValueError
+        for item in value if listed else [value]:
+            adapter.validate_python(item)
+    except ValueError:
+        text = allowed(_KINDS[kind]).text
+        return f"a list such as {shown(example)}, each {text}" if listed else text
     return None
 
 
-def _reads_each(one: Rule) -> Callable[[Any], list[Any]]:
-    def read(value: Any) -> list[Any]:
-        if not isinstance(value, list):
-            raise ValueError
-        return [one.read(item) for item in value]
-
-    return read
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(_KINDS[kind], config=CONFIG)
 
 
 def _plain(value: Any) -> Any:

@@ -7,36 +7,39 @@ and calls `parse` again.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from functools import cache, reduce
-from operator import getitem
-from typing import Any, NamedTuple, get_args, get_type_hints
+from functools import cache
+from typing import Any, NamedTuple
 
-from runner.config.arguments import rule_like, usual
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from runner.config.arguments import misfit, usual
 from runner.config.nearest import nearest_keys, nearest_name, or_list
 from runner.config.problem import MISSING, NOTHING, Problem, RequestError
-from runner.config.rules import Refusal, Rule
-from runner.config.schema import RunConfig, Target
+from runner.config.schema import RunConfig
+from runner.config.section import ConflictError, Section, Target
+from runner.config.values import Allowed, Refusal, allowed
 
 
 class Key(NamedTuple):
     """One key that this project owns."""
 
     name: str  # dotted
-    rule: Rule
+    allowed: Allowed
     meaning: str
 
 
 def parse(plain: Mapping[str, Any]) -> RunConfig:
-    """The typed configuration that ``plain`` describes.
+    """Return the typed configuration that ``plain`` describes.
 
     Args:
         plain: the composed configuration as plain containers, interpolations resolved; ``???``
             stands for a value that is missing.
 
     Raises:
-        RequestError: anything is unknown, missing, of the wrong type, out of range, or cannot stand
-            together; it names every such problem.
+        RequestError: anything is unknown, missing, of the wrong type, out of range, or excludes
+            something else; it names every such problem.
     """
     config, problems = examine(plain)
     if config is None:
@@ -47,28 +50,42 @@ def parse(plain: Mapping[str, Any]) -> RunConfig:
 def examine(
     plain: Mapping[str, Any], unsettled: Collection[str] = ()
 ) -> tuple[RunConfig | None, list[Problem]]:
-    """What `parse` does, with the problems handed back.
+    """Return the typed configuration, or None and what is wrong with ``plain``.
 
     Args:
         plain: as for `parse`.
-        unsettled: sections whose option was a wrong word and stands for nothing that was asked for:
-            each of their values is checked, but not whether the values can stand together, nor
-            with those of other sections.
+        unsettled: sections whose option does not exist, so that another one stands in for it: each
+            value is checked, but not whether the values exclude each other, or those of other
+            sections.
     """
-    check = _Check(unsettled)
-    config = check.section(RunConfig, plain, "")
-    return config, check.problems
+    fields = RunConfig.model_fields
+    problems = list(_problems_of_arguments(plain))
+    config = None
+    try:
+        config = RunConfig.model_validate(
+            _without_missing(plain, RunConfig), context=_not_judged(unsettled)
+        )
+    except ValidationError as error:
+        for one in error.errors(include_url=False):
+            problems += _problems(one, plain)
+    if problems:
+        config = None
+        # An error for each alternative of a type, or each item of a list, is one problem.
+        problems = list({problem.key: problem for problem in problems}.values())
+        order = {name: number for number, name in enumerate(fields)}
+        problems.sort(key=lambda problem: order.get(problem.key.partition(".")[0], len(order)))
+    return config, problems
 
 
 @cache
-def owned_keys() -> tuple[Key, ...]:
-    """Every key that this project owns, in the order of the schema."""
-    return tuple(_owned(RunConfig, ""))
+def owned_keys() -> Mapping[str, Key]:
+    """Return every key that this project owns by its dotted name, in the order of the schema."""
+    return {key.name: key for key in _owned(RunConfig, "")}
 
 
 def keys_of(plain: Mapping[str, Any]) -> set[str]:
     """Every dotted key that exists: the owned ones and those of the targets in ``plain``."""
-    return {key.name for key in owned_keys()} | {key for key, _ in leaves("", plain) if key}
+    return {*owned_keys()} | {key for key, _ in leaves("", plain) if key}
 
 
 def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem:
@@ -88,106 +105,100 @@ def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem
     return Problem(key, value, f"{message}  (keys: {', '.join(sorted(sections))})")
 
 
-class _Check:
-    """One walk over a configuration that notes each problem and goes on."""
+def _not_judged(unsettled: Collection[str]) -> set[type[Section]]:
+    """Return the models whose conflicts are not looked for: the whole is one as soon as any is."""
+    fields = RunConfig.model_fields
+    sections = {_section(fields[name]) for name in unsettled if name in fields}
+    return {cls for cls in sections if cls} | ({RunConfig} if unsettled else set())
 
-    def __init__(self, unsettled: Collection[str]) -> None:
-        self.unsettled = unsettled
-        self.problems: list[Problem] = []
 
-    def section(self, cls: type[Any], node: Any, path: str) -> Any:
-        """The section ``cls`` that ``node`` describes, or None where it has a problem."""
-        if node == MISSING or not isinstance(node, Mapping):
-            names = ", ".join(
-                _key(field.name) for field in fields(cls) if field.name != "arguments"
-            )
-            self._note(path, node, f"must be a section with the keys {names}")
-            return None
-        before = len(self.problems)
-        hints = get_type_hints(cls, include_extras=True)
-        is_open = issubclass(cls, Target)
-        hints.pop("arguments", None)
-        values = {}
-        for name, hint in hints.items():
-            key = _key(name)
-            where = f"{path}.{key}" if path else key
-            if is_dataclass(hint):
-                values[name] = self.section(_class(hint), node.get(key), where)
-            else:
-                values[name] = self._value(hint, node.get(key, MISSING), where)
-        others = {key: node[key] for key in node if key not in map(_key, hints)}
-        if is_open:
-            values["arguments"] = others
-            self._arguments(others, path, node.get("_target_"))
-        else:
-            self._unknown(others, path)
-        if len(self.problems) > before:
-            return None
-        made = cls(**values)
-        # What several sections say together is settled once each of them is.
-        if not (path in self.unsettled if path else self.unsettled):
-            for conflict in getattr(made, "conflicts", tuple)():
-                where = f"{path}.{conflict.key}" if path else conflict.key
-                value = reduce(getitem, conflict.key.split("."), node)
-                self._note(where, value, conflict.message)
-        return made if len(self.problems) == before else None
+def _without_missing(node: Mapping[str, Any], cls: type[Section]) -> dict[str, Any]:
+    """Leave out the keys of ``cls`` whose value is missing."""
+    fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+    given = {}
+    for key, value in node.items():
+        section = _section(fields[key]) if key in fields else None
+        if section is not None and isinstance(value, Mapping):
+            given[key] = _without_missing(value, section)
+        elif section is not None or key not in fields or value != MISSING:
+            given[key] = value
+    return given
 
-    def _value(self, hint: Any, value: Any, path: str) -> Any:
-        _, rule, meaning = get_args(hint)
-        if value == MISSING:
-            return self._note(path, value, f"no value given; must be {rule.text} ({meaning})")
-        return self._read(rule, value, path)
 
-    def _read(self, rule: Rule, value: Any, path: str) -> Any:
-        try:
-            return rule.read(value)
-        except Refusal as refusal:
-            return self._note(path, value, str(refusal))
-        except ValueError:
-            near = nearest_name(value, rule.names) if isinstance(value, str) else None
-            hint = f"; did you mean {near}?" if near else ""
-            return self._note(path, value, f"must be {rule.text}{hint}")
-
-    def _unknown(self, others: Mapping[str, Any], path: str) -> None:
+def _problems(error: ErrorDetails, plain: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the problems that one error of pydantic stands for."""
+    place = [*error["loc"]]
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, ConflictError):
+        for conflict in cause.conflicts:
+            keys = [*place, *conflict.key.split(".")]
+            yield Problem(_dotted(keys), _value(plain, keys), conflict.message)
+    elif error["type"] in ("extra_forbidden", "invalid_key"):
         known = keys_of({})  # the keys of a target are no help for a section of ours
-        for key, value in others.items():
-            where = f"{path}.{key}" if path else str(key)
-            for leaf, content in leaves(where, value):
-                self.problems.append(unknown_key(leaf, known, content))
+        for leaf, content in leaves(_dotted(place), _value(plain, place)):
+            yield unknown_key(leaf, known, content)
+    elif len(place) == 1 and (section := _section(RunConfig.model_fields[str(place[0])])):
+        names = (field.alias or name for name, field in section.model_fields.items())
+        message = f"must be a section with the keys {', '.join(names)}"
+        yield Problem(_dotted(place), plain.get(str(place[0])), message)
+    else:
+        key = owned_keys().get(_dotted(place[:1])) or owned_keys()[_dotted(place[:2])]
+        value = _value(plain, key.name.split("."))
+        if value == MISSING:
+            message = f"no value given; must be {key.allowed.text} ({key.meaning})"
+        elif isinstance(cause, Refusal):
+            message = str(cause)
+        else:
+            near = nearest_name(value, key.allowed.names) if isinstance(value, str) else None
+            hint = f"; did you mean {near}?" if near else ""
+            message = f"must be {key.allowed.text}{hint}"
+        yield Problem(key.name, value, message)
 
-    def _arguments(self, others: Mapping[str, Any], path: str, target: Any) -> None:
-        """Note arguments of ``target`` that are missing, or unlike those of its file."""
-        examples = usual(path, target) if isinstance(target, str) else {}
-        for key, value in others.items():
-            missing = [leaf for leaf, one in leaves(f"{path}.{key}", value) if one == MISSING]
+
+def _problems_of_arguments(plain: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the arguments of targets that are missing, or unlike those of their file."""
+    for name, field in RunConfig.model_fields.items():
+        section, node = _section(field), plain.get(name)
+        if section is None or not issubclass(section, Target) or not isinstance(node, Mapping):
+            continue
+        own = {one.alias or key for key, one in section.model_fields.items()}
+        target = node.get("_target_")
+        examples = usual(name, target) if isinstance(target, str) else {}
+        for key, value in node.items():
+            if key in own:
+                continue
+            missing = [leaf for leaf, one in leaves(f"{name}.{key}", value) if one == MISSING]
             for leaf in missing:
-                self._note(leaf, MISSING, "no value given")
-            rule = rule_like(examples.get(key))
-            if rule is not None and not missing:
-                self._read(rule, value, f"{path}.{key}")
-
-    def _note(self, key: str, value: Any, message: str) -> None:
-        self.problems.append(Problem(key, value, message))
+                yield Problem(leaf, MISSING, "no value given")
+            if not missing and (text := misfit(examples.get(key), value)):
+                yield Problem(f"{name}.{key}", value, f"must be {text}")
 
 
-def _class(hint: Any) -> type[Any]:
-    assert isinstance(hint, type)
-    return hint
+def _section(field: FieldInfo) -> type[Section] | None:
+    """Return the model of a field that is a section."""
+    hint = field.annotation
+    return hint if isinstance(hint, type) and issubclass(hint, Section) else None
 
 
-def _key(field_name: str) -> str:
-    """The key of a field; the one that Hydra has named itself is spelled its way."""
-    return "_target_" if field_name == "target" else field_name
+def _dotted(keys: Iterable[Any]) -> str:
+    return ".".join(str(key) for key in keys)
 
 
-def _owned(cls: type[Any], path: str) -> Iterator[Key]:
-    for name, hint in get_type_hints(cls, include_extras=True).items():
-        where = f"{path}.{_key(name)}" if path else _key(name)
-        if is_dataclass(hint):
-            yield from _owned(_class(hint), where)
-        elif name != "arguments":
-            _, rule, meaning = get_args(hint)
-            yield Key(where, rule, meaning)
+def _value(plain: Mapping[str, Any], keys: Iterable[Any]) -> Any:
+    """Return the value of a key; `MISSING` where there is none."""
+    node: Any = plain
+    for key in keys:
+        node = node.get(key, MISSING) if isinstance(node, Mapping) else MISSING
+    return node
+
+
+def _owned(cls: type[Section], path: str) -> Iterator[Key]:
+    for name, field in cls.model_fields.items():
+        where = f"{path}{field.alias or name}"
+        if section := _section(field):
+            yield from _owned(section, f"{where}.")
+        else:
+            yield Key(where, allowed(field.annotation, field.metadata), field.description or "")
 
 
 def leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:

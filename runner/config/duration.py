@@ -20,7 +20,7 @@ FORM = "a duration such as 3ep: a whole number of at least 1 and its unit, one o
     f"{unit} ({meaning})" for unit, meaning in UNITS.items()
 )
 
-_PATTERN = re.compile(rf"([0-9]+(?:_[0-9]+)*)({'|'.join(UNITS)})")
+PATTERN = re.compile(rf"([0-9]+(?:_[0-9]+)*)({'|'.join(UNITS)})")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Duration:
         Raises:
             ValueError: ``text`` is no such duration; the message lists the four units.
         """
-        match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
+        match = PATTERN.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(f"{text!r} must be {FORM}")
         return cls(int(match[1]), cast(Unit, match[2]))

@@ -8,15 +8,16 @@ something that would not happen.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
+from pydantic import Field
+
 from runner.config.nearest import or_list
-from runner.config.problem import Conflict
-from runner.config.rules import integer, one_of, option_of, optional, switch, texts
 from runner.config.schedules import SCHEDULES, refused_microbatches, stages_text
+from runner.config.section import Conflict, Section
 from runner.config.sizes import MeshSizes, SizeError, least_ranks, may_grow, sizes
-from runner.config.tensor_plan import tensor_plan
+from runner.config.tensor_plan import TensorPlan
+from runner.config.values import Count, OneOf, Texts, option_of
 
 
 class Use(NamedTuple):
@@ -65,73 +66,74 @@ _JUDGED = {"single", "ddp"}.union(*(use.options for use in USES.values()))
 _OWN = {"tp_size": "tensor", "pp_size": "pipeline", "ep_size": "moe"}
 
 
-@dataclass(frozen=True)
-class PluginSection:
+class PluginSection(Section):
     """How model and optimizer are spread over ranks."""
 
-    name: Annotated[str, option_of("plugin"), "the plugin"]
-    nproc: Annotated[
-        int | None, optional(integer(1)), "ranks on this machine; null: what the sizes ask for"
-    ]
-    find_unused_parameters: Annotated[
-        bool, switch(), "ddp: look for parameters that took no part in the loss"
-    ]
-    reshard_after_forward: Annotated[
-        bool, switch(), "fsdp, zero_stage 3: gather a block's parameters anew for its backward pass"
-    ]
-    dp_replicate: Annotated[
-        int, integer(1), "fsdp: replicas, each sharded over its share of the ranks"
-    ]
-    dp_size: Annotated[
-        int | None, optional(integer(1)), "data-parallel ranks; null: what the other sizes leave"
-    ]
-    tp_size: Annotated[
-        int | None, optional(integer(1)), "ranks that share a layer's weights; null: all"
-    ]
-    pp_size: Annotated[
-        int | None, optional(integer(1)), "ranks that hold a part of the layers each; null: all"
-    ]
-    ep_size: Annotated[
-        int | None, optional(integer(1)), "data-parallel ranks that share experts; null: all"
-    ]
-    zero_stage: Annotated[
-        int, integer(0, 3), "what data-parallel ranks share: 1 optimizer state, 2 gradients, 3 all"
-    ]
-    sequence_parallel: Annotated[
-        bool, switch(), "tensor: norms and dropout work on a part of the sequence"
-    ]
-    schedule: Annotated[
-        Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"],
-        one_of(*SCHEDULES),
-        "pipeline: the order of its forward and backward passes",
-    ]
-    num_microbatches: Annotated[
-        int | None,
-        optional(integer(1)),
-        "pipeline: parts a batch goes through it in; null: as many as stages",
-    ]
-    split: Annotated[
-        list[str] | None,
-        optional(texts()),
-        "pipeline: modules that further stages begin at; null: the model's own, or by size",
-    ]
-    tp_plan: Annotated[
-        dict[str, str] | None,
-        optional(tensor_plan()),
-        "tensor: patterns of modules and their styles, or a YAML file; null: the model's own",
-    ]
-    param_dtype: Annotated[
-        Literal["bf16", "fp16"] | None,
-        optional(one_of("bf16", "fp16")),
-        "fsdp, zero_stage 2, 3: gather and compute parameters in it; gradients reduce in float32",
-    ]
-    cpu_offload: Annotated[
-        bool, switch(), "fsdp, zero_stage 2, 3: keep shards in host memory between uses"
-    ]
-
-    sync_batchnorm: Annotated[
-        bool, switch(), "GPUs: batch norm over the samples of all data-parallel ranks"
-    ]
+    name: Annotated[str, option_of("plugin")] = Field(description="choose the plugin")
+    nproc: Count | None = Field(
+        description="start this many ranks on this machine; null: the product of the sizes"
+    )
+    find_unused_parameters: bool = Field(
+        description="ddp: set it if some parameters take no part in the loss; costs a walk over "
+        "the graph"
+    )
+    reshard_after_forward: bool = Field(
+        description="fsdp, zero_stage 3: false keeps parameters gathered until the backward pass: "
+        "more memory, less traffic"
+    )
+    dp_replicate: int = Field(
+        ge=1,
+        description="fsdp: keep this many replicas, each sharded over its share of the ranks; one "
+        "for each machine saves traffic",
+    )
+    dp_size: Count | None = Field(
+        description="data-parallel size; null: what the other sizes leave of the ranks"
+    )
+    tp_size: Count | None = Field(
+        description="split each weight over this many ranks; null: over all that dp_size leaves"
+    )
+    pp_size: Count | None = Field(
+        description="split the layers over this many ranks; null: over all that dp_size leaves"
+    )
+    ep_size: Count | None = Field(
+        description="spread the experts over this many data-parallel ranks; null: over all"
+    )
+    zero_stage: int = Field(
+        ge=0,
+        le=3,
+        description="partition over data-parallel ranks: 1 optimizer state, 2 gradients too, 3 "
+        "parameters too; raise it if out of memory",
+    )
+    sequence_parallel: bool = Field(
+        description="tensor: split norms and dropout along the sequence too, to save activations"
+    )
+    schedule: Annotated[str, OneOf(tuple(SCHEDULES))] = Field(
+        description="pipeline: order of forward and backward passes; 1f1b needs the least memory, "
+        "zero_bubble waits least"
+    )
+    num_microbatches: Count | None = Field(
+        description="pipeline: send a batch through in this many parts; more: shorter waits; null: "
+        "as many as stages"
+    )
+    split: Texts | None = Field(
+        description="pipeline: begin the further stages at these modules; null: the model's own "
+        "cuts, or by size"
+    )
+    tp_plan: TensorPlan | None = Field(
+        description="tensor: split these modules, patterns of names with a style each, or a YAML "
+        "file of them; null: the model's own plan"
+    )
+    param_dtype: Literal["bf16", "fp16"] | None = Field(
+        description="fsdp, zero_stage 2, 3: gather and compute parameters in this type; gradients "
+        "are reduced in float32"
+    )
+    cpu_offload: bool = Field(
+        description="fsdp, zero_stage 2, 3: keep shards in host memory between uses: slower, for "
+        "models that do not fit"
+    )
+    sync_batchnorm: bool = Field(
+        description="GPUs: compute batch norm over all data-parallel ranks, for small batches"
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         """Keys that nothing uses; sizes that do not multiply; a pipeline that cannot be filled."""

@@ -54,14 +54,6 @@ def _reads_as_other(text: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Conflict:
-    """Values of one section that cannot stand together: the key to change, and why."""
-
-    key: str
-    message: str
-
-
-@dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with a request.
 

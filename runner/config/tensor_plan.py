@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import PlainValidator, WithJsonSchema
 
 from runner.config.nearest import nearest_name
 from runner.config.problem import shown
-from runner.config.rules import Refusal, Rule
+from runner.config.values import Allowed, Refusal
 
 STYLES = (
     "colwise",
@@ -27,12 +29,6 @@ STYLES = (
 )
 
 EXAMPLE = "{blocks.*.up:colwise}"
-
-
-def tensor_plan() -> Rule:
-    """A plan, or the path of a file that holds one."""
-    text = f"the path of a YAML file, or patterns of modules with their styles, {EXAMPLE}"
-    return Rule(text, read_plan)
 
 
 def read_plan(value: Any) -> dict[str, str]:
@@ -104,3 +100,22 @@ def _load(file: Path) -> Any:
     except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         first = str(error).partition("\n")[0]
         raise Refusal(f"{file} cannot be read: {first}") from None
+
+
+TensorPlan = Annotated[
+    dict[str, str],
+    PlainValidator(read_plan),
+    Allowed(f"the path of a YAML file, or patterns of modules with their styles, {EXAMPLE}"),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "object",
+                    "minProperties": 1,
+                    "additionalProperties": {"enum": list(STYLES)},
+                },
+            ]
+        }
+    ),
+]

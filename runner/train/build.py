@@ -26,7 +26,8 @@ from runner.clip import ClipMode
 from runner.clip import build as build_mode
 from runner.config import sizes
 from runner.config.duration import Duration
-from runner.config.schema import DataSection, RunConfig, Target
+from runner.config.schema import DataSection, RunConfig
+from runner.config.section import Target
 from runner.data import Data
 from runner.train.progress import total_steps
 
@@ -82,7 +83,7 @@ def make_data(config: DataSection) -> Data:
 
 @lru_cache(maxsize=2)
 def _data(target: str, arguments: str) -> Data:
-    made = maker(Target(target, json.loads(arguments)))()
+    made = maker(Target.of(target, json.loads(arguments)))()
     if not isinstance(made, Data):
         raise TargetError(f"{target} returned {type(made).__name__}, not a runner.data.Data")
     return made

@@ -22,7 +22,8 @@ from torch.utils.data import IterableDataset
 from runner.clip import Layout
 from runner.clip.layout import OptionError
 from runner.config.problem import Problem, RequestError
-from runner.config.schema import DataSection, RunConfig, Target
+from runner.config.schema import DataSection, RunConfig
+from runner.config.section import Target
 from runner.config.sizes import SizeError, joined_ranks, sizes
 from runner.data import Data
 from runner.train import build, fit

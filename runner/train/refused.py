@@ -7,7 +7,6 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from runner.config.arguments import usual
 from runner.config.nearest import or_list
 from runner.config.problem import Problem
-from runner.config.schema import Target
+from runner.config.section import Target
 from runner.data import DataUnavailable
 from runner.train import build
 
@@ -98,7 +97,7 @@ def to_blame(section: str, target: Target, make: Make, error: Exception) -> list
     given = target.arguments
     try:
         settled = _start(section, target)
-        make(replace(target, arguments=settled))
+        make(target.with_arguments(settled))
     except Exception:
         return [_named(section, target, error)]
     problems = []
@@ -107,7 +106,7 @@ def to_blame(section: str, target: Target, make: Make, error: Exception) -> list
             continue
         attempt = {**settled, name: value}
         try:
-            make(replace(target, arguments=attempt))
+            make(target.with_arguments(attempt))
         except Exception as caused:
             problems.append(_problem(section, target, name, caused))
         else:

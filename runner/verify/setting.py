@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,8 +58,10 @@ def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
     chosen = config.clip
     derived = name not in ("none", chosen.mode)
     threshold = NEVER if derived else chosen.threshold
-    clip = replace(chosen, mode=name, threshold=None if name == "none" else threshold)
-    return build.make_mode(replace(config, clip=clip)), derived
+    clip = chosen.model_copy(
+        update={"mode": name, "threshold": None if name == "none" else threshold}
+    )
+    return build.make_mode(config.model_copy(update={"clip": clip})), derived
 
 
 def make_optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -69,7 +71,8 @@ def make_optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimizer
 
 def comparable(config: RunConfig) -> RunConfig:
     """``config`` without what would round the plugin's side more coarsely than the reference."""
-    return replace(config, plugin=replace(config.plugin, param_dtype=None))
+    plugin = config.plugin.model_copy(update={"param_dtype": None})
+    return config.model_copy(update={"plugin": plugin})
 
 
 def notes(config: RunConfig) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli.verify import FILE, checked, main
-from runner.config import RequestError
+from runner.config.problem import RequestError
 from runner.verify.table import words_of
 from tests.verify import faulty_plugins
 from tests.verify.requests import IMAGES, TOKENS, net

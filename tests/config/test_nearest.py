@@ -3,7 +3,7 @@ import pytest
 from runner.config.check import owned_keys
 from runner.config.nearest import nearest_keys, nearest_name, or_list
 
-KEYS = [key.name for key in owned_keys()] + ["optimizer.lr", "optimizer.momentum"]
+KEYS = [*owned_keys(), "optimizer.lr", "optimizer.momentum"]
 
 
 @pytest.mark.parametrize(

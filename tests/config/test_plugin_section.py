@@ -248,9 +248,8 @@ def test_a_wrong_option_invents_no_conflict_with_another_section(plain):
 
 
 def test_a_plugin_of_somebody_else_is_not_judged(plain, monkeypatch):
-    from dataclasses import replace
-
-    plugin = replace(parse(plain("single")).plugin, name="mine", tp_size=2, cpu_offload=True)
+    foreign = {"name": "mine", "tp_size": 2, "cpu_offload": True}
+    plugin = parse(plain("single")).plugin.model_copy(update=foreign)
     assert list(plugin.conflicts()) == []
 
 

@@ -1,7 +1,5 @@
 """How ranks are dealt to the axes of a plugin."""
 
-from dataclasses import replace
-
 import pytest
 
 from runner.compose.request import request
@@ -38,7 +36,7 @@ def plugins():
     ],
 )
 def test_what_is_left_open_takes_the_ranks_that_are_left(plugins, name, given, ranks, dealt):
-    found = sizes(replace(plugins[name], **given), ranks)
+    found = sizes(plugins[name].model_copy(update=given), ranks)
     assert found == dealt
     assert found.dp * found.tp * found.pp == ranks
 
@@ -77,7 +75,7 @@ def test_what_is_left_open_takes_the_ranks_that_are_left(plugins, name, given, r
 )
 def test_sizes_that_do_not_go_say_the_numbers_and_a_way_out(plugins, name, given, ranks, key, said):
     with pytest.raises(SizeError) as error:
-        sizes(replace(plugins[name], **given), ranks)
+        sizes(plugins[name].model_copy(update=given), ranks)
     assert isinstance(error.value, ValueError)
     assert error.value.key == key
     assert said in str(error.value)
@@ -103,7 +101,7 @@ def test_sizes_that_do_not_go_say_the_numbers_and_a_way_out(plugins, name, given
     ],
 )
 def test_the_ranks_that_are_asked_for(plugins, name, given, least, grows):
-    plugin = replace(plugins[name], **given)
+    plugin = plugins[name].model_copy(update=given)
     assert least_ranks(plugin) == least
     assert may_grow(plugin) is grows
     if plugin.nproc is None:  # what the sizes ask for is never refused

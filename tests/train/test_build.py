@@ -1,7 +1,6 @@
 """How many ranks a run has, and what of its section a plugin is handed."""
 
 import sys
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -89,5 +88,6 @@ def test_a_plugin_is_handed_the_keys_that_it_knows(monkeypatch):
     plan = {"head": "colwise"}
     # A size that is left open is None, whatever the plugin's own default.
     assert handed == {"tp_size": None, "dp_size": None, "tp_plan": plan, "further": "its own"}
-    build.make_plugin(replace(asked, plugin=replace(asked.plugin, dp_size=2)))
+    wider = asked.plugin.model_copy(update={"dp_size": 2})
+    build.make_plugin(asked.model_copy(update={"plugin": wider}))
     assert handed["dp_size"] == 2

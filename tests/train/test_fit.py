@@ -1,7 +1,5 @@
 """What a run logs is known before it starts, and is what it logs."""
 
-from dataclasses import replace
-
 import pytest
 
 from runner.compose.request import request
@@ -43,7 +41,8 @@ def test_the_metrics_that_an_objective_may_name_are_those_of_a_run(overrides, mo
 
 def test_a_run_whose_evaluation_lacks_the_objective_ends_there():
     asked = config("data.batch_size=8", "eval.interval=1ba", "train.max_duration=3ba")
-    asked = replace(asked, sweep=replace(asked.sweep, objective="eval/f1"))
+    sweep = asked.sweep.model_copy(update={"objective": "eval/f1"})
+    asked = asked.model_copy(update={"sweep": sweep})
     rows = Rows()
     with pytest.raises(ValueError, match=r"sweep.objective=eval/f1 .* eval/loss or eval/accuracy"):
         execute(asked, [rows])

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from runner.config.schema import Target
+from runner.config.section import Target
 from runner.train import build
 from runner.train.refused import to_blame, unknown, wrong_kinds
 
 
 def net(**arguments):
-    return Target("tests.refusing.Net", arguments)
+    return Target.of("tests.refusing.Net", arguments)
 
 
 def made(target):
@@ -65,13 +65,13 @@ def test_what_the_annotations_allow_is_left_alone(arguments):
 
 
 def test_a_target_without_annotations_or_signature_is_left_alone():
-    assert wrong_kinds("optimizer", Target("tests.refusing.Optimizer", {"lr": "abc"})) == []
-    assert wrong_kinds("model", Target("builtins.dict", {"lr": "abc"})) == []
-    assert unknown("model", Target("builtins.dict", {"lr": "abc"})) == []
+    assert wrong_kinds("optimizer", Target.of("tests.refusing.Optimizer", {"lr": "abc"})) == []
+    assert wrong_kinds("model", Target.of("builtins.dict", {"lr": "abc"})) == []
+    assert unknown("model", Target.of("builtins.dict", {"lr": "abc"})) == []
 
 
 def test_each_unknown_argument_is_named_with_the_ways_out():
-    found = unknown("model", Target("tests.refusing.pair", {"first": 1, "frist": 2, "x": "y"}))
+    found = unknown("model", Target.of("tests.refusing.pair", {"first": 1, "frist": 2, "x": "y"}))
     assert [(one.word, one.message) for one in found] == [
         (
             "model.frist=2",
@@ -88,7 +88,7 @@ def test_each_unknown_argument_is_named_with_the_ways_out():
 
 def test_every_key_that_is_refused_is_named_with_its_own_error():
     given = {"params": [nn.Parameter(torch.ones(1))], "nesterov": True, "lr": -1, "momentum": -2}
-    found = blamed(Target("tests.refusing.Optimizer", given), "optimizer")
+    found = blamed(Target.of("tests.refusing.Optimizer", given), "optimizer")
     refuses = "tests.refusing.Optimizer refuses it"
     assert found == [
         ("optimizer.lr", -1, f"{refuses}: lr is negative"),
@@ -103,20 +103,20 @@ def test_an_error_that_names_no_argument_is_traced_to_the_one_that_causes_it():
 
 
 def test_where_no_usual_value_is_known_the_error_tells():
-    [(key, value, message)] = blamed(Target("tests.refusing.pair", {"first": 3, "second": 2}))
+    [(key, value, message)] = blamed(Target.of("tests.refusing.pair", {"first": 3, "second": 2}))
     assert (key, value) == ("model.second", 2)
     assert message.startswith("tests.refusing.pair refuses it: second must be at least first")
 
 
 def test_where_nothing_tells_the_target_is_named():
-    [(key, value, message)] = blamed(Target("tests.refusing.silent", {"first": 3, "second": 2}))
+    [(key, value, message)] = blamed(Target.of("tests.refusing.silent", {"first": 3, "second": 2}))
     assert (key, value) == ("model._target_", "tests.refusing.silent")
     assert message == "refused its arguments: ValueError: no"
 
 
 def test_the_values_of_conf_are_the_usual_ones():
     usual = {"vocabulary": 256, "context": 64, "layers": 1, "tied": True, "bias": True}
-    target = Target("runner.models.gpt.GPT", {**usual, "heads": 3, "width": 64, "dropout": 2.0})
+    target = Target.of("runner.models.gpt.GPT", {**usual, "heads": 3, "width": 64, "dropout": 2.0})
     found = {key: message for key, _, message in blamed(target)}
     assert found.keys() == {"model.heads", "model.dropout"}
     assert "3 heads do not divide a width of" in found["model.heads"]

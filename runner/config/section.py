@@ -1,0 +1,77 @@
+"""What the sections of a configuration have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+
+from runner.config.values import CONFIG, DottedName
+
+
+class Conflict(NamedTuple):
+    """Values that exclude each other: the key to change, relative to the section, and why."""
+
+    key: str
+    message: str
+
+
+class ConflictError(ValueError):
+    """The values of a section are right one by one, but exclude each other."""
+
+    def __init__(self, conflicts: Iterable[Conflict]) -> None:
+        self.conflicts = tuple(conflicts)
+        super().__init__(", ".join(f"{key}: {message}" for key, message in self.conflicts))
+
+
+class Section(BaseModel):
+    """A section of the configuration, immutable.
+
+    Each field is a key, with its type, its range and a description that ``--help`` prints. A field
+    has no default: a default lives in one file of ``conf/``.
+    """
+
+    model_config = CONFIG
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield the values that exclude each other. Every value has the right type by then."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self, info: ValidationInfo) -> Self:
+        """Raise a ConflictError, unless the context of the validation names this class."""
+        if type(self) not in (info.context or ()) and (found := list(self.conflicts())):
+            raise ConflictError(found)
+        return self
+
+
+class Target(Section):
+    """An object of any library: its ``_target_``, and arguments under any further key."""
+
+    model_config = ConfigDict(extra="allow")
+
+    target: Annotated[DottedName, Field(alias="_target_")] = Field(
+        alias="_target_",
+        description="import another class or function by its full name; further keys of the "
+        "section are its arguments",
+    )
+
+    @classmethod
+    def of(cls, target: str, arguments: Mapping[str, Any]) -> Self:
+        """Return the section that names ``target`` and gives it ``arguments``."""
+        return cls.model_validate({"_target_": target, **arguments})
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the target; the runner may add some when it calls it."""
+        return dict(self.model_extra or {})
+
+    def mapping(self) -> dict[str, Any]:
+        """Return what `hydra.utils.instantiate` takes."""
+        return {"_target_": self.target, **self.arguments}
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> Self:
+        """Return this section with ``arguments`` in place of those of its target."""
+        own = self.model_dump(by_alias=True, include=set(type(self).model_fields))
+        return self.model_validate(own | dict(arguments))

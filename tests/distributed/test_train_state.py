@@ -1,4 +1,4 @@
-"""Ranks that go on from their training states take, to the bit, the steps of ranks never stopped."""
+"""Ranks that continue from their training states take the same steps, to the bit."""
 
 import copy
 from typing import Any

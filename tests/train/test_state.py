@@ -1,10 +1,10 @@
-"""A training that goes on from a state takes, to the bit, the steps of one that was never stopped."""
+"""A training that continues from a state takes the same steps, to the bit, as one never stopped."""
 
 import copy
 import math
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from runner import Trainer
 from runner.booster import LossScale, SinglePlugin
 from runner.booster.optimizer import StepOrderError
-from runner.clip import build
+from runner.clip import ClipMode, Decision, GradStats, Layout, build
 from runner.optim.schedulers import LinearWarmupCosineLR
 from tests.distributed.training import Rows
 from tests.on_device import kept_on_device
@@ -194,6 +194,34 @@ def test_skipped_steps_and_the_loss_scale_go_on(kept):
         else:
             rows = assert_goes_on(loader, 8, **more)
         assert rows[-1]["grad/nonfinite"] > 0
+
+
+class RelativeToMean(ClipMode):
+    """Limits ‖G‖ to λ times its running mean over earlier finite steps."""
+
+    initial_history: ClassVar = {"mean": 0.5}
+
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        mean = self.history["mean"]
+        self.history["mean"] = 0.8 * mean + 0.2 * stats.norm
+        return Decision.limit_norm(stats.norm, self.limit * mean)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_clipping_mode_goes_on_with_its_history(kept):
+    def loader():
+        return partitioned(Jittered(bad=17))
+
+    options = {"algorithms": lambda: RelativeToMean(0.9), "optimizers": lambda: None}
+    options["schedulers"] = lambda: None
+    if kept:
+        with kept_on_device():
+            rows = assert_goes_on(loader, 9, **options)
+    else:
+        rows = assert_goes_on(loader, 9, **options)
+    limits = {row["clip/threshold"] for row in rows}
+    assert len(limits) == len(rows)
+    assert {row["clip/clipped"] for row in rows} == {0, 1}
 
 
 def test_the_loss_scale_is_part_of_the_state():

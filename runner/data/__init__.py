@@ -1,6 +1,6 @@
-"""Data sets of one training job, and the order in which ranks read them.
+"""Data sets, and the order in which ranks read their samples.
 
-The factories live one to a file and are named in full by `conf/data/*.yaml`
+Each factory has its own module, which `conf/data/*.yaml` names in full
 (`runner.data.digits.digits`), so that importing this package loads neither scikit-learn nor
 torchvision.
 """

@@ -1,11 +1,10 @@
-"""CIFAR-10 in the folder that torchvision keeps it in, augmented a whole batch at a time.
+"""CIFAR-10 in torchvision's folder layout, augmented one batch at a time.
 
 Source: A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009. Crop and flip
 follow K. He et al., Deep Residual Learning for Image Recognition, 2016, section 4.2.
 """
 
 import http.client
-import os
 import socket
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -18,31 +17,36 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10
 
-from runner.data.dataset import Data, DataUnavailable
+from runner.data.dataset import Data, DataUnavailable, data_folder
 from runner.data.seeding import generator_for
 
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
-"""Of the training images, in [0, 1], over all pixels of a channel."""
+"""Mean and standard deviation of each channel of the training images, in [0, 1]."""
 
 PADDING = 4
 SILENCE = 20.0
-"""Seconds without an answer after which a download is given up."""
+"""Seconds without an answer after which a download fails."""
+
+WAYS_FORWARD = (
+    f"Either set data.root (or $DATA) to a folder that holds {CIFAR10.base_folder}, "
+    "or set data.download=true on a machine with a network."
+)
 
 
 class NormalisedImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images kept as bytes; a batch is cropped, flipped and normalised by a few tensor operations.
+    """Images in memory as bytes, cropped, flipped and normalised by batch.
 
-    A training image is padded by four black pixels on every side, a window of its own size is cut
-    out of it at random, and half of them are mirrored. With `set_epoch` these choices depend on
-    seed, epoch and sample alone, so they do not change with the number of ranks or workers and come
-    back after a restart. Without it they come from torch's global generator.
+    A training image is padded by four black pixels on every side and cropped at random to its
+    original size; half of the images are flipped horizontally. After `set_epoch` the augmentation
+    depends on seed, epoch and sample alone, not on the number of ranks or workers, and is the same
+    after a restart. Before it, random numbers come from PyTorch's global generator.
 
     Args:
         images: uint8 [N, 3, H, W].
         targets: int64 [N].
         augment: crop and flip as above; otherwise images are only normalised.
-        seed: of the choices.
+        seed: seed of the augmentation.
     """
 
     def __init__(self, images: Tensor, targets: Tensor, augment: bool, seed: int) -> None:
@@ -57,7 +61,7 @@ class NormalisedImages(Dataset[tuple[Tensor, Tensor]]):
     def set_epoch(self, epoch: int) -> None:
         """Draw the crop and the flip of every sample for this epoch."""
         if self.augment:
-            # Every rank draws the whole table, so that who reads a sample does not matter.
+            # Every rank draws the whole table, so that any rank may read a sample.
             generator = generator_for("crops and flips", self.seed, epoch)
             self._choices = _choices(len(self), generator)
 
@@ -69,7 +73,7 @@ class NormalisedImages(Dataset[tuple[Tensor, Tensor]]):
         return images[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The batch of these samples: float32 [B, 3, H, W] and int64 [B]."""
+        """Return the batch of these samples: float32 [B, 3, H, W] and int64 [B]."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         images = self.images.index_select(0, chosen)
         if self.augment:
@@ -81,15 +85,15 @@ class NormalisedImages(Dataset[tuple[Tensor, Tensor]]):
 
 
 def crop_and_flip(images: Tensor, choices: Tensor) -> Tensor:
-    """Cut each image's window out of the image padded by black, and mirror some of them.
+    """Crop each image from itself padded with black, and flip some of them.
 
     Args:
         images: [B, C, H, W].
-        choices: int64 [B, 3]: row and column where the window starts in the padded image, 0 to
-            8, and 1 for an image to be mirrored left to right.
+        choices: int64 [B, 3]: first row and first column, 0 to 8, of the crop in the padded image,
+            and 1 for an image to flip horizontally.
 
     Returns:
-        [B, C, H, W], the dtype of the images.
+        [B, C, H, W] in the dtype of the images.
     """
     height, width = images.shape[-2:]
     padded = torch.nn.functional.pad(images, (PADDING,) * 4)
@@ -98,30 +102,24 @@ def crop_and_flip(images: Tensor, choices: Tensor) -> Tensor:
     across = torch.arange(width)
     columns = left[:, None] + torch.where(flipped[:, None] == 1, across.flip(0), across)
     which = torch.arange(len(images))[:, None, None]
-    # The index dimensions come first, the channels last: put them back.
+    # Indexing puts the channels last.
     return padded[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
 def cifar10(root: str | None, download: bool, augment: bool, seed: int) -> Data:
-    """CIFAR-10: float32 images [N, 3, 32, 32], normalised, and targets int64 [N] of 10 classes.
+    """Load CIFAR-10: normalised float32 images [N, 3, 32, 32] and int64 targets [N] of 10 classes.
 
     Args:
-        root: the folder that holds `cifar-10-batches-py`; None for the one `$DATA` names.
-        download: fetch what is missing (170 MB) into that folder.
+        root: folder that holds `cifar-10-batches-py`; None for `$DATA`.
+        download: download the data (170 MB) to that folder if it is missing.
         augment: crop and flip the training images at random.
-        seed: of crops and flips.
+        seed: seed of the augmentation.
 
     Raises:
-        DataUnavailable: when no folder is named, or it does not hold the whole of CIFAR-10 and it
-            may not or cannot be downloaded.
+        DataUnavailable: no folder is given, or it does not hold all of CIFAR-10 and a download is
+            not allowed or fails.
     """
-    folder = root or os.environ.get("DATA")
-    if not folder:
-        raise DataUnavailable(
-            "data.root is not set, and neither is $DATA: CIFAR-10 has no folder to be in. "
-            + _ways_forward()
-        )
-    place = Path(folder).expanduser()
+    place = data_folder(root, f": CIFAR-10 has no folder to be in. {WAYS_FORWARD}")
     train, test = _load(place, download)
     return Data(
         train=NormalisedImages(*train, augment=augment, seed=seed),
@@ -131,23 +129,23 @@ def cifar10(root: str | None, download: bool, augment: bool, seed: int) -> Data:
 
 
 def _load(place: Path, download: bool) -> list[tuple[Tensor, Tensor]]:
-    """Training and test images as uint8 [N, 3, 32, 32], with their targets."""
+    """Return training and test images, uint8 [N, 3, 32, 32], with their targets."""
     missing = f"data.root={place}: no complete {CIFAR10.base_folder} is in this folder"
     try:
         return _open(place)
     except (OSError, RuntimeError) as error:
         if not download:
-            raise DataUnavailable(f"{missing}. {_ways_forward()}") from error
+            raise DataUnavailable(f"{missing}. {WAYS_FORWARD}") from error
     try:
         _fetch(place)
         return _open(place)
     except (OSError, RuntimeError, EOFError, http.client.HTTPException, tarfile.TarError) as error:
         cause = f"and the download failed ({type(error).__name__}: {error})"
-        raise DataUnavailable(f"{missing}, {cause}. {_ways_forward()}") from error
+        raise DataUnavailable(f"{missing}, {cause}. {WAYS_FORWARD}") from error
 
 
 def _open(place: Path) -> list[tuple[Tensor, Tensor]]:
-    """Read what is there; RuntimeError from torchvision when it is not whole."""
+    """Read the files; torchvision raises RuntimeError if they are not complete."""
     parts = (CIFAR10(place, train=train) for train in (True, False))
     return [
         (torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
@@ -156,16 +154,15 @@ def _open(place: Path) -> list[tuple[Tensor, Tensor]]:
 
 
 def _fetch(place: Path) -> None:
-    """Download and unpack CIFAR-10 into this folder."""
     place.mkdir(parents=True, exist_ok=True)
-    # Ranks of one machine come here together: one downloads, the others find it done.
+    # The first rank of a machine downloads; the others wait and find complete files.
     with FileLock(place / f".{CIFAR10.base_folder}.lock"), _network_timeout(SILENCE):
         CIFAR10(place, download=True)
 
 
 @contextmanager
 def _network_timeout(seconds: float) -> Iterator[None]:
-    """Bound how long new sockets of this process wait; torchvision's own have no limit."""
+    """Set a timeout for new sockets of this process, because torchvision sets none."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:
@@ -174,15 +171,8 @@ def _network_timeout(seconds: float) -> Iterator[None]:
         socket.setdefaulttimeout(before)
 
 
-def _ways_forward() -> str:
-    return (
-        f"Either set data.root (or $DATA) to a folder that holds {CIFAR10.base_folder}, "
-        "or set data.download=true on a machine with a network."
-    )
-
-
 def _choices(count: int, generator: torch.Generator | None) -> Tensor:
-    """Random crops and flips as `crop_and_flip` reads them, int64 [count, 3]."""
+    """Draw the `choices` of `crop_and_flip`, int64 [count, 3]."""
     crops = torch.randint(0, 2 * PADDING + 1, (count, 2), generator=generator)
     flips = torch.randint(0, 2, (count, 1), generator=generator)
     return torch.cat([crops, flips], dim=1)

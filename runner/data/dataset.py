@@ -1,7 +1,9 @@
-"""What a data factory returns, and tensors kept in memory as a data set."""
+"""What a data factory returns, and a data set of tensors in memory."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -9,46 +11,61 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 IGNORED = -100
-"""A target with this value adds nothing to the loss and is no item of the window: the
-`ignore_index` that `torch.nn.functional.cross_entropy` has by default."""
+"""Targets with this value add nothing to the loss and are not counted as items: the default
+`ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
 class DataUnavailable(Exception):
-    """The data is not where it was looked for.
+    """Data is missing or cannot be read.
 
-    The message names the folder, the key to change and the ways forward. It is the only
-    argument, so the exception travels between processes by pickle.
+    The message, its only argument, names the folder, the key to change and what to set.
     """
 
 
 @dataclass(frozen=True)
 class Data:
-    """What one training job reads.
+    """The training and test data of one run.
 
     `train` and `test` are map-style data sets of known length whose samples are pairs
-    (inputs, targets). A data set may define `__getitems__(indices)` that returns a whole batch as
-    a tuple of two tensors (see `collate_pairs`), and `set_epoch(epoch)`, to be called before each
-    pass, when what it returns depends on the epoch (random augmentation).
+    (inputs, targets). A data set may define `__getitems__(indices)`, which returns a whole batch as
+    a tuple of two tensors (see `collate_pairs`), and `set_epoch(epoch)`, which is called before
+    each epoch, for data that depends on the epoch (random augmentation).
     """
 
     train: Dataset[Any]
     test: Dataset[Any]
-    """Held out: no sample of it is in `train`."""
+    """Held-out samples: none of them is in `train`."""
     items: Literal["samples", "tokens"]
-    """What the loss of a window is averaged over; tokens with target `IGNORED` do not count."""
+    """What the loss of a step is averaged over; tokens whose target is `IGNORED` do not count."""
     tokens_per_sample: int | None = None
-    """Tokens that one sample holds, for durations in tokens; None where there are no tokens."""
+    """Number of tokens in one sample, for durations in tokens; None for data without tokens."""
+
+
+def data_folder(root: str | None, message: str) -> Path:
+    """Return the folder `root`, or the one that `$DATA` names.
+
+    Args:
+        root: value of `data.root`; None for `$DATA`.
+        message: end of the error message, which says what to set.
+
+    Raises:
+        DataUnavailable: neither names a folder.
+    """
+    folder = root or os.environ.get("DATA")
+    if not folder:
+        raise DataUnavailable(f"data.root is not set, and neither is $DATA{message}")
+    return Path(folder).expanduser()
 
 
 class TensorPairs(Dataset[tuple[Tensor, Tensor]]):
-    """Inputs and targets kept in memory; a batch is one index operation for each.
+    """Inputs and targets in memory; a batch takes one index operation for each.
 
     Args:
         inputs: [N, ...], any dtype.
         targets: [N, ...], any dtype.
 
     Raises:
-        ValueError: when the two do not hold the same number of samples.
+        ValueError: inputs and targets differ in length.
     """
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
@@ -64,15 +81,15 @@ class TensorPairs(Dataset[tuple[Tensor, Tensor]]):
         return self.inputs[index], self.targets[index]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The batch of these samples: inputs [B, ...] and targets [B, ...]."""
+        """Return the batch of these samples: inputs [B, ...] and targets [B, ...]."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         return self.inputs.index_select(0, chosen), self.targets.index_select(0, chosen)
 
 
 def collate_pairs(batch: Any) -> Any:
-    """Pass on a batch that `__getitems__` already collated; collate a list of samples.
+    """Collate a list of samples; return a batch that `__getitems__` has collated unchanged.
 
-    A `DataLoader` hands `collate_fn` whatever `__getitems__` returned: a tuple is a finished batch
-    here, while a list, torch's own convention, is one entry a sample.
+    A `DataLoader` passes whatever `__getitems__` returned to `collate_fn`: here a tuple is a whole
+    batch, and a list, PyTorch's own convention, has one entry per sample.
     """
     return batch if isinstance(batch, tuple) else default_collate(batch)

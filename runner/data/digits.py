@@ -1,4 +1,4 @@
-"""The 8x8 handwritten digits that scikit-learn carries: real, small, and there without a network.
+"""The 8x8 handwritten digits that scikit-learn includes, which need no download.
 
 Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
 Repository, 1998, https://doi.org/10.24432/C50P49 (its test part: 1,797 images by 13 writers).
@@ -13,18 +13,18 @@ from sklearn.model_selection import train_test_split
 from runner.data.dataset import Data, TensorPairs
 
 BRIGHTEST = 16.0
-"""The pixels count the set ones among 4x4 of the scan: 0 to 16."""
+"""Largest pixel value: a pixel counts the set pixels, 0 to 16, of a 4x4 block of the scan."""
 
 
 def digits(test_fraction: float, seed: int) -> Data:
-    """Digits 0 to 9 as float32 images [N, 1, 8, 8] in [0, 1], targets int64 [N].
+    """Load digits 0 to 9: float32 images [N, 1, 8, 8] in [0, 1] and int64 targets [N].
 
     Args:
-        test_fraction: share held out, between 0 and 1, the same of every digit.
-        seed: of the split.
+        test_fraction: share of the samples that is held out, between 0 and 1, equal for each digit.
+        seed: seed of the random split.
 
     Raises:
-        ValueError: when the fraction leaves too little on either side of the split.
+        ValueError: ``test_fraction`` leaves too few samples for training or testing.
     """
     if not 0 < test_fraction < 1:
         raise ValueError(f"test_fraction must lie between 0 and 1, not {test_fraction}")

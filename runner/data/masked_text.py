@@ -1,7 +1,7 @@
-"""The bytes of any file or folder with some of them hidden, to be filled in from both sides.
+"""Masked language modelling of the bytes of any file or folder.
 
-Source: J. Devlin et al., BERT, 2019, 1810.04805, section 3.1: of the tokens chosen to be predicted
-four in five are shown as the mask, one in ten as a random token, and one in ten as they are.
+Source: J. Devlin et al., BERT, 2019, 1810.04805, section 3.1: of the tokens to predict, 80 % are
+replaced by the mask, 10 % by a random token, and 10 % are unchanged.
 """
 
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ from runner.data.text import ByteWindows, text
 
 BYTES = 256
 MASK = BYTES
-"""The mask is a token of its own, the first after the bytes."""
+"""Token of the mask, the first after the bytes."""
 
 SHOWN_AS_MASK = 0.8
 SHOWN_AS_RANDOM = 0.1
 
 
 class MaskedWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of L bytes, some of them hidden.
+    """Windows of L bytes of which a random part is to be predicted.
 
-    Inputs are int64 [L] up to `MASK`; targets hold the byte where one was chosen, and `IGNORED`
-    elsewhere. What is chosen depends on seed, epoch and sample alone, so it does not change with
-    the number of ranks and comes back after a restart; without `set_epoch` every pass is alike.
+    Inputs are int64 [L], at most `MASK`; targets are the bytes to predict, and `IGNORED` elsewhere.
+    Masks depend on seed, epoch and sample alone, not on the number of ranks, and are the same
+    after a restart. Without `set_epoch` all epochs have the same masks.
 
     Args:
-        windows: the text.
-        masked_fraction: chance of a byte to be chosen.
-        seed: of the choice.
+        windows: windows of the text.
+        masked_fraction: probability that a byte is to be predicted.
+        seed: seed of the masks.
     """
 
     def __init__(self, windows: ByteWindows, masked_fraction: float, seed: int) -> None:
@@ -42,7 +42,7 @@ class MaskedWindows(Dataset[tuple[Tensor, Tensor]]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose other bytes from the next sample on."""
+        """Set the epoch that the masks of the next samples depend on."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -53,11 +53,11 @@ class MaskedWindows(Dataset[tuple[Tensor, Tensor]]):
         return inputs[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The batch of these windows: inputs and targets, int64 [B, L]."""
+        """Return the batch of these windows: inputs and targets, int64 [B, L]."""
         inputs, following = self.windows.__getitems__(indices)
         draws, tokens = self._draws(indices, inputs.shape[1])
         choice, shown = draws.unbind(1)
-        # Where no byte follows, the window is padding (or the very last byte of the text).
+        # A position without a next byte is padding or the last byte of the text.
         chosen = (choice < self.masked_fraction) & (following != IGNORED)
         targets = inputs.masked_fill(~chosen, IGNORED)
         inputs = inputs.masked_fill(chosen & (shown < SHOWN_AS_MASK), MASK)
@@ -65,7 +65,7 @@ class MaskedWindows(Dataset[tuple[Tensor, Tensor]]):
         return torch.where(chosen & at_random, tokens, inputs), targets
 
     def _draws(self, indices: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-        """For each window two uniform numbers a byte, [B, 2, L], and a random byte, [B, L]."""
+        """Draw two uniform numbers, [B, 2, L], and a random byte, [B, L], for each byte."""
         uniform, tokens = [], []
         for index in indices:
             generator = generator_for(f"masks of window {index}", self.seed, self.epoch)
@@ -82,19 +82,19 @@ def masked_text(
     masked_fraction: float,
     seed: int,
 ) -> Data:
-    """Bytes to fill in; the end of the text is held out, and masked alike in every evaluation.
+    """Load bytes for masked language modelling; every evaluation has the same masks.
 
     Args:
-        path: a file or a folder; None for the Python standard library's `*.py`.
-        sequence_length: bytes in a sample.
-        test_fraction: share of the bytes held out, at the end, between 0 and 1.
+        path: file or folder; None for the Python standard library's `*.py`.
+        sequence_length: number of bytes in a sample.
+        test_fraction: share of the bytes, at the end, that is held out, between 0 and 1.
         max_bytes: stop reading after this many bytes.
-        masked_fraction: chance of a byte to be chosen, above 0 and at most 1.
-        seed: of the choice.
+        masked_fraction: probability that a byte is to be predicted, in (0, 1].
+        seed: seed of the masks.
 
     Raises:
-        DataUnavailable: when the path is missing, cannot be read, or holds too few bytes.
-        ValueError: when a number is out of its range.
+        DataUnavailable: the path is missing, cannot be read, or holds too few bytes.
+        ValueError: a number is out of range.
     """
     if not 0 < masked_fraction <= 1:
         raise ValueError(f"masked_fraction {masked_fraction} must be above 0 and at most 1")
@@ -105,6 +105,6 @@ def masked_text(
         train=MaskedWindows(plain.train, masked_fraction, seed),
         test=MaskedWindows(plain.test, masked_fraction, seed),
         items="tokens",
-        # Only chosen bytes count as tokens, and how many a sample holds is left to chance.
+        # Only bytes to predict count as tokens, and their number in a sample is random.
         tokens_per_sample=None,
     )

@@ -1,8 +1,8 @@
-"""The order of samples: one seeded permutation an epoch, dealt to ranks and microbatches.
+"""The order of samples: one seeded permutation per epoch, partitioned over ranks and microbatches.
 
 Which samples make up optimizer step k depends on the seed and the global batch alone. One process
-with microbatches of 8, two ranks with 4 each, and one process with four microbatches of 2 to a
-step read the same samples in the same step, the last, shorter one of an epoch included.
+with microbatches of 8, two ranks with 4 each, and one process with four microbatches of 2 per step
+read the same samples in the same step, also in the last, shorter step of an epoch.
 """
 
 from collections.abc import Iterator
@@ -15,40 +15,40 @@ from runner.data.seeding import generator_for
 
 
 class EmptyPart(list[int]):
-    """A rank's part of a microbatch that had no sample left for this rank.
+    """The part of a rank for which a microbatch has no sample.
 
-    It holds one index, so that forward and backward (and with them the collectives that other
-    ranks wait in) still run; whoever trains on it gives it weight zero.
+    It holds one index, so that this rank runs forward and backward, and with them the collectives
+    that other ranks wait for. Its loss has weight zero.
     """
 
     weightless = True
 
 
 class PartitionedBatches(Sampler[list[int]]):
-    """Batch sampler: the indices of one rank's microbatches.
+    """Batch sampler of the indices of one rank's microbatches.
 
-    With R ranks and b samples a microbatch of one rank, microbatch m covers
+    With R ranks and b samples in a microbatch of one rank, microbatch m covers
     `permutation[m*R*b : (m+1)*R*b]`. Of its k samples rank r gets a contiguous part of k//R, and
-    one more when r < k % R: b for every rank while k = R*b, and as even as can be in the last,
-    shorter microbatch.
+    one more if r < k % R: b for every rank if k = R*b, and parts that differ by at most one in the
+    last, shorter microbatch.
 
     `drop_last` drops that shorter microbatch. How much it drops depends on R*b, so the last step of
-    an epoch is then no longer the same for every way to split a global batch.
+    an epoch then depends on how the global batch is split.
 
-    A `DataLoader` copies the indices it is handed on their way to worker processes, and `EmptyPart`
-    with them: ask `weightless(m)` rather than looking at a batch.
+    A `DataLoader` copies indices, and `EmptyPart` too, when it sends them to worker processes: call
+    `weightless(m)` instead of testing the type of a batch.
 
     Args:
-        length: samples in the data set, N.
-        batch_size: samples in one rank's microbatch, b.
-        rank: this rank among the data-parallel ones.
-        world_size: number of data-parallel ranks, R.
-        shuffle: a permutation for each epoch; otherwise the samples in their order.
-        drop_last: leave out the microbatch that holds fewer than R*b samples.
-        seed: of the permutations.
+        length: number of samples in the data set, N.
+        batch_size: number of samples in one rank's microbatch, b.
+        rank: data-parallel rank.
+        world_size: data-parallel size, R.
+        shuffle: use a new permutation for each epoch instead of the original order.
+        drop_last: leave out a microbatch with fewer than R*b samples.
+        seed: seed of the permutations.
 
     Raises:
-        ValueError: for a negative length, a size below one, or a rank outside the ranks.
+        ValueError: ``length`` is negative, a size is below 1, or ``rank`` is out of range.
     """
 
     def __init__(
@@ -80,33 +80,33 @@ class PartitionedBatches(Sampler[list[int]]):
         self._cached: tuple[int, Tensor] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the permutation of this epoch from the next iteration on."""
+        """Set the epoch whose permutation the next iteration uses."""
         self.epoch = epoch
 
     def set_start(self, microbatch: int) -> None:
-        """Skip the microbatches before this one in the next iteration, and in that one only.
+        """Skip the microbatches before this one in the next iteration only.
 
         Raises:
-            ValueError: when the epoch has fewer microbatches.
+            ValueError: the epoch has fewer microbatches.
         """
         if not 0 <= microbatch <= len(self):
             raise ValueError(f"microbatch {microbatch} is not one of 0 to {len(self)}")
         self._start = microbatch
 
     def __len__(self) -> int:
-        """Microbatches in a whole epoch, whatever `set_start` said."""
+        """Return the number of microbatches in a whole epoch, regardless of `set_start`."""
         whole, rest = divmod(self.length, self.batch_size * self.world_size)
         return whole if self.drop_last or rest == 0 else whole + 1
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Taken now, not at the first `next`: the caller may go on to prepare another epoch.
+        # Read now, not at the first `next`: the caller may set another epoch before that.
         start, self._start = self._start, 0
         return self._batches(self._permutation(), start)
 
     def parts(self, microbatch: int) -> list[list[int]]:
-        """The indices that each rank reads in this microbatch of the current epoch, by rank.
+        """Return the indices that each rank reads in this microbatch of the current epoch.
 
-        Unlike iteration, this leaves the part of a rank that has no sample empty.
+        The part of a rank that has no sample is empty here, not an `EmptyPart`.
         """
         permutation = self._permutation()
         return [
@@ -115,7 +115,7 @@ class PartitionedBatches(Sampler[list[int]]):
         ]
 
     def weightless(self, microbatch: int) -> bool:
-        """Whether this rank has no sample of this microbatch and gets an `EmptyPart` instead.
+        """Return True if this rank has no sample in this microbatch and gets an `EmptyPart`.
 
         `microbatch` counts from the start of the epoch, also after `set_start`.
         """
@@ -132,7 +132,7 @@ class PartitionedBatches(Sampler[list[int]]):
                 yield EmptyPart([int(permutation[slice_start])])
 
     def _bounds(self, microbatch: int, rank: int) -> tuple[int, int]:
-        """First and end position, in the permutation, of a rank's part of a microbatch."""
+        """Return where a rank's part of a microbatch starts and ends in the permutation."""
         if not 0 <= microbatch < len(self):
             raise IndexError(f"microbatch {microbatch} is not one of 0 to {len(self) - 1}")
         whole = self.batch_size * self.world_size
@@ -142,7 +142,7 @@ class PartitionedBatches(Sampler[list[int]]):
         return first, first + size + (rank < longer)
 
     def _permutation(self) -> Tensor:
-        """The order of the current epoch, int64 [N]."""
+        """Return the order of the current epoch, int64 [N]."""
         if self._cached is None or self._cached[0] != self.epoch:
             self._cached = (self.epoch, self._draw())
         return self._cached[1]

@@ -1,4 +1,4 @@
-"""Random generators that a name, a seed and an epoch determine, and nothing else does."""
+"""Random generators that depend on a purpose, a seed and an epoch alone."""
 
 import hashlib
 
@@ -6,11 +6,10 @@ import torch
 
 
 def generator_for(purpose: str, seed: int, epoch: int) -> torch.Generator:
-    """A CPU generator, the same on every rank and after every restart.
+    """Return a CPU generator that is the same on every rank and after a restart.
 
-    Hashed rather than added, where epoch 1 of seed 0 would be epoch 0 of seed 1; the purpose keeps
-    two uses of one seed apart.
+    Its seed is a hash, because a sum would make epoch 1 of seed 0 equal to epoch 0 of seed 1.
+    Different purposes get different generators from one seed.
     """
-    words = f"{purpose},{seed},{epoch}".encode()
-    digest = hashlib.blake2b(words, digest_size=8).digest()
+    digest = hashlib.blake2b(f"{purpose},{seed},{epoch}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)

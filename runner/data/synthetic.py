@@ -1,4 +1,4 @@
-"""Random data that a model can in part learn: for trials of speed, size and correctness."""
+"""Random data that a model can partly learn, for tests of speed, memory and correctness."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -9,7 +9,7 @@ from torch import Tensor
 from runner.data.dataset import IGNORED, Data, TensorPairs
 
 SUCCESSORS = 4
-"""Tokens that may follow a token, each as likely: a model can get to a loss of log(4)."""
+"""Number of equally likely successors of a token: the lowest possible loss is log(4)."""
 
 
 def synthetic(
@@ -23,25 +23,25 @@ def synthetic(
     ignored_fraction: float,
     seed: int,
 ) -> Data:
-    """Seeded random inputs with targets that a fixed random teacher gives them.
+    """Make seeded random inputs with targets from a fixed random teacher.
 
-    Images and vectors are standard normal; the teacher is a linear map of the whole input to one
-    score a class, and the target its largest. Tokens are walks on a random graph in which each
-    token has four successors, and the target is the next token.
+    Images and vectors are standard normal. The teacher is a linear map of the whole input to one
+    score per class, and the target is the class with the largest score. Tokens are walks on a
+    random graph in which each token has four successors, and the target is the next token.
 
     Args:
-        kind: what a sample is.
-        samples: in the training set.
-        test_samples: held out.
-        shape: of an image (channels, height, width) or a vector (length); unused by tokens.
-        num_classes: of images and vectors.
-        sequence_length: tokens in a sample.
-        vocabulary: of the tokens.
-        ignored_fraction: chance of a token's target to be `IGNORED`; 0 for images and vectors.
-        seed: of everything random here.
+        kind: kind of a sample.
+        samples: number of training samples.
+        test_samples: number of held-out samples.
+        shape: shape of an image (channels, height, width) or a vector (length); unused for tokens.
+        num_classes: number of classes of images and vectors.
+        sequence_length: number of tokens in a sample.
+        vocabulary: number of different tokens.
+        ignored_fraction: probability that a token's target is `IGNORED`; 0 for images and vectors.
+        seed: seed of inputs and teacher.
 
     Raises:
-        ValueError: for a number out of its range, or a shape that does not fit the kind.
+        ValueError: a number is out of range, or the shape does not fit the kind.
     """
     generator = torch.Generator().manual_seed(seed)
     count = samples + test_samples
@@ -72,7 +72,7 @@ def synthetic(
 def _classes(
     count: int, shape: tuple[int, ...], num_classes: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Inputs float32 [count, *shape] and targets int64 [count]."""
+    """Return inputs, float32 [count, *shape], and targets, int64 [count]."""
     if min(*shape, num_classes) < 1:
         raise ValueError(f"shape {list(shape)} and num_classes {num_classes} must be at least 1")
     inputs = torch.randn(count, *shape, generator=generator)
@@ -84,7 +84,7 @@ def _classes(
 def _walks(
     count: int, length: int, vocabulary: int, ignored: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and next tokens, int64 [count, length] each."""
+    """Return tokens and next tokens, int64 [count, length] each."""
     if min(length, vocabulary) < 1 or not 0 <= ignored < 1:
         raise ValueError(
             f"sequence_length {length} and vocabulary {vocabulary} must be at least 1, "

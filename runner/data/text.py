@@ -1,7 +1,7 @@
-"""The bytes of any file or folder as a language-modelling data set: vocabulary 256, no tokenizer.
+"""The bytes of any file or folder for language modelling, with a vocabulary of 256.
 
-Without a path, the source files of the Python standard library that runs this: real text, a few
-megabytes of it, and present wherever Python is. It differs between Python versions.
+The default is the source code of the running Python's standard library: a few megabytes of real
+text on every machine, which differ between versions of Python.
 """
 
 import os
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from runner.data.dataset import IGNORED, Data, DataUnavailable
 
 PACKAGED_APART = frozenset({"site-packages", "dist-packages", "test", "tests"})
-"""Folders below the standard library that are not it, or that some systems package apart."""
+"""Folders that are not part of the standard library, or that some systems package separately."""
 
 WAYS_FORWARD = (
     "Set data.path to a file or folder that can be read, or data.path=null for the source files "
@@ -26,27 +26,27 @@ WAYS_FORWARD = (
 
 
 class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of L bytes that follow one another without overlap, each with its next bytes.
+    """Consecutive windows of L bytes, each with the next byte at every position.
 
     Sample i is inputs = text[i*L : i*L+L] and targets = text[i*L+1 : i*L+L+1], both int64 [L].
-    Where the text ends inside the last window, targets are `IGNORED` and inputs zero.
+    After the end of the text, the last window has targets `IGNORED` and inputs zero.
 
     Args:
         text: at least two bytes.
-        length: bytes in a window, L.
+        length: number of bytes in a window, L.
 
     Raises:
-        ValueError: when there is no pair of a byte and its next, or the length is below one.
+        ValueError: the text has fewer than two bytes, or ``length`` is below 1.
     """
 
     def __init__(self, text: bytes, length: int) -> None:
         if len(text) < 2 or length < 1:
             raise ValueError(f"no window of {length} bytes and their next in {len(text)} bytes")
         count = -(-(len(text) - 1) // length)
-        # Two bytes a token hold -100 as well as 0 to 255; widening happens a batch at a time.
+        # int16 holds -100 and 0 to 255; a batch is converted to int64 when it is read.
         tokens = torch.full((count * length + 1,), IGNORED, dtype=torch.int16)
         tokens[: len(text)] = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int16))
-        # A view in which neighbouring windows share the byte at their border.
+        # In this view, neighbouring windows share one byte.
         self._windows = tokens.unfold(0, length + 1, length)
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
         return self._pair(self._windows[index])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The batch of these windows: inputs and targets, int64 [B, L]."""
+        """Return the batch of these windows: inputs and targets, int64 [B, L]."""
         return self._pair(self._windows[torch.as_tensor(indices, dtype=torch.int64)])
 
     def _pair(self, windows: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,20 +65,20 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def text(path: str | None, sequence_length: int, test_fraction: float, max_bytes: int) -> Data:
-    """Bytes to predict from the bytes before them; the end of the text is held out.
+    """Load bytes for next-byte prediction; the end of the text is held out.
 
-    A folder is read recursively, in the order of names with a folder's files before its
-    subfolders; hidden files and folders (`.git`) are left out.
+    A folder is read recursively in the order of names, a folder's files before its subfolders.
+    Hidden files and folders (`.git`) are skipped.
 
     Args:
-        path: a file or a folder; None for the Python standard library's `*.py`.
-        sequence_length: bytes in a sample.
-        test_fraction: share of the bytes held out, at the end, between 0 and 1.
+        path: file or folder; None for the Python standard library's `*.py`.
+        sequence_length: number of bytes in a sample.
+        test_fraction: share of the bytes, at the end, that is held out, between 0 and 1.
         max_bytes: stop reading after this many bytes.
 
     Raises:
-        DataUnavailable: when the path is missing, cannot be read, or holds too few bytes.
-        ValueError: when a number is out of its range.
+        DataUnavailable: the path is missing, cannot be read, or holds too few bytes.
+        ValueError: a number is out of range.
     """
     if sequence_length < 1 or max_bytes < 1 or not 0 < test_fraction < 1:
         raise ValueError(
@@ -103,7 +103,7 @@ def text(path: str | None, sequence_length: int, test_fraction: float, max_bytes
 
 
 def _read(root: Path, standard_library: bool, limit: int) -> bytes:
-    """The first `limit` bytes of the files at `root`, one after the other."""
+    """Read the first `limit` bytes of the concatenated files at `root`."""
     if not root.exists():
         raise DataUnavailable(f"data.path: {root} does not exist. {WAYS_FORWARD}.")
     collected = bytearray()
@@ -123,9 +123,9 @@ def _read(root: Path, standard_library: bool, limit: int) -> bytes:
 
 
 def _files(folder: Path, standard_library: bool) -> Iterator[Path]:
-    """Regular files below a folder, in an order that no file system changes.
+    """Yield the regular files below a folder in the same order on every file system.
 
-    Of the standard library only its own sources.
+    Of the standard library, only its own `*.py` files.
     """
 
     def fail(error: OSError) -> None:
@@ -135,7 +135,7 @@ def _files(folder: Path, standard_library: bool) -> Iterator[Path]:
         return not (name.startswith(".") or (standard_library and name in PACKAGED_APART))
 
     for place, folders, names in os.walk(folder, onerror=fail):
-        # `os.walk` goes on with what is left in this list, in its order.
+        # `os.walk` visits the folders that this list then holds, in its order.
         folders[:] = sorted(filter(wanted, folders))
         for file in (Path(place, name) for name in sorted(filter(wanted, names))):
             if file.is_file() and (file.suffix == ".py" or not standard_library):

@@ -1,7 +1,7 @@
-"""The networks that training is proved on, and `Classifier`, which gives a network its loss.
+"""Small networks for recipes and tests, and `Classifier`, which adds a loss to a network.
 
-`conf/model/*.yaml` names the networks in full (`runner.models.gpt.GPT`); any other class, of
-torchvision, timm or one's own, is named the same way.
+`conf/model/*.yaml` names them in full (`runner.models.gpt.GPT`), as it does classes of torchvision
+or timm, or your own.
 """
 
 from runner.models.awd_lstm import AWDLSTM

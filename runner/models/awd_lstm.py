@@ -3,7 +3,7 @@
 Source: S. Merity, N. Keskar and R. Socher, Regularizing and Optimizing LSTM Language Models, 2018,
 1708.02182: DropConnect on the recurrent weights (section 2), variational dropout (4.2), embedding
 dropout (4.3), tied weights with an embedding narrower than the layers (4.4, 4.5). Its activation
-regularisation (4.6) is a term of the loss, not of the network, and is not here.
+regularisation (4.6) is a term of the loss and is not implemented.
 """
 
 import math
@@ -25,14 +25,14 @@ def locked_dropout(hidden: Tensor, chance: float, training: bool) -> Tensor:
 
 
 class WeightDroppedLSTM(nn.Module):
-    """One LSTM layer whose recurrent weights are dropped at random, once for a whole sequence.
+    """One LSTM layer with dropout on its recurrent weights, drawn once per sequence.
 
-    The gates stand in torch's order (input, forget, cell, output), a quarter of the rows each.
+    The rows of the weights are the gates in PyTorch's order: input, forget, cell, output.
 
     Args:
-        inputs: width of what it reads.
-        hidden: width of its state and of what it returns.
-        weight_dropout: chance to drop an element of the recurrent weights.
+        inputs: width of the inputs.
+        hidden: width of state and output.
+        weight_dropout: probability of dropping an element of the recurrent weights.
     """
 
     def __init__(self, inputs: int, hidden: int, weight_dropout: float) -> None:
@@ -45,11 +45,11 @@ class WeightDroppedLSTM(nn.Module):
             nn.init.uniform_(parameter, -1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
 
     def forward(self, sequence: Tensor) -> Tensor:
-        """[B, T, inputs] to [B, T, hidden], from a state of zeros."""
+        """Map [B, T, inputs] to [B, T, hidden], starting from a zero state."""
         recurrent = F.dropout(self.recurrent_weight, self.weight_dropout, self.training)
         state = sequence.new_zeros(1, len(sequence), recurrent.shape[1])
-        # torch.lstm takes the weights as arguments, so the dropped ones need no place in a module;
-        # torch adds two biases to the gates, of which one is enough.
+        # torch.lstm takes the weights as arguments, so the dropped ones need not be parameters.
+        # It adds two biases to the gates; one is enough.
         weights = [self.input_weight, recurrent, self.bias, torch.zeros_like(self.bias)]
         output: Tensor = torch.lstm(
             sequence,
@@ -66,23 +66,23 @@ class WeightDroppedLSTM(nn.Module):
 
 
 class AWDLSTM(nn.Module):
-    """Tokens to logits of the next token; each sequence starts from a state of zeros.
+    """LSTM language model that starts each sequence from a zero state.
 
-    The last layer is as wide as the embedding, whose weights are those of the head.
+    The last layer is as wide as the embedding; head and embedding share their weights.
 
     Args:
         vocabulary: number of tokens, V.
         embedding: width of the token embedding and of the last layer.
         hidden: width of the other layers.
-        layers: LSTM layers.
-        dropout: chance to drop an element of the last layer's output.
-        dropout_hidden: the same between layers.
-        dropout_input: the same for the embedded tokens.
-        dropout_embedding: chance to drop a token of the vocabulary, everywhere in a batch.
-        weight_dropout: chance to drop a recurrent weight.
+        layers: number of LSTM layers.
+        dropout: probability of dropping an element of the last layer's output.
+        dropout_hidden: probability of dropping an element between layers.
+        dropout_input: probability of dropping an element of the embedded tokens.
+        dropout_embedding: probability of dropping a token of the vocabulary in a whole batch.
+        weight_dropout: probability of dropping a recurrent weight.
 
     Raises:
-        ValueError: when a size is below one.
+        ValueError: a size is below 1.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class AWDLSTM(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 [B, T] to logits [B, T, V]."""
+        """Map tokens, int64 [B, T], to logits of the next token, [B, T, V]."""
         hidden = locked_dropout(self._embedded(tokens), self.dropout_input, self.training)
         for number, layer in enumerate(self.layers, 1):
             last = number == len(self.layers)
@@ -128,7 +128,7 @@ class AWDLSTM(nn.Module):
         return logits
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        """The embedding of tokens int64 [B, T], with whole tokens dropped while training."""
+        """Embed tokens, int64 [B, T], with dropout of whole tokens in training mode."""
         weight = self.embed.weight
         if self.training and self.dropout_embedding:
             weight = weight * F.dropout(weight.new_ones(len(weight), 1), self.dropout_embedding)

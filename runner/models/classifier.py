@@ -1,4 +1,4 @@
-"""A classification network with its loss, as a loop takes it that has no separate criterion."""
+"""A classification network with its loss, for training loops without a separate criterion."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from torch.nn import functional as F
 
 
 class Classifier(nn.Module):
-    """Wraps a network that turns inputs into logits; a batch is the pair (inputs, targets).
+    """Add a cross-entropy loss to a network; a batch is a pair (inputs, targets).
 
-    The protocol of Composer's `ComposerClassifier`: `forward` takes the whole batch, `loss` takes
-    what `forward` returned and the batch again.
+    Follows the protocol of Composer's `ComposerClassifier`: `forward` takes the whole batch, `loss`
+    takes the output of `forward` and the batch.
 
     Args:
-        module: inputs [B, ...] to logits [B, num_classes, ...].
-        num_classes: width of the logits, checked against them; None takes any.
+        module: network that maps inputs [B, ...] to logits [B, num_classes, ...].
+        num_classes: expected number of logits; None for any.
     """
 
     def __init__(self, module: nn.Module, num_classes: int | None = None) -> None:
@@ -23,16 +23,16 @@ class Classifier(nn.Module):
         self.num_classes = num_classes
 
     def forward(self, batch: tuple[Any, Tensor]) -> Tensor:
-        """Logits of the batch's inputs; its targets are not looked at."""
+        """Return the logits of the batch's inputs."""
         inputs, _ = batch
         logits: Tensor = self.module(inputs)
         return logits
 
     def loss(self, outputs: Tensor, batch: tuple[Any, Tensor]) -> Tensor:
-        """Mean cross entropy of the logits against the batch's targets, a scalar.
+        """Return the mean cross entropy of the logits against the batch's targets, a scalar.
 
         Raises:
-            ValueError: when the logits are not `num_classes` wide.
+            ValueError: the number of logits is not `num_classes`.
         """
         _, targets = batch
         if self.num_classes is not None and outputs.shape[1] != self.num_classes:

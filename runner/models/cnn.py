@@ -4,20 +4,20 @@ from torch import Tensor, nn
 
 PIXEL_MEAN = 0.305
 PIXEL_STD = 0.376
-"""Over all pixels of scikit-learn's digits, scaled to [0, 1]."""
+"""Mean and standard deviation of all pixels of scikit-learn's digits, scaled to [0, 1]."""
 
 
 class DigitsCNN(nn.Module):
-    """Three 3x3 convolutions with ReLU, two of them followed by 2x2 max pooling, and a linear head.
+    """Three 3x3 convolutions with ReLU, 2x2 max pooling after the last two, and a linear head.
 
-    It has no batch normalisation and no dropout: each sample's gradient is its own, so a batch may
-    be cut into microbatches or dealt to ranks without changing the step. Standardised inputs and
-    the initialisation of K. He et al., Delving Deep into Rectifiers, 2015, section 2.2 stand in for
-    normalisation.
+    It has neither batch normalisation nor dropout: samples do not affect one another, so a step
+    does not depend on how its batch is split into microbatches or over ranks. Inputs are
+    standardised; weights are initialised as in K. He et al., Delving Deep into Rectifiers, 2015,
+    section 2.2.
 
     Args:
-        num_classes: width of the logits.
-        width: channels of the first convolution; the others have twice as many.
+        num_classes: number of logits.
+        width: number of channels of the first convolution; the others have twice as many.
     """
 
     def __init__(self, num_classes: int, width: int) -> None:
@@ -40,6 +40,6 @@ class DigitsCNN(nn.Module):
                 nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images float [B, 1, 8, 8] in [0, 1] to logits [B, num_classes]."""
+        """Map images, float [B, 1, 8, 8] in [0, 1], to logits, [B, num_classes]."""
         logits: Tensor = self.head(self.features((images - PIXEL_MEAN) / PIXEL_STD))
         return logits

@@ -1,11 +1,11 @@
-"""A causal transformer that remembers earlier segments, and older ones in compressed form.
+"""A causal transformer with a memory of earlier segments and a compressed memory of older ones.
 
 Source: J. Rae et al., Compressive Transformers for Long-Range Sequence Modelling, 2019, 1911.05507:
-the two memories of each layer (section 3.1), compression by a strided convolution (3.2), and no
-gradient into what is remembered. A sequence is cut into segments here, and memory begins empty with
-each sequence, so that samples stay independent of one another. That keeps whole sequences in the
-graph, so the convolution learns from the loss of later segments: the paper's other choice beside
-the reconstruction of attention (3.3). Positions are a learned bias of each head for each distance.
+two memories in each layer (section 3.1), compression by a strided convolution (3.2), no gradient
+into the memories. Here a sequence is split into segments, and the memories are empty at the start
+of each sequence, so that samples are independent. The graph holds whole sequences, so the
+convolution learns from the loss of later segments, an alternative of the paper to attention
+reconstruction (3.3). Positions are a learned bias for each head and distance.
 """
 
 import torch
@@ -18,13 +18,13 @@ INIT_STD = 0.02
 
 
 class LayerMemory(nn.Module):
-    """What one layer remembers of a sequence: its latest inputs, and older ones compressed.
+    """The memories of one layer: its latest inputs, and older inputs in compressed form.
 
     Args:
-        width: of the inputs.
-        memory: inputs kept as they are.
-        compressed: compressed inputs kept.
-        rate: inputs that become one compressed input.
+        width: width of the inputs.
+        memory: number of inputs in the memory.
+        compressed: number of entries in the compressed memory.
+        rate: number of inputs that one compressed entry stands for.
     """
 
     def __init__(self, width: int, memory: int, compressed: int, rate: int) -> None:
@@ -34,11 +34,11 @@ class LayerMemory(nn.Module):
         self.compress = nn.Conv1d(width, width, rate, stride=rate)
 
     def forward(self, past: tuple[Tensor, Tensor], inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The compressed and the plain memory after one more segment.
+        """Return the compressed and the plain memory after one more segment.
 
         Args:
             past: both memories, [B, up to compressed, width] and [B, up to memory, width].
-            inputs: what the layer was given for the segment, [B, T, width]; no gradient reaches it.
+            inputs: inputs of the layer for the segment, [B, T, width]; they get no gradient.
         """
         old, recent = past
         recent = torch.cat([recent, inputs.detach()], dim=1)
@@ -50,7 +50,7 @@ class LayerMemory(nn.Module):
 
 
 class MemoryBlock(nn.Module):
-    """Attention over memory and segment, then an MLP, each normalised before and added on."""
+    """Attention over memory and segment, then an MLP, both with pre-normalisation and residual."""
 
     def __init__(self, width: int, heads: int, reach: int, dropout: float) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class MemoryBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor, past: tuple[Tensor, Tensor]) -> Tensor:
-        """A segment [B, T, width] to the same, with what was remembered before it."""
+        """Map a segment, [B, T, width], and the memories to [B, T, width]."""
         seen = self.attention_norm(torch.cat([*past, hidden], dim=1))
         length = hidden.shape[1]
         query = self._heads(self.query(seen[:, -length:]))
@@ -83,9 +83,9 @@ class MemoryBlock(nn.Module):
         return projected.view(batch, places, self.heads, -1).transpose(1, 2)
 
     def _scores(self, queries: int, keys: int) -> Tensor:
-        """What distance adds to each score, [1, heads, queries, keys]; -inf for what is to come.
+        """Return the bias of each score, [1, heads, queries, keys], -inf for later positions.
 
-        Distance counts places among the keys: a compressed memory is one place.
+        A compressed entry counts as one position.
         """
         places = torch.arange(keys, device=self.by_distance.device)
         distance = places[keys - queries :, None] - places
@@ -94,21 +94,21 @@ class MemoryBlock(nn.Module):
 
 
 class CompressiveTransformer(nn.Module):
-    """Tokens to logits of the next token at every position; head and embedding are tied.
+    """Compressive transformer with tied head and embedding.
 
     Args:
         vocabulary: number of tokens, V.
-        segment: tokens read at a time.
-        memory: inputs that each layer keeps as they are; a multiple of `segment`.
-        compressed: compressed inputs that each layer keeps.
-        rate: inputs that become one compressed input; it divides `segment`.
-        layers: transformer blocks.
-        heads: of each attention; they divide the width.
-        width: of the residual stream.
-        dropout: chance to drop an element of the embedding and of a residual branch.
+        segment: number of tokens in a segment.
+        memory: number of inputs in the memory of each layer; a multiple of `segment`.
+        compressed: number of entries in the compressed memory of each layer.
+        rate: number of inputs that one compressed entry stands for; a divisor of `segment`.
+        layers: number of transformer blocks.
+        heads: number of attention heads; a divisor of `width`.
+        width: width of the residual stream.
+        dropout: dropout probability of the embedding and of residual branches.
 
     Raises:
-        ValueError: when sizes do not divide as they must.
+        ValueError: a size is not a multiple or divisor as above.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class CompressiveTransformer(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 [B, T] to logits [B, T, V]."""
+        """Map tokens, int64 [B, T], to logits of the next token, [B, T, V]."""
         nothing = self.embed.weight.new_zeros(len(tokens), 0, self.embed.embedding_dim)
         past = [(nothing, nothing) for _ in self.blocks]
         segments = torch.split(tokens, self.segment, dim=1)
@@ -160,7 +160,7 @@ class CompressiveTransformer(nn.Module):
             hidden = self.dropout(self.embed(segment))
             for layer, (block, memory) in enumerate(zip(self.blocks, self.memories, strict=True)):
                 given, hidden = hidden, block(hidden, past[layer])
-                # Nobody reads what the last segment would leave, and it may be a short one.
+                # The memories after the last segment, which may be short, are not used.
                 if number < len(segments):
                     past[layer] = memory(past[layer], given)
             read.append(self.norm(hidden))

@@ -15,10 +15,10 @@ EMBEDDING_STD = 0.1
 
 
 class GatedConv(nn.Module):
-    """A causal convolution, half of whose outputs gate the other half, added to its input.
+    """A causal convolution with a gated linear unit and a residual connection.
 
-    h(X) = X + (X * W + b) · sigmoid(X * V + c) over [B, channels, T] (section 2, equation 1, with
-    the residual connection); output t sees inputs t - kernel + 1 to t.
+    h(X) = X + (X * W + b) · sigmoid(X * V + c) over [B, channels, T] (section 2, equation 1).
+    Output t depends on inputs t - kernel + 1 to t.
     """
 
     def __init__(self, channels: int, kernel: int, dropout: float, weight_norm: bool) -> None:
@@ -26,7 +26,7 @@ class GatedConv(nn.Module):
         self.past = kernel - 1
         self.dropout = nn.Dropout(dropout)
         self.conv = nn.Conv1d(channels, 2 * channels, kernel)
-        # The gate halves the outputs: four times the variance keeps that of a layer's input.
+        # The gate halves the outputs; four times the variance preserves that of the input.
         std = math.sqrt(4 * (1 - dropout) / (kernel * channels))
         nn.init.normal_(self.conv.weight, std=std)
         nn.init.zeros_(self.conv.bias)  # type: ignore[arg-type]
@@ -34,25 +34,25 @@ class GatedConv(nn.Module):
             self.conv = parametrizations.weight_norm(self.conv)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, channels, T] to the same."""
-        # Zeros before the first token alone: no output sees what comes after it.
+        """Map [B, channels, T] to the same shape."""
+        # Padding on the left alone: no output depends on later inputs.
         seen = F.pad(self.dropout(hidden), (self.past, 0))
         return hidden + F.glu(self.conv(seen), dim=1)
 
 
 class GatedConvLanguageModel(nn.Module):
-    """Tokens to logits of the next token, from the last `layers * (kernel - 1) + 1` tokens.
+    """Convolutional language model; a prediction depends on `layers * (kernel - 1) + 1` tokens.
 
     Args:
         vocabulary: number of tokens, V.
         channels: width of the embedding and of every layer.
-        layers: gated convolutions.
-        kernel: tokens that one of them sees.
-        dropout: chance to drop an element of a layer's input.
-        weight_norm: whether each filter is learned as a length and a direction.
+        layers: number of gated convolutions.
+        kernel: kernel size of the convolutions.
+        dropout: probability of dropping an element of a layer's input.
+        weight_norm: apply weight normalisation to the convolutions.
 
     Raises:
-        ValueError: when a size is below one.
+        ValueError: a size is below 1.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class GatedConvLanguageModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 [B, T] to logits [B, T, V]."""
+        """Map tokens, int64 [B, T], to logits of the next token, [B, T, V]."""
         hidden = self.embed(tokens).transpose(1, 2)
         for block in self.blocks:
             hidden = block(hidden)

@@ -2,7 +2,7 @@
 
 Source: A. Radford et al., Language Models are Unsupervised Multitask Learners, 2019 (GPT-2):
 normalisation before each sublayer and after the last, learned positions, residual branches scaled
-down at initialisation by the square root of their number (section 2.3).
+at initialisation by one over the square root of their number (section 2.3).
 """
 
 import math
@@ -17,11 +17,11 @@ INIT_STD = 0.02
 
 
 class Attention(nn.Module):
-    """Causal self-attention over [B, T, width], with one projection each for query, key, value.
+    """Causal self-attention over [B, T, width] with separate query, key and value projections.
 
-    The three are apart, and forward reads the number of heads off their outputs, so that a plan
-    which splits their rows over ranks leaves each rank with whole heads. ``heads`` is the number
-    of all of them, which the ranks of such a plan must divide.
+    Tensor parallelism splits the rows of the three projections, so that each rank has whole heads;
+    forward derives the local number of heads from their outputs. ``heads`` is the global number of
+    heads, which the tensor-parallel size must divide.
     """
 
     def __init__(self, width: int, heads: int, bias: bool, dropout: float) -> None:
@@ -35,7 +35,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, T, width] to the same; position t attends to positions 0 to t."""
+        """Map [B, T, width] to the same shape; position t attends to positions 0 to t."""
         query, key, value = (
             projection(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear maps with GELU between them, four times as wide inside."""
+    """Two linear layers with GELU between them and a hidden width of four times ``width``."""
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__()
@@ -56,20 +56,20 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, T, width] to the same, each position by itself."""
+        """Map [B, T, width] to the same shape, position by position."""
         result: Tensor = self.down(F.gelu(self.up(hidden), approximate="tanh"))
         return result
 
 
 class FeedForward(Protocol):
-    """What makes the feed-forward layer of a block."""
+    """A factory of feed-forward layers."""
 
     def __call__(self, *, width: int, bias: bool) -> nn.Module:
-        """A layer that takes [B, T, width] to the same."""
+        """Make a layer that maps [B, T, width] to the same shape."""
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each normalised before and added to what it was given."""
+    """Attention and a feed-forward layer, both with pre-normalisation and residual connection."""
 
     def __init__(
         self, width: int, heads: int, bias: bool, dropout: float, feed_forward: FeedForward
@@ -82,32 +82,31 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, T, width] to the same."""
+        """Map [B, T, width] to the same shape."""
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
         result: Tensor = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
         return result
 
 
 class GPT(nn.Module):
-    """Tokens to logits of the next token at every position.
+    """Decoder-only transformer language model.
 
     Args:
         vocabulary: number of tokens, V.
-        context: longest sequence it takes.
-        layers: transformer blocks.
-        heads: of each attention; they divide the width.
-        width: of the residual stream.
-        tied: whether the head's weight is the token embedding's.
-        bias: whether linear maps and normalisations have biases; the head has none.
-        dropout: chance to drop an element of the embedding, of an attention and of a residual
-            branch.
-        feed_forward: what makes the feed-forward layer of a block.
+        context: maximum sequence length.
+        layers: number of transformer blocks.
+        heads: number of attention heads; a divisor of `width`.
+        width: width of the residual stream.
+        tied: share the weight of head and token embedding.
+        bias: add biases to linear layers and normalisations; the head has none.
+        dropout: dropout probability of embedding, attention and residual branches.
+        feed_forward: factory of the feed-forward layer of each block.
 
     Raises:
-        ValueError: when the heads do not divide the width.
+        ValueError: ``heads`` does not divide ``width``.
     """
 
-    # How tensor parallelism splits it: module, with * for any name, to what is done with it.
+    # The tensor-parallel plan: patterns of module names and the style of each.
     tp_plan: ClassVar[dict[str, str]] = {
         "embed": "embedding_rowwise",
         "dropout": "split_sequence",
@@ -152,10 +151,10 @@ class GPT(nn.Module):
         self._initialise(residual_branches=2 * layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 [B, T] to logits [B, T, V].
+        """Map tokens, int64 [B, T], to logits of the next token, [B, T, V].
 
         Raises:
-            ValueError: when T is larger than the context.
+            ValueError: T is larger than the context.
         """
         hidden = self._enter(tokens)
         for block in self.blocks:
@@ -164,10 +163,10 @@ class GPT(nn.Module):
         return logits
 
     def pipeline(self) -> list[tuple[tuple[str, ...], Callable[[Tensor], Tensor]]]:
-        """`forward` as a chain: for each part, the modules that it uses and what it computes.
+        """Return `forward` as a chain of parts: the modules that each uses, and its function.
 
-        The first part takes tokens, each further one what the part before it returned, and the
-        last returns logits. A tied head's weight belongs to the first part and to the last.
+        The first part takes tokens, every other part the output of the one before it; the last
+        returns logits. The weight of a tied head belongs to the first part and to the last.
         """
         blocks = [((f"blocks.{i}",), block) for i, block in enumerate(self.blocks)]
         return [

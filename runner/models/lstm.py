@@ -1,4 +1,4 @@
-"""A recurrent language model of long short-term memory layers.
+"""An LSTM language model.
 
 Sources: W. Zaremba et al., Recurrent Neural Network Regularization, 2014, 1409.2329 (layers, and
 dropout on everything but the recurrence); O. Press and L. Wolf, Using the Output Embedding to
@@ -11,18 +11,18 @@ INIT_RANGE = 0.1
 
 
 class LSTMLanguageModel(nn.Module):
-    """Tokens to logits of the next token; each sequence starts from a state of zeros.
+    """LSTM language model that starts each sequence from a zero state.
 
     Args:
         vocabulary: number of tokens, V.
         embedding: width of the token embedding.
         hidden: width of each layer.
-        layers: LSTM layers.
-        dropout: chance to drop an element before, between and after the layers.
-        tied: whether the head's weight is the token embedding's.
+        layers: number of LSTM layers.
+        dropout: probability of dropping an element before, between and after the layers.
+        tied: share the weight of head and token embedding.
 
     Raises:
-        ValueError: when tied and the two widths differ.
+        ValueError: ``tied`` is true and the two widths differ.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LSTMLanguageModel(nn.Module):
             )
         self.embed = nn.Embedding(vocabulary, embedding)
         self.dropout = nn.Dropout(dropout)
-        # One layer has nothing between layers to drop, and torch warns when asked to.
+        # PyTorch warns if a single layer gets a dropout between layers.
         between = dropout if layers > 1 else 0.0
         self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True, dropout=between)
         self.head = nn.Linear(hidden, vocabulary)
@@ -52,7 +52,7 @@ class LSTMLanguageModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 [B, T] to logits [B, T, V]."""
+        """Map tokens, int64 [B, T], to logits of the next token, [B, T, V]."""
         hidden, _ = self.lstm(self.dropout(self.embed(tokens)))
         logits: Tensor = self.head(self.dropout(hidden))
         return logits

@@ -1,8 +1,8 @@
-"""An encoder that fills in masked tokens.
+"""A bidirectional encoder for masked language modelling.
 
 Source: J. Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers for Language
 Understanding, 2019, 1810.04805: normalisation after each sublayer, learned positions, GELU, and a
-head that maps once more before it is tied to the embedding.
+head with one more linear layer before the weight that it shares with the embedding.
 """
 
 import torch
@@ -13,21 +13,20 @@ INIT_STD = 0.02
 
 
 class MaskedLanguageModel(nn.Module):
-    """Tokens to logits of the token at every position, seen from both sides.
+    """Transformer encoder that predicts the token at every position from both sides.
 
-    The mask is a token of its own, number `vocabulary`; it is read and never predicted.
+    The mask is token number `vocabulary`: an input, but never a prediction.
 
     Args:
         vocabulary: number of tokens without the mask, V.
-        context: longest sequence it takes.
-        layers: transformer blocks.
-        heads: of each attention; they divide the width.
-        width: of the residual stream.
-        dropout: chance to drop an element of the embedding, of an attention and of a residual
-            branch.
+        context: maximum sequence length.
+        layers: number of transformer blocks.
+        heads: number of attention heads; a divisor of `width`.
+        width: width of the residual stream.
+        dropout: dropout probability of embedding, attention and residual branches.
 
     Raises:
-        ValueError: when the heads do not divide the width.
+        ValueError: ``heads`` does not divide ``width``.
     """
 
     def __init__(
@@ -59,10 +58,10 @@ class MaskedLanguageModel(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 [B, T], up to V for the mask, to logits [B, T, V].
+        """Map tokens, int64 [B, T] from 0 to V (the mask), to logits, [B, T, V].
 
         Raises:
-            ValueError: when T is larger than the context.
+            ValueError: T is larger than the context.
         """
         length = tokens.shape[1]
         if length > self.context:

@@ -1,13 +1,12 @@
-"""A mixture of experts in the place of the MLP, and the transformer made of it.
+"""A mixture-of-experts layer, and a transformer with this layer in place of its MLPs.
 
 Sources: N. Shazeer et al., Outrageously Large Neural Networks, 2017 (arXiv 1701.06538): a router
 sends each token to its k best experts; A. Q. Jiang et al., Mixtral of Experts, 2024 (arXiv
-2401.04088, section 2.1): the weights are a softmax over the logits of the chosen k; T. Gale et
-al., MegaBlocks, 2022 (arXiv 2211.15841): dropless, which means that an expert has no capacity and
-takes every token that chose it.
+2401.04088, section 2.1): the weights are a softmax over the logits of these k; T. Gale et al.,
+MegaBlocks, 2022 (arXiv 2211.15841): dropless, an expert takes every token that is routed to it.
 
-There is no auxiliary loss that balances the experts: it is not a mean over tokens, so one process
-and many ranks, or one batch and its microbatches, would not agree on it.
+There is no auxiliary loss that balances the experts: such a loss is not a mean over tokens, so it
+would depend on how a batch is split into microbatches and over ranks.
 """
 
 from functools import partial
@@ -25,14 +24,14 @@ class Mixture(nn.Module):
     """A router and its experts, each of them an `MLP`.
 
     Args:
-        width: of the tokens.
-        experts: how many there are, E.
-        top_k: experts per token. The weights of a token add up to 1, so with one expert per token
-            its weight is the constant 1 and the loss has no gradient for the router.
-        bias: whether the experts' linear maps have biases; the router has none.
+        width: width of the tokens.
+        experts: number of experts, E.
+        top_k: number of experts per token. The weights of a token add up to 1, so with ``top_k=1``
+            the weight is constant and the router gets no gradient.
+        bias: add biases to the linear layers of the experts; the router has none.
 
     Raises:
-        ValueError: when ``top_k`` is below 1 or above ``experts``.
+        ValueError: ``top_k`` is below 1 or above ``experts``.
     """
 
     def __init__(self, width: int, experts: int, top_k: int, bias: bool) -> None:
@@ -46,26 +45,26 @@ class Mixture(nn.Module):
         self.here = range(experts)
 
     def spread(self, group: dist.ProcessGroup) -> list[str]:
-        """Deal the experts to the ranks of ``group``: each keeps a contiguous run, or none.
+        """Distribute the experts over the ranks of ``group``: each keeps a contiguous range.
 
-        The sizes of the runs differ by one at most. Experts that live elsewhere lose their
-        parameters here (which become None); those that stay keep their names. From now on every
-        forward pass, and every backward pass through what it returned, is a collective of the
-        group: all ranks take part, also those with an empty batch.
+        The sizes of the ranges differ by at most one, and may be 0. Experts of other ranks lose
+        their parameters here (they become None); local experts keep their names. From now on every
+        forward and backward pass is a collective of the group, in which all ranks take part, also
+        those with an empty batch.
 
-        The gradient of an expert is then the sum over the tokens of all ranks of the group,
-        divided by nothing; that of the router is over this rank's tokens, as without a group.
+        The gradient of an expert is then the sum over the tokens of all ranks of the group, without
+        a division; that of the router is over this rank's tokens, as without a group.
 
         Returns:
-            The names, relative to this module, of the parameters of the experts that stay.
+            The names, relative to this module, of the parameters of the local experts.
 
         Raises:
-            RuntimeError: when the experts are spread already.
+            RuntimeError: the experts are distributed already.
         """
         if self.group is not None:
             raise RuntimeError("the experts are spread over a group already")
         self.group = group
-        self.here = dealt(len(self.experts), group.size())[group.rank()]
+        self.here = partitioned(len(self.experts), group.size())[group.rank()]
         for number, expert in enumerate(self.experts):
             if number not in self.here:
                 for part in expert.modules():
@@ -73,10 +72,10 @@ class Mixture(nn.Module):
         return [name for name, _ in self.named_parameters() if name.startswith("experts.")]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, T, width] to the same shape and dtype, each position by itself.
+        """Map [B, T, width] to the same shape and dtype, position by position.
 
-        A token's terms are added in the order of its choices, best first, wherever they were
-        computed.
+        The outputs for a token are added in the order of its choices, best first, whichever ranks
+        computed them.
         """
         rows = hidden.flatten(0, -2)
         weights, chosen = self._route(rows)
@@ -88,7 +87,7 @@ class Mixture(nn.Module):
         inverse = order.argsort()
         rows_by_expert = _Reorder.apply(copies, order, inverse)
         if self.group is None:
-            # The one wait for the device: a split needs its sizes on the host.
+            # The only host synchronisation: a split needs its sizes on the host.
             answers = self._run(rows_by_expert, counts.tolist())
         else:
             answers = self._run_spread(rows_by_expert, counts, self.group)
@@ -97,10 +96,9 @@ class Mixture(nn.Module):
         return mixed.to(hidden.dtype).view_as(hidden)
 
     def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """For rows [N, width], the weights and the numbers of their experts, both [N, top_k].
+        """Return the weights and the numbers of the experts of rows [N, width], both [N, top_k].
 
-        The softmax over the chosen logits is that over all of them, divided by its chosen part.
-        It is taken in float32 or better.
+        The softmax over the ``top_k`` largest logits is computed in float32 or float64.
         """
         logits = self.router(rows)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -108,11 +106,11 @@ class Mixture(nn.Module):
         return best.softmax(-1), chosen
 
     def _run(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """What the experts here make of rows that are sorted by expert, ``counts`` for each.
+        """Apply the local experts to rows that are sorted by expert, ``counts`` rows for each.
 
-        An expert without rows runs as well: its gradient is then zero, not missing. The result
-        has the dtype of ``rows`` also under autocast, so that ranks with and without experts
-        agree on what they send.
+        An expert without rows runs as well, so that its gradient is zero and not None. The result
+        has the dtype of ``rows`` also under autocast, because ranks without experts send this
+        dtype too.
         """
         if not self.here:
             return rows
@@ -120,26 +118,27 @@ class Mixture(nn.Module):
         return torch.cat([self.experts[number](part) for number, part in parts]).to(rows.dtype)
 
     def _run_spread(self, rows: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """What all experts make of rows sorted by expert; ``counts`` [E] are this rank's."""
-        runs = dealt(len(self.experts), group.size())
+        """Apply the experts of all ranks to rows sorted by expert, ``counts`` [E] rows for each."""
+        runs = partitioned(len(self.experts), group.size())
         shares = [len(run) for run in runs]
-        # How many rows each rank has for each expert here, told before the rows themselves.
-        told = counts.new_empty(group.size() * len(self.here))
-        dist.all_to_all_single(told, counts, [len(self.here)] * group.size(), shares, group=group)
-        # The one wait for the device: an exchange needs its sizes on the host.
-        sizes = torch.cat([counts, told]).tolist()
+        # The number of rows that each rank has for each local expert travels before the rows.
+        incoming = counts.new_empty(group.size() * len(self.here))
+        sizes_here = [len(self.here)] * group.size()
+        dist.all_to_all_single(incoming, counts, sizes_here, shares, group=group)
+        # The only host synchronisation: an exchange needs its sizes on the host.
+        sizes = torch.cat([counts, incoming]).tolist()
         mine, theirs = sizes[: len(counts)], sizes[len(counts) :]
         sent = [sum(mine[number] for number in run) for run in runs]
         by_rank = [theirs[i * len(self.here) :][: len(self.here)] for i in range(group.size())]
         received = [sum(part) for part in by_rank]
         if torch.is_grad_enabled() and not rows.requires_grad:
-            # A rank joins an exchange of the backward pass only where its rows have a gradient,
-            # and whether they need one must not depend on which experts live where.
+            # A rank takes part in the exchange of the backward pass only if its rows require a
+            # gradient, which must not depend on where experts are.
             rows.requires_grad_()
         arrived = _Exchange.apply(rows, sent, received, group)
-        # They come rank by rank; each expert takes its rows in one piece.
+        # Rows arrive in the order of ranks; each expert takes its rows in one piece.
         places = torch.arange(len(self.here), device=rows.device).repeat(group.size())
-        order = places.repeat_interleave(told, output_size=sum(theirs)).argsort(stable=True)
+        order = places.repeat_interleave(incoming, output_size=sum(theirs)).argsort(stable=True)
         inverse = order.argsort()
         totals = [sum(column) for column in zip(*by_rank, strict=True)]
         answers = self._run(_Reorder.apply(arrived, order, inverse), totals)
@@ -149,10 +148,10 @@ class Mixture(nn.Module):
         return back
 
 
-def dealt(experts: int, ranks: int) -> list[range]:
-    """Contiguous runs of expert numbers, one for each rank, as even as can be; some may be empty.
+def partitioned(experts: int, ranks: int) -> list[range]:
+    """Return contiguous ranges of expert numbers, one per rank, whose sizes differ by at most one.
 
-    >>> dealt(5, 2)
+    >>> partitioned(5, 2)
     [range(0, 2), range(2, 5)]
     """
     bounds = [experts * rank // ranks for rank in range(ranks + 1)]
@@ -160,10 +159,10 @@ def dealt(experts: int, ranks: int) -> list[range]:
 
 
 class _Reorder(torch.autograd.Function):
-    """``rows[order]`` for a permutation, whose inverse is at hand.
+    """``rows[order]`` for a permutation whose inverse is known.
 
-    The gradient of plain indexing adds into its target, which is slow and, on several threads,
-    in no fixed order; that of a permutation is its inverse.
+    The backward pass of indexing accumulates into its target, which is slow and, with several
+    threads, not deterministic; that of a permutation is indexing by its inverse.
     """
 
     @staticmethod
@@ -178,9 +177,9 @@ class _Reorder(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks of a group: ``sent[i]`` to rank i, ``received[i]`` from it, in rank order.
+    """Send ``sent[i]`` rows to rank i of a group and receive ``received[i]`` rows from it.
 
-    The gradient goes the way back.
+    The backward pass sends gradients in the opposite direction.
     """
 
     @staticmethod
@@ -203,19 +202,18 @@ class MixtureGPT(GPT):
 
     Args:
         vocabulary: number of tokens, V.
-        context: longest sequence it takes.
-        layers: transformer blocks.
-        heads: of each attention; they divide the width.
-        width: of the residual stream.
-        experts: of each block.
-        top_k: experts per token.
-        tied: whether the head's weight is the token embedding's.
-        bias: whether linear maps and normalisations have biases; head and routers have none.
-        dropout: chance to drop an element of the embedding, of an attention and of a residual
-            branch.
+        context: maximum sequence length.
+        layers: number of transformer blocks.
+        heads: number of attention heads; a divisor of `width`.
+        width: width of the residual stream.
+        experts: number of experts in each block.
+        top_k: number of experts per token.
+        tied: share the weight of head and token embedding.
+        bias: add biases to linear layers and normalisations; head and routers have none.
+        dropout: dropout probability of embedding, attention and residual branches.
 
     Raises:
-        ValueError: when the heads do not divide the width, or ``top_k`` is below 1 or above
+        ValueError: ``heads`` does not divide ``width``, or ``top_k`` is below 1 or above
             ``experts``.
     """
 

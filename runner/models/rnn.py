@@ -1,8 +1,8 @@
 """A simple recurrent language model.
 
 Source: T. Mikolov et al., Recurrent neural network based language model, 2010 (Interspeech), an
-Elman network: one hidden layer that sees the token and its own last state. The gradient through
-time is a product of as many Jacobians as there are steps, which is what made clipping necessary.
+Elman network: one hidden layer over the token and its own last state. The gradient through T time
+steps is a product of T Jacobians, which may grow exponentially: clipping was made for this.
 """
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ INIT_STD = 0.1
 
 
 class RNNLanguageModel(nn.Module):
-    """Tokens to logits of the next token; each sequence starts from a state of zeros.
+    """Elman language model that starts each sequence from a zero state.
 
     h(t) = tanh(U x(t) + W h(t-1) + b), where U x(t) is an embedding as wide as the layer.
 
@@ -30,7 +30,7 @@ class RNNLanguageModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 [B, T] to logits [B, T, V]."""
+        """Map tokens, int64 [B, T], to logits of the next token, [B, T, V]."""
         hidden, _ = self.rnn(self.embed(tokens))
         logits: Tensor = self.head(hidden)
         return logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from torch.optim import Optimizer, lr_scheduler
 
@@ -11,31 +12,28 @@ class CosineAnnealingLR(lr_scheduler.CosineAnnealingLR):
     """Cosine from the optimizer's rate to ``eta_min`` (Loshchilov and Hutter 2017, 1608.03983).
 
     Args:
-        optimizer: whose rate moves.
-        total_steps: calls of ``step`` until the end.
-        eta_min: rate at the end.
-        last_epoch: steps taken already, less one.
+        optimizer: wrapped optimizer.
+        total_steps: number of optimizer steps until the end.
+        eta_min: learning rate at the end.
+        last_epoch: index of the last step, -1 before the first one.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        total_steps: int,
-        eta_min: float = 0.0,
-        last_epoch: int = -1,
+        self, optimizer: Optimizer, total_steps: int, eta_min: float = 0.0, last_epoch: int = -1
     ) -> None:
         super().__init__(optimizer, total_steps, eta_min=eta_min, last_epoch=last_epoch)
 
 
 class LinearWarmupCosineLR(lr_scheduler.LambdaLR):
-    """Linear from near 0 over the warm-up, then cosine to ``eta_min``.
+    """Linear warm-up from near 0, then cosine to ``eta_min``.
 
     Args:
-        optimizer: whose rate moves.
-        total_steps: calls of ``step`` until the end.
+        optimizer: wrapped optimizer.
+        total_steps: number of optimizer steps until the end.
         warmup_fraction: share of ``total_steps`` that is warm-up, in [0, 1).
-        eta_min: lowest rate, for parameter groups of the optimizer's first rate.
-        last_epoch: steps taken already, less one.
+        eta_min: learning rate at the end, exact for parameter groups whose initial rate equals
+            that of the first group, and scaled by their initial rate for others.
+        last_epoch: index of the last step, -1 before the first one.
 
     Raises:
         ValueError: ``warmup_fraction`` is out of range.
@@ -49,32 +47,27 @@ class LinearWarmupCosineLR(lr_scheduler.LambdaLR):
         eta_min: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
-        if not 0 <= warmup_fraction < 1:
-            raise ValueError(f"warmup_fraction must lie in [0, 1), not {warmup_fraction}")
-        warmup = math.ceil(total_steps * warmup_fraction)
         floor = eta_min / optimizer.param_groups[0]["lr"] if eta_min else 0.0
 
-        def factor(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / warmup
-            done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        def decay(done: float) -> float:
             return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
 
+        factor = _after_warmup(total_steps, warmup_fraction, decay)
         super().__init__(optimizer, factor, last_epoch=last_epoch)
 
 
 class LinearWarmupPolynomialLR(lr_scheduler.LambdaLR):
-    """Linear from near 0 over the warm-up, then a power of what is left, to 0.
+    """Linear warm-up from near 0, then (1 - progress) ** power to 0.
 
-    After the warm-up the rate is the optimizer's times (1 - done) ** power, where done goes from 0
-    to 1: a straight line for a power of 1, a constant rate for 0.
+    The progress rises from 0 at the end of the warm-up to 1 at the last step. A power of 1 is a
+    straight line, a power of 0 a constant rate.
 
     Args:
-        optimizer: whose rate moves.
-        total_steps: calls of ``step`` until the end.
+        optimizer: wrapped optimizer.
+        total_steps: number of optimizer steps until the end.
         warmup_fraction: share of ``total_steps`` that is warm-up, in [0, 1).
-        power: of the share of steps that is left; at least 0.
-        last_epoch: steps taken already, less one.
+        power: exponent of the decay, at least 0.
+        last_epoch: index of the last step, -1 before the first one.
 
     Raises:
         ValueError: ``warmup_fraction`` or ``power`` is out of range.
@@ -88,33 +81,24 @@ class LinearWarmupPolynomialLR(lr_scheduler.LambdaLR):
         power: float,
         last_epoch: int = -1,
     ) -> None:
-        if not 0 <= warmup_fraction < 1:
-            raise ValueError(f"warmup_fraction must lie in [0, 1), not {warmup_fraction}")
         if not power >= 0:
             raise ValueError(f"power must be at least 0, not {power}")
-        warmup = math.ceil(total_steps * warmup_fraction)
-
-        def factor(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / warmup
-            done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-            return float((1 - done) ** power)
-
+        factor = _after_warmup(total_steps, warmup_fraction, lambda done: (1 - done) ** power)
         super().__init__(optimizer, factor, last_epoch=last_epoch)
 
 
 class StaircaseLR(lr_scheduler.LambdaLR):
-    """The optimizer's rate, multiplied by ``factor`` at the end of each of ``stairs`` equal parts.
+    """Multiply the optimizer's rate by ``factor`` at the end of each of ``stairs`` equal parts.
 
     Exponential decay in steps: C. Szegedy et al. 2016 (1512.00567, section 8) multiply by 0.94
     every two epochs of a hundred, which is 50 stairs.
 
     Args:
-        optimizer: whose rate moves.
-        total_steps: calls of ``step`` until the end.
-        stairs: parts of the run in which the rate stays the same; at least 1.
-        factor: of the rate from one part to the next, in (0, 1].
-        last_epoch: steps taken already, less one.
+        optimizer: wrapped optimizer.
+        total_steps: number of optimizer steps until the end.
+        stairs: number of parts with a constant rate, at least 1.
+        factor: ratio of the rates of consecutive parts, in (0, 1].
+        last_epoch: index of the last step, -1 before the first one.
 
     Raises:
         ValueError: ``stairs`` or ``factor`` is out of range.
@@ -137,3 +121,23 @@ class StaircaseLR(lr_scheduler.LambdaLR):
             return float(factor ** min(stairs - 1, step * stairs // total_steps))
 
         super().__init__(optimizer, scale, last_epoch=last_epoch)
+
+
+def _after_warmup(
+    total_steps: int, warmup_fraction: float, decay: Callable[[float], float]
+) -> Callable[[int], float]:
+    """Return the factor of each step: linear warm-up to 1, then ``decay`` of the progress.
+
+    Raises:
+        ValueError: ``warmup_fraction`` is out of range.
+    """
+    if not 0 <= warmup_fraction < 1:
+        raise ValueError(f"warmup_fraction must lie in [0, 1), not {warmup_fraction}")
+    warmup = math.ceil(total_steps * warmup_fraction)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return decay(min(1.0, (step - warmup) / max(1, total_steps - warmup)))
+
+    return factor

@@ -24,7 +24,20 @@ def nothing() -> None:
 
 
 class NonFiniteGradient(FloatingPointError):
-    """A gradient holds NaN or inf, and ``nonfinite`` is ``error``."""
+    """A gradient holds NaN or inf, and ``nonfinite`` is ``error``.
+
+    Args:
+        finding: what is not finite.
+        advice: what to do about it.
+    """
+
+    def __init__(self, finding: str, advice: str = "") -> None:
+        super().__init__(finding, advice)
+        self.finding = finding
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return f"{self.finding} ({self.advice})" if self.advice else self.finding
 
 
 class OptimizerWrapper(StepOrder):
@@ -331,11 +344,12 @@ class OptimizerWrapper(StepOrder):
         else:
             known = math.isfinite(norm)
         if not known and self.loss_scale is None and self.nonfinite == "error":
-            raise NonFiniteGradient(f"the gradient's norm is {float(norm)}: {self._culprits()}")
+            finding = f"the gradient's norm is {float(norm)}: {self._culprits()}"
+            raise NonFiniteGradient(finding, "clip.nonfinite=skip leaves such steps out")
         self._finite = known or (self.nonfinite == "ignore" and self.loss_scale is None)
         return known
 
     def _culprits(self) -> str:
         names = [name for name, norm in norms(self.layout).items() if not math.isfinite(norm)]
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        return f"{', '.join(names[:5])}{more} (clip.nonfinite=skip leaves such steps out)"
+        return f"{', '.join(names[:5])}{more}"

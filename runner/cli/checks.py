@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import hydra
@@ -125,10 +126,7 @@ def check_jobs(jobs: Sequence[Job]) -> None:
         try:
             preflight.check(job.config, job.plain)
         except RequestError as error:
-            problems += (
-                Problem(problem.key, problem.value, problem.message, job.label)
-                for problem in error.problems
-            )
+            problems += (replace(problem, job=job.label) for problem in error.problems)
     if problems:
         raise RequestError(problems)
     note(_one_rank(jobs))

@@ -1,14 +1,13 @@
-"""``python -m runner verify <the words of a run>``: the plugin's step, and that of one process.
+"""``python -m runner verify``: compare a plugin's steps with those of one process.
 
-The words are those of ``python -m runner`` and are checked in the same way. ``verify.json`` is
-written to a folder of its own; nothing is left under ``outputs/runs``.
+It takes the overrides of a run and checks them in the same way. It writes ``verify.json`` to a
+folder of its own, and nothing to ``outputs/runs``.
 """
 
 from __future__ import annotations
 
 import functools
 import io
-import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from runner.cli.checks import answer, single
 from runner.compose.composer import session
 from runner.compose.request import Job, register
 from runner.config.folders import obstacle, outputs
-from runner.config.problem import Problem, RequestError
+from runner.config.problem import DataMismatch, Problem, RequestError
 from runner.config.sizes import joins
 from runner.telemetry.sinks.console import print_line
 
@@ -33,35 +32,35 @@ FILE = "verify.json"
 USAGE = """\
 python -m runner verify [GROUP=OPTION ...] [KEY=VALUE ...]
 
-Trains verify.steps optimizer steps under the plugin, as the words say, and the same batches in one
-process; compares the norm of the gradient, the clipped gradient and the weights; and tells what
-torch.nn.utils would have made of each rank's gradients. `python -m runner --help` lists the words.
+Trains verify.steps optimizer steps under the plugin, and on the same batches in one process.
+Compares the norm of the gradient, the clipped gradient and the weights, and prints what
+torch.nn.utils computes from each rank's gradients. `python -m runner --help` lists all overrides.
 
-  verify.steps=4            optimizer steps to compare
-  verify.dtype=float64      numbers of both sides; or float32
-  verify.tolerance=1e-9     largest relative error; 1e-5 in float32
-  verify.modes=[norm,value] clipping modes, one after the other; the chosen one by default
-  verify.lr=0.1             of plain SGD
-  hydra.run.dir=FOLDER      where to write verify.json
+  verify.steps=4            number of optimizer steps to compare
+  verify.dtype=float64      data type of both sides: float64 or float32
+  verify.tolerance=1e-9     largest relative error that passes; 1e-5 in float32
+  verify.modes=[norm,value] clipping modes to compare; clip.mode by default
+  verify.lr=0.1             learning rate of the plain SGD of both sides
+  hydra.run.dir=FOLDER      folder of verify.json
 
-Exit codes: 0 the same   1 not the same, or a rank failed   2 the request was wrong
+Exit codes: 0 equal   1 not equal, or a rank failed   2 the request was wrong
 130, 143 interrupted"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Verify what the words ``argv`` ask for (``sys.argv[1:]`` by default).
+    """Verify the run that ``argv`` describes (``sys.argv[1:]`` by default).
 
     Returns:
-        0 where the plugin's steps are those of one process, 1 where they are not or a rank failed,
-        2 where the request was wrong (one message on stderr, nothing created), 130 where it was
-        interrupted, 143 where it was terminated.
+        0 if the plugin's steps equal those of one process, 1 if they do not or a rank failed, 2 if
+        the request was wrong (one message on stderr, nothing created), 130 if it was interrupted,
+        143 if it was terminated.
     """
     return answer(argv, USAGE, _run)
 
 
 def _run(words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may have no ‖
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not know ‖
     job, also = checked(words)
     folder = None if joins() else _folder([*words, *also])
     from runner.launch.dispatch import join, train
@@ -89,21 +88,21 @@ def _run(words: list[str]) -> int:
 def conclude(
     folder: Path, job: Job, words: Sequence[str], found: dict[str, Any], exit_code: int
 ) -> int:
-    """Write ``verify.json``, and say what was found.
+    """Write ``verify.json`` and print the result.
 
     Args:
-        folder: to write to.
-        job: what was asked for.
-        words: as typed.
-        found: from :func:`runner.verify.side_by_side.execute`, or why it did not get there.
-        exit_code: of the command.
+        folder: folder of ``verify.json``.
+        job: the checked job.
+        words: the arguments of the command.
+        found: result of :func:`runner.verify.side_by_side.execute`, or the error that ended it.
+        exit_code: exit code of the command.
 
     Returns:
         ``exit_code``.
     """
     from runner.run_folder.provenance import provenance
     from runner.run_folder.strict_json import write_object
-    from runner.verify.table import last_line, lines, words_of
+    from runner.verify.table import exception_only, last_line, lines
 
     whole = {"words": list(words), **found, **provenance(), "request": job.plain}
     write_object(folder / FILE, whole)
@@ -114,16 +113,7 @@ def conclude(
         print_line(last_line(found))
         return exit_code
     who = "" if found["rank"] is None else f"rank {found['rank']}: "
-    raised = words_of(found["error"])
-    # The advice that a run gives has no part here.
-    raised, skips = re.subn(r" \(clip\.nonfinite=skip .*\)$", "", raised)
-    print_line(f"\n{who}{raised}")
-    if skips:
-        print_line(
-            "a verification compares every step and leaves none out, whatever clip.nonfinite is"
-        )
-    if job.config.verify.dtype == "float64" and re.search("dtype|scalar type", raised):
-        print_line("perhaps the model computes in float32 alone: verify.dtype=float32")
+    print_line(f"\n{who}{exception_only(found['error'])}")
     print_line(f"\n{folder / FILE}")
     if exit_code == 1:
         print_line("verify: FAILED")
@@ -131,13 +121,13 @@ def conclude(
 
 
 def checked(words: Sequence[str]) -> tuple[Job, list[str]]:
-    """The job of ``words``, and the words that were added to them.
+    """Return the checked job of ``words``, and the overrides that were added to them.
 
-    Where the words leave the data open, and the default data does not go through the model that
-    they name, it is text: what is compared needs samples, and not any particular ones.
+    If ``words`` do not choose the data, and the model does not take the default data, the data is
+    text: a comparison needs samples, but no particular ones.
 
     Raises:
-        RequestError: anything is wrong; it names all of it.
+        RequestError: something is wrong; the message names all of it.
     """
     try:
         return single(words, "a verification"), []
@@ -153,11 +143,7 @@ def checked(words: Sequence[str]) -> tuple[Job, list[str]]:
 
 
 def _lacks_data(error: RequestError) -> bool:
-    """Whether it is among what is wrong that data does not go through the model."""
-    return any(
-        problem.key == "model._target_" and problem.message.startswith("does not take a sample")
-        for problem in error.problems
-    )
+    return any(isinstance(problem, DataMismatch) for problem in error.problems)
 
 
 def _failed(failure: Any) -> dict[str, Any]:
@@ -165,10 +151,10 @@ def _failed(failure: Any) -> dict[str, Any]:
 
 
 def _folder(words: Sequence[str]) -> Path:
-    """The folder to write, which is not there yet or holds no verification.
+    """Return the folder of ``verify.json``.
 
     Raises:
-        RequestError: it cannot be written, or holds one.
+        RequestError: it cannot be written, or holds a verification already.
     """
     key = "hydra.run.dir"
     typed = any(word.lstrip("+").startswith(f"{key}=") for word in words)

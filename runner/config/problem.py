@@ -75,6 +75,11 @@ class Problem:
         return self.key if self.value is NOTHING else f"{self.key}={shown(self.value)}"
 
 
+@dataclass(frozen=True)
+class DataMismatch(Problem):
+    """The model does not take the samples of the data."""
+
+
 class RequestError(Exception):
     """A request that cannot be run; its text names every problem.
 

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from runner.booster.loss import BatchError, WindowLoss, targets_of
 from runner.config.folders import CONFIG_NAME, find, options
 from runner.config.nearest import nearest_name, or_list
-from runner.config.problem import Problem
+from runner.config.problem import DataMismatch, Problem
 from runner.config.schema import RunConfig
 from runner.data import Data
 from runner.run_folder import keys
@@ -66,7 +66,7 @@ def check(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
         if not about_meta(error):
             message = f"does not take a sample of {config.data.target} ({shape}): "
             message += "; ".join([first_line(error), *_what_fits(config)])
-            return [Problem("model._target_", config.model.target, message)]
+            return [DataMismatch("model._target_", config.model.target, message)]
     return _objective(config, model, data, graded)
 
 

@@ -1,7 +1,7 @@
-"""Whether a plugin's clipped step is that of one process: the same batches, side by side.
+"""Compare the steps of a plugin with those of one process on the same batches.
 
-    python -m runner verify <the words of a run>
+    python -m runner verify [overrides of a run]
 
-The plugin's side is the training loop of a run. The reference is one process that holds the whole
-model and reads, one after the other, every part of every microbatch that the plugin deals out.
+The plugin runs in the training loop of a run. The reference is one process that holds the whole
+model and reads the parts of every microbatch of all data-parallel ranks in turn.
 """

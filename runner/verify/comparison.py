@@ -1,4 +1,4 @@
-"""How far two trainings are apart, and whether that is rounding. Pure functions of figures."""
+"""The differences of two trainings, and whether they exceed rounding errors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from runner.clip import Decision
 from runner.run_folder import keys
 
 FLOOR = 1e-3
-"""Of the largest element of all tensors: a parameter is not held to less. The gradient of a key's
-bias, say, is zero but for rounding."""
+"""Errors of a tensor are relative to at least this share of the largest element of all tensors,
+because some gradients, such as that of a key's bias, are zero up to rounding."""
 
 WORST = 5
-"""Parameters that are named."""
+"""Number of parameters that a message names."""
 
 
 @dataclass(frozen=True)
 class SideMetrics:
-    """What clipping did in one step, on the host; see :class:`runner.clip.Decision`."""
+    """Metrics of one clipped step as floats; see :class:`runner.clip.Decision`."""
 
     norm: float
     norm_clipped: float
@@ -32,25 +32,25 @@ class SideMetrics:
 
     @classmethod
     def of(cls, decision: Decision) -> SideMetrics:
-        """Return the metrics of ``decision`` on the host, which waits for an accelerator."""
+        """Convert ``decision``; synchronises with the device."""
         return cls(*(float(metric) for metric in decision.metrics[:6]))
 
 
 @dataclass(frozen=True)
 class Naive:
-    """What ``torch.nn.utils.get_total_norm`` makes of the gradients that one rank holds.
+    """Result of ``torch.nn.utils.get_total_norm`` on the gradients of one rank.
 
     Attributes:
-        norm: its result; None where it raised.
-        raised: the class of what it raised.
-        said: the first line of that.
-        error: relative, against ‖G‖ of one process; infinite where it raised.
-        rank: whose gradients they are.
+        norm: the norm; None if the call raised.
+        raised: class of the exception.
+        message: first line of the exception's message.
+        error: relative error against ‖G‖ of one process; infinite if the call raised.
+        rank: rank of the gradients.
     """
 
     norm: float | None
     raised: str | None = None
-    said: str = ""
+    message: str = ""
     error: float = math.inf
     rank: int = 0
 
@@ -60,14 +60,14 @@ class ComparedStep:
     """One optimizer step of both sides.
 
     Attributes:
-        step: its number, from 1.
-        plugin: figures of the plugin's first rank.
-        reference: of one process.
+        step: number of the step, from 1.
+        plugin: metrics of the plugin's first rank.
+        reference: metrics of one process.
         gradients: relative error of each parameter's clipped gradient, by name.
-        present: names of parameters with a gradient on one side alone, in words.
-        disagreeing: figures that are not the same bits on all ranks, in words.
-        naive: of the rank where it is furthest off; None with one process.
-        loss: of both sides; the plugin's first.
+        disagreeing: messages about metrics that differ between ranks.
+        present: messages about parameters with a gradient on one side only.
+        naive: the largest error of a rank that clips its own gradients; None with one process.
+        loss: loss of the plugin and of one process.
     """
 
     step: int
@@ -81,22 +81,22 @@ class ComparedStep:
 
     @property
     def norm_error(self) -> float:
-        """Of ‖G‖ before clipping."""
+        """Relative error of ‖G‖ before clipping."""
         return relative(self.plugin.norm, self.reference.norm)
 
     @property
     def clipped_error(self) -> float:
-        """Of ‖G‖ after clipping."""
+        """Relative error of ‖G‖ after clipping."""
         return relative(self.plugin.norm_clipped, self.reference.norm_clipped)
 
     @property
     def gradient_error(self) -> float:
-        """The largest over all parameters."""
+        """Largest error of a parameter's clipped gradient."""
         return max(self.gradients.values(), default=0.0)
 
     @property
     def largest(self) -> float:
-        """The largest of this step's errors."""
+        """Largest error of this step."""
         return max(self.norm_error, self.clipped_error, self.gradient_error)
 
 
@@ -105,13 +105,13 @@ class Compared:
     """All steps of one clipping mode.
 
     Attributes:
-        mode: of clipping.
+        mode: name of the clipping mode.
         threshold: λ; None for ``none``.
-        derived: whether λ was chosen so that it binds, instead of by the request.
-        steps: in order.
+        derived: True if λ comes from the first step instead of the configuration.
+        steps: steps in order.
         weights: relative error of each parameter after the last step, by name.
-        drifted: parameters whose copies on several ranks are no longer the same bits.
-        placed: where each parameter lies, in words.
+        drifted: names of parameters whose replicas differ.
+        placed: description of how each parameter is distributed, by name.
     """
 
     mode: str
@@ -124,21 +124,21 @@ class Compared:
 
     @property
     def weight_error(self) -> float:
-        """The largest over all parameters."""
+        """Largest error of a parameter after the last step."""
         return max(self.weights.values(), default=0.0)
 
     @property
     def largest(self) -> float:
-        """The largest error of all."""
+        """Largest error of all steps and weights."""
         return max([self.weight_error, *(step.largest for step in self.steps)])
 
     @property
     def binds(self) -> bool:
-        """Whether any step was clipped."""
+        """True if any step was clipped."""
         return any(step.reference.clipped for step in self.steps)
 
     def worst(self) -> list[tuple[str, float, str]]:
-        """The parameters that are furthest off: name, error, and what of it is."""
+        """Return name, error and quantity of the parameters with the largest errors."""
         found = {name: (error, "weight") for name, error in self.weights.items()}
         for step in self.steps:
             for name, error in step.gradients.items():
@@ -148,10 +148,10 @@ class Compared:
         return [(name, error, what) for name, (error, what) in ranked[:WORST]]
 
     def failures(self, bound: float) -> Iterator[str]:
-        """What is more than rounding, in words.
+        """Yield a message for each difference that is more than rounding.
 
         Args:
-            bound: the largest relative error that is taken for rounding.
+            bound: largest relative error that counts as rounding.
         """
         for step in self.steps:
             for what, error in (
@@ -172,15 +172,11 @@ class Compared:
         if not self.weight_error <= bound:
             yield f"the weights after the last step are off by {self.weight_error:.2g}"
         if self.drifted:
-            names = ", ".join(self.drifted[:WORST])
-            more = len(self.drifted) - WORST
-            yield f"replicas no longer hold the same bits: {names}" + (
-                f" and {more} more" if more > 0 else ""
-            )
+            yield f"replicas no longer hold the same bits: {_names(self.drifted)}"
 
 
 def relative(ours: float, reference: float) -> float:
-    """Relative error of ``ours``; infinite where one is not finite and the other differs."""
+    """Return the relative error of ``ours``; infinity if the two differ and one is not finite."""
     if ours == reference:
         return 0.0
     error = abs(ours - reference) / abs(reference) if reference else math.inf
@@ -188,19 +184,19 @@ def relative(ours: float, reference: float) -> float:
 
 
 def tensor_errors(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """max|a - b| ÷ max(max|b|, 1e-3 · max over all b) of each tensor b of ``reference``, by name.
+    """Return max|a - b| ÷ max(max|b|, 1e-3 · max over all b) for each tensor b of ``reference``.
 
-    A tensor that only one side has counts as zeros on the other: a parameter without a gradient.
+    A tensor that one side lacks (a parameter without a gradient) counts as zeros.
 
     Args:
-        ours: on the host.
-        reference: on the host, of the same shapes.
+        ours: tensors on the host, by name.
+        reference: tensors of the same shapes on the host, by name.
     """
     largest = max((_size(tensor) for tensor in reference.values()), default=0.0)
     errors = {}
     for name in {**reference, **ours}:
         a, b = ours.get(name), reference.get(name)
-        size = max(_size(b) if b is not None else 0.0, FLOOR * largest)
+        size = max(_size(b), FLOOR * largest)
         if a is None or b is None:
             off = _size(a if b is None else b)
         else:
@@ -211,29 +207,28 @@ def tensor_errors(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -
 
 
 def presence(step: int, ours: Iterable[str], reference: Iterable[str]) -> list[str]:
-    """Which parameters have a gradient on one side alone, in words.
+    """Return messages about parameters that have a gradient on one side only.
 
-    A gradient of zeros is no error in :func:`tensor_errors`, but momentum and weight decay move a
-    parameter that has one, and leave alone one that has none.
+    :func:`tensor_errors` does not tell a gradient of zeros from a missing one, but momentum and
+    weight decay change only a parameter that has a gradient.
     """
-    found = []
-    for names, where in (
+    sides = (
         (set(ours) - set(reference), "under the plugin, but none in one process"),
         (set(reference) - set(ours), "in one process, but none under the plugin"),
-    ):
-        if names:
-            shown = sorted(names)[:WORST]
-            more = f" and {len(names) - WORST} more" if len(names) > WORST else ""
-            found.append(f"in step {step}, {', '.join(shown)}{more}: a gradient {where}")
-    return found
+    )
+    return [
+        f"in step {step}, {_names(sorted(names))}: a gradient {where}"
+        for names, where in sides
+        if names
+    ]
 
 
 def disagreements(step: int, ranks: Sequence[SideMetrics]) -> list[str]:
-    """Figures of ``ranks`` that are not those of the first to the bit, in words."""
+    """Return messages about metrics of ``ranks`` that are not equal bit for bit."""
     found = []
     for name, first in vars(ranks[0]).items():
-        for rank, figures in enumerate(ranks):
-            other = getattr(figures, name)
+        for rank, metrics in enumerate(ranks):
+            other = getattr(metrics, name)
             if other != first and not (math.isnan(other) and math.isnan(first)):
                 found.append(
                     f"{name} of step {step} is {other!r} on rank {rank}, {first!r} on rank 0"
@@ -242,8 +237,13 @@ def disagreements(step: int, ranks: Sequence[SideMetrics]) -> list[str]:
     return found
 
 
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - WORST} more" if len(names) > WORST else ""
+    return ", ".join(names[:WORST]) + more
+
+
 def _size(tensor: Tensor | None) -> float:
-    """max|t|, NaN where any element is; 0 of nothing."""
+    """Return max|t|: NaN if any element is NaN, 0 for an empty tensor or None."""
     if tensor is None or tensor.numel() == 0:
         return 0.0
     return float(tensor.detach().abs().amax())

@@ -1,4 +1,4 @@
-"""What clipping by hand would have seen: torch's own norm of the gradients that a rank holds."""
+"""PyTorch's own norm of one rank's gradients, to compare with the norm of the whole model."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ PLAIN = "plain"
 
 
 def rank_local(layout: Layout, norm_type: float) -> Naive | None:
-    """``torch.nn.utils.get_total_norm`` of this rank's gradients, as a user would call it.
+    """Call ``torch.nn.utils.get_total_norm`` on this rank's gradients.
 
-    Every rank has to call this, with gradients that are final and not yet clipped.
+    A collective: every rank calls it, with final gradients that are not clipped yet.
 
     Args:
-        layout: where this rank's gradients are.
+        layout: layout of the gradients.
         norm_type: p of the norm.
 
     Returns:
-        What came out; None where there is one process, or where the call would wait for ranks that
-        do not make it.
+        The result; None with one process, or if the call would wait for ranks that do not make it.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     gradients = [p.param.grad for p in layout.shards if p.param.grad is not None]
-    if not _comes_back(gradients):
+    if not _returns(gradients):
         return None
     rank = dist.get_rank()
     try:
@@ -46,11 +45,11 @@ def rank_local(layout: Layout, norm_type: float) -> Naive | None:
 
 
 def worst(outcomes: Sequence[Naive | None], norm: float) -> Naive | None:
-    """The outcome that is furthest from ``norm``, ‖G‖ of one process; one that raised before all.
+    """Return the result with the largest error; one that raised has the largest of all.
 
     Args:
-        outcomes: of all ranks.
-        norm: the right one.
+        outcomes: results of all ranks.
+        norm: ‖G‖ of one process.
     """
     made = [
         one if one.norm is None else replace(one, error=_off(one.norm, norm))
@@ -64,11 +63,12 @@ def _off(norm: float, reference: float) -> float:
     return math.inf if math.isnan(norm) else relative(norm, reference)
 
 
-def _comes_back(gradients: Sequence[Tensor]) -> bool:
-    """Whether the call returns or raises.
+def _returns(gradients: Sequence[Tensor]) -> bool:
+    """Return False if ``get_total_norm`` would wait for other ranks for ever.
 
-    On gradients of one mesh it has collectives, for which all ranks of the mesh must call it on
-    gradients of that mesh alone. On a mixture of meshes and plain tensors it raises before any.
+    On gradients of one mesh it runs collectives, so that all ranks of the mesh must call it on
+    gradients of that mesh. On gradients of several meshes, or of plain tensors too, it raises
+    before its first collective.
     """
     homes = {_home(gradient) for gradient in gradients}
     everywhere: list[set[tuple[int, ...] | str]] = [set() for _ in range(dist.get_world_size())]
@@ -80,7 +80,7 @@ def _comes_back(gradients: Sequence[Tensor]) -> bool:
 
 
 def _home(gradient: Tensor) -> tuple[int, ...] | str:
-    """The ranks of a gradient's mesh."""
+    """Return the ranks of a gradient's mesh."""
     if not isinstance(gradient, DTensor):
         return PLAIN
     return tuple(gradient.device_mesh.mesh.flatten().tolist())

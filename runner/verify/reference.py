@@ -1,4 +1,4 @@
-"""One process that holds the whole model and reads what all data parts read, part after part."""
+"""The reference: one process with the whole model and the samples of all data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from runner.verify.setting import Collate, dtype_of, make_model, make_optimizer
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """How the plugin's side divides a microbatch.
+class Split:
+    """How the plugin splits a microbatch.
 
     Attributes:
-        parts: data-parallel ones.
-        chunks: of each part, through a pipeline; 1 without one.
+        parts: data-parallel size.
+        chunks: microbatches of the pipeline in each part; 1 without a pipeline.
     """
 
     parts: int
@@ -41,21 +41,22 @@ class Dealt:
 class Windows:
     """The batches of each optimizer step: every chunk of every part of its microbatches.
 
-    Layers that couple the samples of a batch see the same batches as under the plugin.
+    Layers that couple the samples of a batch, such as batch norm, get the same batches as under the
+    plugin.
 
     Args:
-        config: of the request.
-        dealt: how the plugin's side divides a microbatch.
+        config: configuration of the run.
+        split: how the plugin splits a microbatch.
 
     Attributes:
-        uneven: whether a chunk so far held fewer samples than others of its part, which a pipeline
-            fills up with a copy.
-        drew: whether reading the data moved the state of a random number generator.
+        uneven: True if a chunk had fewer samples than others of its part; a pipeline pads it with
+            copies.
+        drew: True if reading the data advanced a random number generator.
     """
 
-    def __init__(self, config: RunConfig, dealt: Dealt) -> None:
+    def __init__(self, config: RunConfig, split: Split) -> None:
         self.config = config
-        self.dealt = dealt
+        self.split = split
         self.uneven = False
         self.drew = False
 
@@ -66,7 +67,7 @@ class Windows:
             len(dataset),  # type: ignore[arg-type]
             config.data.batch_size,
             rank=0,
-            world_size=self.dealt.parts,
+            world_size=self.split.parts,
             shuffle=True,
             drop_last=config.data.drop_last,
             seed=config.seed,
@@ -79,11 +80,11 @@ class Windows:
             for first in range(0, len(order), steps):
                 window = range(first, min(first + steps, len(order)))
                 parts = [part for number in window for part in order.parts(number)]
-                yield self._read(dataset, [chunk for part in parts for chunk in self._cut(part)])
+                yield self._read(dataset, [one for part in parts for one in self._chunks(part)])
 
-    def _cut(self, part: list[int]) -> list[list[int]]:
-        size = -(-len(part) // self.dealt.chunks)
-        self.uneven |= len(part) != size * self.dealt.chunks
+    def _chunks(self, part: list[int]) -> list[list[int]]:
+        size = -(-len(part) // self.split.chunks)
+        self.uneven |= len(part) != size * self.split.chunks
         return [part[start : start + size] for start in range(0, len(part), max(size, 1))]
 
     def _read(self, dataset: Dataset[Any], chunks: list[list[int]]) -> list[Any]:
@@ -91,7 +92,7 @@ class Windows:
             dataset,
             batch_sampler=chunks,
             collate_fn=Collate(dtype_of(self.config)),
-            generator=torch.Generator(),  # or the loader would draw a seed from the global one
+            generator=torch.Generator(),  # the default draws a seed from the global generator
         )
         before = _random_state()
         batches = list(loader)
@@ -100,24 +101,24 @@ class Windows:
 
 
 class Reference:
-    """The training of one process, one optimizer step at a time.
+    """Training in one process, one optimizer step at a time.
 
     Args:
-        config: of the request.
-        dealt: how the plugin's side divides a microbatch.
-        mode: of clipping; made for this side alone.
-        device: where it is computed.
+        config: configuration of the run.
+        split: how the plugin splits a microbatch.
+        mode: clipping mode, not bound to a layout yet.
+        device: device of the model.
 
     Attributes:
-        dropped: chances of dropout that were set to 0.
-        drew: whether a forward or backward pass moved the state of a random number generator.
+        dropped: number of dropout probabilities that were set to 0.
+        drew: True if a forward or backward pass advanced a random number generator.
     """
 
     def __init__(
-        self, config: RunConfig, dealt: Dealt, mode: ClipMode, device: torch.device
+        self, config: RunConfig, split: Split, mode: ClipMode, device: torch.device
     ) -> None:
         self.device = device
-        self.windows = Windows(config, dealt)
+        self.windows = Windows(config, split)
         self._batches = iter(self.windows)
         self.model, self.dropped = make_model(config, device)
         self.model.train()
@@ -133,13 +134,13 @@ class Reference:
         """Take one step.
 
         Returns:
-            What clipping did, the loss, and the clipped gradients by name, on the host.
+            Metrics of the clipping, the loss, and the clipped gradients by name on the host.
 
         Raises:
             runner.booster.NonFiniteGradient: the gradient is not finite.
         """
         loss = self.accumulate()
-        figures = SideMetrics.of(self.optimizer.clip(self.mode))
+        metrics = SideMetrics.of(self.optimizer.clip(self.mode))
         gradients = {
             shard.name: shard.param.grad.detach().cpu().clone()
             for shard in self.optimizer.layout.shards
@@ -147,12 +148,12 @@ class Reference:
         }
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return figures, loss, gradients
+        return metrics, loss, gradients
 
     def accumulate(self) -> float:
-        """Forward and backward pass of every batch of the next step; the loss of the step.
+        """Run forward and backward on every batch of the next step, and return the step's loss.
 
-        What the model raises says that it was here, and why that may be.
+        Exceptions get notes that say where they were raised, and possible causes.
         """
         try:
             return self._accumulate()
@@ -163,14 +164,14 @@ class Reference:
             raise
 
     def causes(self) -> Iterator[str]:
-        """What may be otherwise here than under a plugin that is right, in words."""
+        """Yield reasons why a correct plugin may differ from one process."""
         if self.drew:
             yield (
-                "the model draws random numbers in its forward pass (functional dropout, say): "
-                "ranks draw others than one process"
+                "the model draws random numbers in its forward pass (functional dropout, for "
+                "example): ranks draw other numbers than one process"
             )
         if self.windows.drew:
-            yield "the data draws random numbers when it is read: the two sides see other samples"
+            yield "the data draws random numbers when it is read: the two sides read other samples"
         layers = [
             module
             for module in self.model.modules()
@@ -180,7 +181,7 @@ class Reference:
             yield "SyncBatchNorm couples the samples of all ranks; one process reads them in parts"
         if layers and self.windows.uneven:
             yield (
-                "the pipeline fills a short microbatch up with copies, which batch norm sees: "
+                "the pipeline fills a short microbatch up with copies, which enter batch norm: "
                 "choose a data.batch_size that plugin.num_microbatches divides, and "
                 "data.drop_last=true"
             )
@@ -201,11 +202,11 @@ class Reference:
         return total
 
     def peak(self) -> float:
-        """What the mode compares with its threshold, at its largest in the first step.
+        """Return the largest value that the mode compares with its threshold in the first step.
 
         Raises:
-            runner.booster.NonFiniteGradient: it is not finite.
-            ValueError: it is zero.
+            runner.booster.NonFiniteGradient: the value is not finite.
+            ValueError: the value is zero.
         """
         self.accumulate()
         layout = self.optimizer.layout
@@ -221,12 +222,12 @@ class Reference:
         return peak
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters by name, on the host."""
+        """Return all parameters by name, on the host."""
         return {name: p.detach().cpu() for name, p in self.model.named_parameters()}
 
 
 def _random_state() -> list[bytes]:
-    """The state of the generators that models and data draw from."""
+    """Return the states of the generators of PyTorch, NumPy and Python."""
     states = [torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode()]
     states.append(np.random.get_state(legacy=True)[1].tobytes())  # type: ignore[index]
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What was compared, as plain figures: for ``verify.json``, and for rows that travel."""
+"""A comparison as plain containers, for ``verify.json`` and for sinks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from runner.verify.comparison import Compared, ComparedStep, Naive
 
 
 def outcome(
-    config: RunConfig, compared: Sequence[Compared], said: Sequence[str], causes: Sequence[str]
+    config: RunConfig, compared: Sequence[Compared], notes: Sequence[str], causes: Sequence[str]
 ) -> dict[str, Any]:
-    """What ``verify.json`` holds of the comparison.
+    """Return the part of ``verify.json`` that is about the comparison.
 
     Args:
-        config: of the request.
-        compared: one entry a mode.
-        said: what was not as the request has it.
-        causes: what, other than a fault, may have set the sides apart.
+        config: configuration of the run.
+        compared: one entry for each mode.
+        notes: how both sides differ from a run of the configuration.
+        causes: reasons other than a fault why the sides may differ.
     """
     bound = config.verify.bound
     modes = [_mode(one, bound) for one in compared]
@@ -37,16 +37,23 @@ def outcome(
         "max_rel_error": max(one.largest for one in compared),
         "naive": raised or furthest,
         "tolerance": bound,
-        "notes": list(said),
+        "notes": list(notes),
         "causes": [] if ok else list(causes),
         "modes": modes,
     }
 
 
-def row_of(step: ComparedStep, threshold: float | None) -> Row:
-    """One compared step as figures that travel to whoever shows them; NaN where there is none."""
+def row_of(step: ComparedStep, mode: int, threshold: float | None) -> Row:
+    """Return one compared step as a row for sinks; missing values are NaN.
+
+    Args:
+        step: the step.
+        mode: index of its clipping mode among those compared.
+        threshold: λ of the mode.
+    """
     by_hand = step.naive
     return {
+        "verify/mode": mode,
         keys.TRAIN_STEP: step.step,
         keys.CLIP_THRESHOLD: math.nan if threshold is None else threshold,
         keys.GRAD_NORM: step.plugin.norm,
@@ -61,7 +68,7 @@ def row_of(step: ComparedStep, threshold: float | None) -> Row:
 
 
 def _by_hand(one: Compared, bound: float) -> Iterator[Naive]:
-    """What clipping by hand saw, as long as both sides still have the same weights."""
+    """Yield the naive norms of the steps that begin with equal weights on both sides."""
     for step in one.steps:
         if step.naive is not None:
             yield step.naive

@@ -1,32 +1,33 @@
-"""What both sides train with, where that is not what the request says."""
+"""Model, mode and optimizer of both sides, and where they differ from those of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from runner.booster.loss import WindowLoss
 from runner.clip import ClipMode
 from runner.config.schema import RunConfig
 from runner.data.dataset import collate_pairs
 from runner.train import build
 
 NEVER = 1e30
-"""A threshold that no gradient reaches, and that float32 can hold."""
+"""A finite float32 threshold that no gradient reaches."""
 
 
 @dataclass(frozen=True)
 class Collate:
-    """Makes a batch of samples, its floating-point parts in ``dtype``."""
+    """Collate samples, and convert floating-point tensors to ``dtype``."""
 
     dtype: torch.dtype
 
     def __call__(self, samples: Any) -> Any:
-        """The batch; integers stay as they are."""
+        """Return the batch; integer tensors keep their dtype."""
         return tree_map_only(Tensor, self._cast, collate_pairs(samples))
 
     def _cast(self, tensor: Tensor) -> Tensor:
@@ -34,15 +35,15 @@ class Collate:
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:
-    """The numbers of both sides."""
+    """Return the dtype of both sides."""
     return torch.float64 if config.verify.dtype == "float64" else torch.float32
 
 
 def make_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, int]:
-    """The request's model, the same weights wherever it is made, in ``verify.dtype``.
+    """Make the model of the run in ``verify.dtype``, with the same weights on every rank.
 
     Returns:
-        The model, and how many chances of dropout were set to 0 in it.
+        The model, and the number of dropout probabilities that were set to 0.
     """
     torch.manual_seed(config.seed)
     model = build.maker(config.model)().to(device, dtype_of(config))
@@ -51,9 +52,9 @@ def make_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, int]
 
 
 def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
-    """A clipping mode, and whether its threshold has yet to be derived.
+    """Make a clipping mode; also return True if its threshold is still to be derived.
 
-    The request's own threshold is that of its own mode alone: those of others do not compare.
+    ``clip.threshold`` applies to ``clip.mode`` only, because modes have different units.
     """
     chosen = config.clip
     derived = name not in ("none", chosen.mode)
@@ -65,40 +66,64 @@ def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
 
 
 def make_optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Plain SGD: Adam and its kin take the same step whatever a gradient's scale."""
+    """Make plain SGD, because the steps of Adam and similar optimizers hide a wrong scale."""
     return torch.optim.SGD(model.parameters(), lr=config.verify.lr)
 
 
 def comparable(config: RunConfig) -> RunConfig:
-    """``config`` without what would round the plugin's side more coarsely than the reference."""
+    """Return ``config`` without settings that round on the plugin's side only."""
     plugin = config.plugin.model_copy(update={"param_dtype": None})
     return config.model_copy(update={"plugin": plugin})
 
 
 def notes(config: RunConfig) -> Iterator[str]:
-    """What is not as the request has it, in words."""
-    asked = config.verify
+    """Yield how both sides differ from a run of ``config``."""
+    verify = config.verify
     optimizer = config.optimizer.target.rpartition(".")[2]
-    plain = config.optimizer.mapping() == {"_target_": "torch.optim.SGD", "lr": asked.lr}
+    plain = config.optimizer.mapping() == {"_target_": "torch.optim.SGD", "lr": verify.lr}
     if not plain or not config.scheduler.target.endswith(".ConstantLR"):
         yield (
-            f"both sides step by plain SGD at a constant rate of {asked.lr:g} instead of "
+            f"both sides step by plain SGD at a constant rate of {verify.lr:g} instead of "
             f"{optimizer} and its schedule: adaptive steps hide a gradient of the wrong scale"
         )
     if config.precision.name != "fp32":
-        yield f"everything is computed in {asked.dtype}, not in {config.precision.name}"
+        yield f"everything is computed in {verify.dtype}, not in {config.precision.name}"
     if config.plugin.param_dtype is not None:
-        yield f"parameters are gathered in {asked.dtype}, not in {config.plugin.param_dtype}"
+        yield f"parameters are gathered in {verify.dtype}, not in {config.plugin.param_dtype}"
+
+
+def needs_float32(config: RunConfig, device: torch.device) -> bool:
+    """Return True if the model goes forward on two samples in float32, but not in float64."""
+    return _forward_works(config, "float32", device) and not _forward_works(
+        config, "float64", device
+    )
+
+
+def _forward_works(
+    config: RunConfig, dtype: Literal["float32", "float64"], device: torch.device
+) -> bool:
+    verify = config.verify.model_copy(update={"dtype": dtype})
+    config = config.model_copy(update={"verify": verify})
+    try:
+        model, _ = make_model(config, device)
+        data = build.make_data(config.data).train
+        batch = Collate(dtype_of(config))([data[0], data[1]])
+        batch = tree_map_only(Tensor, lambda t: t.to(device), batch)
+        with torch.no_grad():
+            WindowLoss(model).forward(model, batch)
+    except Exception:
+        return False
+    return True
 
 
 def switch_off_dropout(model: nn.Module) -> int:
-    """Set every chance to drop something to 0: ranks would draw other elements than one process.
+    """Set all dropout probabilities to 0, because ranks draw other elements than one process.
 
-    Known by name: attributes with ``drop`` in theirs, and chances (``p``, ``prob``) of modules with
-    ``drop`` or ``stochasticdepth`` in the name of their class.
+    They are recognised by name: attributes whose name contains ``drop``, and ``p`` or ``prob`` of
+    modules whose class name contains ``drop`` or ``stochasticdepth``.
 
     Returns:
-        How many were above 0.
+        The number of probabilities that were above 0.
     """
     found = 0
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The job of a verification on one rank: both sides step by step, one mode after the other."""
+"""The work of one rank in a verification: both sides step by step, one mode after another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.booster import Plugin
+from runner.booster import NonFiniteGradient, Plugin
 from runner.clip import ClipMode
 from runner.config.schema import RunConfig
 from runner.run_folder import keys
@@ -31,11 +31,11 @@ from runner.verify.comparison import (
     relative,
     tensor_errors,
 )
-from runner.verify.reference import Dealt, Reference
+from runner.verify.reference import Reference, Split
 from runner.verify.result import outcome, row_of
 
 BINDS = 0.1
-"""Of the largest figure of the first step: a threshold that clips, if not only what is largest."""
+"""Ratio of a derived threshold to the largest value of the first step that is compared with it."""
 
 
 def execute(
@@ -43,53 +43,65 @@ def execute(
     sinks: Sequence[Sink],
     make_plugin: Callable[[RunConfig], Plugin] = build.make_plugin,
 ) -> dict[str, Any]:
-    """Compare the plugin's side with one process, in each of the modes that are asked for.
+    """Compare the plugin with one process in each mode of ``verify.modes``.
 
     Args:
         config: the whole configuration.
-        sinks: take a row as each step is compared (see :func:`runner.verify.result.row_of`), and
-            are closed at the end; none but on the first rank.
-        make_plugin: what makes the plugin, anew for each mode.
+        sinks: sinks for a row per compared step (see :func:`runner.verify.result.row_of`), closed
+            at the end; empty except on the first rank.
+        make_plugin: makes the plugin, once for each mode.
 
     Returns:
-        On the first rank what ``verify.json`` holds of the comparison, nothing on the others.
+        The part of ``verify.json`` about the comparison on the first rank, {} on the others.
 
     Raises:
         runner.booster.NonFiniteGradient: a gradient is not finite.
         runner.clip.layout.LayoutError: the plugin's layout does not account for the model.
     """
+    device = build.device_of(config.device)
     try:
         with _quiet():
-            return _execute(config, sinks, make_plugin)
+            return _execute(config, sinks, make_plugin, device)
+    except NonFiniteGradient as error:
+        error.advice = ""  # clip.nonfinite=skip does not help here
+        error.add_note(
+            "a verification compares every step and leaves none out, whatever clip.nonfinite is"
+        )
+        raise
+    except Exception as error:
+        if config.verify.dtype == "float64" and setting.needs_float32(config, device):
+            error.add_note("the model computes in float32 only: use verify.dtype=float32")
+        raise
     finally:
         for sink in sinks:
             sink.close(None, 0)
 
 
 def _execute(
-    config: RunConfig, sinks: Sequence[Sink], make_plugin: Callable[[RunConfig], Plugin]
+    config: RunConfig,
+    sinks: Sequence[Sink],
+    make_plugin: Callable[[RunConfig], Plugin],
+    device: torch.device,
 ) -> dict[str, Any]:
-    said = list(setting.notes(config))
+    notes = list(setting.notes(config))
     settled = setting.comparable(config)
-    device = build.device_of(config.device)
     if device.type == "cuda" and config.verify.dtype == "float32":
-        # Ten bits of mantissa are no float32, and cuDNN takes them by default.
+        # cuDNN uses TF32 by default, which has ten bits of mantissa.
         torch.backends.cudnn.allow_tf32 = False
     compared: list[Compared] = []
     causes: dict[str, None] = {}
     for number, name in enumerate(config.verify.modes or [config.clip.mode]):
         side = _Side(settled, make_plugin(settled), name, device)
-        shown = [_Numbered(sink, number) for sink in sinks]
-        compared += side.compare(shown)
+        compared += side.compare(number, sinks)
         causes |= dict.fromkeys(side.causes())
     if side.reference is not None and (dropped := side.reference.dropped):
-        said.append(f"dropout is off, in {dropped} places: ranks would drop other elements")
-    return outcome(config, compared, said, list(causes)) if compared else {}
+        notes.append(f"dropout is off, in {dropped} places: ranks would drop other elements")
+    return outcome(config, compared, notes, list(causes)) if compared else {}
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's advice on how to gather faster: here whole tensors are gathered to look."""
+    """Silence PyTorch's warnings about slow redistribution: speed does not matter here."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -100,7 +112,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Side:
-    """One mode under the plugin on this rank; on the first one, the reference beside it."""
+    """One mode under the plugin on this rank, and the reference on the first rank."""
 
     def __init__(self, config: RunConfig, plugin: Plugin, name: str, device: torch.device) -> None:
         self.config = config
@@ -114,18 +126,23 @@ class _Side:
         first = [self.losses] if plugin.rank == 0 else []
         self.trainer: Trainer = watch.make_trainer(config, plugin, mode, *first)
         pipeline = self.trainer.model.pipeline
-        self.dealt = Dealt(plugin.data_size, 1 if pipeline is None else pipeline.microbatches)
+        self.split = Split(plugin.data_size, 1 if pipeline is None else pipeline.microbatches)
 
-    def compare(self, sinks: Sequence[Sink]) -> list[Compared]:
-        """Train both sides; on the first rank the comparison, on the others nothing."""
+    def compare(self, number: int, sinks: Sequence[Sink]) -> list[Compared]:
+        """Train both sides, and return the comparison on the first rank, [] on the others.
+
+        Args:
+            number: index of the mode among those compared.
+            sinks: sinks for a row per step.
+        """
         trainer, first = self.trainer, self.plugin.rank == 0
         mode = trainer.state.mode
         if self.derived:
-            probe = Reference(self.config, self.dealt, self._mode(), self.device) if first else None
+            probe = Reference(self.config, self.split, self._mode(), self.device) if first else None
             mode.threshold = watch.from_first(probe.peak() * BINDS if probe is not None else None)
         if first:
             self.reference = Reference(
-                self.config, self.dealt, self._mode(mode.threshold), self.device
+                self.config, self.split, self._mode(mode.threshold), self.device
             )
 
         def seen(
@@ -133,7 +150,7 @@ class _Side:
         ) -> None:
             self._take_step(ranks, gradients, by_hand)
             for sink in sinks:
-                sink.write(row_of(self.steps[-1], mode.threshold))
+                sink.write(row_of(self.steps[-1], number, mode.threshold))
 
         trainer.state.mode = watch.Watched(mode, trainer, seen)
         trainer.fit()
@@ -152,7 +169,7 @@ class _Side:
         return [Compared(self.name, mode.threshold, self.derived, steps, errors, drifted, placed)]
 
     def causes(self) -> Iterator[str]:
-        """What, other than a fault of the plugin, may set the sides apart here, in words."""
+        """Yield reasons other than a fault of the plugin why the sides may differ."""
         reference = self.reference
         if reference is None:
             return
@@ -168,7 +185,7 @@ class _Side:
             yield "float32 rounds: verify.dtype=float64 tells rounding from a fault"
 
     def _mode(self, threshold: float | None = None) -> ClipMode:
-        """The mode once more, since one is bound to one layout."""
+        """Make the mode again, because a mode is bound to one layout."""
         mode, _ = setting.make_mode(self.config, self.name)
         if threshold is not None:
             mode.threshold = threshold
@@ -179,16 +196,16 @@ class _Side:
     ) -> None:
         assert self.reference is not None
         number = len(self.steps) + 1
-        figures, loss, wanted = self.reference.step()
+        metrics, loss, wanted = self.reference.step()
         self.steps.append(
             ComparedStep(
                 step=number,
                 plugin=ranks[0],
-                reference=figures,
+                reference=metrics,
                 gradients=tensor_errors(gradients, wanted),
                 disagreeing=disagreements(number, ranks),
                 present=presence(number, gradients, wanted),
-                naive=naive.worst(by_hand, figures.norm),
+                naive=naive.worst(by_hand, metrics.norm),
                 loss=(math.nan, loss),
             )
         )
@@ -202,20 +219,6 @@ class _Losses:
 
     def write(self, row: Row) -> None:
         self.each.append(float(row[keys.TRAIN_LOSS]))
-
-    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        pass
-
-
-class _Numbered:
-    """A sink that is told which of the modes a row is of."""
-
-    def __init__(self, sink: Sink, number: int) -> None:
-        self._sink = sink
-        self._number = number
-
-    def write(self, row: Row) -> None:
-        self._sink.write(row | {"verify/mode": self._number})
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         pass

@@ -1,4 +1,4 @@
-"""A verification as text for a person."""
+"""The text of a verification."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ HEAD = (
 
 
 class StepLines:
-    """A sink that writes a line for each compared step.
+    """A sink that prints a line for each compared step.
 
     Args:
-        modes: of clipping, in order.
-        say: takes a line.
+        modes: names of the clipping modes, in order.
+        say: prints a line.
     """
 
     def __init__(self, modes: Sequence[str], say: Callable[[str], None]) -> None:
@@ -32,7 +32,7 @@ class StepLines:
         self._begun = -1
 
     def write(self, row: Row) -> None:
-        """Write one line, and a heading before a mode's first."""
+        """Print the line of a step, and a heading before the first step of a mode."""
         number = int(row["verify/mode"])
         if number != self._begun:
             self._begun = number
@@ -44,11 +44,11 @@ class StepLines:
         self._say(step_line(row))
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        """Nothing is left to say."""
+        """Do nothing."""
 
 
 def step_line(row: Row) -> str:
-    """One compared step."""
+    """Return the line of one compared step."""
     ours, theirs = row[keys.CLIP_FRACTION], row["verify/fraction"]
     fraction = f"{ours:.6g}" if ours == theirs else f"{ours:.6g} not {theirs:.6g}"
     value, error = row["verify/naive"], row["verify/naive_error"]
@@ -66,10 +66,10 @@ def step_line(row: Row) -> str:
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """What there is to say when all steps are compared.
+    """Yield the lines to print after the last step.
 
     Args:
-        found: what ``verify.json`` holds.
+        found: content of ``verify.json``.
     """
     for mode in found["modes"]:
         yield ""
@@ -83,7 +83,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def last_line(found: Mapping[str, Any]) -> str:
-    """The verdict, for programs to read."""
+    """Return the last line, which programs may parse."""
     by_hand = found["naive"]
     if by_hand is None:
         by_hand = "none"
@@ -93,16 +93,16 @@ def last_line(found: Mapping[str, Any]) -> str:
     return f"verify: {verdict} max_rel_error={found['max_rel_error']:.2g} naive={by_hand}"
 
 
-def words_of(error: str) -> str:
-    """The end of a traceback: what was raised, and what it says."""
+def exception_only(error: str) -> str:
+    """Return the end of a traceback: the exception, its message and its notes."""
     every = error.strip().splitlines()
-    # The last line that begins with a class, right below a stack; without one, all of it.
+    # The last line that begins with a class, right below a stack; without one, the whole text.
     raised = [
         number
         for number, (above, line) in enumerate(pairwise(every), 1)
         if above[:1].isspace() and re.match(r"[\w.]+(:|$)", line)
     ]
-    return "\n".join(every[raised[-1] if raised else 0 :]) or "no word of why"
+    return "\n".join(every[raised[-1] if raised else 0 :]) or "no reason was given"
 
 
 def _of_mode(mode: Mapping[str, Any]) -> Iterator[str]:
@@ -111,17 +111,17 @@ def _of_mode(mode: Mapping[str, Any]) -> Iterator[str]:
         f"{mode['weight_error']:.1e}, largest error {mode['max_rel_error']:.1e}"
     )
     if mode["derived"]:
-        yield "  clip.threshold is a tenth of the largest figure of step 1, so that it binds"
+        yield "  clip.threshold is a tenth of the largest value of step 1, so that it binds"
     elif mode["threshold"] is not None and not mode["binds"]:
         yield (
-            "  no step was clipped: what was compared is the measuring; a lower clip.threshold "
-            "compares the clipping"
+            "  no step was clipped, so only norms were compared; a lower clip.threshold compares "
+            "clipping too"
         )
-    said = [step["naive"] for step in mode["steps"] if step["naive"]]
-    raised = next((one for one in said if one["raised"]), None)
+    naive = [step["naive"] for step in mode["steps"] if step["naive"]]
+    raised = next((one for one in naive if one["raised"]), None)
     if raised is not None:
         at = f"torch.nn.utils alone, on rank {raised['rank']}"
-        yield f"  {at}: {raised['raised']}: {raised['said']}"
+        yield f"  {at}: {raised['raised']}: {raised['message']}"
     if not mode["failures"]:
         return
     yield from (f"  {failure}" for failure in mode["failures"])

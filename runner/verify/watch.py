@@ -1,4 +1,4 @@
-"""The plugin's side: a run's own training loop, looked at where its gradients are final."""
+"""The plugin's side: the training loop of a run, with a hook before and after clipping."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from runner.verify.setting import Collate, dtype_of, make_model, make_optimizer
 T = TypeVar("T")
 
 Seen = Callable[[list[SideMetrics], dict[str, Tensor], list[Naive | None]], None]
-"""Takes, in each step on the first rank: the figures of all ranks, the clipped gradients of the
-whole model, and what clipping by hand would have seen on each rank."""
+"""Called in each step on the first rank with the metrics of all ranks, the clipped gradients of the
+whole model, and the naive norm of each rank."""
 
 
 class Watched(ClipMode):
-    """A clipping mode that is looked at before and after it clips.
+    """A clipping mode that reports its metrics and the clipped gradients.
 
     Args:
-        mode: what clips; bound already.
-        trainer: whose gradients they are.
-        seen: called on the first rank.
+        mode: clipping mode, bound to its layout.
+        trainer: trainer whose gradients it clips.
+        seen: called on the first rank after each step.
     """
 
     def __init__(self, mode: ClipMode, trainer: Trainer, seen: Seen) -> None:
@@ -50,7 +50,7 @@ class Watched(ClipMode):
         return self._mode.decide_finite(layout, stats)
 
     def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
-        """Clip as the mode does; every rank takes part in looking."""
+        """Clip, and gather what is reported; a collective."""
         by_hand = naive.rank_local(layout, self.norm_type)
         decision = self._mode.clip(layout, stats)
         trainer = self._trainer
@@ -62,13 +62,13 @@ class Watched(ClipMode):
 
 
 def make_trainer(config: RunConfig, plugin: Plugin, mode: ClipMode, *sinks: Sink) -> Trainer:
-    """What trains ``verify.steps`` steps under ``plugin``, in ``verify.dtype`` by plain SGD.
+    """Make a trainer of ``verify.steps`` steps under ``plugin``, in ``verify.dtype`` by plain SGD.
 
     Args:
-        config: of the request.
-        plugin: how the model is spread.
-        mode: of clipping; made for this side alone.
-        sinks: where rows go; none but on the first rank.
+        config: configuration of the run.
+        plugin: plugin of the model.
+        mode: clipping mode, not bound to a layout yet.
+        sinks: sinks for rows; empty except on the first rank.
     """
     device = build.device_of(config.device)
     model, _ = make_model(config, device)
@@ -94,7 +94,7 @@ def make_trainer(config: RunConfig, plugin: Plugin, mode: ClipMode, *sinks: Sink
 
 
 def from_all(mine: T) -> list[T]:
-    """What each rank has; every rank has to call it."""
+    """Return the values of all ranks; a collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
     every: list[Any] = [None] * dist.get_world_size()
@@ -103,7 +103,7 @@ def from_all(mine: T) -> list[T]:
 
 
 def from_first(mine: T) -> T:
-    """What the first rank has; every rank has to call it."""
+    """Return the value of the first rank; a collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine
     sent = [mine]
@@ -112,10 +112,7 @@ def from_first(mine: T) -> T:
 
 
 def drifted(layout: Layout) -> list[str]:
-    """Parameters of which several ranks hold the same part, but not the same bits.
-
-    Every rank has to call it. One digest of each part travels.
-    """
+    """Return the names of parameters whose replicas differ; a collective of one digest a shard."""
     here = {(shard.name, *_part(shard)): _digest(shard.weight) for shard in layout.shards}
     first: dict[tuple[Any, ...], str] = {}
     found: dict[str, None] = {}
@@ -127,7 +124,7 @@ def drifted(layout: Layout) -> list[str]:
 
 
 def placements(layout: Layout) -> dict[str, str]:
-    """Where each parameter of the whole model lies, in words; every rank has to call it."""
+    """Describe how each parameter of the whole model is distributed; a collective."""
     here = {shard.name: _placed(shard) for shard in layout.shards}
     found: dict[str, str] = {}
     for ranks in from_all(here):
@@ -136,7 +133,7 @@ def placements(layout: Layout) -> dict[str, str]:
 
 
 def _part(shard: ParamShard) -> tuple[Any, ...]:
-    """Which part of its parameter a rank holds: its place along the axes that split it."""
+    """Return which part of its parameter a rank holds: its index along each sharded mesh axis."""
     if not isinstance(shard.param, DTensor):
         return ()
     mesh = shard.param.device_mesh

@@ -10,7 +10,7 @@ import pytest
 
 from runner.cli.verify import FILE, checked, main
 from runner.config.problem import RequestError
-from runner.verify.table import words_of
+from runner.verify.table import exception_only
 from tests.verify import faulty_plugins
 from tests.verify.requests import IMAGES, TOKENS, net
 
@@ -200,8 +200,8 @@ def test_its_help_names_its_keys(capsys):
         (f"{STACK}a.b.Error: one\n  more", "a.b.Error: one\n  more"),
         (f"{STACK}KeyError: 1\n\nDuring that:\n\n{STACK}AssertionError", "AssertionError"),
         ("Signal 9 (SIGKILL) received", "Signal 9 (SIGKILL) received"),
-        ("", "no word of why"),
+        ("", "no reason was given"),
     ],
 )
 def test_an_error_is_told_without_its_traceback(traceback, said):
-    assert words_of(traceback) == said
+    assert exception_only(traceback) == said

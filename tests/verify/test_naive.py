@@ -59,7 +59,7 @@ def test_a_mixture_raises_and_is_told_of():
     for made in run_ranks(on_ranks, 2, "mixed"):
         assert made.norm is None
         assert made.raised == "RuntimeError"
-        assert "mixed torch.Tensor and DTensor" in made.said
+        assert "mixed torch.Tensor and DTensor" in made.message
 
 
 @pytest.mark.parametrize("kind", ["one rank mixed", "one rank empty"])

@@ -26,7 +26,7 @@ from runner.verify.setting import Collate, dtype_of, make_model, make_optimizer
 
 
 @dataclass(frozen=True)
-class Split:
+class BatchSplit:
     """How the plugin splits a microbatch.
 
     Attributes:
@@ -54,7 +54,7 @@ class Windows:
         drew: True if reading the data advanced a random number generator.
     """
 
-    def __init__(self, config: RunConfig, split: Split) -> None:
+    def __init__(self, config: RunConfig, split: BatchSplit) -> None:
         self.config = config
         self.split = split
         self.uneven = False
@@ -115,7 +115,7 @@ class Reference:
     """
 
     def __init__(
-        self, config: RunConfig, split: Split, mode: ClipMode, device: torch.device
+        self, config: RunConfig, split: BatchSplit, mode: ClipMode, device: torch.device
     ) -> None:
         self.device = device
         self.windows = Windows(config, split)

@@ -31,7 +31,7 @@ from runner.verify.comparison import (
     relative,
     tensor_errors,
 )
-from runner.verify.reference import Reference, Split
+from runner.verify.reference import Reference, BatchSplit
 from runner.verify.result import outcome, row_of
 
 BINDS = 0.1
@@ -126,7 +126,7 @@ class _Side:
         first = [self.losses] if plugin.rank == 0 else []
         self.trainer: Trainer = watch.make_trainer(config, plugin, mode, *first)
         pipeline = self.trainer.model.pipeline
-        self.split = Split(plugin.data_size, 1 if pipeline is None else pipeline.microbatches)
+        self.split = BatchSplit(plugin.data_size, 1 if pipeline is None else pipeline.microbatches)
 
     def compare(self, number: int, sinks: Sequence[Sink]) -> list[Compared]:
         """Train both sides, and return the comparison on the first rank, [] on the others.

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runner.models.mixture import Mixture, MixtureGPT, dealt
+from runner.models.mixture import Mixture, MixtureGPT, partitioned
 from tests.ranks import run_ranks
 
 WIDTH = 6
@@ -112,7 +112,7 @@ def test_a_choice_of_no_expert_or_too_many_is_refused(top_k):
 
 @pytest.mark.parametrize(("experts", "ranks"), [(8, 2), (8, 4), (5, 2), (5, 4), (3, 4), (1, 3)])
 def test_experts_are_dealt_in_runs_as_even_as_can_be(experts, ranks):
-    runs = dealt(experts, ranks)
+    runs = partitioned(experts, ranks)
     assert len(runs) == ranks
     assert [number for run in runs for number in run] == list(range(experts))
     assert max(map(len, runs)) - min(map(len, runs)) <= 1

@@ -31,7 +31,7 @@ from runner.verify.comparison import (
     relative,
     tensor_errors,
 )
-from runner.verify.reference import Reference, BatchSplit
+from runner.verify.reference import BatchSplit, Reference
 from runner.verify.result import outcome, row_of
 
 BINDS = 0.1

@@ -8,7 +8,7 @@ from runner.booster.plugin import SinglePlugin
 from runner.config.check import parse
 from runner.data import PartitionedBatches
 from runner.train import build
-from runner.verify.reference import Reference, BatchSplit, Windows
+from runner.verify.reference import BatchSplit, Reference, Windows
 from runner.verify.setting import make_mode
 from tests.verify.requests import IMAGES, net, plain_of
 

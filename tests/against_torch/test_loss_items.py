@@ -200,7 +200,7 @@ def test_steps_of_the_trainer_are_those_of_torch(plugin):
         assert not all(clipped)
 
 
-# -- loops by hand over stages ---------------------------------------------------------------------
+# -- loops by hand over stages
 
 
 def by_stages(criterion):

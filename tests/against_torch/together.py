@@ -238,7 +238,9 @@ def _differences(
     return off
 
 
-def compare(plugins: Sequence[Any], ranks: int, *case: Any, exact_muon: bool = False) -> None:
+def assert_plain_steps(
+    plugins: Sequence[Any], ranks: int, *case: Any, exact_muon: bool = False
+) -> None:
     """Fail where norms, weights or the criterion's parameters differ from plain PyTorch's.
 
     Args:

@@ -38,7 +38,7 @@ def both(model: str, plugin: str) -> dict[str, Any]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("plugin", "world"), WHERE)
-def test_t17_twenty_steps_follow_the_curves_of_one_process(plugin, world):
+def test_twenty_steps_follow_the_curves_of_one_process(plugin, world):
     model = WHERE[plugin, world]
     for rank in run_ranks(both, world, model, plugin):
         for optimizer in OPTIMIZERS:

@@ -14,7 +14,7 @@ def test_nothing_is_seen_where_nothing_was_planted(plugin):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("name", "plugin"), PLANTED)
-def test_t20_a_planted_fault_is_caught(name, plugin):
+def test_a_planted_fault_is_caught(name, plugin):
     assert caught_by(name, plugin), f"{name} goes unseen under {plugin}"
 
 
@@ -22,7 +22,7 @@ def test_t20_a_planted_fault_is_caught(name, plugin):
     ("name", "plugin"),
     [("inputs of split layers not added", "tensor"), ("partial sums not added", "sequence")],
 )
-def test_t20_the_first_step_names_gradients_that_tensor_ranks_have_a_part_of(name, plugin):
+def test_the_first_step_names_gradients_that_tensor_ranks_have_a_part_of(name, plugin):
     with pytest.raises(AssertionError, match=r"PlanError: .*mlp_norm\.weight.* gradient differs"):
         run_ranks(train_jobs, 2, plugin, [(name, "gpt", "none")], True)
 
@@ -34,7 +34,7 @@ def test_t20_the_first_step_names_gradients_that_tensor_ranks_have_a_part_of(nam
         ("tied copy counted twice", "1f1b", r"embed\.weight"),
     ],
 )
-def test_t20_the_layouts_own_account_names_the_parameter(name, plugin, parameter):
+def test_the_layouts_own_account_names_the_parameter(name, plugin, parameter):
     model = "tied" if plugin == "1f1b" else "gpt"
     with pytest.raises(AssertionError, match=f"LayoutError: {parameter} has .* account for"):
         run_ranks(train_jobs, 2, plugin, [(name, model, "L2")], True)

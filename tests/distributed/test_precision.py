@@ -127,7 +127,7 @@ def poisoned_steps(plugin: str | None, model: str) -> dict[str, Any]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
-def test_t11_an_overflow_in_one_data_part_skips_the_step_of_all_ranks(plugin, world):
+def test_an_overflow_in_one_data_part_skips_the_step_of_all_ranks(plugin, world):
     model = FAMILIES[plugin, world]
     torch.set_num_threads(1)
     wanted = poisoned_steps(None, model)
@@ -171,7 +171,7 @@ def half_parameters(plugin: str | None, model: str) -> list[tuple[float, float]]
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
-def test_t13_the_norm_of_bf16_gradients_is_taken_in_float32_or_better(plugin, world):
+def test_the_norm_of_bf16_gradients_is_taken_in_float32_or_better(plugin, world):
     measured = run_ranks(half_parameters, world, plugin, FAMILIES[plugin, world])[0]
     assert len(measured) == 4
     for norm, reference in measured:

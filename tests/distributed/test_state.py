@@ -87,7 +87,7 @@ def recomputed(plugin):
 
 
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp", "zero1", "tensor", "1f1b"])
-def test_t18_activation_checkpointing_changes_nothing(plugin):
+def test_activation_checkpointing_changes_nothing(plugin):
     ranks = run_ranks(recomputed, 2, plugin)
     for rank in ranks:
         for ours, plain in zip(rank[0]["rows"], rank[1]["rows"], strict=True):
@@ -106,7 +106,7 @@ def with_option(name):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_t18_shards_in_host_memory_change_nothing(name):
+def test_shards_in_host_memory_change_nothing(name):
     ranks = run_ranks(with_option, 2, name)
     assert not differences(ranks, Case("gpt", "adaptive", 2, steps=2), 1e-12)
 
@@ -143,7 +143,7 @@ def compiled(plugin):
 
 
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
-def test_t18_a_compiled_model_is_clipped_alike(plugin):
+def test_a_compiled_model_is_clipped_alike(plugin):
     ranks = run_ranks(compiled, 2, plugin)
     assert not differences(ranks, Case("tied", "adaptive", 2, steps=2), 1e-12)
 

@@ -22,7 +22,7 @@ from tests.distributed.by_hand import Loop, cross_entropy, unlike
 from tests.distributed.odd_models import SHAPE, batch_for, make
 from tests.ranks import run_ranks
 
-# -- T15: what is given to clipping ---------------------------------------------------------------
+# -- what is given to clipping
 
 
 def graded():
@@ -36,7 +36,7 @@ def norm_of(model):
     return math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
 
 
-def test_t15_a_single_tensor_a_list_a_generator_and_a_module_are_the_same():
+def test_a_single_tensor_a_list_a_generator_and_a_module_are_the_same():
     for given in (
         lambda m: m,
         lambda m: list(m.parameters()),
@@ -59,7 +59,7 @@ def test_t15_a_single_tensor_a_list_a_generator_and_a_module_are_the_same():
     assert all(torch.equal(a, b) for a, b in zip(kept, others, strict=True))
 
 
-def test_t15_a_parameter_twice_in_the_optimizer():
+def test_a_parameter_twice_in_the_optimizer():
     model = graded()
     norm = norm_of(model)
     with pytest.warns(UserWarning, match="duplicate parameters"):
@@ -69,7 +69,7 @@ def test_t15_a_parameter_twice_in_the_optimizer():
     assert norm_of(model) == pytest.approx(norm / 3, rel=1e-12)
 
 
-def test_t15_a_parameter_in_two_optimizers():
+def test_a_parameter_in_two_optimizers():
     model = graded()
     norm = norm_of(model)
     shared = model[0].weight
@@ -99,7 +99,7 @@ def given_twice(plugins):
     return norms
 
 
-def test_t15_a_module_under_two_names_counts_once_under_plugins():
+def test_a_module_under_two_names_counts_once_under_plugins():
     alone = Loop(None, make("gpt"))
     alone.backward(*batch_for("gpt"))
     alone.optimizer.unscale()
@@ -110,7 +110,7 @@ def test_t15_a_module_under_two_names_counts_once_under_plugins():
             assert shards == len(alone.layout.shards)
 
 
-# -- stages by hand -------------------------------------------------------------------------------
+# -- stages by hand
 
 
 def by_stages(schedule, batch):

@@ -15,7 +15,7 @@ from tests.distributed.by_hand import NORM, Loop, assert_one_process
 from tests.distributed.odd_models import BATCH, SHAPE, batch_for, make
 from tests.ranks import run_ranks
 
-# -- T6: ranks and parameters without gradients
+# -- ranks and parameters without gradients
 
 EVERY_MODE = [NORM, ("norm", 0.01, float("inf")), ("value", 0.001, 2.0), ("adaptive", 0.01, 2.0)]
 FROZEN = {
@@ -26,7 +26,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize("model", FROZEN)
-def test_t06_frozen_stages_and_adapters(model):
+def test_frozen_stages_and_adapters(model):
     asked = [
         {"model": model, "plugin": plugin, "clip": clip}
         for plugin in FROZEN[model]
@@ -34,7 +34,7 @@ def test_t06_frozen_stages_and_adapters(model):
     ]
     ranks = assert_one_process(2, asked)
     assert all(rank[0]["figures"][0] > 0 for rank in ranks)
-    # The row is about ranks that have nothing to add: under the first plugin, one of the two.
+    # The test needs a rank that has nothing to add: under the first plugin, one of the two.
     without = {"first_frozen": 0, "second_frozen": 1}
     if model in without:
         assert [rank[0]["present"] == 0 for rank in ranks].index(True) == without[model]
@@ -42,7 +42,7 @@ def test_t06_frozen_stages_and_adapters(model):
         assert [rank[0]["present"] for rank in ranks] == [2, 0]
 
 
-def test_t06_an_expert_that_no_token_chose():
+def test_an_expert_that_no_token_chose():
     asked = [
         {"model": "unrouted", "plugin": plugin, "clip": clip}
         for plugin in ("moe", "zero3")
@@ -50,11 +50,11 @@ def test_t06_an_expert_that_no_token_chose():
     ]
     ranks = assert_one_process(2, asked)
     unused = [g for n, g in ranks[0][0]["gradients"].items() if ".experts.4." in n]
-    assert unused, "the row is about an expert"
+    assert unused, "the test needs an expert without tokens"
     assert all(not gradient.any() for gradient in unused)
 
 
-def test_t06_a_branch_that_one_data_part_takes():
+def test_a_branch_that_one_data_part_takes():
     asked = [
         {"model": "forked", "plugin": plugin, "clip": clip}
         for plugin in ("data", "zero1", "fsdp", "zero2")
@@ -63,10 +63,10 @@ def test_t06_a_branch_that_one_data_part_takes():
     assert_one_process(2, asked)
 
 
-# -- T7: meshes, mixtures of tensors, partial sums
+# -- meshes, mixtures of tensors, partial sums
 
 
-def test_t07_a_plan_for_some_modules():
+def test_a_plan_for_some_modules():
     asked = [{"model": "gpt", "plugin": "some_split", "clip": clip} for clip in EVERY_MODE]
     assert_one_process(2, asked)
 
@@ -146,7 +146,7 @@ def on_meshes():
     return found
 
 
-def test_t07_several_meshes_and_plain_tensors_in_one_layout():
+def test_several_meshes_and_plain_tensors_in_one_layout():
     ranks = run_ranks(on_meshes, 4)
     for rank in ranks:
         for number, (ours, wanted, unlike) in enumerate(rank):
@@ -192,7 +192,7 @@ def partial_sums():
     return before, resolved, said
 
 
-def test_t07_partial_sums_are_added_up_or_refused():
+def test_partial_sums_are_added_up_or_refused():
     for before, resolved, said in run_ranks(partial_sums, 2):
         # What works on a part of the sequence: norms, and the biases of row-wise layers.
         assert "norm.weight" in before
@@ -201,7 +201,7 @@ def test_t07_partial_sums_are_added_up_or_refused():
         assert len(said) == 3
 
 
-# -- T8: drift
+# -- drift
 
 
 def trained(plugin, steps):
@@ -223,7 +223,7 @@ def trained(plugin, steps):
 
 
 @pytest.mark.parametrize(("plugin", "world"), [("moe", 2), ("moe_dp", 4), ("moe_zero1", 4)])
-def test_t08_dense_parameters_do_not_drift_between_ranks_with_other_experts(plugin, world):
+def test_dense_parameters_do_not_drift_between_ranks_with_other_experts(plugin, world):
     ranks = run_ranks(trained, world, plugin, 20)
     norms, digests, moved = ranks[0]
     assert len(set(norms)) == 20

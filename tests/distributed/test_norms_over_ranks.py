@@ -16,7 +16,7 @@ MODEL_OF = {"moe": "moe"}
 """Which model a plugin is tried on; ``gpt`` where nothing is said."""
 
 
-# -- T1: thresholds
+# -- thresholds
 
 
 def at_thresholds(plugins):
@@ -60,7 +60,7 @@ def at_thresholds_of(plugin):
     return found, refused
 
 
-def test_t01_thresholds_above_at_and_below_the_norm():
+def test_thresholds_above_at_and_below_the_norm():
     plugins = ["fsdp", "tensor", "1f1b", "moe", "zero1"]
     for rank in run_ranks(at_thresholds, 2, plugins):
         for plugin, (found, refused) in zip(plugins, rank, strict=True):
@@ -79,7 +79,7 @@ def test_t01_thresholds_above_at_and_below_the_norm():
             assert refused == [0.0, -1.0]
 
 
-# -- T2: adaptive clipping
+# -- adaptive clipping
 
 
 def all_but(model, wanted):
@@ -95,7 +95,7 @@ UNITS = {
 }
 
 
-def test_t02_units_cut_by_a_shard_boundary():
+def test_units_cut_by_a_shard_boundary():
     asked = [
         {"model": m, "plugin": p, "clip": ("adaptive", 0.01, 2.0), "exclude": all_but(m, wanted)}
         for m, p, wanted in UNITS.values()
@@ -104,12 +104,12 @@ def test_t02_units_cut_by_a_shard_boundary():
     for number, (model, _, wanted) in enumerate(UNITS.values()):
         result = ranks[0][number]
         chosen = {n for n, p in MODELS[model]().named_parameters() if wanted(n, p)}
-        assert chosen <= set(result["cut"]), "the row is about units that several ranks share"
+        assert chosen <= set(result["cut"]), "the test needs units that several ranks share"
         clipped = result["figures"][4]
         assert clipped > 0, "nothing was clipped: the comparison says nothing"
 
 
-def test_t02_globs_match_parameters_of_other_stages():
+def test_globs_match_parameters_of_other_stages():
     # Each stage has some of these names; each of them matches on every rank.
     asked = [
         {"model": model, "plugin": plugin, "clip": ("adaptive", 0.01, 2.0), "exclude": globs}
@@ -125,7 +125,7 @@ def test_t02_globs_match_parameters_of_other_stages():
         assert rank[0]["names"] == everything
 
 
-def test_t02_the_head_is_left_out_wherever_it_lives():
+def test_the_head_is_left_out_wherever_it_lives():
     asked = [
         {"model": model, "plugin": plugin, "clip": ("adaptive", 1e-6, 2.0)}
         for plugin in ("1f1b", "zero_bubble", "fsdp", "tensor")
@@ -153,12 +153,12 @@ def unmatched(plugins):
     return said
 
 
-def test_t02_a_glob_that_matches_on_no_stage_is_an_error_on_all():
+def test_a_glob_that_matches_on_no_stage_is_an_error_on_all():
     ranks = run_ranks(unmatched, 2, ["1f1b", "fsdp"])
     assert ranks[0] == ranks[1]
 
 
-# -- T3: replicas
+# -- replicas
 
 
 def misdeclared():
@@ -185,7 +185,7 @@ def misdeclared():
     return said
 
 
-def test_t03_replicas_count_once():
+def test_replicas_count_once():
     asked = [
         {"model": model, "plugin": plugin, "clip": clip}
         for model in ("gpt", "odd")
@@ -196,13 +196,13 @@ def test_t03_replicas_count_once():
     assert_one_process(2, asked)
 
 
-def test_t03_a_wrong_number_of_replicas_is_named():
+def test_a_wrong_number_of_replicas_is_named():
     for said in run_ranks(misdeclared, 2):
         for (name, ranks), message in said.items():
             assert name in message, (name, ranks)
 
 
-# -- T4: tied weights
+# -- tied weights
 
 TIED_ON = {
     2: ["tensor", "sequence", "fsdp", "zero1", "gpipe", "1f1b", "interleaved", "zero_bubble"],
@@ -211,7 +211,7 @@ TIED_ON = {
 
 
 @pytest.mark.parametrize("world", TIED_ON)
-def test_t04_tied_weights_count_once(world):
+def test_tied_weights_count_once(world):
     clips = [NORM, ("adaptive", 0.01, 2.0)] if world == 2 else [NORM]
     asked = [
         {"model": "tied", "plugin": p, "clip": c, "exclude": ("norm.weight",)}
@@ -221,7 +221,7 @@ def test_t04_tied_weights_count_once(world):
     assert_one_process(world, asked)
 
 
-# -- T5: odd and empty shards
+# -- odd and empty shards
 
 
 def empty_here(plugin):
@@ -231,7 +231,7 @@ def empty_here(plugin):
 
 @pytest.mark.parametrize("plugin", ["fsdp", "tensor"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_t05_uneven_and_empty_shards(plugin, world):
+def test_uneven_and_empty_shards(plugin, world):
     # The share of elements that were clamped is exact, so padding is no element.
     clips = [NORM, ("norm", 0.02, math.inf), ("value", 0.05, 2.0), ("adaptive", 0.05, 2.0)]
     asked = [
@@ -243,7 +243,7 @@ def test_t05_uneven_and_empty_shards(plugin, world):
         assert any(run_ranks(empty_here, world, plugin)), "no rank has an empty shard"
 
 
-def test_t05_a_vocabulary_smaller_than_the_ranks():
+def test_a_vocabulary_smaller_than_the_ranks():
     asked = [
         {"model": model, "plugin": "tensor", "clip": clip}
         for model in ("few_words", "few_words_tied")

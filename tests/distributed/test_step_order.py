@@ -23,7 +23,7 @@ def model_for(plugin):
     return "moe" if plugin is not None and plugin.startswith("moe") else "gpt"
 
 
-# -- T10: order -----------------------------------------------------------------------------------
+# -- order
 
 
 def out_of_order(plugins):
@@ -78,7 +78,7 @@ def out_of_order_under(plugin):
 
 
 @pytest.mark.parametrize("world", PLUGINS)
-def test_t10_the_wrong_order_is_refused_and_does_no_harm(world):
+def test_the_wrong_order_is_refused_and_does_no_harm(world):
     torch.set_num_threads(1)
     ranks = run_ranks(out_of_order, world, PLUGINS[world])
     for number, plugin in enumerate(PLUGINS[world]):
@@ -86,7 +86,7 @@ def test_t10_the_wrong_order_is_refused_and_does_no_harm(world):
         assert unlike_one_process([rank[number] for rank in ranks], one) == [], plugin
 
 
-# -- T12: not finite, zero, and out of range ------------------------------------------------------
+# -- not finite, zero, and out of range
 
 
 def targets_of(layout):
@@ -147,7 +147,7 @@ def _fate(loop, clip, gradients, before, policy):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_t12_one_bad_element_anywhere_is_known_everywhere(world):
+def test_one_bad_element_anywhere_is_known_everywhere(world):
     # Under ddp replicas of a final gradient are the same bits, so none of them is bad alone.
     plugins = [plugin for plugin in PLUGINS[world] if plugin not in ("ddp", "zero2")]
     ranks = run_ranks(not_finite, world, plugins)
@@ -185,7 +185,7 @@ def overflowing(plugins):
 
 
 @pytest.mark.parametrize("world", PLUGINS)
-def test_t12_one_data_parts_loss_overflows(world):
+def test_one_data_parts_loss_overflows(world):
     for told in run_ranks(overflowing, world, PLUGINS[world]):
         assert told == [(False, False, 512.0), (True, True, 512.0)] * len(PLUGINS[world])
 
@@ -216,7 +216,7 @@ def extremes(plugins):
 
 
 @pytest.mark.parametrize("plugin", [None, "ddp", "fsdp", "zero1", "tensor", "1f1b", "moe"])
-def test_t12_zero_gradients_and_squares_that_overflow(plugin):
+def test_zero_gradients_and_squares_that_overflow(plugin):
     elements = sum(p.numel() for p in make(model_for(plugin)).parameters())
     ranks = [extremes([None])] if plugin is None else run_ranks(extremes, 2, [plugin])
     for rank in ranks:

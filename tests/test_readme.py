@@ -212,8 +212,12 @@ def test_the_library_examples_of_readme_run():
             if "Booster" in example or "Trainer" in example:
                 optimizer.zero_grad()
             names = {
-                **{"torch": torch, "model": model, "optimizer": optimizer, "loader": loader},
-                **{"test_loader": loader, "criterion": nn.functional.cross_entropy},
+                "torch": torch,
+                "model": model,
+                "optimizer": optimizer,
+                "loader": loader,
+                "test_loader": loader,
+                "criterion": nn.functional.cross_entropy,
                 "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
             }
             exec(compile(example, "README.md", "exec"), names)

@@ -40,7 +40,8 @@ def rows(document, heading):
 
 
 def quoted(text):
-    return re.findall(r"`([^`]+)`", text)
+    """What stands between single backticks."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
 
 
 def commands(document):

@@ -13,8 +13,9 @@ from runner.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from runner.booster.precision import LossScale, ModelWrapper
+from runner.booster.precision import LossScale
 from runner.booster.step_order import StepOrderError
+from runner.booster.wrapper import ModelWrapper
 
 __all__ = [
     "Booster",

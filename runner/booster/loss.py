@@ -1,9 +1,9 @@
 """The loss of a window: Σ item losses ÷ Σ items, over all its microbatches and ranks.
 
 Items are what the criterion's mean divides by: samples, targets that are not ignored, or the sum of
-their class weights. A mean of means would weigh a short microbatch, or one full of ignored targets,
-like a full one; so a microbatch contributes its *sum*, and the items of the whole window divide it,
-before the backward pass and therefore before clipping.
+their class weights. A mean of means would give a short microbatch, or one full of ignored targets,
+the weight of a full one. Therefore each microbatch contributes its *sum*, which is divided by the
+items of the whole window before the backward pass, and so before clipping.
 """
 
 from __future__ import annotations
@@ -12,44 +12,43 @@ import copy
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
-from functools import partial
+from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from runner.booster.batch import batch_size, not_a_pair, targets_of
+from runner.booster.criterion import (
+    CachedCopy,
+    Criterion,
+    NoCollectives,
+    cross_entropy_sum,
+    option,
+    summed,
+    zero_with_gradient,
+)
 from runner.data.dataset import IGNORED
 
 log = logging.getLogger(__name__)
 
-Criterion = Callable[[Any, Any], Tensor]
-
-_SUMMABLE = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-_SUMMABLE_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Relative difference between a loss and that of its parts which rounding explains, by dtype."""
+"""Largest relative difference, by dtype, that rounding explains between the loss of a batch and the
+sum over its parts."""
 _ROUNDING_HALF = 2e-2
 
 
-class BatchError(TypeError):
-    """A batch is not of the form that the training loop reads."""
-
-
 class Count(NamedTuple):
-    """What one microbatch holds.
+    """Counts of one microbatch.
 
     Attributes:
-        items: what the mean of the criterion divides by.
+        items: number, or summed weight, of items: what the mean of the criterion divides by.
         samples: number of samples.
-        tokens: targets that are not ignored, where targets are sequences; 0 where they are not.
+        tokens: number of targets that are not ignored if targets are sequences, else 0.
     """
 
     items: float
@@ -58,7 +57,7 @@ class Count(NamedTuple):
 
 
 class WindowLoss:
-    """Sums and counts what a criterion averages.
+    """Sum a criterion over microbatches, and count the items that its mean divides by.
 
     Cross entropy and negative log-likelihood, modules or functions, with class weights, label
     smoothing or class probabilities, are summed exactly. Any other criterion returns a mean, which
@@ -74,8 +73,8 @@ class WindowLoss:
             batch and needs no criterion.
         criterion: loss of (outputs, targets); mean cross entropy over the last dimension of the
             outputs by default.
-        checked: whether to warn, once, about a criterion whose value for a batch is not the
-            mean over the items of its parts.
+        checked: whether to warn, once, if the loss of a batch is not the mean over the items of its
+            parts.
 
     Raises:
         ValueError: the criterion does not reduce its losses to one number.
@@ -86,8 +85,8 @@ class WindowLoss:
     ) -> None:
         own = getattr(model, "loss", None)
         self.takes_batch = criterion is None and inspect.ismethod(own)
-        self.ignored: int = _option(criterion, "ignore_index", IGNORED)
-        reduction = _option(criterion, "reduction", "mean")
+        self.ignored: int = option(criterion, "ignore_index", IGNORED)
+        reduction = option(criterion, "reduction", "mean")
         if reduction == "none":
             raise ValueError(
                 "the criterion has reduction='none' and returns a loss for each item: use "
@@ -97,7 +96,7 @@ class WindowLoss:
         self.checked = checked and self.averages
         self._classes = False
         self._class_dim = 1
-        self._weight = _HostCopy(None)
+        self._weight = CachedCopy(None)
         self._divisor: Callable[[Any], Any] | None = None
         self._sums = not self.averages
         if self.takes_batch:
@@ -106,15 +105,15 @@ class WindowLoss:
             self._divisor = getattr(model, "loss_items", None)
             self._holder: nn.Module | None = model
         elif criterion is None:
-            self._criterion, self._sums, self._classes = _cross_entropy_sum, True, True
+            self._criterion, self._sums, self._classes = cross_entropy_sum, True, True
             self._class_dim = -1
         else:
             self._divisor = getattr(criterion, "loss_items", None)
             self._holder = criterion if isinstance(criterion, nn.Module) else None
             self._criterion = criterion
-            if (summed := _summed(criterion)) is not None:
-                self._criterion, self._sums, self._classes = summed, True, True
-                self._weight = _HostCopy(_option(criterion, "weight", None))
+            if (in_sum := summed(criterion)) is not None:
+                self._criterion, self._sums, self._classes = in_sum, True, True
+                self._weight = CachedCopy(option(criterion, "weight", None))
         if self._sums:
             self.checked = False
 
@@ -127,8 +126,8 @@ class WindowLoss:
         targets = targets_of(batch)
         if targets is None:
             if not self.takes_batch:
-                raise BatchError(_not_a_pair(batch))
-            samples = _samples(batch)
+                raise not_a_pair(batch)
+            samples = batch_size(batch)
             return Count(self._divided_by(batch, samples), samples, 0)
         graded = self.graded(batch)
         items: float = graded
@@ -157,7 +156,7 @@ class WindowLoss:
         return (items or 1.0) if self.averages else 1.0
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """The model's outputs: logits where it returns a structure that has them."""
+        """Return the model's outputs, or their attribute ``logits`` if there is one."""
         outputs = model(batch) if self.takes_batch else model(batch[0])
         return getattr(outputs, "logits", outputs)
 
@@ -165,13 +164,13 @@ class WindowLoss:
         """Sum the item losses of a microbatch.
 
         Args:
-            outputs: of the model.
-            batch: what they were computed from.
-            items: the microbatch's own; None for a batch that does not count. Its sum is 0 and has
-                a gradient.
+            outputs: outputs of the model.
+            batch: batch that the outputs were computed from.
+            items: number of items in the microbatch. None for a batch that does not count: its sum
+                is 0, with a gradient of zeros.
         """
         if items is None or (items == 0 and not self._sums):
-            return _zero(outputs)
+            return zero_with_gradient(outputs)
         wanted = batch if self.takes_batch else batch[1]
         loss = self._criterion(outputs, wanted)
         if self._sums:
@@ -182,7 +181,7 @@ class WindowLoss:
         return loss * items
 
     def correct(self, outputs: Any, batch: Any) -> int | None:
-        """Items whose largest logit is the target's; None where that has no meaning."""
+        """Count items whose largest logit is the target's; None if targets are not classes."""
         targets = targets_of(batch)
         if targets is None or not isinstance(outputs, Tensor) or targets.is_floating_point():
             return None
@@ -195,18 +194,12 @@ class WindowLoss:
         return items if self._divisor is None else float(self._divisor(counted))
 
     def _check(self, outputs: Any, batch: Any, loss: Tensor, items: float) -> None:
-        """Warn if the sum of a batch's losses is not that of its first sample and the rest.
+        """Warn if the summed loss of a batch is not that of its first sample plus that of the rest.
 
-        The criterion is called twice more, on this rank alone: so a copy of it is called, whose
-        buffers and attributes are its own, and one that communicates is not looked at.
-
-        Args:
-            outputs: of the model.
-            batch: on the device.
-            loss: of the batch; read only where there is something to compare it with.
-            items: of the batch.
+        A copy of the criterion computes both, on this rank alone, so the buffers and attributes of
+        the criterion do not change. A criterion that communicates is not checked.
         """
-        samples = _samples(batch)
+        samples = batch_size(batch)
         if samples < 2 or not isinstance(outputs, Tensor) or len(outputs) != samples:
             return
         held = [] if self._holder is None else list(self._holder.parameters())
@@ -214,20 +207,20 @@ class WindowLoss:
             return  # Its loss may wait for other ranks.
         total, on = 0.0, [outputs.device] if outputs.device.type == "cuda" else []
         try:
-            with torch.no_grad(), torch.random.fork_rng(on), _Alone():  # type: ignore[no-untyped-call]
-                # Parameters are shared: no loss writes to them, and they may be large.
+            with torch.no_grad(), torch.random.fork_rng(on), NoCollectives():  # type: ignore[no-untyped-call]
+                # Parameters may be large, and no loss writes to them: the copy shares them.
                 criterion = copy.deepcopy(self._criterion, {id(each): each for each in held})
                 for at in (slice(1), slice(1, None)):
                     part = tree_map_only(Tensor, itemgetter(at), batch)
-                    if _samples(part) == samples:
-                        return  # Of a structure that is not taken apart.
+                    if batch_size(part) == samples:
+                        return  # pytree does not know the structure of the batch.
                     here = self.items(part).items
                     wanted = part if self.takes_batch else part[1]
                     if here:
                         total += float(criterion(outputs[at], wanted)) * here
         except Exception:
-            return  # It cannot be taken apart to look.
-        whole = float(loss) * items
+            return  # The criterion does not take a part of a batch.
+        whole = float(loss) * items  # The only read of the loss, which may wait for the device.
         rounding = _ROUNDING.get(outputs.dtype, _ROUNDING_HALF)
         if math.isfinite(whole) and not abs(total - whole) <= rounding * abs(whole):
             log.warning(
@@ -239,122 +232,3 @@ class WindowLoss:
                 else "Give the criterion a method loss_items(targets) that returns what its mean "
                 "divides by, or use torch.nn.CrossEntropyLoss, whose divisor is known",
             )
-
-
-def targets_of(batch: Any) -> Tensor | None:
-    """Return the targets of a pair (inputs, targets); None of anything else."""
-    if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
-        return batch[1] if batch[1].ndim else None
-    return None
-
-
-def _not_a_pair(batch: Any) -> str:
-    match batch:
-        case Mapping():
-            keys = ", ".join(map(repr, list(batch)[:5])) + (", ..." if len(batch) > 5 else "")
-            what = f"a {type(batch).__name__} with the keys {keys}"
-        case tuple() | list() if len(batch) != 2:
-            what = f"a {type(batch).__name__} of {len(batch)}"
-        case tuple() | list():
-            what = f"a pair whose targets are a {type(batch[1]).__name__}"
-            if isinstance(batch[1], Tensor):
-                what = "a pair whose targets are a tensor without dimensions"
-        case _ if is_dataclass(batch):
-            what = f"a dataclass {type(batch).__name__}"
-        case _:
-            what = f"a {type(batch).__name__}"
-    return (
-        f"a batch has to be a pair (inputs, targets) whose targets are a tensor [samples, ...], not"
-        f" {what}: give the DataLoader a collate_fn that returns such a pair, or give the model a "
-        "method loss(outputs, batch); forward and loss then get the whole batch"
-    )
-
-
-def _samples(batch: Any) -> int:
-    """Return the length of the first tensor in a batch of any structure.
-
-    Raises:
-        BatchError: there is none.
-    """
-    structure = batch
-    if isinstance(batch, Mapping):
-        structure = dict(batch)  # Also one that PyTorch's trees do not know.
-    elif is_dataclass(batch):
-        structure = vars(batch)
-    for leaf in tree_leaves(structure):
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return len(leaf)
-    raise BatchError(
-        f"a batch has to hold a tensor [samples, ...]: there is none in this "
-        f"{type(batch).__name__}; let the DataLoader's collate_fn make one"
-    )
-
-
-def _option(criterion: Any, name: str, default: Any) -> Any:
-    """Return an attribute of a criterion, or a keyword that a ``functools.partial`` has set."""
-    keywords = getattr(criterion, "keywords", None) or {}
-    return keywords.get(name, getattr(criterion, name, default))
-
-
-def _summed(criterion: Criterion) -> Criterion | None:
-    """Return the same criterion with a sum for its mean; None where that is not known to exist."""
-    if isinstance(criterion, nn.Module) and type(criterion).forward in _SUMMABLE:
-        summed: Any = copy.copy(criterion)
-        summed.reduction = "sum"
-        return cast(Criterion, summed)
-    if isinstance(criterion, partial) and not criterion.args:
-        if criterion.func in _SUMMABLE_FUNCTIONS:
-            return partial(criterion, reduction="sum")
-    elif criterion in _SUMMABLE_FUNCTIONS:
-        return partial(criterion, reduction="sum")
-    return None
-
-
-class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuse collectives: no other rank would take part."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace:
-            raise RuntimeError(f"{func} waits for other ranks")
-        return func(*args, **(kwargs or {}))
-
-
-class _HostCopy:
-    """A tensor, and its copy on the host: made anew only when the tensor was written to."""
-
-    def __init__(self, tensor: Tensor | None) -> None:
-        self._tensor = tensor
-        self._made: tuple[int, Tensor] | None = None
-
-    def on(self, device: torch.device) -> Tensor | None:
-        """Return the tensor on ``device``."""
-        tensor = self._tensor
-        if tensor is None or tensor.device == device:
-            return tensor
-        if self._made is None or self._made[0] != tensor._version:
-            self._made = (tensor._version, tensor.to(device))
-        return self._made[1]
-
-
-def _zero(outputs: Any) -> Tensor:
-    """Return 0 with a gradient of zeros to each tensor of ``outputs``."""
-    total = sum(
-        leaf.sum() * 0.0
-        for leaf in tree_leaves(outputs)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    )
-    assert isinstance(total, Tensor), "the model returned no tensor"
-    return total
-
-
-def _cross_entropy_sum(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Sum the cross entropy of logits ``(..., classes)``.
-
-    Args:
-        outputs: logits ``(..., classes)``.
-        targets: classes ``(...)``, or class probabilities ``(..., classes)``.
-    """
-    flat = targets.flatten(0, -2) if targets.is_floating_point() else targets.flatten()
-    return functional.cross_entropy(
-        outputs.flatten(0, -2), flat, ignore_index=IGNORED, reduction="sum"
-    )

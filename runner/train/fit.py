@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import default_collate
 
-from runner.booster.loss import BatchError, WindowLoss, targets_of
+from runner.booster.batch import BatchError, targets_of
+from runner.booster.loss import WindowLoss
 from runner.config.folders import CONFIG_NAME, find, options
 from runner.config.nearest import nearest_name, or_list
 from runner.config.problem import DataMismatch, Problem

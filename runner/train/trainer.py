@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from runner.booster import Booster, LossScale, ModelWrapper, OptimizerWrapper, Plugin, SinglePlugin
-from runner.booster.loss import Criterion, WindowLoss
+from runner.booster.criterion import Criterion
+from runner.booster.loss import WindowLoss
 from runner.booster.optimizer import Nonfinite
 from runner.clip import ClipMode, GradientClipping, build
 from runner.clip.layout import local

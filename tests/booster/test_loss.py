@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from runner import Booster, Trainer
 from runner.booster import TorchDDPPlugin
-from runner.booster.loss import BatchError, WindowLoss
+from runner.booster.batch import BatchError
+from runner.booster.loss import WindowLoss
 from runner.data.dataset import IGNORED, TensorPairs
 from tests.ranks import run_ranks
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from runner.booster.optimizers import _looks_across, require_safe
+from runner.booster.optimizer_trial import steps_by_others
+from runner.booster.optimizers import require_safe
 
 seen: set[str] = set()
 
@@ -23,7 +24,7 @@ class Recording(SGD):
 def test_a_trial_runs_on_the_device_of_the_parameters():
     """Some options, such as ``capturable``, raise an error on another one."""
     seen.clear()
-    _looks_across(Recording([nn.Parameter(torch.ones(2, 2, device="meta"))], lr=0.1))
+    steps_by_others(Recording([nn.Parameter(torch.ones(2, 2, device="meta"))], lr=0.1))
     assert seen == {"meta"}
 
 

@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from runner import GradientClipping, Trainer
 from runner.booster import NonFiniteGradient
-from runner.booster.loss import BatchError
+from runner.booster.batch import BatchError
 from runner.optim.schedulers import LinearWarmupCosineLR
 from tests.distributed.training import Rows
 

@@ -1,0 +1,173 @@
+"""Trial steps: does an optimizer step one parameter by others, and is its step on shards correct?
+
+A trial builds a new optimizer of the same class and options over small float64 tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+TRIAL_STEPS = 3
+"""The first step of an Adam does not depend on the size of gradients; later ones do."""
+
+TOLERANCE = 1e-6
+"""Largest relative difference of two float64 updates that should be equal."""
+
+
+def steps_by_others(optimizer: Optimizer) -> bool:
+    """Return whether the updates of some tensors change if the optimizer holds other tensors too.
+
+    Also False if the class cannot be built from its options, because then nothing is known.
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    device = held[0].device if held else None
+    few: list[list[Tensor]] = []
+    more: list[list[Tensor]] = []
+    for group in optimizer.param_groups:
+        dims = sorted({parameter.ndim for parameter in group["params"]}) or [2]
+        # On the device of the parameters: some options (capturable) need an accelerator.
+        few.append(
+            [torch.ones((4, 3, *[2] * n)[:n], dtype=torch.float64, device=device) for n in dims]
+        )
+        more.append([*few[-1], *few[-1]])
+
+    def gradients(groups: Sequence[Sequence[Tensor]], step: int) -> list[list[Tensor]]:
+        # Gradients of the other tensors are larger, and grow with each step.
+        return [
+            [
+                _random(tensor.shape, 100 * step + i).to(tensor.device)
+                * (1.0 if i < len(own) else 10.0**step)
+                for i, tensor in enumerate(group)
+            ]
+            for group, own in zip(groups, few, strict=True)
+        ]
+
+    try:
+        alone = _updates(optimizer, few, partial(gradients, few))
+        together = _updates(optimizer, more, partial(gradients, more))
+        return any(
+            _difference(a, b) > TOLERANCE
+            for one, both in zip(alone, together, strict=True)
+            for a, b in zip(one, both, strict=False)
+        )
+    except Exception:
+        return False
+
+
+def error_on_shards(optimizer: Optimizer, mesh: DeviceMesh) -> float:
+    """Return the largest relative error of updates of sharded tensors.
+
+    The reference is the same optimizer on whole tensors. The error is 0 if that cannot be built.
+
+    Args:
+        optimizer: optimizer whose class, options and placements are tried.
+        mesh: mesh of the sharded parameters; every rank of it has to call this function.
+
+    Raises:
+        Exception: whatever the optimizer raises on sharded tensors.
+    """
+    groups = [_examples(group["params"], mesh) for group in optimizer.param_groups]
+    starts = [[_filled(p, i) for i, p in enumerate(group)] for group in groups]
+    drawn = [
+        [[_filled(p, 100 * step + i) for i, p in enumerate(group)] for group in groups]
+        for step in range(1, TRIAL_STEPS + 1)
+    ]
+    whole = [[[_full(t) for t in group] for group in each] for each in (starts, *drawn)]
+    try:
+        wanted = _updates(optimizer, whole[0], lambda step: whole[step])
+    except Exception:
+        return 0.0
+    found = _updates(optimizer, starts, lambda step: drawn[step - 1])
+    return max(
+        _difference(a, _full(b))
+        for one, other in zip(wanted, found, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _examples(parameters: Iterable[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+    """Return the smallest parameter on ``mesh`` for each number of dimensions and placement."""
+    listed = [p for p in parameters if isinstance(p, DTensor) and p.device_mesh == mesh]
+    found: dict[Any, int] = {}
+    for place in sorted(range(len(listed)), key=lambda place: listed[place].numel()):
+        found.setdefault((listed[place].ndim, listed[place].placements), place)
+    return [listed[place] for place in sorted(found.values())]
+
+
+def _random(shape: Sequence[int], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def _filled(like: Tensor, seed: int) -> Tensor:
+    """Return random numbers in the shape and placement of ``like``, equal on its replicas."""
+    if not isinstance(like, DTensor):
+        return _random(like.shape, seed).to(like.device)
+    mesh = like.device_mesh
+    for axis, (placement, at) in enumerate(
+        zip(like.placements, mesh.get_coordinate() or (), strict=True)
+    ):
+        seed += 10_000 * (axis + 1) * at * (not placement.is_replicate())
+    return DTensor.from_local(
+        _random(like.to_local().shape, seed).to(mesh.device_type),
+        mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=torch.empty(like.shape, device="meta").stride(),
+    )
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _updates(
+    optimizer: Optimizer,
+    starts: Sequence[Sequence[Tensor]],
+    gradients: Callable[[int], Sequence[Sequence[Tensor]]],
+) -> list[list[Tensor]]:
+    """Return what a new optimizer like ``optimizer`` adds to tensors in a few steps.
+
+    Args:
+        optimizer: optimizer that gives the class and its options.
+        starts: values of the parameters of each group.
+        gradients: function that returns the gradients of each group, given the step from 1 on.
+    """
+    groups = [[nn.Parameter(t.clone()) for t in group] for group in starts]
+    kind = type(optimizer)
+    options = vars(optimizer) | optimizer.defaults
+    accepted = [name for name in inspect.signature(kind).parameters if name in options]
+    # A schedule may have set the learning rate to 0.
+    rate = {} if options.get("lr") is None else {"lr": 0.01}
+    given = [
+        {**group, **rate, "params": parameters}
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    made = kind(given, **{name: options[name] for name in accepted} | rate)
+    for step in range(1, TRIAL_STEPS + 1):
+        for parameters, own in zip(groups, gradients(step), strict=True):
+            for parameter, gradient in zip(parameters, own, strict=True):
+                parameter.grad = gradient.clone()
+        made.step()
+    return [
+        [parameter.detach() - start for parameter, start in zip(parameters, own, strict=True)]
+        for parameters, own in zip(groups, starts, strict=True)
+    ]
+
+
+def _difference(wanted: Tensor, got: Tensor) -> float:
+    """Return the relative difference of two updates by L2 norm."""
+    if not wanted.numel():
+        return 0.0
+    off = float((wanted - got).norm())
+    return off / max(float(wanted.norm()), 1e-30) if off else 0.0

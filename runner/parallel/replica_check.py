@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from runner.clip.layout import local
-from runner.parallel.tensor import PlanError
+from runner.parallel.tensor_styles import PlanError
 
 TOLERANCE = 0.01
 """Largest relative difference that is taken for rounding; parts of a sum differ by far more."""

@@ -12,7 +12,7 @@ import yaml
 from torch import nn
 
 from runner.booster.plugin import HybridParallelPlugin, TensorParallelPlugin
-from runner.parallel.tensor import PlanError
+from runner.parallel.tensor_styles import PlanError
 from tests.distributed.by_hand import Loop
 from tests.distributed.cases import MODELS, Case, differences, train, trainer
 from tests.distributed.foreign import PLAN, CausalLM

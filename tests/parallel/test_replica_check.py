@@ -7,7 +7,7 @@ from torch import nn
 
 from runner.booster.plugin import TensorParallelPlugin
 from runner.parallel.replica_check import Agreement
-from runner.parallel.tensor import PlanError
+from runner.parallel.tensor_styles import PlanError
 from tests.distributed.by_hand import Loop
 from tests.distributed.odd_models import batch_for, make
 from tests.distributed.test_collectives import Counting

@@ -9,7 +9,13 @@ from runner.booster.plugin import HybridParallelPlugin, TensorParallelPlugin
 from runner.config.tensor_plan import STYLES as STYLES_OF_REQUESTS
 from runner.models.gpt import GPT
 from runner.parallel.collectives import span
-from runner.parallel.tensor import STYLES, PlanError, check_heads, check_sequence, plan_of
+from runner.parallel.tensor_styles import (
+    STYLES,
+    PlanError,
+    check_heads,
+    check_sequence,
+    plan_of,
+)
 
 
 def gpt(**changes):

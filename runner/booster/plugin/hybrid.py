@@ -46,7 +46,8 @@ from runner.parallel.stages import (
     stages_on,
     untie,
 )
-from runner.parallel.tensor import PlanError, check_heads, check_sequence, parallelize, plan_of
+from runner.parallel.tensor import parallelize
+from runner.parallel.tensor_styles import PlanError, check_heads, check_sequence, plan_of
 from runner.parallel.usage import Usage
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,198 @@
+"""Styles of tensor parallelism, and which module gets which one by a plan of name patterns.
+
+Style names are those of transformers' plans.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+HEADS = ("heads", "num_heads", "n_head", "num_attention_heads", "num_key_value_heads")
+"""Attributes in which models keep the number of heads of an attention."""
+
+
+class PlanError(ValueError):
+    """A plan cannot be applied to a model."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How the parameters of one kind of module are placed.
+
+    Attributes:
+        kinds: classes of modules that the style is for.
+        weight: placement of the weight.
+        bias: placement of the bias.
+        sequence: whether its replicated parameters get partial gradients on each rank if
+            activations are sharded along the sequence.
+        partial: whether they always get partial gradients on each rank.
+    """
+
+    kinds: tuple[type[nn.Module], ...] = (nn.Module,)
+    weight: Placement = Replicate()  # noqa: RUF009
+    bias: Placement = Replicate()  # noqa: RUF009
+    sequence: bool = False
+    partial: bool = False
+
+    def placement(self, key: str) -> Placement:
+        """Return the placement of a parameter by its name in the module."""
+        return {"weight": self.weight, "bias": self.bias}.get(key, _REPLICATED)
+
+
+_REPLICATED = Replicate()
+_LINEAR = (nn.Linear,)
+UNPLANNED = Style()
+"""Style of modules that no pattern matches: parameters are replicated."""
+
+STYLES: Mapping[str, Style] = {
+    "colwise": Style(_LINEAR, weight=Shard(0), bias=Shard(0)),
+    "rowwise": Style(_LINEAR, weight=Shard(1), sequence=True),
+    "colwise_rep": Style(_LINEAR, weight=Shard(0), bias=Shard(0)),
+    "embedding_rowwise": Style((nn.Embedding,), weight=Shard(0)),
+    "replicated_with_grad_allreduce": Style(partial=True),
+    "sequence_parallel": Style(sequence=True),
+    "split_sequence": Style(),
+    "whole_sequence": Style(),
+}
+"""``colwise``: output features are sharded. ``rowwise``: input features are sharded, outputs are
+summed. ``colwise_rep``: colwise with gathered outputs. ``embedding_rowwise``: the vocabulary is
+sharded. ``replicated_with_grad_allreduce``: replicated parameters of which each rank computes a
+part of the gradient (a norm of single heads). The last three matter if activations are sharded
+along the sequence: ``sequence_parallel`` modules compute on shards, the output of
+``split_sequence`` modules is sharded, and ``whole_sequence`` modules need the whole sequence."""
+
+
+def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the style of each planned module by its qualified name.
+
+    Args:
+        model: the whole model.
+        given: style by name pattern, in which ``*`` matches anything; by default the model's own
+            ``tp_plan``. If several patterns match a module, the last one counts.
+
+    Raises:
+        PlanError: there is no plan, a pattern matches nothing, a style is unknown or does not fit
+            the module, or tied parameters would be sharded in different ways.
+    """
+    plan = given if given is not None else getattr(model, "tp_plan", None)
+    if not plan:
+        raise PlanError(
+            f"{type(model).__name__} has no plan for tensor parallelism: give plugin.tp_plan a "
+            'YAML file with lines such as "blocks.*.mlp.up: colwise"'
+        )
+    modules = {name: module for name, module in model.named_modules() if name}
+    styles: dict[str, str] = {}
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise PlanError(f"{pattern}: unknown style {style!r}; use {', '.join(STYLES)}")
+        hits = fnmatch.filter(modules, pattern)
+        if not hits:
+            raise PlanError(f"{pattern} matches no module; {_near(pattern, list(modules))}")
+        for name in hits:
+            _check_kind(name, modules[name], style)
+        styles.update(dict.fromkeys(hits, style))
+    _check_ties(model, styles)
+    return styles
+
+
+def style_of(styles: Mapping[str, str], name: str) -> Style:
+    """Return the style of the module with the qualified name ``name``."""
+    return STYLES[styles[name]] if name in styles else UNPLANNED
+
+
+def _check_kind(name: str, module: nn.Module, style: str) -> None:
+    kinds, made = STYLES[style].kinds, type(module).__name__
+    fit = " or ".join(f"torch.nn.{kind.__name__}" for kind in kinds)
+    if not isinstance(module, kinds):
+        raise PlanError(f"{name}: {style} is for {fit}, not for {made}")
+    if kinds == UNPLANNED.kinds:
+        return
+    if all(type(module).forward is not kind.forward for kind in kinds):
+        raise PlanError(
+            f"{name}: {style} would replace what {made}.forward does by what {fit} does: leave it "
+            f"out of the plan, or plan a plain {fit} inside it"
+        )
+    if module._parameters.get("weight") is None:
+        raise PlanError(
+            f"{name}: {style} splits a weight, but that of this {made} is computed from others: "
+            "leave it out of the plan"
+        )
+    if (
+        isinstance(module, nn.Embedding)
+        and style == "embedding_rowwise"
+        and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse)
+    ):
+        raise PlanError(f"{name}: {style} takes no max_norm, scale_grad_by_freq or sparse")
+
+
+def _check_ties(model: nn.Module, styles: Mapping[str, str]) -> None:
+    seen: dict[int, tuple[str, Placement]] = {}
+    for prefix, module in model.named_modules():
+        style = style_of(styles, prefix)
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name, placement = f"{prefix}.{key}" if prefix else key, style.placement(key)
+            first, known = seen.setdefault(id(parameter), (name, placement))
+            if known != placement:
+                raise PlanError(
+                    f"{name} is tied to {first}, which is split another way ({known}, not "
+                    f"{placement}): give both the same split, or untie them"
+                )
+
+
+def _near(pattern: str, names: list[str]) -> str:
+    """Suggest the nearest patterns, in which ``*`` replaces numbers."""
+    split = ([("*" if part.isdigit() else part) for part in name.split(".")] for name in names)
+    patterns = list(dict.fromkeys(".".join(parts) for parts in split))
+    near = difflib.get_close_matches(pattern, patterns, n=3, cutoff=0.5)
+    return f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(patterns[:8])}"
+
+
+def check_heads(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
+    """Refuse to split an attention head over ranks.
+
+    Args:
+        model: the whole model.
+        styles: styles from :func:`plan_of`.
+        ranks: tensor-parallel size.
+
+    Raises:
+        PlanError: ``ranks`` does not divide the heads of an attention whose projections are split.
+    """
+    for name, module in model.named_modules():
+        split = any(
+            styles.get(f"{name}.{child}") == "colwise" for child, _ in module.named_children()
+        )
+        for attribute in HEADS if split else ():
+            heads = getattr(module, attribute, None)
+            if isinstance(heads, int) and heads % ranks:
+                raise PlanError(
+                    f"{name} has {heads} heads ({attribute}), which tp_size {ranks} does not "
+                    f"divide: choose a tp_size that divides {heads}"
+                )
+
+
+def check_sequence(styles: Mapping[str, str]) -> None:
+    """Refuse to shard activations along the sequence by a plan that does not.
+
+    Layers would gather "shards" that are whole sequences, and attention would see later positions.
+
+    Args:
+        styles: styles from :func:`plan_of`.
+
+    Raises:
+        PlanError: no module has the style ``split_sequence``.
+    """
+    if "split_sequence" not in styles.values():
+        raise PlanError(
+            "the plan for tensor parallelism splits no sequence: give the style split_sequence to "
+            "the module after which activations are to be split (such as the dropout after the "
+            "embedding), or choose sequence_parallel=false"
+        )

@@ -1,4 +1,4 @@
-"""Several modules that one optimizer step trains together: models, and a criterion's parameters."""
+"""Train several modules by one optimizer step: models, and a criterion with parameters."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from torch.optim import Adam, Optimizer
 from runner.booster.plugin import ParallelModel, Plugin
 from runner.clip import Layout
 from runner.config.schedules import SCHEDULES
-from runner.parallel.gradient_sync import Replicas, alike, average
+from runner.parallel.gradient_sync import Replicas, average, broadcast_model
 
 CRITERION = "criterion."
 """Prefix of the names of a criterion's parameters."""
 
 
 def named(models: Sequence[nn.Module], criterion: Any) -> dict[str, nn.Module]:
-    """The modules that are trained together, by the prefix of their parameters' names.
+    """Return the modules that are trained together, by the prefix of their parameters' names.
 
     Args:
-        models: the models. One alone has no prefix; several have their numbers.
-        criterion: the loss function. It counts where it is a module with trainable parameters of
-            its own.
+        models: models. One model has no prefix; several have their numbers.
+        criterion: the loss function, included if it is a module with its own trainable parameters.
 
     Raises:
         ValueError: two models, or a model and a criterion, share a parameter.
@@ -56,15 +55,15 @@ def named(models: Sequence[nn.Module], criterion: Any) -> dict[str, nn.Module]:
 
 
 def replicate(criterion: nn.Module, plugin: Plugin) -> ParallelModel:
-    """Keep a criterion whole on every rank, with gradients averaged over the data-parallel ranks.
+    """Replicate a criterion on every rank, with gradients averaged over data-parallel ranks.
 
     Args:
-        criterion: a module that every rank calls with its own outputs (with pipeline stages: the
-            last stage calls it).
-        plugin: how the model is spread.
+        criterion: module that every rank calls with its own outputs (with pipeline stages: that the
+            last stage calls).
+        plugin: plugin that distributes the model.
 
     Raises:
-        ValueError: the schedule of a pipeline leaves a criterion's parameters out.
+        ValueError: the pipeline schedule computes no gradients of a criterion's parameters.
     """
     schedule = getattr(plugin, "schedule", "gpipe")
     if SCHEDULES[schedule].splits_backward and getattr(plugin, "stage_count", 1) > 1:
@@ -74,7 +73,7 @@ def replicate(criterion: nn.Module, plugin: Plugin) -> ParallelModel:
     world = dist.group.WORLD
     if plugin.world_size == 1 or world is None:
         return ParallelModel(criterion, Layout.of_model(criterion))
-    alike(criterion, world)
+    broadcast_model(criterion, world)
     parameters = [p for p in criterion.parameters() if p.requires_grad]
     return ParallelModel(
         criterion,
@@ -88,7 +87,7 @@ def replicate(criterion: nn.Module, plugin: Plugin) -> ParallelModel:
 def _average(parameters: Sequence[nn.Parameter], replicas: Replicas, plugin: Plugin) -> None:
     """Average the gradients of a criterion.
 
-    Tensor-parallel ranks that read the same samples have the same gradient: one of them counts.
+    Of the ranks that read the same samples, whose gradients are equal, only one counts.
     """
     if not plugin.reports_metrics:
         for parameter in parameters:
@@ -99,7 +98,7 @@ def _average(parameters: Sequence[nn.Parameter], replicas: Replicas, plugin: Plu
 def require_known(
     optimizers: Sequence[Optimizer], given: Mapping[str, Mapping[str, nn.Parameter]]
 ) -> None:
-    """Refuse a parameter that nobody would synchronise or clip.
+    """Refuse a parameter that would be neither synchronised nor clipped.
 
     Raises:
         ValueError: an optimizer holds a parameter of none of the modules.
@@ -122,25 +121,25 @@ def rebind(
     optimizers: Sequence[Optimizer],
     given: Mapping[str, Mapping[str, nn.Parameter]],
     parts: Mapping[str, nn.Module],
-    spreads: Mapping[str, ParallelModel],
+    parallel: Mapping[str, ParallelModel],
 ) -> None:
-    """Let optimizers hold what this rank steps of what took the place of their parameters.
+    """Replace the parameters of optimizers by those that this rank steps after distribution.
 
     Args:
         optimizers: the user's optimizers.
-        given: the parameters of each module before it was spread, by name.
-        parts: the modules as they are now.
-        spreads: how each was spread.
+        given: original parameters of each module by name.
+        parts: the modules with their current parameters.
+        parallel: each module after distribution.
 
     Raises:
-        ValueError: an optimizer has taken a step already: its state is that of whole parameters.
+        ValueError: an optimizer has taken a step already, so its state is that of whole parameters.
     """
     replaced: dict[int, list[nn.Parameter]] = {}
-    for prefix, spread in spreads.items():
+    for prefix, made in parallel.items():
         now: dict[str, list[nn.Parameter]] = {}
         for own, parameter in parts[prefix].named_parameters():
-            if spread.steps is None or id(parameter) in spread.steps:
-                now.setdefault(spread.renamed.get(own, own), []).append(parameter)
+            if made.steps is None or id(parameter) in made.steps:
+                now.setdefault(made.renamed.get(own, own), []).append(parameter)
         replaced |= {id(old): now.get(name, []) for name, old in given[prefix].items()}
     if all([id(p) for p in new] == [old] for old, new in replaced.items()):
         return
@@ -151,14 +150,14 @@ def rebind(
             group["params"] = [new for p in group["params"] for new in replaced[id(p)]]
             kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
             if len(kinds) > 1:
-                # No kernel takes DTensors together with the plain parameters of a criterion.
+                # No kernel accepts DTensors together with plain tensors (those of a criterion).
                 group["fused"] = group["foreach"] = False
             elif True in kinds and not isinstance(optimizer, Adam):
-                group["fused"] = None  # AdamW is an Adam; no other fused kernel takes DTensors.
+                group["fused"] = None  # Only fused Adam, and AdamW, accept DTensors.
 
 
 def in_turn(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """One call that makes all ``calls``, in order."""
+    """Return a function that calls all ``calls`` in order."""
     if len(calls) == 1:
         return calls[0]
 

@@ -1,4 +1,4 @@
-"""What is done to a model, and asked of it, before a plugin spreads it over ranks."""
+"""Preparation and checks of a model before a plugin distributes it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from torch import nn
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:
-    """Take compiled modules out of their wrappers, and let them compile themselves.
+    """Replace the wrappers of :func:`torch.compile` by modules that are compiled in place.
 
-    :func:`torch.compile` wraps a module, so that the names of all parameters inside begin with
-    ``_orig_mod.``: patterns of a plan, the state dict and names in messages would not match. After
-    ``module.compile()`` they do.
+    A wrapper adds ``_orig_mod.`` to the names of all parameters inside it, which the patterns of a
+    plan, the state dict and names in messages would not match.
 
     Args:
-        model: a compiled model, or one with compiled parts; changed in place.
+        model: compiled model, or a model with compiled submodules; changed in place.
 
     Returns:
         The model without its wrapper.
@@ -34,14 +33,14 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def require_dense(model: nn.Module, plugin: str) -> None:
-    """Refuse a layer with sparse gradients, which cannot be sharded or added up over ranks.
+    """Refuse a layer with sparse gradients, which cannot be sharded or summed over ranks.
 
     Args:
         model: the whole model.
-        plugin: name of the plugin that is to spread it.
+        plugin: name of the plugin that will distribute the model.
 
     Raises:
-        ValueError: there is one; the message names it.
+        ValueError: the model has such a layer; the message names it.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:

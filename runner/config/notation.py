@@ -1,8 +1,9 @@
-"""Numbers as text in plain ASCII, for terminals, logs and messages."""
+"""Numbers and lists of names as text in plain ASCII, for terminals, logs and messages."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 
 def rounded(value: float, digits: int = 3) -> str:
@@ -49,3 +50,9 @@ def plural(count: int, noun: str, form: str = "") -> str:
         form: format specification of the number, such as ``,``.
     """
     return f"{count:{form}} {noun}{'' if count == 1 else 's'}"
+
+
+def first_few(names: Sequence[str], most: int = 5) -> str:
+    """Format a list of names, at most ``most`` of them: ``a, b and 4 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,7 +1,7 @@
-"""Expert parallelism: the experts of each mixture layer are dealt to ranks.
+"""Expert parallelism: each rank holds some of the experts of each mixture layer.
 
 A mixture is any module with a ``ModuleList`` called ``experts`` and a method ``spread(group)``,
-which keeps this rank's share of them, and sends tokens to and fro from then on.
+which keeps only the experts of this rank, and from then on exchanges tokens with the other ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers of ``model`` whose experts can be spread, with their names."""
+    """Yield the mixture layers of ``model`` with their names."""
     for name, module in model.named_modules():
         experts = getattr(module, "experts", None)
         if isinstance(experts, nn.ModuleList) and callable(getattr(module, "spread", None)):
@@ -21,7 +21,7 @@ def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def of_experts(model: nn.Module) -> frozenset[str]:
-    """Names of all parameters and buffers that belong to an expert."""
+    """Return the names of all parameters and buffers that belong to an expert."""
     return frozenset(
         f"{name}.experts.{own}"
         for name, module in mixtures(model)
@@ -30,8 +30,19 @@ def of_experts(model: nn.Module) -> frozenset[str]:
     )
 
 
+def split_parameters(
+    model: nn.Module, experts: frozenset[str]
+) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Return the parameters outside ``experts``, and those of ``experts``, by name."""
+    shared: dict[str, nn.Parameter] = {}
+    expert: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        (expert if name in experts else shared)[name] = parameter
+    return shared, expert
+
+
 def spread_experts(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Leave each rank of ``group`` its share of the experts of every mixture."""
+    """Keep on each rank of ``group`` only its experts of every mixture."""
     for _, module in list(mixtures(model)):
         experts = list(module.get_submodule("experts").children())
         held = [expert for expert in experts if next(expert.parameters(), None) is not None]

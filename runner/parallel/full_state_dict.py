@@ -1,8 +1,8 @@
-"""A whole model from what the ranks hold of it, and back."""
+"""Gather the state of the whole model on the first rank, and load it from there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,24 +10,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from runner.config.notation import first_few
+
 
 def gathered(
     model: nn.Module,
     renamed: Mapping[str, str],
     of: Callable[[nn.Parameter], Tensor | None] | None = None,
 ) -> dict[str, Tensor]:
-    """Tensors of the whole model, by their names in it, on the host of the first rank.
+    """Gather tensors of the whole model, by their names in it, on the host of the first rank.
 
-    Every rank has to call it. One copy of each tensor travels.
+    Every rank has to call it. One copy of each tensor is sent.
 
     Args:
         model: what this rank holds of the model.
-        renamed: the name in the whole model by another name that a parameter has here.
-        of: what is wanted of each parameter (its gradient, say), None where there is nothing; by
-            default parameters and buffers themselves.
+        renamed: name in the whole model of each parameter that has another name on this rank.
+        of: function that returns a tensor of a parameter (its gradient, say), or None; by default
+            parameters and buffers themselves are gathered.
 
     Returns:
-        The tensors on the first rank, nothing on the others.
+        The tensors on the first rank, an empty dict on the others.
     """
     here: dict[str, Tensor] = {}
     for own, parameter in model.named_parameters():
@@ -61,16 +63,15 @@ def load(
     names: Mapping[str, str],
     state: Mapping[str, Tensor],
 ) -> None:
-    """Copy a state dict of the whole model, read on the first rank, to what each rank holds.
+    """Load a state dict of the whole model, which only the first rank reads.
 
-    Every rank has to call it. One tensor travels at a time.
+    Every rank has to call it. One tensor is sent at a time.
 
     Args:
         model: what this rank holds of the model.
-        renamed: the name in the whole model by another name that a parameter has here.
-        names: all names in the state dict of the whole model; for each the first one of the same
-            tensor.
-        state: the state dict.
+        renamed: name in the whole model of each parameter that has another name on this rank.
+        names: each name in the state dict of the whole model, with the first name of its tensor.
+        state: state dict.
 
     Raises:
         ValueError: names or shapes are not those of the model.
@@ -92,7 +93,7 @@ def load(
         try:
             given = {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
             found = [_problems(given, names, {name: shape for name, (shape, _) in known.items()})]
-        except Exception as error:  # The other ranks wait for what is said.
+        except Exception as error:  # The other ranks wait for the result.
             found = [f"{type(error).__name__}: {error}"]
     if not alone:
         dist.broadcast_object_list(found, src=0)
@@ -112,7 +113,7 @@ def load(
 
 
 def _copy(tensor: Tensor, whole: Tensor) -> None:
-    """Copy to ``tensor``, of a DTensor to the part on this rank."""
+    """Copy ``whole`` to ``tensor``; to the local shard of a DTensor."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(whole)
         return
@@ -120,21 +121,21 @@ def _copy(tensor: Tensor, whole: Tensor) -> None:
     replica = DTensor.from_local(
         whole.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False
     )
-    # Each rank cuts its own part: no communication.
+    # Each rank takes its own shard, without communication.
     tensor.to_local().copy_(replica.redistribute(mesh, tensor.placements).to_local())
 
 
 def _problems(
     state: Mapping[str, Any], names: Mapping[str, str], shapes: Mapping[str, torch.Size]
 ) -> str:
-    """What is wrong with a state dict; empty if nothing is."""
+    """Return what is wrong with a state dict; empty if it fits the model."""
     found = []
     missing = [name for name in names if name not in state]
     unexpected = [name for name in state if name not in names]
     if missing:
-        found.append(f"missing: {_some(missing)}")
+        found.append(f"missing: {first_few(missing)}")
     if unexpected:
-        found.append(f"unexpected: {_some(unexpected)}")
+        found.append(f"unexpected: {first_few(unexpected)}")
         if all(name.startswith("module.") and name[7:] in names for name in unexpected):
             found.append("take the state of the model inside the wrapper: wrapper.module")
     for name, tensor in state.items():
@@ -150,11 +151,6 @@ def _problems(
         elif not torch.equal(tensor, state[first]):
             found.append(f"{name} is {first} in the model, but has other values")
     return "; ".join(found)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{', '.join(names[:5])}{more}"
 
 
 @torch.no_grad()

@@ -1,69 +1,32 @@
-"""The named axes along which ranks are laid out: stages, data, experts, tensor.
+"""The device mesh: which ranks share pipelines, data, experts and weights.
 
-Rank r of ``pp × dp × tp`` ranks lies at pipeline stage ``r // (dp·tp)``, data part ``r // tp % dp``
-and tensor part ``r % tp``: ranks that exchange most (tensor) are neighbours. Experts are spread
-over ``ep`` neighbouring data parts.
+Rank r of ``pp × dp × tp`` ranks has pipeline rank ``r // (dp·tp)``, data-parallel rank
+``r // tp % dp`` and tensor-parallel rank ``r % tp``, so ranks that communicate most (tensor) are
+neighbours. ``ep`` neighbouring data-parallel ranks share one set of experts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-
-@dataclass(frozen=True)
-class MeshSizes:
-    """Ranks along each axis; their product is the number of ranks.
-
-    Attributes:
-        dp: data parts.
-        tp: parts of each split weight.
-        pp: ranks that pipeline stages are dealt to.
-        ep: of the data parts, how many share one set of experts; it divides ``dp``.
-    """
-
-    dp: int
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-
-    @classmethod
-    def of(
-        cls, ranks: int, dp: int | None = None, tp: int = 1, pp: int = 1, ep: int = 1
-    ) -> MeshSizes:
-        """The sizes on ``ranks`` ranks; data parts are what is left of them.
-
-        Raises:
-            ValueError: the sizes do not multiply to the ranks; the message has the numbers.
-        """
-        asked = dp or max(1, ranks // (tp * pp))
-        product = asked * tp * pp
-        if product != ranks:
-            raise ValueError(
-                f"dp_size {asked} x tp_size {tp} x pp_size {pp} = {product} ranks, but there are "
-                f"{ranks}"
-            )
-        if asked % ep:
-            raise ValueError(f"ep_size {ep} does not divide the {asked} data-parallel ranks")
-        return cls(asked, tp, pp, ep)
-
+from runner.config.sizes import MeshSizes
 
 _grids: dict[tuple[str, tuple[int, ...], tuple[str, ...]], tuple[Any, DeviceMesh]] = {}
 
 
 def grid(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """All ranks as a grid. One that was made before is handed out again.
+    """Return a device mesh of all ranks, the same object for the same arguments.
 
-    Each group of ranks has threads and sockets of its own, which torch keeps as long as something
-    of the model lives: a process that trains many models, one after the other, would gather them.
+    Each process group has its own threads and sockets, which torch keeps as long as a part of the
+    model lives. A process that trains many models in turn would collect them.
 
     Args:
-        device_type: of the tensors that travel.
-        shape: ranks along each axis; their product is the number of ranks.
-        names: of the axes.
+        device_type: device type of the tensors.
+        shape: number of ranks along each axis; the product is the world size.
+        names: names of the axes.
     """
     asked, world = (device_type, shape, names), dist.group.WORLD
     made_in, mesh = _grids.get(asked, (None, None))
@@ -74,11 +37,14 @@ def grid(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
 
 
 class Axes:
-    """The axes as one device mesh, and where this rank lies on them.
+    """The device mesh of a plugin, and its slices.
 
     Args:
-        device_type: of the tensors that travel.
-        sizes: of the axes.
+        device_type: device type of the tensors.
+        sizes: size of each axis.
+
+    Attributes:
+        dp: data-parallel ranks.
     """
 
     def __init__(self, device_type: str, sizes: MeshSizes) -> None:
@@ -89,7 +55,7 @@ class Axes:
 
     @property
     def tp(self) -> DeviceMesh:
-        """Ranks that hold parts of the same weights."""
+        """Ranks that hold shards of the same weights."""
         return self._mesh["tp"]
 
     @property
@@ -99,20 +65,20 @@ class Axes:
 
     @property
     def ep(self) -> DeviceMesh:
-        """Data parts that share one set of experts."""
+        """Data-parallel ranks that share one set of experts."""
         return self._mesh["ep"]
 
     @property
     def edp(self) -> DeviceMesh:
-        """Data parts that hold the same experts."""
+        """Data-parallel ranks that hold the same experts."""
         return self._mesh["edp"]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks along ``axis`` that this rank is one of."""
+        """Return the ranks along ``axis`` to which this rank belongs."""
         mesh: DeviceMesh = getattr(self, axis)
         return mesh.get_group()
 
 
 def position(rank: int, sizes: MeshSizes) -> tuple[int, int, int]:
-    """Where ``rank`` lies: pipeline rank, data part, tensor part."""
+    """Return the pipeline, data-parallel and tensor-parallel rank of ``rank``."""
     return rank // (sizes.dp * sizes.tp), rank // sizes.tp % sizes.dp, rank % sizes.tp

@@ -1,8 +1,8 @@
-"""ZeRO stage 1: each rank steps its share of the parameters and sends them to the others.
+"""ZeRO stage 1: each rank steps some of the parameters, and broadcasts them.
 
-Rajbhandari et al. 2020 (arXiv 1910.02054, section 5.1). Whole parameters are dealt out, the largest
-first to the rank that has least; so the optimizer sees tensors as they are, any optimizer will do,
-and its state is that of the share alone.
+Rajbhandari et al. 2020 (arXiv 1910.02054, section 5.1). Whole parameters are assigned to ranks,
+largest first, each to the rank with the fewest elements. So any optimizer works: it sees whole
+tensors, and its state is that of the assigned parameters.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.clip.layout import local
-from runner.parallel.gradient_sync import Replicas, buckets, put_back
+from runner.parallel.buckets import broadcast
+from runner.parallel.gradient_sync import Replicas
 
 
 class Partition:
-    """Who steps what.
+    """Assignment of parameters to the ranks that step them.
 
     Args:
         replicas: parameters with the ranks that hold copies of them.
@@ -30,30 +31,24 @@ class Partition:
     def __init__(self, replicas: Sequence[Replicas]) -> None:
         self._shares: list[tuple[dist.ProcessGroup, list[list[nn.Parameter]]]] = []
         mine: set[int] = set()
-        for group, parameters in ((r.group, r.parameters) for r in replicas):
-            assert group is not None
-            shares = _deal(parameters, group.size())
-            mine.update(id(parameter) for parameter in shares[group.rank()])
-            self._shares.append((group, shares))
+        for each in replicas:
+            assert each.group is not None
+            shares = _assign(each.parameters, each.group.size())
+            mine.update(id(parameter) for parameter in shares[each.group.rank()])
+            self._shares.append((each.group, shares))
         self.mine = frozenset(mine)
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Send what this rank stepped, and take what the others did."""
+        """Send the parameters that this rank stepped, and receive all others."""
         for group, shares in self._shares:
-            if group.size() == 1:
-                continue
             for owner, parameters in enumerate(shares):
                 stepped = [local(p.detach()) for p in parameters if p.requires_grad]
-                for bucket in buckets(stepped):
-                    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-                    dist.broadcast(flat, group=group, group_src=owner)
-                    if owner != group.rank():
-                        put_back(flat, bucket)
+                broadcast(stepped, group, owner)
 
 
-def _deal(parameters: Sequence[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
-    """Shares of about as many elements each; the same on every rank."""
+def _assign(parameters: Sequence[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
+    """Divide parameters into shares of about equal size, the same on every rank."""
     shares: list[list[nn.Parameter]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for parameter in sorted(parameters, key=lambda p: -p.numel()):

@@ -1,8 +1,7 @@
-"""Whether ranks that hold the same parameter have the same gradient for it.
+"""Check that tensor-parallel ranks have equal gradients of replicated parameters.
 
-Under tensor parallelism a parameter that no style splits is repeated on each rank. Where it works
-on a part of what a split layer computes (a norm of single heads), each rank has a part of its
-gradient, and the copies would drift apart without a word.
+If a replicated parameter is applied to the output of a sharded layer (a norm of single heads), each
+rank has only a part of its gradient. Without the check its replicas would silently diverge.
 """
 
 from __future__ import annotations
@@ -15,39 +14,41 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from runner.clip.layout import local
+from runner.config.notation import first_few
 from runner.parallel.tensor_styles import PlanError
 
 TOLERANCE = 0.01
-"""Largest relative difference that is taken for rounding; parts of a sum differ by far more."""
+"""Largest relative difference that rounding explains; parts of a sum differ by far more."""
 
 HALF_TOLERANCE = 0.05
-"""The same of parameters in half precision."""
+"""The same for parameters in half precision."""
 
 LEAST = 1e-3
-"""Of the largest gradient: what is smaller may be rounding alone (that of a key's bias)."""
+"""Fraction of the largest gradient norm below which a gradient may be rounding errors only, such as
+that of a key's bias."""
 
 
-def repeated(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trained parameters that every tensor rank holds alike, by name."""
-    return {n: p for n, p in model.named_parameters() if p.requires_grad and _whole(p)}
+def replicated(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters that all tensor-parallel ranks hold, by name."""
+    return {n: p for n, p in model.named_parameters() if p.requires_grad and _is_replicated(p)}
 
 
-def _whole(parameter: nn.Parameter) -> bool:
+def _is_replicated(parameter: nn.Parameter) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     axes = parameter.device_mesh.mesh_dim_names or ()
     return "tp" in axes and parameter.placements[axes.index("tp")].is_replicate()
 
 
-class Agreement:
-    """Called once a step, on every rank, when gradients are final; it looks at the first ones.
+class ReplicaCheck:
+    """Callable that compares gradients over ranks in the first step, with one collective.
 
-    Each gradient by two figures, in one collective. One that is zero on all ranks, as behind a
-    layer that begins at zero, is looked at once more in the next step.
+    Every rank calls it once per step, when gradients are final. A gradient that is zero on all
+    ranks (because a later layer starts at zero) is checked again in the next step.
 
     Args:
-        parameters: by name, in the same order on every rank of the group.
-        group: the tensor ranks.
+        parameters: replicated parameters by name, in the same order on every rank of the group.
+        group: tensor-parallel ranks.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -57,22 +58,22 @@ class Agreement:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Compare.
+        """Compare the gradients that are still unchecked.
 
         Raises:
             PlanError: gradients differ; the message names their parameters.
         """
         if not self.waiting:
             return
-        # On the host, in float64, whatever the gradients are.
-        own = torch.stack([_figures(p) for p in self.waiting.values()])
+        # On the host, in float64.
+        own = torch.stack([_fingerprint(p) for p in self.waiting.values()])
         rows = [torch.empty_like(own) for _ in range(self.group.size())]
         dist.all_gather(rows, own, group=self.group)
-        figures = torch.stack(rows)
-        if not bool(figures.isfinite().all()):
-            return  # An overflow: the next step will tell.
-        sizes: list[float] = figures[..., 0].amax(0).tolist()
-        spread: list[float] = (figures.amax(0) - figures.amin(0)).amax(1).tolist()
+        prints = torch.stack(rows)
+        if not bool(prints.isfinite().all()):
+            return  # An overflow: checked in the next step.
+        sizes: list[float] = prints[..., 0].amax(0).tolist()
+        spread: list[float] = (prints.amax(0) - prints.amin(0)).amax(1).tolist()
         first = self._largest == 0
         self._largest = max(self._largest, *sizes)
         if self._largest == 0:
@@ -84,12 +85,15 @@ class Agreement:
             if off > _tolerance(parameter) * max(size, LEAST * self._largest)
         ]
         if apart:
-            raise PlanError(_said(apart))
+            raise PlanError(_message(apart))
         self.waiting = {name: p for (name, p), size, _ in found if first and size == 0}
 
 
-def _figures(parameter: nn.Parameter) -> Tensor:
-    """Norm of the gradient, and its product with numbers that all ranks draw alike."""
+def _fingerprint(parameter: nn.Parameter) -> Tensor:
+    """Return the norm of the gradient, and its dot product with a random vector.
+
+    The random vector is equal on all ranks.
+    """
     if parameter.grad is None:
         return torch.zeros(2, dtype=torch.float64)
     gradient = local(parameter.grad)
@@ -107,10 +111,9 @@ def _tolerance(parameter: nn.Parameter) -> float:
     return HALF_TOLERANCE if parameter.dtype.itemsize < 4 else TOLERANCE
 
 
-def _said(names: list[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+def _message(names: list[str]) -> str:
     return (
-        f"{', '.join(names[:8])}{more}: the gradient differs between tensor ranks, each of which "
+        f"{first_few(names, 8)}: the gradient differs between tensor ranks, each of which "
         "sees a part of what this parameter works on: in the plan, give its module the style "
         "replicated_with_grad_allreduce (if the ranks draw different random numbers, seed them "
         "alike)"

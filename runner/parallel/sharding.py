@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from runner.config.notation import first_few
 from runner.parallel.experts import mixtures
 from runner.parallel.hooks import gradient_hooks
 from runner.parallel.usage import Usage
@@ -30,14 +31,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sharding:
-    """How parameters are gathered and given back.
+    """Options of ``fully_shard``.
 
     Attributes:
-        reshard_after_forward: give the gathered parameters of a block back after its forward pass
-            and gather them again for its backward pass; less memory, more traffic.
+        reshard_after_forward: whether to reshard the parameters of a block after its forward pass
+            and gather them again for its backward pass: less memory, more communication.
         param_dtype: dtype in which parameters are gathered and computed, while gradients are
             reduced in float32. None keeps the dtype of each parameter.
-        cpu_offload: keep parameters, gradients and optimizer state in host memory between uses.
+        cpu_offload: whether to keep parameters, gradients and optimizer state in host memory.
     """
 
     reshard_after_forward: bool = True
@@ -45,7 +46,7 @@ class Sharding:
     cpu_offload: bool = False
 
     def options(self) -> dict[str, Any]:
-        """Arguments of ``fully_shard``."""
+        """Return the arguments of ``fully_shard``."""
         policy = MixedPrecisionPolicy()
         if self.param_dtype is not None:
             policy = MixedPrecisionPolicy(self.param_dtype, reduce_dtype=torch.float32)
@@ -67,16 +68,16 @@ def shard_model(
     experts: DeviceMesh | None = None,
     ends: bool = True,
 ) -> None:
-    """Shard each block (each element of a ModuleList, but experts), then the rest of ``root``.
+    """Shard each block (each element of a ModuleList, except experts), then the rest of ``root``.
 
     Args:
-        root: the model, or what this rank has of it.
-        mesh: the data-parallel ranks; two axes replicate over the first and shard over the second.
-        sharding: how.
-        usage: records which parameters get a gradient, and runs the user's hooks on it.
-        experts: the ranks that hold the same experts, where experts are spread over ranks. Their
-            gradients are averaged over these ranks alone.
-        ends: whether what comes out of ``root`` is what comes out of the model.
+        root: the model, or a stage of it.
+        mesh: data-parallel ranks; of two axes, the first one replicates and the second one shards.
+        sharding: options of ``fully_shard``.
+        usage: records which parameters get a gradient, and runs the user's hooks on them.
+        experts: ranks that hold the same experts, if ranks hold different ones. Gradients of
+            experts are averaged over these ranks only.
+        ends: whether the output of ``root`` is that of the model.
     """
     _make_contiguous(root)
     options = sharding.options()
@@ -90,32 +91,31 @@ def shard_model(
         for expert in mixture.get_submodule("experts").children():
             if any(True for _ in expert.parameters()):
                 fully_shard(expert, mesh=experts, **options)
-    # Experts belong to their block: a rank may run some of them and not others.
+    # Experts are gathered with their block, because a rank may run only some of them.
     lists = [
         module
         for name, module in root.named_modules()
         if isinstance(module, nn.ModuleList) and "experts" not in name.split(".")
     ]
-    # From the inside out: a block takes what its own blocks have left.
+    # Innermost first: a block shards the parameters that are not in blocks inside it.
     for blocks in reversed(lists):
         for block in blocks:
             if not isinstance(block, FSDPModule):
                 fully_shard(block, mesh=mesh, **options)
     if ends and sharding.param_dtype is not None:
-        # A loss is not taken in half precision.
+        # Losses are computed in full precision.
         policy = options["mp_policy"]
         options["mp_policy"] = dataclasses.replace(policy, output_dtype=torch.float32)
     fully_shard(root, mesh=mesh, **options)
-    # Ranks whose samples took different ways through the model would else add up gradients of
-    # different parameters, and nobody would notice. What no rank used gets its None back from
-    # `usage`.
+    # Otherwise ranks that use different parameters would sum gradients of different parameters.
+    # `usage` sets the gradients of parameters that no rank used back to None.
     assert isinstance(root, FSDPModule)
     root.set_reduce_scatter_unused_params(True)
     usage.watch(root, hooks)
 
 
 def _make_contiguous(root: nn.Module) -> None:
-    """Give channels-last weights the memory format that ``fully_shard`` asks for."""
+    """Convert channels-last weights, which ``fully_shard`` does not support."""
     changed = [name for name, p in root.named_parameters() if not p.is_contiguous()]
     for name in changed:
         parameter = root.get_parameter(name)
@@ -123,15 +123,14 @@ def _make_contiguous(root: nn.Module) -> None:
     if changed and (not dist.is_initialized() or dist.get_rank() == 0):
         log.warning(
             "made contiguous, because fully_shard keeps no other memory format (channels_last): %s",
-            ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else ""),
+            first_few(changed),
         )
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:
-    """Give the gathered parameters of ``roots`` back. After a step they are those from before it.
+    """Reshard the parameters of ``roots``: unsharded copies are stale after ``step()``.
 
-    A backward pass does it, but a forward pass without one, between backward pass and step, may
-    have gathered them again.
+    The backward pass reshards them, but a forward pass between it and the step unshards them again.
     """
     for root in roots:
         for module in root.modules():
@@ -141,7 +140,7 @@ def reshard(roots: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def unsynchronised(model: nn.Module) -> Iterator[None]:
-    """Gradients of a sharded ``model`` stay whole and local inside."""
+    """Do not reduce the gradients of a sharded ``model`` in backward passes inside."""
     if not isinstance(model, FSDPModule):
         yield
         return

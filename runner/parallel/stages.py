@@ -1,32 +1,32 @@
-"""How a model is cut into the stages of a pipeline, and which rank has which.
+"""Split a model into pipeline stages, and assign stages to ranks.
 
-A model that can be cut is a chain: it has a method ``pipeline()`` that lists its parts, each with
-the names of the modules it uses and what it does to the one tensor that goes through; or it is a
-:class:`torch.nn.Sequential`. Every rank keeps the parameters of its own stages alone.
+A model that can be split is a :class:`torch.nn.Sequential`, or has a method ``pipeline()`` that
+lists its parts: for each part the names of its modules, and a function of one tensor. Every rank
+keeps only the parameters of its own stages (:mod:`runner.parallel.own_stages`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from runner.config.notation import first_few
 from runner.config.schedules import SCHEDULES
-from runner.parallel.hooks import carry_over, gradient_hooks, require_no_post_accumulate
 
 
 class CutError(ValueError):
-    """A model cannot be cut into stages as asked."""
+    """A model cannot be split into stages as asked."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One link of the chain.
+    """One part of a model, which is not split further.
 
     Attributes:
-        modules: qualified names of the modules it uses.
-        run: what it does.
+        modules: qualified names of its modules.
+        run: function that computes its output from its input.
     """
 
     modules: tuple[str, ...]
@@ -34,10 +34,10 @@ class Part:
 
 
 def parts_of(model: nn.Module) -> list[Part]:
-    """The chain that ``model`` is.
+    """Return the parts of ``model`` in order.
 
     Raises:
-        CutError: it is none.
+        CutError: the model does not list its parts.
     """
     listed = getattr(model, "pipeline", None)
     if callable(listed):
@@ -48,7 +48,7 @@ def parts_of(model: nn.Module) -> list[Part]:
                 f"{type(model).__name__} cannot be cut into stages: it is a torch.nn.Sequential "
                 "with a forward of its own, so give it a method pipeline() that lists its parts"
             )
-        # Not its named children: a module that is there twice runs twice.
+        # named_children() would list a module that is there twice only once.
         return [
             Part((name,), module) for name, module in model._modules.items() if module is not None
         ]
@@ -59,17 +59,17 @@ def parts_of(model: nn.Module) -> list[Part]:
 
 
 def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> list[list[Part]]:
-    """The parts of each stage, in order.
+    """Return the parts of each stage, in order.
 
     Args:
         model: the whole model.
-        stages: how many.
-        starts: names of the modules with which the second and each further stage begins; by default
-            the stages have about as many parameters each.
+        stages: number of stages.
+        starts: names of the modules with which the second and each further stage starts; by default
+            stages have about equal numbers of parameters.
 
     Raises:
-        CutError: there are fewer parts than stages, a parameter is in no part, or a name is none
-            of a part's.
+        CutError: there are fewer parts than stages, a parameter is in no part, or no part starts
+            with one of the names.
     """
     parts = parts_of(model)
     _require_owner(model, parts)
@@ -83,13 +83,11 @@ def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> l
 
 
 def _require_owner(model: nn.Module, parts: Sequence[Part]) -> None:
-    modules = [model.get_submodule(name) for part in parts for name in part.modules]
-    held = {id(parameter) for module in modules for parameter in module.parameters()}
+    held = {id(parameter) for _, parameter in named_parameters(model, parts)}
     loose = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
     if loose:
-        more = f" and {len(loose) - 3} more" if len(loose) > 3 else ""
         raise CutError(
-            f"{type(model).__name__} cannot be cut into stages: {', '.join(loose[:3])}{more} is in "
+            f"{type(model).__name__} cannot be cut into stages: {first_few(loose, 3)} is in "
             "no module of a part, so no stage would hold it: move it into a module, and let the "
             "part of pipeline() that uses it name that module"
         )
@@ -111,16 +109,13 @@ def _named(parts: Sequence[Part], stages: int, starts: Sequence[str]) -> list[in
 
 
 def _balanced(model: nn.Module, parts: Sequence[Part], stages: int) -> list[int]:
-    """Cuts for which the largest stage is smallest, counted in parameters."""
-    costs = [
-        1 + sum(p.numel() for name in part.modules for p in model.get_submodule(name).parameters())
-        for part in parts
-    ]
+    """Return the starts of the stages that minimise the parameters of the largest stage."""
+    costs = [1 + sum(p.numel() for _, p in named_parameters(model, [part])) for part in parts]
     n = len(costs)
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[k][i]: the largest of k stages that hold the first i parts, and where the last begins.
+    # best[k][i]: parameters of the largest of k stages over the first i parts, start of the last.
     best = [[(float(sums[i]), 0) for i in range(n + 1)]]
     for k in range(2, stages + 1):
         row = [(float("inf"), 0)] * (n + 1)
@@ -135,134 +130,25 @@ def _balanced(model: nn.Module, parts: Sequence[Part], stages: int) -> list[int]
 
 
 def stages_on(rank: int, ranks: int, schedule: str) -> list[int]:
-    """Which stages a rank of the pipeline holds, in order."""
+    """Return the stages that pipeline rank ``rank`` holds, in order."""
     if schedule == "zero_bubble":
         return [rank, 2 * ranks - 1 - rank]
     return [rank + ranks * i for i in range(SCHEDULES[schedule].stages_per_rank)]
 
 
 def stage_to_rank(stage: int, ranks: int, schedule: str) -> int:
-    """The rank of the pipeline that holds a stage."""
+    """Return the pipeline rank that holds ``stage``."""
     return next(rank for rank in range(ranks) if stage in stages_on(rank, ranks, schedule))
 
 
-def untie(model: nn.Module, stages: Sequence[Sequence[Part]]) -> dict[str, str]:
-    """Give each stage its own copy of a parameter that several stages use.
-
-    A module that several stages use has one set of parameters: these stages have one copy.
-
-    Args:
-        model: the whole model; its modules get copies in place.
-        stages: from :func:`cut`.
-
-    Returns:
-        The parameter's name in the whole model, by each other name that it or a copy of it has.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    renamed: dict[str, str] = {}
-    users: dict[nn.Module, set[int]] = {}
-    for number, parts in enumerate(stages):
-        for prefix in (name for part in parts for name in part.modules):
-            for path, module in model.get_submodule(prefix).named_modules(prefix=prefix):
-                users.setdefault(module, set()).add(number)
-                for key, parameter in module._parameters.items():
-                    if parameter is not None and names[id(parameter)] != f"{path}.{key}":
-                        renamed[f"{path}.{key}"] = names[id(parameter)]
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in users:
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(parameter, []).append((module, key))
-    for parameter, held in places.items():
-        for others in _joined(users[module] for module, _ in held)[1:]:
-            named = [(names[id(parameter)], parameter)]
-            require_no_post_accumulate(named, "several stages have a copy of this parameter each")
-            copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            if (hooks := gradient_hooks(parameter)) is not None:
-                carry_over(hooks, copy)
-            for module, key in held:
-                if users[module] <= others:
-                    module._parameters[key] = copy
-    return renamed
+def modules_of(model: nn.Module, parts: Iterable[Part]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of ``parts`` with their qualified names."""
+    for part in parts:
+        for name in part.modules:
+            yield name, model.get_submodule(name)
 
 
-def _joined(sets: Iterable[set[int]]) -> list[set[int]]:
-    """Sets that have a number in common made one, by their smallest number."""
-    joined: list[set[int]] = []
-    for found in sets:
-        touched = [numbers for numbers in joined if numbers & found]
-        apart = [numbers for numbers in joined if not numbers & found]
-        joined = [*apart, found.union(*touched)]
-    return sorted(joined, key=min)
-
-
-def copies_of(
-    model: nn.Module,
-    stages: Sequence[Sequence[Part]],
-    renamed: Mapping[str, str],
-    homes: Sequence[int],
-) -> dict[str, list[int]]:
-    """Where the copies of a parameter are, by its name, for those that have several.
-
-    Args:
-        model: after :func:`untie`, before :func:`keep`.
-        stages: from :func:`cut`.
-        renamed: from :func:`untie`.
-        homes: the rank of the pipeline that holds each stage.
-
-    Returns:
-        The rank of the pipeline for each copy.
-    """
-    copies: dict[str, set[tuple[int, int]]] = {}
-    for home, parts in zip(homes, stages, strict=True):
-        for prefix in (name for part in parts for name in part.modules):
-            for own, parameter in model.get_submodule(prefix).named_parameters(prefix=prefix):
-                copies.setdefault(renamed.get(own, own), set()).add((home, id(parameter)))
-    return {
-        name: sorted(home for home, _ in found) for name, found in copies.items() if len(found) > 1
-    }
-
-
-def require_apart(model: nn.Module, stages: Sequence[Sequence[Part]], homes: Sequence[int]) -> None:
-    """Refuse stages on one rank that use the same module: each of them is sharded by itself.
-
-    Args:
-        model: after :func:`untie`, before :func:`keep`.
-        stages: from :func:`cut`.
-        homes: the rank of the pipeline that holds each stage.
-
-    Raises:
-        CutError: there are such stages; the message names a parameter.
-    """
-    users: dict[tuple[int, int], int] = {}
-    for number, (home, parts) in enumerate(zip(homes, stages, strict=True)):
-        for prefix in (name for part in parts for name in part.modules):
-            for own, parameter in model.get_submodule(prefix).named_parameters(prefix=prefix):
-                first = users.setdefault((home, id(parameter)), number)
-                if first != number:
-                    raise CutError(
-                        f"{own} is in a module that stages {first} and {number} of one rank use, "
-                        "and cannot be sharded: choose a schedule with one stage a rank, or "
-                        "zero_stage=1"
-                    )
-
-
-def keep(model: nn.Module, stages: Sequence[Sequence[Part]], own: Sequence[int]) -> None:
-    """Drop from ``model`` the parameters and buffers that only other stages use.
-
-    Args:
-        model: the whole model.
-        stages: from :func:`cut`.
-        own: numbers of the stages to keep.
-    """
-    used: list[set[int]] = []
-    for parts in stages:
-        modules = [model.get_submodule(name) for part in parts for name in part.modules]
-        used.append({id(t) for m in modules for t in (*m.parameters(), *m.buffers())})
-    mine = set().union(*(used[number] for number in own))
-    others = set().union(*used) - mine
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for key, tensor in tensors.items():
-                if tensor is not None and id(tensor) in others:
-                    tensors[key] = None
+def named_parameters(model: nn.Module, parts: Iterable[Part]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of ``parts`` with their qualified names."""
+    for prefix, module in modules_of(model, parts):
+        yield from module.named_parameters(prefix=prefix)

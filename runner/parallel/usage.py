@@ -1,13 +1,13 @@
-"""Which sharded parameters took part in the loss.
+"""Record which sharded parameters took part in the loss.
 
-``fully_shard`` reduces the gradients of a block in one collective, to which a rank adds zeros for
-what it did not use. A parameter that no rank used would end with a gradient of zeros instead of
-None, and momentum and weight decay would move it.
+``fully_shard`` reduces the gradients of a block in one collective, in which unused parameters have
+zeros. A parameter that no rank used would get a gradient of zeros instead of None, and the
+optimizer would change it by momentum and weight decay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from runner.parallel.experts import split_parameters
 from runner.parallel.hooks import HookError, Hooks, carry_over, register
+from runner.parallel.mesh import Axes
 
 
 class Usage:
-    """Records which parameters get a gradient on this rank, from one optimizer step to the next."""
+    """Records which parameters get a gradient on this rank between two optimizer steps."""
 
     def __init__(self) -> None:
         self._used: set[int] = set()
@@ -29,12 +31,12 @@ class Usage:
     def watch(self, root: nn.Module, hooks: Mapping[tuple[nn.Module, str], Hooks]) -> None:
         """Record the use of the parameters of ``root``, and run the user's hooks on them.
 
-        Gradients are computed for the gathered parameters. These exist from the first time that a
-        block is gathered, so each block is gathered once: every rank has to call it.
+        Autograd computes gradients of the unsharded parameters, which exist after a block was
+        unsharded once. So this unshards each block, and every rank has to call it.
 
         Args:
-            root: the model, or a stage of it, sharded.
-            hooks: those of the user, by the module that owns the parameter and its key there.
+            root: sharded model, or a sharded stage of it.
+            hooks: the user's hooks by owner of the parameter and its name there.
         """
         for block, owned in _owned_by_block(root).items():
             block.unshard()
@@ -51,15 +53,31 @@ class Usage:
     def _note(self, parameter: int, gradient: Tensor) -> None:
         self._used.add(parameter)
 
-    @torch.no_grad()
-    def drop_unused(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
-        """Set the gradients that are zeros because no rank used the parameter to None.
-
-        A gradient that was there before, because the user zeroed it or let it grow, stays.
+    def drops(
+        self, model: nn.Module, axes: Axes, experts: frozenset[str]
+    ) -> list[Callable[[], None]]:
+        """Return a call of :meth:`drop_unused` for each group of ranks that hold the same shards.
 
         Args:
-            parameters: sharded ones by name, in the same order on every rank of the group.
-            group: the data-parallel ranks that hold them.
+            model: what this rank holds of the model.
+            axes: the device mesh.
+            experts: names of parameters of experts that ranks hold different ones of.
+        """
+        shared, expert = split_parameters(model, experts)
+        return [
+            partial(self.drop_unused, shared, axes.group("dp")),
+            partial(self.drop_unused, expert, axes.group("edp")),
+        ]
+
+    @torch.no_grad()
+    def drop_unused(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+        """Set gradients of parameters that no rank used to None.
+
+        Gradients that already existed before the backward pass stay.
+
+        Args:
+            parameters: sharded parameters by name, in the same order on every rank of the group.
+            group: data-parallel ranks that hold the shards.
 
         Raises:
             HookError: a hook was registered on a sharded parameter, where it never runs.
@@ -90,7 +108,7 @@ class Usage:
 def _owned_by_block(
     root: nn.Module,
 ) -> dict[FSDPModule, list[tuple[tuple[nn.Module, str], nn.Parameter]]]:
-    """Each sharded block, with the slots (module, key) of the parameters that it gathers."""
+    """Return the parameters that each sharded block gathers, with owner and name of each."""
     block_of: dict[nn.Module, FSDPModule] = {}
     for block in root.modules():  # outermost first, so the innermost block counts
         if isinstance(block, FSDPModule):

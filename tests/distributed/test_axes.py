@@ -5,23 +5,39 @@ import itertools
 import pytest
 import torch.distributed as dist
 
-from runner.parallel.mesh import Axes, MeshSizes, position
+from runner.booster import HybridParallelPlugin
+from runner.config.sizes import MeshSizes
+from runner.parallel.mesh import Axes, position
 from tests.ranks import run_ranks
 
 
 @pytest.mark.parametrize(
     ("ranks", "given", "said"),
     [
-        (4, {"tp": 3}, "dp_size 1 x tp_size 3 x pp_size 1 = 3 ranks, but there are 4"),
-        (4, {"dp": 3}, "dp_size 3 x tp_size 1 x pp_size 1 = 3 ranks, but there are 4"),
-        (2, {"tp": 2, "pp": 2}, "dp_size 1 x tp_size 2 x pp_size 2 = 4 ranks, but there are 2"),
-        (4, {"ep": 3}, "ep_size 3 does not divide the 4 data-parallel ranks"),
-        (8, {"tp": 4, "ep": 4}, "ep_size 4 does not divide the 2 data-parallel ranks"),
+        (4, {"tp_size": 3}, "4 ranks are no multiple of tp_size 3: start 3 or 6 ranks by torchrun"),
+        (4, {"dp_size": 3}, "4 ranks are not dp_size 3: start 3 ranks by torchrun"),
+        (
+            2,
+            {"tp_size": 2, "pp_size": 2},
+            "2 ranks are no multiple of tp_size 2 x pp_size 2 = 4: start 4 ranks by torchrun",
+        ),
+        (
+            4,
+            {"ep_size": 3},
+            "3 ranks cannot share the experts of 4 data-parallel ranks evenly: give ep_size=1, 2 "
+            "or 4, or another dp_size",
+        ),
+        (
+            8,
+            {"tp_size": 4, "ep_size": 4},
+            "4 ranks cannot share the experts of 2 data-parallel ranks evenly: give ep_size=1 or "
+            "2, or another dp_size",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_numbers(ranks, given, said):
-    with pytest.raises(ValueError, match=said):
-        MeshSizes.of(ranks, **given)
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        HybridParallelPlugin.sizes_of(ranks, given)
 
 
 @pytest.mark.parametrize(

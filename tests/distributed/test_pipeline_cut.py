@@ -10,7 +10,8 @@ from runner.booster import Booster
 from runner.booster.plugin import HybridParallelPlugin, PipelineParallelPlugin
 from runner.clip import apply_gradient_clipping
 from runner.parallel.full_state_dict import gathered
-from runner.parallel.stages import CutError, cut, keep, untie
+from runner.parallel.own_stages import keep, untie
+from runner.parallel.stages import CutError, cut
 from tests.distributed.by_hand import unlike
 from tests.distributed.odd_models import make
 from tests.ranks import run_ranks
@@ -141,7 +142,7 @@ def run_all():
             "num_microbatches=1: pp_size=2 with schedule=1f1b is 2 stages, each of which needs a "
             "microbatch: give 2 or more, or schedule=gpipe",
         ),
-        ({"pp_size": 3}, "dp_size 1 x tp_size 1 x pp_size 3 = 3 ranks, but there are 2"),
+        ({"pp_size": 3}, "2 ranks are no multiple of pp_size 3: start 3 ranks by torchrun"),
     ):
         with pytest.raises(ValueError, match=said):
             PipelineParallelPlugin(**options)

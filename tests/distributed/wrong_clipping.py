@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 import runner.booster.optimizer as optimizer_module
-import runner.booster.plugin.hybrid as hybrid
 from runner.booster.optimizer import OptimizerWrapper, nothing
 from runner.clip import Decision, Layout, Number, ParamShard, adaptive, layout, norm, norms
 from runner.clip.mode import ClipMode
 from runner.parallel import gradient_sync as sync
 from runner.parallel import tensor
-from runner.parallel.replica_check import Agreement
+from runner.parallel.replica_check import ReplicaCheck
 
 
 @contextmanager
@@ -149,13 +148,13 @@ def scale_after_its_growth() -> Iterator[None]:
 
 def _divided_by(divisor: Callable[[sync.Replicas], int]) -> Any:
     """Patch what sums over replicas are divided by."""
-    right = hybrid.Replicas
+    right = sync.Replicas
 
     def replicas(*args: Any) -> sync.Replicas:
         made = right(*args)
         return replace(made, divisor=divisor(made))
 
-    return patch.object(hybrid, "Replicas", replicas)
+    return patch.object(sync, "Replicas", replicas)
 
 
 @contextmanager
@@ -175,7 +174,7 @@ def experts_divided_by_their_replicas() -> Iterator[None]:
 @contextmanager
 def tied_gradients_not_added() -> Iterator[None]:
     """Each stage keeps its own gradient of a weight that is one."""
-    with patch.object(sync, "_add_up", lambda tied: None):
+    with patch.object(sync, "sum_copies", lambda tied: None):
         yield
 
 
@@ -191,7 +190,7 @@ def partial_sums_not_added() -> Iterator[None]:
                     gradient.to_local(), gradient.device_mesh, [Replicate()], run_check=False
                 )
 
-    with patch.object(sync, "_resolve", resolve):
+    with patch.object(sync, "sum_partial", resolve):
         yield
 
 
@@ -235,6 +234,6 @@ def unguarded() -> Iterator[None]:
 
     with (
         patch.object(layout, "_account", account),
-        patch.object(Agreement, "__call__", lambda agreement: None),
+        patch.object(ReplicaCheck, "__call__", lambda check: None),
     ):
         yield

@@ -1,6 +1,5 @@
 """Ranks and where they lie: the sizes of plugins, and those of a request, are the same."""
 
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +10,8 @@ from runner.booster.plugin import (
     PipelineParallelPlugin,
     TensorParallelPlugin,
 )
-from runner.config.sizes import SizeError, sizes
-from runner.parallel.mesh import MeshSizes, position
+from runner.config.sizes import MeshSizes, SizeError, sizes
+from runner.parallel.mesh import position
 
 KINDS = {
     "tensor": TensorParallelPlugin,
@@ -46,10 +45,9 @@ def section(name, **given):
 )
 def test_a_plugin_lays_ranks_out_as_the_request_was_checked(name, ranks, given):
     asked = section(name, **given)
-    of_request = sizes(asked, ranks)
-    of_plugin = MeshSizes.of(ranks, **KINDS[name].sizes_given(vars(asked), ranks))
-    for field in fields(MeshSizes):
-        assert getattr(of_plugin, field.name) == getattr(of_request, field.name), field.name
+    assert KINDS[name].sizes_of(ranks, vars(asked)) == sizes(asked, ranks)
+    # What is not given is the constructor's default.
+    assert KINDS[name].sizes_of(ranks, given) == sizes(asked, ranks)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +61,11 @@ def test_a_plugin_lays_ranks_out_as_the_request_was_checked(name, ranks, given):
 )
 def test_both_refuse_the_same(name, ranks, given):
     asked = section(name, **given)
-    with pytest.raises(SizeError):
-        sizes(asked, ranks)
-    with pytest.raises(ValueError, match=f"{ranks}|does not divide"):
-        MeshSizes.of(ranks, **KINDS[name].sizes_given(vars(asked), ranks))
+    with pytest.raises(SizeError) as of_request:
+        sizes(asked, ranks, started=True)
+    with pytest.raises(SizeError) as of_plugin:
+        KINDS[name].sizes_of(ranks, vars(asked))
+    assert str(of_plugin.value) == str(of_request.value)
 
 
 def test_neighbours_share_weights():

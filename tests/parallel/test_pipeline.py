@@ -5,17 +5,8 @@ import torch
 from torch import nn
 
 from runner.models.gpt import GPT
-from runner.parallel.stages import (
-    CutError,
-    copies_of,
-    cut,
-    keep,
-    parts_of,
-    require_apart,
-    stage_to_rank,
-    stages_on,
-    untie,
-)
+from runner.parallel.own_stages import copies_of, keep, require_apart, untie
+from runner.parallel.stages import CutError, cut, parts_of, stage_to_rank, stages_on
 
 SIZES = {"vocabulary": 16, "context": 8, "layers": 4, "heads": 2, "width": 8}
 

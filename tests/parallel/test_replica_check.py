@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.booster.plugin import TensorParallelPlugin
-from runner.parallel.replica_check import Agreement
+from runner.parallel.replica_check import ReplicaCheck
 from runner.parallel.tensor_styles import PlanError
 from tests.distributed.by_hand import Loop
 from tests.distributed.odd_models import batch_for, make
@@ -28,7 +28,7 @@ def said_of(*steps, dtype=torch.float32):
         dtype: of the parameters.
     """
     parameters = [nn.Parameter(torch.zeros(64, dtype=dtype)) for _ in steps[0]]
-    agree = Agreement({f"p{i}": p for i, p in enumerate(parameters)}, dist.group.WORLD)
+    agree = ReplicaCheck({f"p{i}": p for i, p in enumerate(parameters)}, dist.group.WORLD)
     said = []
     for gradients in steps:
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -1,4 +1,4 @@
-"""How a model is spread over ranks: one file a plugin."""
+"""Plugins, which distribute a model over ranks: one module each."""
 
 from runner.booster.plugin.base import ParallelModel, Plugin
 from runner.booster.plugin.ddp import TorchDDPPlugin

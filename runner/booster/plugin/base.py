@@ -1,4 +1,4 @@
-"""What a plugin is: how a model and its data are spread over ranks."""
+"""Base class of plugins: how a model and its data are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SHARD_BY_HAND = (
     "None, plugin.data_size), equally many on each rank (with num_workers, each worker yields its "
     "part of them), and hand it to torch.utils.data.DataLoader"
 )
-"""What to write for a data set without an index, under several data-parallel ranks."""
+"""How to shard a data set without an index over data-parallel ranks."""
 
 
 def require_process_group(plugin: str) -> None:
-    """Refuse to go on alone.
+    """Raise an error if there is no process group.
 
     Raises:
-        RuntimeError: there is no process group; the message says how to get one.
+        RuntimeError: there is none; the message says how to start one.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -42,18 +42,18 @@ def require_process_group(plugin: str) -> None:
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A model that was spread over ranks, and what an optimizer step has to do for it.
+    """A model that is distributed over ranks, and what an optimizer step does for it.
 
     Attributes:
-        module: what to run instead of the model.
-        layout: where its gradients live.
-        sync_grads: makes gradients final. It is called on every rank, once a step, before gradients
-            are read.
-        broadcast_params: brings the new parameters to all ranks that use them, or frees unsharded
-            copies that are stale. It is called on every rank after the optimizer has stepped.
-        steps: ids of the parameters that this rank's optimizer steps; None for all.
-        pipeline: runs a batch, where the model is cut into stages.
-        renamed: the name of a parameter in the whole model, by another one that it has here.
+        module: module to run instead of the model.
+        layout: placement of the gradients.
+        sync_grads: function that makes gradients final; called on every rank, once per step, before
+            gradients are read.
+        broadcast_params: function that brings new parameters to all ranks that use them, or frees
+            stale unsharded copies; called on every rank after the optimizer has stepped.
+        steps: ids of the parameters that the optimizer of this rank steps; None for all.
+        pipeline: pipeline that runs batches, if the model is split into stages.
+        renamed: name in the whole model of each parameter that has another name on this rank.
     """
 
     module: nn.Module
@@ -66,30 +66,30 @@ class ParallelModel:
 
 
 class Plugin(ABC):
-    """How a model, its gradients and its data are spread over ranks."""
+    """How a model, its gradients and its data are distributed over ranks."""
 
     reports_metrics: bool = True
-    """Whether this rank's figures count among those of the data-parallel ranks. Of the ranks that
-    read the same samples, the one that has the loss reports."""
+    """Whether sums over data-parallel ranks include this rank: of the ranks that read the same
+    samples, only one that has the loss."""
 
     precision: str | None = None
-    """What a :class:`~runner.Booster` computes in that is not told otherwise."""
+    """Precision of a :class:`~runner.Booster` that is given none."""
 
     initial_scale: float | None = None
-    """The fp16 scale that training begins with; None for the default one."""
+    """Initial fp16 loss scale; None for the default one."""
 
     max_norm: float = 0.0
-    """Above 0: a step limits the norm of a gradient that was not clipped before."""
+    """If above 0, each step clips the norm of a gradient that was not clipped before."""
 
     @classmethod
     def problems(
         cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
     ) -> list[tuple[str, Any, str]]:
-        """What will not work, before any rank starts.
+        """Return what would not work, before any rank starts.
 
         Args:
-            model: the whole model, on any device (``meta`` too).
-            ranks: in all.
+            model: the whole model, on any device, including ``meta``.
+            ranks: world size.
             options: arguments of the constructor.
 
         Returns:
@@ -99,42 +99,42 @@ class Plugin(ABC):
 
     @property
     def rank(self) -> int:
-        """This process, of all."""
+        """Rank of this process."""
         return dist.get_rank() if dist.is_initialized() else 0
 
     @property
     def world_size(self) -> int:
-        """Processes in all."""
+        """Number of processes."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
     @property
     def data_rank(self) -> int:
-        """Which part of a microbatch this rank reads."""
+        """Data-parallel rank: which part of a microbatch this rank reads."""
         return self.rank
 
     @property
     def data_size(self) -> int:
-        """Into how many parts a microbatch is dealt."""
+        """Data-parallel size: number of parts of a microbatch."""
         return self.world_size
 
     @abstractmethod
     def configure(self, model: nn.Module) -> ParallelModel:
-        """Spread ``model`` over the ranks, in place."""
+        """Distribute ``model`` over the ranks, in place."""
 
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Forward and backward passes inside leave gradients unsynchronised.
+        """Return a context in which backward passes do not synchronise gradients.
 
         Args:
-            model: the ``module`` that :meth:`configure` returned.
+            model: ``module`` of what :meth:`configure` returned.
         """
 
-    def sum_over_data(self, figures: Sequence[float]) -> list[float]:
-        """Sum over all data-parallel ranks, on the host; the same bits on each.
+    def sum_over_data(self, values: Sequence[float]) -> list[float]:
+        """Sum values over all data-parallel ranks, with bitwise equal results on all ranks.
 
-        One reduction of host memory (gloo), so that no accelerator is waited for.
+        On the host (gloo), so that no accelerator is waited for.
         """
-        mine = figures if self.reports_metrics else [0.0] * len(figures)
+        mine = values if self.reports_metrics else [0.0] * len(values)
         buffer = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(buffer)
         return buffer.tolist()
@@ -149,20 +149,20 @@ class Plugin(ABC):
         num_workers: int = 0,
         **kwargs: Any,
     ) -> DataLoader[Any]:
-        """A loader that gives this rank its part of every microbatch.
+        """Return a loader of this rank's part of every microbatch.
 
-        Which samples make up a microbatch of all ranks depends on the seed, the epoch and the
-        global batch alone.
+        The samples of a microbatch over all ranks depend only on the seed, the epoch and the
+        global batch size.
 
         Args:
-            dataset: map-style; one that answers ``__getitems__`` is read a batch at a time. An
-                :class:`~torch.utils.data.IterableDataset` is taken where one data-parallel rank
-                reads all of it; it has an order of its own.
-            batch_size: samples of one microbatch on one data-parallel rank.
-            shuffle: permute the samples, anew each epoch.
-            seed: of the permutation.
-            drop_last: leave out a last microbatch that is not full.
-            num_workers: processes that read ahead.
+            dataset: map-style data set; one with ``__getitems__`` is read a batch at a time. An
+                :class:`~torch.utils.data.IterableDataset`, which has its own order, is allowed
+                with one data-parallel rank.
+            batch_size: number of samples of one microbatch on one data-parallel rank.
+            shuffle: whether to permute the samples in each epoch.
+            seed: seed of the permutation.
+            drop_last: whether to leave out a last microbatch that is not full.
+            num_workers: number of worker processes.
             kwargs: further arguments of :class:`torch.utils.data.DataLoader`.
 
         Raises:

@@ -1,7 +1,7 @@
-"""Plugin ``ddp``: every rank holds the whole model, gradients are averaged over ranks.
+"""Plugin ``ddp``: every rank holds the whole model, and gradients are averaged over ranks.
 
-After the last microbatch's backward pass all ranks hold the same gradients to the bit, so clipping
-needs no further collective. ``no_sync`` has to hold forward and backward alike.
+After the backward pass of the last microbatch all ranks hold bitwise equal gradients, so clipping
+needs no collective. Both forward and backward pass have to run inside ``no_sync``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from runner.parallel.gradient_sync import synchronise_batch_norm
 class TorchDDPPlugin(Plugin):
     """Data parallelism by :class:`torch.nn.parallel.DistributedDataParallel`.
 
-    The arguments are DDP's own, but ``sync_batchnorm``: compute batch norm over the samples of all
-    ranks (:class:`torch.nn.SyncBatchNorm`, on GPUs alone). The process group must exist
-    (:func:`runner.launch_from_torch`).
+    The arguments are those of DDP, except ``sync_batchnorm``: whether to compute batch norm over
+    the samples of all ranks (:class:`torch.nn.SyncBatchNorm`, only on GPUs).
+
+    Raises:
+        RuntimeError: there is no process group.
     """
 
     def __init__(
@@ -44,11 +46,11 @@ class TorchDDPPlugin(Plugin):
             "static_graph": static_graph,
         }
         if not broadcast_buffers:
-            # Given only where it differs: newer versions of torch call it by another name.
+            # Passed only if it differs, because newer versions of torch renamed it.
             self.ddp_kwargs["broadcast_buffers"] = False
 
     def configure(self, model: nn.Module) -> ParallelModel:
-        """DDP over the model, and a layout that is whole on every rank."""
+        """Wrap the model in DDP; every rank holds all gradients."""
         if self.sync_batchnorm:
             assert dist.group.WORLD is not None
             synchronise_batch_norm(model, dist.group.WORLD)
@@ -58,7 +60,7 @@ class TorchDDPPlugin(Plugin):
         return ParallelModel(wrapped, Layout.of_model(model))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """DDP's own: gradients stay local until a backward pass outside."""
+        """Return DDP's context: gradients stay local until a backward pass outside."""
         assert isinstance(model, DistributedDataParallel)
         return model.no_sync()
 

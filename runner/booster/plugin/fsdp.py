@@ -1,8 +1,7 @@
 """Plugin ``fsdp``: parameters, gradients and optimizer state are sharded over ranks.
 
 By torch's ``fully_shard`` (FSDP2; Zhao et al. 2023, arXiv 2304.11277): each parameter is a DTensor
-split along its first dimension, gathered for a block's forward and backward pass. A rank holds a
-shard of every gradient, so a norm is a sum over ranks, and a vector is a unit cut by shards.
+sharded along its first dimension, and all-gathered for the forward and backward pass of its block.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from runner.booster.optimizer import nothing
 from runner.booster.plugin.base import ParallelModel, Plugin, require_process_group
 from runner.booster.precision import dtype_of
 from runner.clip import Layout
 from runner.parallel.gradient_sync import (
     GradientSync,
     ReplicatedBuffers,
-    alike,
+    broadcast_model,
     synchronise_batch_norm,
 )
 from runner.parallel.hooks import require_no_post_accumulate
@@ -35,18 +33,18 @@ class TorchFSDPPlugin(Plugin):
     """Fully sharded data parallelism.
 
     Args:
-        reshard_after_forward: give the gathered parameters of a block back after its forward pass
-            and gather them again for its backward pass; less memory, more traffic.
+        reshard_after_forward: whether to reshard the parameters of a block after its forward pass
+            and gather them again for its backward pass: less memory, more communication.
         dp_replicate: number of replicas; each is sharded over world size ÷ ``dp_replicate`` ranks.
-        param_dtype: ``bf16`` or ``fp16``: parameters are gathered and computed in it, gradients are
-            reduced in float32. None: as they are.
-        cpu_offload: keep parameters, gradients and optimizer state in host memory between uses.
-        sync_batchnorm: compute batch norm over the samples of all data-parallel ranks
-            (:class:`torch.nn.SyncBatchNorm`, on GPUs alone).
+        param_dtype: dtype in which parameters are gathered and computed, ``bf16`` or ``fp16``, while
+            gradients are reduced in float32. None keeps the dtype of each parameter.
+        cpu_offload: whether to keep parameters, gradients and optimizer state in host memory.
+        sync_batchnorm: whether to compute batch norm over the samples of all data-parallel ranks
+            (:class:`torch.nn.SyncBatchNorm`, only on GPUs).
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError: ``dp_replicate`` does not divide the ranks.
+        ValueError: ``dp_replicate`` does not divide the world size.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class TorchFSDPPlugin(Plugin):
     def problems(
         cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
     ) -> list[tuple[str, Any, str]]:
-        """Replicas that do not divide the ranks."""
+        """Return a problem if ``dp_replicate`` does not divide the world size."""
         replicas = options.get("dp_replicate", 1)
         if ranks % replicas:
             return [("dp_replicate", replicas, f"does not divide the {ranks} ranks (plugin.nproc)")]
@@ -83,7 +81,7 @@ class TorchFSDPPlugin(Plugin):
         why = "fsdp computes with temporary copies of parameters"
         require_no_post_accumulate(model.named_parameters(), why)
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        alike(model, world)
+        broadcast_model(model, world)
         device = next(model.parameters()).device.type
         shape: tuple[int, ...] = (self.world_size,)
         names: tuple[str, ...] = ("dp_shard",)
@@ -93,10 +91,6 @@ class TorchFSDPPlugin(Plugin):
         usage = Usage()
         shard_model(model, grid(device, shape, names), self.sharding, usage)
         sync = GradientSync(
-            (),
-            (),
-            (),
-            nothing,
             drop_unused=[partial(usage.drop_unused, dict(model.named_parameters()), world)],
             buffers=[ReplicatedBuffers(model, world)],
         )
@@ -106,7 +100,7 @@ class TorchFSDPPlugin(Plugin):
         )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Gradients stay whole and local until a backward pass outside."""
+        """Return a context in which gradients stay unsharded and local."""
         return unsynchronised(model)
 
 

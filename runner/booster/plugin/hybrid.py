@@ -1,6 +1,6 @@
-"""Plugin ``hybrid``: data, tensor, pipeline and expert parallelism on one mesh of ranks.
+"""Plugin ``hybrid``: data, tensor, pipeline and expert parallelism on one device mesh.
 
-The plugins ``zero``, ``tensor``, ``pipeline`` and ``moe`` are this one with most sizes left at 1.
+The plugins ``zero``, ``tensor``, ``pipeline`` and ``moe`` are this one with most sizes set to 1.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,84 +18,79 @@ from torch import nn
 
 from runner.booster.optimizer import nothing
 from runner.booster.plugin.base import ParallelModel, Plugin, require_process_group
+from runner.booster.plugin.problems import expert_problems, pipeline_problems, tensor_problems
 from runner.booster.precision import dtype_of
 from runner.clip import Layout
 from runner.clip.head import head_weights
 from runner.config.schedules import SCHEDULES, refused_microbatches
-from runner.parallel.experts import mixtures, of_experts, spread_experts
+from runner.config.sizes import MeshSizes, SizeError
+from runner.parallel.experts import of_experts, spread_experts
 from runner.parallel.gradient_sync import (
     GradientSync,
-    Replicas,
     ReplicatedBuffers,
-    Tied,
-    alike,
+    broadcast_model,
+    replicas_of,
     synchronise_batch_norm,
 )
 from runner.parallel.hooks import post_accumulate_hooked, require_no_post_accumulate
-from runner.parallel.mesh import Axes, MeshSizes, position
+from runner.parallel.mesh import Axes, position
+from runner.parallel.own_stages import OwnStages, keep_own
 from runner.parallel.partition import Partition
 from runner.parallel.pipeline import Pipeline, Stage
-from runner.parallel.replica_check import Agreement, repeated
+from runner.parallel.replica_check import ReplicaCheck, replicated
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
-from runner.parallel.stages import (
-    CutError,
-    copies_of,
-    cut,
-    keep,
-    require_apart,
-    stage_to_rank,
-    stages_on,
-    untie,
-)
+from runner.parallel.stages import Part, cut, stages_on
 from runner.parallel.tensor import parallelize
-from runner.parallel.tensor_styles import PlanError, check_heads, check_sequence, plan_of
+from runner.parallel.tensor_styles import check_heads, check_sequence, plan_of
+from runner.parallel.tied import tied_copies
 from runner.parallel.usage import Usage
 
 log = logging.getLogger(__name__)
 
+SIZES = ("dp_size", "tp_size", "pp_size", "ep_size")
+
 
 class HybridParallelPlugin(Plugin):
-    """Data × tensor × pipeline parallelism, with experts spread over data parts.
+    """Data × tensor × pipeline parallelism, with experts on different data-parallel ranks.
 
-    Gradients of data parts are averaged, in the window's last microbatch or, with ``zero_stage`` 2
-    and 3, in each backward pass outside of ``no_sync``, and with stages in each.
+    Gradients are averaged over data-parallel ranks once per step or, with ``zero_stage`` 2 and 3,
+    in each backward pass outside ``no_sync``; with pipeline stages in each backward pass.
 
     Args:
-        tp_size: parts of each split weight.
-        pp_size: ranks that pipeline stages are dealt to.
-        dp_size: data parts; by default what is left of the ranks.
-        ep_size: of the data parts, how many share one set of experts.
-        zero_stage: 0: replicas. 1: optimizer state is partitioned over data parts. 2: gradients as
-            well, 3: parameters as well (both by ``fully_shard``).
-        sequence_parallel: split activations between split layers along the sequence.
-        tp_plan: patterns of module names and their styles (see ``runner.parallel.tensor``);
-            by default the model's own.
-        schedule: of pipeline stages: ``gpipe``, ``1f1b``, ``interleaved_1f1b`` or ``zero_bubble``.
-        num_microbatches: parts that a batch is split into for the pipeline; by default as many as
-            there are stages.
-        split: names of the modules with which further stages begin; by default stages have about as
-            many parameters each.
+        tp_size: tensor-parallel size; None for the ranks that the other sizes leave.
+        pp_size: pipeline-parallel size; None for the ranks that the other sizes leave.
+        dp_size: data-parallel size; None for the ranks that the other sizes leave.
+        ep_size: number of data-parallel ranks that share one set of experts; None for all.
+        zero_stage: 0: replicas. 1: optimizer state is partitioned over data-parallel ranks. 2:
+            gradients too. 3: parameters too. Stages 2 and 3 use ``fully_shard``.
+        sequence_parallel: shard activations between sharded layers along the sequence.
+        tp_plan: style by name pattern (see :mod:`runner.parallel.tensor_styles`); by default the
+            model's own.
+        schedule: pipeline schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b`` or ``zero_bubble``.
+        num_microbatches: microbatches of one batch in the pipeline; by default the number of
+            stages.
+        split: names of the modules with which the second and each further stage starts; by default
+            stages have about equal numbers of parameters.
         reshard_after_forward: with ``zero_stage`` 3, see :class:`~runner.booster.TorchFSDPPlugin`;
-            with ``schedule="zero_bubble"`` parameters stay gathered until the backward pass.
-        param_dtype: with ``zero_stage`` 2 and 3, likewise.
-        cpu_offload: with ``zero_stage`` 2 and 3, likewise.
-        sync_batchnorm: compute batch norm over the samples of all data-parallel ranks
-            (:class:`torch.nn.SyncBatchNorm`, on GPUs alone).
-        precision: ``fp32``, ``bf16`` or ``fp16``, for a Booster that is not told otherwise.
-        initial_scale: the fp16 scale that training begins with.
-        max_norm: above 0, each optimizer step limits the norm of the gradient to it.
+            with ``schedule="zero_bubble"`` parameters stay unsharded until the backward pass.
+        param_dtype: with ``zero_stage`` 2 and 3, see :class:`~runner.booster.TorchFSDPPlugin`.
+        cpu_offload: with ``zero_stage`` 2 and 3, see :class:`~runner.booster.TorchFSDPPlugin`.
+        sync_batchnorm: see :class:`~runner.booster.TorchFSDPPlugin`.
+        precision: ``fp32``, ``bf16`` or ``fp16``, for a Booster that is given no precision.
+        initial_scale: initial fp16 loss scale.
+        max_norm: if above 0, each optimizer step clips the norm of the gradient to it.
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError: the sizes do not multiply to the ranks, or options do not go together.
+        ValueError: the sizes do not multiply to the number of ranks, or options exclude each other.
     """
 
     def __init__(
         self,
-        tp_size: int = 1,
-        pp_size: int = 1,
+        tp_size: int | None = 1,
+        pp_size: int | None = 1,
         dp_size: int | None = None,
-        ep_size: int = 1,
+        ep_size: int | None = 1,
         zero_stage: int = 0,
         sequence_parallel: bool = False,
         tp_plan: Mapping[str, str] | None = None,
@@ -119,93 +115,66 @@ class HybridParallelPlugin(Plugin):
                 f"param_dtype and cpu_offload go with zero_stage 2 and 3, not {zero_stage}"
             )
         self.sizes = MeshSizes.of(self.world_size, dp_size, tp_size, pp_size, ep_size)
+        pp = self.sizes.pp
         self.zero_stage = zero_stage
         self.sync_batchnorm = sync_batchnorm
         self.precision, self.initial_scale, self.max_norm = precision, initial_scale, max_norm
         self.sequence_parallel = sequence_parallel
         self.tp_plan = tp_plan
         self.schedule = schedule
-        self.stage_count = pp_size * SCHEDULES[schedule].stages_per_rank
+        self.stage_count = pp * SCHEDULES[schedule].stages_per_rank
         self.num_microbatches = num_microbatches or self.stage_count
-        refused = refused_microbatches(schedule, pp_size, self.num_microbatches)
-        if pp_size > 1 and refused:
+        refused = refused_microbatches(schedule, pp, self.num_microbatches)
+        if pp > 1 and refused:
             raise ValueError(f"num_microbatches={num_microbatches}: {refused}")
         self.split = split
-        # A zero-bubble schedule looks for the weights of a stage before it computes gradients, and
-        # would not find those that are gathered only then.
-        reshard = reshard_after_forward and zero_stage == 3
-        if pp_size > 1 and schedule == "zero_bubble":
-            reshard = False
-        self.sharding = Sharding(reshard, dtype_of(param_dtype), cpu_offload)
-        self.stage, self._part, tensor_part = position(self.rank, self.sizes)
-        last = stages_on(self.stage, pp_size, schedule)[-1] == self.stage_count - 1
-        self.reports_metrics = tensor_part == 0 and (pp_size == 1 or last)
+        # A schedule that splits the backward pass looks for the weights of a stage before it
+        # computes gradients, and would not find weights that are unsharded only then.
+        split_backward = pp > 1 and SCHEDULES[schedule].splits_backward
+        reshards = reshard_after_forward and zero_stage == 3 and not split_backward
+        self.sharding = Sharding(reshards, dtype_of(param_dtype), cpu_offload)
+        self.pp_rank, self._data_rank, tp_rank = position(self.rank, self.sizes)
+        last = stages_on(self.pp_rank, pp, schedule)[-1] == self.stage_count - 1
+        self.reports_metrics = tp_rank == 0 and (pp == 1 or last)
 
     @property
     def data_rank(self) -> int:
-        """Ranks of one tensor group, and of one pipeline, read the same samples."""
-        return self._part
+        """Data-parallel rank. Ranks of one tensor group or one pipeline read the same samples."""
+        return self._data_rank
 
     @property
     def data_size(self) -> int:
-        """Data parts."""
+        """Data-parallel size."""
         return self.sizes.dp
+
+    @classmethod
+    def sizes_of(cls, ranks: int, options: Mapping[str, Any]) -> MeshSizes:
+        """Return the sizes of the device mesh for constructor arguments ``options``.
+
+        Raises:
+            SizeError: the sizes do not multiply to ``ranks``.
+        """
+        arguments = signature(cls).parameters
+        given = {name: arguments[name].default for name in SIZES if name in arguments}
+        return MeshSizes.of(ranks, **{key: options.get(key, given[key]) for key in given})
 
     @classmethod
     def problems(
         cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
     ) -> list[tuple[str, Any, str]]:
-        """Sizes that do not fit the ranks, a plan that does not fit the model, too many stages."""
-        given = cls.sizes_given(options, ranks)
+        """Return sizes that do not fit the ranks, and what does not fit the model."""
         try:
-            sizes = MeshSizes.of(ranks, **given)
-        except ValueError as error:
-            return [("nproc", ranks, str(error))]
-        found: list[tuple[str, Any, str]] = []
-        plan = options.get("tp_plan")
-        if sizes.tp > 1 or plan:
-            try:
-                styles = plan_of(model, plan)
-            except PlanError as error:
-                found.append(("tp_plan", plan, str(error)))
-            else:
-                try:
-                    check_heads(model, styles, sizes.tp)
-                except PlanError as error:
-                    found.append(("tp_size", sizes.tp, str(error)))
-                if sizes.tp > 1 and options.get("sequence_parallel"):
-                    try:
-                        check_sequence(styles)
-                    except PlanError as error:
-                        found.append(("sequence_parallel", True, str(error)))
-        if sizes.pp > 1:
-            stages = sizes.pp * SCHEDULES[options.get("schedule", "1f1b")].stages_per_rank
-            starts = options.get("split")
-            try:
-                cut(model, stages, starts)
-            except CutError as error:
-                found.append(("split" if starts else "pp_size", starts or sizes.pp, str(error)))
-            if callable(getattr(model, "loss", None)):
-                own = f"{type(model).__name__} computes its own loss, which a pipeline cannot cut"
-                found.append(("pp_size", sizes.pp, own))
-        asked = options.get("ep_size")
-        if asked and asked > 1 and not any(mixtures(model)):
-            none = f"{type(model).__name__} has no experts to spread; model=moe has"
-            found.append(("ep_size", asked, none))
-        return found
-
-    @classmethod
-    def sizes_given(cls, options: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-        """Arguments of :meth:`Sizes.of` for these ranks, from those of the constructor."""
-        return {
-            "dp": options.get("dp_size"),
-            "tp": options.get("tp_size") or 1,
-            "pp": options.get("pp_size") or 1,
-            "ep": options.get("ep_size") or 1,
-        }
+            sizes = cls.sizes_of(ranks, options)
+        except SizeError as error:
+            return [(error.key, options.get(error.key, ranks), str(error))]
+        return [
+            *tensor_problems(model, sizes, options),
+            *pipeline_problems(model, sizes, options),
+            *expert_problems(model, options),
+        ]
 
     def configure(self, model: nn.Module) -> ParallelModel:
-        """Cut, deal out experts, split weights, shard: in this order, where each is asked for."""
+        """Split into stages, distribute experts, shard weights, then shard over data ranks."""
         world = dist.group.WORLD
         assert world is not None
         sizes = self.sizes
@@ -216,84 +185,91 @@ class HybridParallelPlugin(Plugin):
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
         heads = head_weights(model)
         experts = of_experts(model) if sizes.ep > 1 else frozenset()
-        styles = plan_of(model, self.tp_plan) if sizes.tp > 1 else {}
-        check_heads(model, styles, sizes.tp)
-        if sizes.tp > 1 and self.sequence_parallel:
-            check_sequence(styles)
+        styles = self._styles(model)
         stages = cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
         self._check_hooks(model)
-        alike(model, world)
+        broadcast_model(model, world)
 
-        renamed = untie(model, stages)
-        homes = [stage_to_rank(number, sizes.pp, self.schedule) for number in range(len(stages))]
-        if self.zero_stage >= 2:
-            require_apart(model, stages, homes)
-        copies = copies_of(model, stages, renamed, homes)
-        own = stages_on(self.stage, sizes.pp, self.schedule) if stages else []
-        if stages:
-            keep(model, stages, own)
+        own = self._own_stages(model, stages)
         if sizes.ep > 1:
             if not experts and self.rank == 0:
                 log.warning("%s has no experts: it is repeated whole", type(model).__name__)
             spread_experts(model, axes.group("ep"))
         if sizes.tp > 1:
             parallelize(model, styles, axes.tp, sequence=self.sequence_parallel)
-        modules = {number: Stage(model, stages[number]) for number in own}
-        broadcast_params: Callable[[], None] = nothing
+        modules = {number: Stage(model, stages[number]) for number in own.numbers}
+        roots = list(modules.values()) if stages else [model]
         usage = Usage()
         if self.zero_stage >= 2:
             apart = axes.edp if sizes.ep > 1 else None
-            roots = list(modules.values()) if stages else [model]
             for root in roots:
                 shard_model(root, axes.dp, self.sharding, usage, apart, ends=not stages)
-            broadcast_params = partial(reshard, roots)
 
         def ranks(name: str) -> int:
             replicas = sizes.dp // (sizes.ep if name in experts else 1)
-            return replicas * sizes.tp * len(copies.get(renamed.get(name, name), [0]))
+            return replicas * sizes.tp * len(own.copies.get(own.renamed.get(name, name), [0]))
 
-        layout = Layout.of_sharded(model, world, whole, ranks, renamed, heads)
-        replicas = self._replicas(model, axes, experts)
+        layout = Layout.of_sharded(model, world, whole, ranks, own.renamed, heads)
+        sharded = self.zero_stage >= 2
+        replicas = replicas_of(model, axes, experts, sharded=sharded)
         partition = Partition(replicas) if self.zero_stage == 1 else None
-        found = [self._tied(model, name, where, renamed, axes) for name, where in copies.items()]
-        tied = [each for each in found if each is not None]
-        agree = Agreement(repeated(model), axes.group("tp")) if sizes.tp > 1 else nothing
         return ParallelModel(
             model,
             layout,
             sync_grads=GradientSync(
                 model.parameters(),
                 replicas,
-                tied,
-                agree,
-                self._drop_unused(model, axes, experts, usage) if self.zero_stage >= 2 else (),
+                tied_copies(model, own.copies, own.renamed, axes),
+                ReplicaCheck(replicated(model), axes.group("tp")) if sizes.tp > 1 else None,
+                usage.drops(model, axes, experts) if sharded else (),
                 [
                     ReplicatedBuffers(model, axes.group("dp"), lambda name: name not in experts),
                     ReplicatedBuffers(model, axes.group("edp"), lambda name: name in experts),
                 ],
             ),
-            broadcast_params=broadcast_params if partition is None else partition.broadcast_params,
+            broadcast_params=self._broadcast_params(partition, roots),
             steps=None if partition is None else partition.mine,
             pipeline=self._pipeline(modules, axes, device) if stages else None,
-            renamed=renamed,
+            renamed=own.renamed,
         )
 
+    def _styles(self, model: nn.Module) -> dict[str, str]:
+        if self.sizes.tp == 1:
+            return {}
+        styles = plan_of(model, self.tp_plan)
+        check_heads(model, styles, self.sizes.tp)
+        if self.sequence_parallel:
+            check_sequence(styles)
+        return styles
+
+    def _own_stages(self, model: nn.Module, stages: Sequence[Sequence[Part]]) -> OwnStages:
+        if not stages:
+            return OwnStages([], {}, {})
+        sharded = self.zero_stage >= 2
+        return keep_own(model, stages, self.pp_rank, self.sizes.pp, self.schedule, sharded=sharded)
+
+    def _broadcast_params(
+        self, partition: Partition | None, roots: Sequence[nn.Module]
+    ) -> Callable[[], None]:
+        if partition is not None:
+            return partition.broadcast_params
+        return partial(reshard, roots) if self.zero_stage >= 2 else nothing
+
     def _check_hooks(self, model: nn.Module) -> None:
-        """Refuse hooks that cannot run, and warn of those that run more often than one expects.
+        """Refuse post-accumulate hooks that would not run; warn about those that run too often.
 
         Raises:
-            HookError: a parameter with a post-accumulate hook will be replaced, or computed in a
-                way that leaves the hook out.
+            HookError: a parameter has a post-accumulate hook that would not run.
         """
-        found = None
+        why = None
         if self.sizes.tp > 1:
-            found = "tensor parallelism replaces parameters by the parts on each rank"
+            why = "tensor parallelism replaces parameters by the parts on each rank"
         elif self.zero_stage >= 2:
-            found = f"zero_stage={self.zero_stage} computes with temporary copies of parameters"
-        elif self.sizes.pp > 1 and self.schedule == "zero_bubble":
-            found = "schedule=zero_bubble computes the gradients of weights apart"
-        if found is not None:
-            require_no_post_accumulate(model.named_parameters(), found)
+            why = f"zero_stage={self.zero_stage} computes with temporary copies of parameters"
+        elif self.sizes.pp > 1 and SCHEDULES[self.schedule].splits_backward:
+            why = f"schedule={self.schedule} computes the gradients of weights apart"
+        if why is not None:
+            require_no_post_accumulate(model.named_parameters(), why)
         hooked = post_accumulate_hooked(model.named_parameters())
         if hooked and self.sizes.pp > 1 and self.rank == 0:
             log.warning(
@@ -303,59 +279,15 @@ class HybridParallelPlugin(Plugin):
             )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Sharded gradients stay local until a backward pass outside, but those of stages, which
-        are reduced with every batch; others are averaged once a step in any case.
+        """Return a context in which sharded gradients stay unsharded and local.
+
+        Gradients of pipeline stages are reduced in every backward pass; those of replicas are
+        averaged once per step anyway.
         """
         return unsynchronised(model) if self.zero_stage >= 2 else nullcontext()
 
-    def _replicas(self, model: nn.Module, axes: Axes, experts: frozenset[str]) -> list[Replicas]:
-        """Parameters with the ranks whose gradients are to be averaged."""
-        sizes = self.sizes
-        named = list(model.named_parameters())
-        shared = [p for name, p in named if name not in experts]
-        spread = [p for name, p in named if name in experts]
-        if self.zero_stage >= 2:
-            # Sharded ones are averaged over the ranks that hold the same: for experts too few.
-            return [Replicas(spread, None, sizes.ep)] if experts else []
-        each = [Replicas(shared, axes.group("dp"), sizes.dp)]
-        return [*each, Replicas(spread, axes.group("edp"), sizes.dp)] if experts else each
-
-    def _drop_unused(
-        self, model: nn.Module, axes: Axes, experts: frozenset[str], usage: Usage
-    ) -> list[Callable[[], None]]:
-        """What sets gradients of unused sharded parameters to None, for each group of ranks."""
-        named = list(model.named_parameters())
-        shares = {
-            "dp": {name: p for name, p in named if name not in experts},
-            "edp": {name: p for name, p in named if name in experts},
-        }
-        return [partial(usage.drop_unused, held, axes.group(at)) for at, held in shares.items()]
-
-    def _tied(
-        self,
-        model: nn.Module,
-        name: str,
-        where: Sequence[int],
-        renamed: Mapping[str, str],
-        axes: Axes,
-    ) -> Tied | None:
-        """The copies here of a parameter that several stages use. Every rank has to call it."""
-        homes = sorted(set(where))
-        group: dist.ProcessGroup | None = None
-        if len(homes) == self.sizes.pp:
-            group = axes.group("pp")
-        elif len(homes) > 1:
-            # On every rank, also on those without a copy: torch numbers groups by counting them.
-            pipelines = self.sizes.dp * self.sizes.tp
-            own, _ = dist.new_subgroups_by_enumeration(
-                [[home * pipelines + i for home in homes] for i in range(pipelines)]
-            )
-            group = own if isinstance(own, dist.ProcessGroup) else None
-        copies = [p for path, p in model.named_parameters() if renamed.get(path, path) == name]
-        return Tied(copies, group) if copies else None
-
     def _pipeline(self, modules: dict[int, Stage], axes: Axes, device: torch.device) -> Pipeline:
-        # Experts that are spread, and sharded weights, come from other data parts.
+        # Data-parallel ranks exchange tokens for experts, and gather sharded weights.
         waits = self.sizes.ep > 1 or self.zero_stage >= 2
         return Pipeline(
             modules,

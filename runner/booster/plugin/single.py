@@ -1,4 +1,4 @@
-"""Plugin ``single``: one process holds everything."""
+"""Plugin ``single``: one process holds the whole model."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +11,7 @@ from runner.clip import Layout
 
 
 class SinglePlugin(Plugin):
-    """One process, one device. Other ranks, if there are any, know nothing of this one."""
+    """One process on one device, independent of any other rank."""
 
     @property
     def rank(self) -> int:
@@ -24,16 +24,16 @@ class SinglePlugin(Plugin):
         return 1
 
     def configure(self, model: nn.Module) -> ParallelModel:
-        """The model as it is, whole on this process."""
+        """Return the model unchanged."""
         return ParallelModel(model, Layout.of_model(model))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Nothing to hold back."""
+        """Return an empty context: there is nothing to synchronise."""
         return nullcontext()
 
-    def sum_over_data(self, figures: Sequence[float]) -> list[float]:
-        """The figures as they are."""
-        return list(figures)
+    def sum_over_data(self, values: Sequence[float]) -> list[float]:
+        """Return the values unchanged."""
+        return list(values)
 
 
 PLUGIN = SinglePlugin

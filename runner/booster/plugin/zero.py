@@ -1,8 +1,8 @@
 """Plugin ``zero``: optimizer state, then gradients, then parameters are partitioned over ranks.
 
-Rajbhandari et al. 2020 (arXiv 1910.02054). Stage 1 deals whole parameters out to be stepped; stages
-2 and 3 shard every parameter by torch's ``fully_shard``, and keep it gathered between forward and
-backward pass or give it back.
+Rajbhandari et al. 2020 (arXiv 1910.02054). With stage 1 each rank steps some of the parameters.
+Stages 2 and 3 shard every parameter by torch's ``fully_shard``; stage 2 keeps it unsharded between
+forward and backward pass, stage 3 reshards it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from runner.booster.plugin.hybrid import HybridParallelPlugin
 
 
 class LowLevelZeroPlugin(HybridParallelPlugin):
-    """Data parallelism without redundancy.
+    """Data parallelism whose optimizer state, gradients or parameters are partitioned over ranks.
 
     Args:
-        stage: 1, 2 or 3; Colossal-AI's name of ``zero_stage``.
-        zero_stage: the same.
-        reshard_after_forward: with stage 3, give gathered parameters back after the forward pass.
+        stage: ZeRO stage 1, 2 or 3; Colossal-AI's name of ``zero_stage``.
+        zero_stage: the same; it overrides ``stage``.
+        reshard_after_forward: with stage 3, reshard parameters after the forward pass.
         param_dtype: with stages 2 and 3, see :class:`~runner.booster.TorchFSDPPlugin`.
-        cpu_offload: with stages 2 and 3, likewise.
+        cpu_offload: with stages 2 and 3, see :class:`~runner.booster.TorchFSDPPlugin`.
         sync_batchnorm: see :class:`~runner.booster.TorchFSDPPlugin`.
         kwargs: ``precision``, ``initial_scale`` and ``max_norm`` of
             :class:`~runner.booster.HybridParallelPlugin`.
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError: a stage other than 1, 2 and 3.
+        ValueError: the stage is not 1, 2 or 3.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
     def problems(
         cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
     ) -> list[tuple[str, Any, str]]:
-        """None: any model on any number of ranks."""
+        """Return no problems: any model fits any number of ranks."""
         return []
 
 

@@ -164,6 +164,11 @@ class _RefuseMixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.name = name
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, so that compiled modules stay compiled in the first forward pass."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         plain = [each for each in tensors if not isinstance(each, DTensor)]

@@ -36,7 +36,7 @@ class TorchFSDPPlugin(Plugin):
         reshard_after_forward: whether to reshard the parameters of a block after its forward pass
             and gather them again for its backward pass: less memory, more communication.
         dp_replicate: number of replicas; each is sharded over world size ÷ ``dp_replicate`` ranks.
-        param_dtype: dtype in which parameters are gathered and computed, ``bf16`` or ``fp16``, while
+        param_dtype: ``bf16`` or ``fp16``, the dtype in which parameters are gathered and computed;
             gradients are reduced in float32. None keeps the dtype of each parameter.
         cpu_offload: whether to keep parameters, gradients and optimizer state in host memory.
         sync_batchnorm: whether to compute batch norm over the samples of all data-parallel ranks

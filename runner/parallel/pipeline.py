@@ -1,6 +1,6 @@
-"""Pipeline parallelism: runs of layers on different ranks, by torch's schedules.
+"""Pipeline parallelism by torch's schedules: consecutive layers are on different ranks.
 
-How a model is cut: :mod:`runner.parallel.stages`.
+:mod:`runner.parallel.stages` splits the model.
 
 Schedules: GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B and interleaved 1F1B (Narayanan et al.
 2021, arXiv 2104.04473), zero bubble in its V form (Qi et al. 2023, arXiv 2401.10241).
@@ -9,8 +9,7 @@ Schedules: GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B and interleaved 1F1
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,11 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from runner.config.schedules import SCHEDULES
-from runner.parallel.sharding import reshard
-from runner.parallel.stages import Part, stage_to_rank
+from runner.parallel.forward_pass import ForwardPass, Stage
 
 LossOf = Callable[[Tensor, slice], Tensor]
-"""The summed loss of some samples: given their outputs, and where they lie in the batch."""
+"""Returns the summed loss of some samples, given their outputs and their slice of the batch."""
 
 _SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -32,48 +30,20 @@ _SCHEDULES = {
     "zero_bubble": "ScheduleZBVZeroBubble",
 }
 _KEPT = 4
-"""Shapes of batches that the schedules are kept of; each has buffers for all its microbatches."""
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
-"""Of what travels between stages."""
-
-
-class Stage(nn.Module):
-    """Some parts of a model, run one after the other.
-
-    Args:
-        model: whose parts they are.
-        parts: of this stage.
-    """
-
-    def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
-        super().__init__()
-        self.parts = [part.run for part in parts]
-        names = [name for part in parts for name in part.modules]
-        self.held = nn.ModuleList(model.get_submodule(name) for name in names)
-        self.dtype: torch.dtype | None = None
-        self.ends = False
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """What the first stage gets of the batch, or the stage before put out, to this one's."""
-        on = hidden.device.type
-        with torch.autocast(on, self.dtype) if self.dtype is not None else nullcontext():
-            for part in self.parts:
-                hidden = part(hidden)
-        half = hidden.dtype in (torch.float16, torch.bfloat16)
-        return hidden.float() if self.ends and half else hidden
+"""Number of cached schedules, one per shape of a batch. Each has buffers for its microbatches."""
 
 
 class Pipeline:
-    """The stages on this rank, and the schedules that run them.
+    """The stages of this rank, and the schedules that run them.
 
     Args:
-        stages: by their number.
-        count: stages in all.
+        stages: stages of this rank, by number.
+        count: number of stages of the pipeline.
         schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b`` or ``zero_bubble``.
-        microbatches: parts that a batch is split into.
-        group: the ranks of the pipeline.
-        device: of this rank.
-        across: the data-parallel ranks, where they wait for each other in forward passes.
+        microbatches: number of microbatches of a batch.
+        group: ranks of the pipeline.
+        device: device of this rank.
+        across: data-parallel ranks, if they communicate in forward passes.
     """
 
     def __init__(
@@ -93,6 +63,7 @@ class Pipeline:
         self.group = group
         self.device = device
         self.across = across
+        self._forward_pass = ForwardPass(stages, count, schedule, group, device)
         self._made: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._loss_of: LossOf | None = None
         if self.last:
@@ -100,28 +71,28 @@ class Pipeline:
 
     @property
     def first(self) -> bool:
-        """Whether batches enter here."""
+        """Whether the first stage is on this rank."""
         return 0 in self.stages
 
     @property
     def last(self) -> bool:
-        """Whether outputs come out here."""
+        """Whether the last stage is on this rank."""
         return self.count - 1 in self.stages
 
     def autocast(self, dtype: torch.dtype | None) -> None:
-        """Run all stages here in half precision ``dtype``; None: as they are."""
+        """Run the stages of this rank under autocast to ``dtype``; None for full precision."""
         for stage in self.stages.values():
             stage.dtype = dtype
 
     def train(self, inputs: Tensor, loss_of: LossOf) -> Tensor:
-        """Forward and backward passes of a batch; gradients are added up.
+        """Run forward and backward passes of a batch, and accumulate gradients.
 
         Args:
-            inputs: [B, ...], the same on all ranks of the pipeline.
-            loss_of: what the backward pass starts from, a sum over samples.
+            inputs: [B, ...], equal on all ranks of the pipeline.
+            loss_of: function that returns the summed loss of samples.
 
         Returns:
-            The sum of what ``loss_of`` returned on the last stage; 0 on the others.
+            The summed loss of the batch on the last stage; 0 on the others.
         """
         padded, rows = self._padded(inputs)
         run, before = self._run_of(padded)
@@ -144,13 +115,13 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor) -> Tensor | None:
-        """Outputs [B, ...] of a batch on the last stage, None on the others.
+        """Return the outputs [B, ...] of a batch on the last stage, None on the others.
 
         Args:
-            inputs: [B, ...], the same on all ranks of the pipeline.
+            inputs: [B, ...], equal on all ranks of the pipeline.
         """
         padded, _ = self._padded(inputs)
-        # In training mode batch norm would count these samples twice in its running statistics.
+        # In training mode, batch norm would count these samples twice in its running statistics.
         before = [
             (module._buffers, name, buffer, None if buffer is None else buffer.clone())
             for stage in self.stages.values()
@@ -159,62 +130,21 @@ class Pipeline:
             for name, buffer in module._buffers.items()
         ]
         try:
-            passed = self._walk(padded.chunk(self.microbatches))
+            passed = self._forward_pass(padded.chunk(self.microbatches))
         finally:
             for held, name, buffer, value in before:
-                held[name] = buffer  # A forward pass may have put another tensor there.
+                held[name] = buffer  # A forward pass may have replaced the buffer.
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
         if not self.last:
             return None
         return torch.cat([out for _, out in passed[self.count - 1]])[: len(inputs)]
 
-    def _walk(self, chunks: Sequence[Tensor]) -> dict[int, list[tuple[Tensor, Tensor]]]:
-        """Forward passes of ``chunks``: what each of them was before and after each stage here."""
-        passed: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        sent: list[tuple[Tensor, dist.Work | None]] = []
-        for number in sorted(self.stages):
-            if number == 0:
-                arriving: Iterable[Tensor] = chunks
-            elif number - 1 in self.stages:
-                arriving = [out for _, out in passed[number - 1]]
-            else:
-                arriving = (self._receive(number - 1) for _ in chunks)
-            passed[number] = []
-            for hidden in arriving:
-                out = self.stages[number](hidden)
-                passed[number].append((hidden, out))
-                if number + 1 < self.count and number + 1 not in self.stages:
-                    sent += self._send(out, number + 1)
-        for _, work in sent:
-            if work is not None:
-                work.wait()
-        # No backward pass does it, and the next batch would begin with what is gathered now.
-        reshard(self.stages.values())
-        return passed
-
-    def _send(self, hidden: Tensor, stage: int) -> list[tuple[Tensor, dist.Work | None]]:
-        """Shape and elements to the rank of ``stage``; both are kept until they have left."""
-        home = stage_to_rank(stage, self.group.size(), self.schedule)
-        shape = torch.zeros(10, dtype=torch.int64)
-        shape[0], shape[1] = _DTYPES.index(hidden.dtype), hidden.ndim
-        shape[2 : 2 + hidden.ndim] = torch.tensor(hidden.shape)
-        parts = (shape.to(self.device), hidden.contiguous())
-        return [(part, dist.isend(part, group=self.group, group_dst=home)) for part in parts]
-
-    def _receive(self, stage: int) -> Tensor:
-        home = stage_to_rank(stage, self.group.size(), self.schedule)
-        shape = torch.zeros(10, dtype=torch.int64, device=self.device)
-        dist.recv(shape, group=self.group, group_src=home)
-        kind, n, *sizes = shape.tolist()
-        hidden = torch.empty(sizes[:n], dtype=_DTYPES[kind], device=self.device)
-        dist.recv(hidden, group=self.group, group_src=home)
-        return hidden
-
     def _padded(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """A batch that splits evenly, and the sample each row is, on the host; -1 where none.
+        """Return the batch padded to whole microbatches, and the sample of each row, -1 for padding.
 
-        Never in fewer microbatches: data-parallel ranks may wait for each other in each of them.
+        The number of microbatches never changes, because data-parallel ranks may communicate in
+        each of them.
         """
         n = len(inputs)
         size = max(1, -(-n // self.microbatches)) * self.microbatches
@@ -235,10 +165,10 @@ class Pipeline:
         return self._loss_of(outputs[:real], slice(start, start + real))
 
     def _run_of(self, inputs: Tensor) -> tuple[Any, list[tuple[nn.Parameter, Tensor]]]:
-        """The schedule for batches of this shape, and gradients to be added to those it makes.
+        """Return the schedule for batches of this shape, and earlier gradients to add to its own.
 
-        torch's stages know one shape each. One that runs for the first time drops the gradients
-        that sharded parameters have.
+        Stages of torch take one shape each. In its first run a stage drops the gradients of
+        sharded parameters.
         """
         key = (tuple(inputs.shape), inputs.dtype)
         before: list[tuple[nn.Parameter, Tensor]] = []
@@ -255,19 +185,19 @@ class Pipeline:
         return self._made[key], before
 
     def _on_any(self, new: bool) -> bool:
-        """Whether one of the data-parallel ranks that wait for each other needs a new schedule.
+        """Return whether a data-parallel rank needs a new schedule.
 
-        It runs the model once more to make it, and gathers sharded parameters anew: so all of them
-        make one. Told on the host, so that no accelerator is waited for.
+        Building one runs the model, in which data-parallel ranks communicate, so all of them build
+        one. On the host, so that no accelerator is waited for.
         """
         if self.across is None or self.across.size() == 1:
             return new
-        told = torch.tensor([new], dtype=torch.int32)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.across)
-        return bool(told)
+        on_any = torch.tensor([new], dtype=torch.int32)
+        dist.all_reduce(on_any, dist.ReduceOp.MAX, group=self.across)
+        return bool(on_any)
 
     def _new_run(self, inputs: Tensor) -> Any:
-        # Imported where it is used: it takes as long as the rest of this package.
+        # Imported here, because the import takes as long as that of the rest of this package.
         from torch.distributed import pipelining
 
         stages = [
@@ -294,17 +224,17 @@ class Pipeline:
         )
 
     def _shapes(self, inputs: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What goes into and comes out of each stage here, as tensors without elements.
+        """Return meta tensors like the input and the output of each stage of this rank.
 
-        By a forward pass of one microbatch. torch would find out by itself, but with arbitrary
-        numbers, which differ between ranks: a router would send them different ways.
+        By a forward pass of one microbatch. torch would infer shapes from uninitialised inputs,
+        which differ between ranks, so that routers would send tokens to different experts.
         """
         modes = {module: module.training for s in self.stages.values() for module in s.modules()}
         try:
             for stage in self.stages.values():
-                stage.eval()  # Draws no dropout and moves no running statistics.
+                stage.eval()  # Without dropout, and without updates of running statistics.
             with torch.no_grad():
-                passed = self._walk([inputs[: len(inputs) // self.microbatches]])
+                passed = self._forward_pass([inputs[: len(inputs) // self.microbatches]])
         finally:
             for module, training in modes.items():
                 module.training = training

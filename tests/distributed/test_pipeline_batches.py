@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from runner.booster.plugin import HybridParallelPlugin
-from runner.parallel.pipeline import Pipeline, Stage
+from runner.parallel.forward_pass import Stage
+from runner.parallel.pipeline import Pipeline
 from runner.parallel.stages import Part
 from tests.distributed.by_hand import NORM, Loop, cross_entropy, unlike
 from tests.distributed.cases import MODELS

@@ -25,6 +25,7 @@ from runner.clip.head import head_weights
 from runner.config.schedules import SCHEDULES, refused_microbatches
 from runner.config.sizes import MeshSizes, SizeError
 from runner.parallel.experts import of_experts, spread_experts
+from runner.parallel.forward_pass import Stage
 from runner.parallel.gradient_sync import (
     GradientSync,
     ReplicatedBuffers,
@@ -36,7 +37,7 @@ from runner.parallel.hooks import post_accumulate_hooked, require_no_post_accumu
 from runner.parallel.mesh import Axes, position
 from runner.parallel.own_stages import OwnStages, keep_own
 from runner.parallel.partition import Partition
-from runner.parallel.pipeline import Pipeline, Stage
+from runner.parallel.pipeline import Pipeline
 from runner.parallel.replica_check import ReplicaCheck, replicated
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
 from runner.parallel.stages import Part, cut, stages_on

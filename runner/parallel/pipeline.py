@@ -141,7 +141,7 @@ class Pipeline:
         return torch.cat([out for _, out in passed[self.count - 1]])[: len(inputs)]
 
     def _padded(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the batch padded to whole microbatches, and the sample of each row, -1 for padding.
+        """Return the batch padded to whole microbatches, and the sample of each row (-1: padding).
 
         The number of microbatches never changes, because data-parallel ranks may communicate in
         each of them.

@@ -2,6 +2,17 @@
 
 Source: arXiv 1909.08053. Parameters become DTensors, which record where their shards are. Layers
 compute on plain local tensors, with one collective wherever shards meet.
+
+Why not the styles of :mod:`torch.distributed.tensor.parallel` (as of torch 2.14.1):
+
+* RowwiseParallel takes its input shards to be even: an inner width of 26 over 4 ranks raises "a and
+  b must have same reduction dim, but got [2, 28] X [26, 16]";
+* RowwiseParallel of an embedding returns zeros for a token outside the vocabulary, where torch
+  raises an IndexError in one process, and its weight gets a replicated gradient;
+* they have no style for a replicated layer of which each rank computes a part of the gradient;
+* a step takes 1.20 times as long (1.24 with ``sequence_parallel``), because each operation is
+  dispatched by DTensor: GPT of 4 layers and width 128, batch 8 x 128 tokens, 2 ranks on gloo, by
+  ``python -m tests.bench.tensor_styles``.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def keep_own(
 
     Args:
         model: the whole model.
-        stages: stages from :func:`cut`.
+        stages: stages from :func:`cut`; none if the model is not split.
         rank: pipeline rank.
         ranks: pipeline-parallel size.
         schedule: name of the schedule, which decides which rank holds which stages.
@@ -171,6 +171,8 @@ def keep_own(
     Raises:
         CutError: stages that will be sharded share a module.
     """
+    if not stages:
+        return OwnStages([], {}, {})
     renamed = untie(model, stages)
     homes = [stage_to_rank(number, ranks, schedule) for number in range(len(stages))]
     if sharded:

@@ -35,12 +35,12 @@ from runner.parallel.gradient_sync import (
 )
 from runner.parallel.hooks import post_accumulate_hooked, require_no_post_accumulate
 from runner.parallel.mesh import Axes, position
-from runner.parallel.own_stages import OwnStages, keep_own
+from runner.parallel.own_stages import keep_own
 from runner.parallel.partition import Partition
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.replica_check import ReplicaCheck, replicated
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
-from runner.parallel.stages import Part, cut, stages_on
+from runner.parallel.stages import cut, stages_on
 from runner.parallel.tensor import parallelize
 from runner.parallel.tensor_styles import check_heads, check_sequence, plan_of
 from runner.parallel.tied import tied_copies
@@ -117,7 +117,7 @@ class HybridParallelPlugin(Plugin):
             )
         self.sizes = MeshSizes.of(self.world_size, dp_size, tp_size, pp_size, ep_size)
         pp = self.sizes.pp
-        self.zero_stage = zero_stage
+        self.zero_stage, self.sharded = zero_stage, zero_stage >= 2
         self.sync_batchnorm = sync_batchnorm
         self.precision, self.initial_scale, self.max_norm = precision, initial_scale, max_norm
         self.sequence_parallel = sequence_parallel
@@ -191,7 +191,7 @@ class HybridParallelPlugin(Plugin):
         self._check_hooks(model)
         broadcast_model(model, world)
 
-        own = self._own_stages(model, stages)
+        own = keep_own(model, stages, self.pp_rank, sizes.pp, self.schedule, sharded=self.sharded)
         if sizes.ep > 1:
             if not experts and self.rank == 0:
                 log.warning("%s has no experts: it is repeated whole", type(model).__name__)
@@ -201,7 +201,7 @@ class HybridParallelPlugin(Plugin):
         modules = {number: Stage(model, stages[number]) for number in own.numbers}
         roots = list(modules.values()) if stages else [model]
         usage = Usage()
-        if self.zero_stage >= 2:
+        if self.sharded:
             apart = axes.edp if sizes.ep > 1 else None
             for root in roots:
                 shard_model(root, axes.dp, self.sharding, usage, apart, ends=not stages)
@@ -211,8 +211,7 @@ class HybridParallelPlugin(Plugin):
             return replicas * sizes.tp * len(own.copies.get(own.renamed.get(name, name), [0]))
 
         layout = Layout.of_sharded(model, world, whole, ranks, own.renamed, heads)
-        sharded = self.zero_stage >= 2
-        replicas = replicas_of(model, axes, experts, sharded=sharded)
+        replicas = replicas_of(model, axes, experts, sharded=self.sharded)
         partition = Partition(replicas) if self.zero_stage == 1 else None
         return ParallelModel(
             model,
@@ -222,7 +221,7 @@ class HybridParallelPlugin(Plugin):
                 replicas,
                 tied_copies(model, own.copies, own.renamed, axes),
                 ReplicaCheck(replicated(model), axes.group("tp")) if sizes.tp > 1 else None,
-                usage.drops(model, axes, experts) if sharded else (),
+                usage.drops(model, axes, experts) if self.sharded else (),
                 [
                     ReplicatedBuffers(model, axes.group("dp"), lambda name: name not in experts),
                     ReplicatedBuffers(model, axes.group("edp"), lambda name: name in experts),
@@ -243,18 +242,12 @@ class HybridParallelPlugin(Plugin):
             check_sequence(styles)
         return styles
 
-    def _own_stages(self, model: nn.Module, stages: Sequence[Sequence[Part]]) -> OwnStages:
-        if not stages:
-            return OwnStages([], {}, {})
-        sharded = self.zero_stage >= 2
-        return keep_own(model, stages, self.pp_rank, self.sizes.pp, self.schedule, sharded=sharded)
-
     def _broadcast_params(
         self, partition: Partition | None, roots: Sequence[nn.Module]
     ) -> Callable[[], None]:
         if partition is not None:
             return partition.broadcast_params
-        return partial(reshard, roots) if self.zero_stage >= 2 else nothing
+        return partial(reshard, roots) if self.sharded else nothing
 
     def _check_hooks(self, model: nn.Module) -> None:
         """Refuse post-accumulate hooks that would not run; warn about those that run too often.
@@ -265,7 +258,7 @@ class HybridParallelPlugin(Plugin):
         why = None
         if self.sizes.tp > 1:
             why = "tensor parallelism replaces parameters by the parts on each rank"
-        elif self.zero_stage >= 2:
+        elif self.sharded:
             why = f"zero_stage={self.zero_stage} computes with temporary copies of parameters"
         elif self.sizes.pp > 1 and SCHEDULES[self.schedule].splits_backward:
             why = f"schedule={self.schedule} computes the gradients of weights apart"
@@ -285,11 +278,11 @@ class HybridParallelPlugin(Plugin):
         Gradients of pipeline stages are reduced in every backward pass; those of replicas are
         averaged once per step anyway.
         """
-        return unsynchronised(model) if self.zero_stage >= 2 else nullcontext()
+        return unsynchronised(model) if self.sharded else nullcontext()
 
     def _pipeline(self, modules: dict[int, Stage], axes: Axes, device: torch.device) -> Pipeline:
         # Data-parallel ranks exchange tokens for experts, and gather sharded weights.
-        waits = self.sizes.ep > 1 or self.zero_stage >= 2
+        waits = self.sizes.ep > 1 or self.sharded
         return Pipeline(
             modules,
             self.stage_count,

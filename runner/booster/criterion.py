@@ -1,4 +1,4 @@
-"""What can be said of a criterion: its options, its sum in place of its mean, a loss of zero."""
+"""Criteria: their options, their sum instead of their mean, and a loss of zero."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What plugins are made of: axes of ranks, and one file a way to split a model over them."""
+"""Building blocks of plugins: the device mesh, and a module for each kind of parallelism."""

@@ -191,7 +191,7 @@ def sum_partial(parameters: Iterable[DTensor]) -> None:
 
 @torch.no_grad()
 def broadcast_model(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give every rank the parameters and buffers of the first one, as ranks may draw others."""
+    """Give every rank the parameters and buffers of rank 0: ranks may draw different weights."""
     broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())], group)
 
 

@@ -48,6 +48,42 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Facet:
+    """Settings that one chart compares.
+
+    Attributes:
+        mode: clipping mode.
+        groups: settings of this mode, and those without clipping as the reference.
+        suffix: ending of the chart's title; empty if there is only one facet.
+    """
+
+    mode: str
+    groups: tuple[Group, ...]
+    suffix: str
+
+    @property
+    def own(self) -> list[Group]:
+        """Settings of the mode itself."""
+        return [group for group in self.groups if group.mode == self.mode]
+
+
+def facets(groups: Sequence[Group]) -> list[Facet]:
+    """Return the settings by mode, because thresholds of two modes do not compare.
+
+    Settings without clipping have a facet of their own if there are no others.
+    """
+    modes = sorted({group.mode for group in groups} - {"none", ""}) or ["none"]
+    return [
+        Facet(
+            mode,
+            tuple(group for group in groups if group.mode in (mode, "none")),
+            f" · clip={mode}" if len(modes) > 1 else "",
+        )
+        for mode in modes
+    ]
+
+
+@dataclass(frozen=True)
 class Differences:
     """What runs differ in.
 

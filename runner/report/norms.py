@@ -1,4 +1,4 @@
-"""How the unclipped norms are spread, and where each threshold cuts them."""
+"""The distribution of the unclipped norms, and the percentile of each threshold in it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ from runner.report.scale import Axis, covering
 from runner.report.series import Floats
 
 _BINS = 60
-# Rows in which the texts of thresholds stand, and pixels that one text takes.
-_ROWS, _TEXT = 4, 78
+# Rows for the labels of thresholds, and the width of one label in pixels.
+_ROWS, _LABEL = 4, 78
 
 
 def histogram(found: Findings) -> Markup | None:
-    """The norms of the least clipped setting on a log axis; None where no norm was recorded.
+    """Return a histogram of the norms of the least clipped setting; None without any norm.
 
-    Each threshold of ``clip=norm`` is marked with the percentile that it stands at: at p90 one step
-    in ten would have been clipped.
+    Each threshold of ``clip=norm`` is marked with its percentile: at p90 one step in ten would have
+    been clipped.
     """
     reference = found.reference()
     if reference is None:
         return None
-    values = norms(reference)
-    marked = _marked(found)
-    limits = [values, np.asarray([threshold for threshold, _ in marked])]
-    axis = covering(limits, log=True, title="‖G‖ before clipping")
-    edges = np.geomspace(values.min() * 0.999, values.max() * 1.001, _BINS + 1)
+    values = np.sort(norms(reference))
+    thresholds = {
+        group.threshold: group
+        for group in reversed(found.groups)
+        if group.mode == "norm" and group.threshold is not None
+    }
+    marked = sorted(thresholds.items(), key=lambda entry: entry[0])
+    axis = covering([values, np.asarray(list(thresholds))], log=True, title="‖G‖ before clipping")
+    edges = np.geomspace(values[0] * 0.999, values[-1] * 1.001, _BINS + 1)
     counts, _ = np.histogram(values, edges)
     shares = counts / len(values)
-    # Air above the highest bar, where the thresholds' texts stand.
+    # Room above the highest bar for the labels of the thresholds.
     tall = Axis(0.0, float(shares.max()) * 1.35, False, "share of steps", True)
     bars = [
         _bar(axis, tall, float(low), float(high), float(share))
@@ -58,16 +62,6 @@ def histogram(found: Findings) -> Markup | None:
     )
 
 
-def _marked(found: Findings) -> list[tuple[float, Group]]:
-    """Each threshold of ``clip=norm`` once, rising."""
-    marked = {
-        group.threshold: group
-        for group in reversed(found.groups)
-        if group.mode == "norm" and group.threshold is not None
-    }
-    return sorted(marked.items(), key=lambda entry: entry[0])
-
-
 def _bar(axis: Axis, tall: Axis, low: float, high: float, share: float) -> Markup:
     left, right = float(across(axis, low)), float(across(axis, high))
     top = float(upward(tall, share))
@@ -85,19 +79,19 @@ def _bar(axis: Axis, tall: Axis, low: float, high: float, share: float) -> Marku
 
 
 def _thresholds(marked: list[tuple[float, Group]], values: Floats, axis: Axis) -> Markup:
-    ordered = np.sort(values)
+    """Draw each threshold as a line, with its percentile of the sorted ``values``."""
     parts = []
-    # The right end of the last text in each row; a text takes the first row with room.
+    # Right end of the last label in each row; a label is drawn in the first row with room.
     ends = [-np.inf] * _ROWS
     for threshold, group in marked:
-        below = np.searchsorted(ordered, threshold, side="right") / len(ordered)
+        below = np.searchsorted(values, threshold, side="right") / len(values)
         x = float(across(axis, threshold))
         text = f"{rounded(threshold)} · p{rounded(100 * float(below), 3)}"
         parts.append(vertical(x, group.color, "level", text, group.index))
-        row = next((i for i, end in enumerate(ends) if x - _TEXT / 2 > end), None)
+        row = next((i for i, end in enumerate(ends) if x - _LABEL / 2 > end), None)
         if row is None:
             continue
-        ends[row] = x + _TEXT / 2
+        ends[row] = x + _LABEL / 2
         y = TOP + 10 + 13 * row
         parts.append(tag("text", text, x=x, y=y, class_="mark", text_anchor="middle"))
     return tag("g", *parts)

@@ -1,24 +1,22 @@
-"""The share of steps that a threshold would clip: predicted from norms, and as it turned out."""
+"""Charts of the share of steps that a threshold clips: predicted from norms, and observed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from runner.report.chart import across, dot, framed, path, upward
-from runner.report.curves import facets
 from runner.report.findings import Findings, norms
-from runner.report.groups import Group
+from runner.report.groups import Facet, facets
 from runner.report.markup import Markup, join, tag
 from runner.report.notation import percent
 from runner.report.palette import NEUTRAL
 from runner.report.scale import Axis, covering
 from runner.report.series import EMPTY, Floats, what_if
 
-# Points of the drawn curve; the prediction itself is of every norm.
+# Points of the drawn curve; the prediction uses every norm.
 _POINTS = 240
 
 
@@ -27,9 +25,9 @@ class Prediction:
     """Shares of steps that thresholds would have clipped.
 
     Attributes:
-        thresholds: rising, shape (n,).
-        shares: in 0..1, of the same shape.
-        source: where they are from, in a sentence.
+        thresholds: rising thresholds, shape (n,).
+        shares: shares in 0..1, shape (n,).
+        source: where the shares come from, in a sentence.
     """
 
     thresholds: Floats
@@ -37,7 +35,7 @@ class Prediction:
     source: str
 
     def at(self, threshold: float) -> float | None:
-        """The share at a threshold, between those known on a log axis; None where none is."""
+        """Return the share at a threshold, interpolated on a log axis; None if none is known."""
         if not len(self.thresholds):
             return None
         logs = np.log(self.thresholds)
@@ -45,20 +43,19 @@ class Prediction:
 
 
 def ratio_charts(found: Findings) -> list[Markup]:
-    """Predicted and observed clip ratio against the threshold, one chart a mode."""
-    charts = []
-    for mode, members in facets(found.groups):
-        groups = [g for g in members if g.mode == mode and g.threshold is not None]
-        if any(found.ratio(group) is not None for group in groups):
-            charts.append(_chart(found, mode, groups))
-    return charts
+    """Return a chart of predicted and observed clip ratio against the threshold for each mode."""
+    return [
+        _chart(found, facet)
+        for facet in facets(found.groups)
+        if any(g.threshold is not None and found.ratio(g) is not None for g in facet.own)
+    ]
 
 
 def predict(found: Findings, mode: str) -> Prediction:
-    """What the runs tell about thresholds of a mode.
+    """Predict from the runs which share of steps each threshold of a mode clips.
 
     For ``norm`` that is the share of the reference's ‖G‖ strictly above a threshold. Other modes
-    measure elements or units, of which only ``clip.what_if`` keeps a record.
+    measure elements or units, which only ``clip.what_if`` records.
     """
     reference = found.reference()
     if mode == "norm" and reference is not None:
@@ -79,36 +76,36 @@ def predict(found: Findings, mode: str) -> Prediction:
     if not recorded:
         none = "No run of this mode recorded clip.what_if, so none is predicted."
         return Prediction(EMPTY.steps, EMPTY.values, none)
-    # The run that clipping disturbed least.
+    # The run that clipping changed least.
     _, number, shares = min(recorded, key=lambda entry: entry[:2])
     at, above = np.asarray(list(shares)), np.asarray(list(shares.values()))
     return Prediction(at, above, f"Line: what run {number} recorded by clip.what_if.")
 
 
-def _chart(found: Findings, mode: str, groups: Sequence[Group]) -> Markup:
-    predicted = predict(found, mode)
-    tried = np.asarray([group.threshold for group in groups])
+def _chart(found: Findings, facet: Facet) -> Markup:
+    predicted = predict(found, facet.mode)
+    groups = [(group, group.threshold) for group in facet.own if group.threshold is not None]
+    tried = np.asarray([threshold for _, threshold in groups])
     axis = covering([tried, predicted.thresholds], log=True, title="threshold")
     vertical = Axis(-0.03, 1.03, False, "share of steps clipped", True)
     body = []
     if len(predicted.thresholds):
         line = path(across(axis, predicted.thresholds), upward(vertical, predicted.shares))
         body.append(tag("path", d=line, class_="curve", stroke=NEUTRAL, data_name="predicted"))
-    for group in groups:
+    for group, threshold in groups:
+        expected = predicted.at(threshold)
         for run in group.runs:
             ratio = found.measured[run.number].ratio
-            if ratio is None or group.threshold is None or not math.isfinite(ratio):
+            if ratio is None or not math.isfinite(ratio):
                 continue
-            expected = predicted.at(group.threshold)
             name = f"{group.label}, run {run.number}: clipped {percent(ratio)} of its steps"
             name += "" if expected is None else f"; predicted {percent(expected)}"
-            x, y = float(across(axis, group.threshold)), float(upward(vertical, ratio))
+            x, y = float(across(axis, threshold)), float(upward(vertical, ratio))
             body.append(dot(x, y, group.color, name, group.index))
-    suffix = "" if len(facets(found.groups)) == 1 else f" · clip={mode}"
     return framed(
-        f"predicted-{mode}",
-        f"Predicted against observed clip ratio{suffix}",
-        f"{predicted.source} Points: what runs observed. A point off the line means that clipping "
+        f"predicted-{facet.mode}",
+        f"Predicted against observed clip ratio{facet.suffix}",
+        f"{predicted.source} Points: observed by runs. A point off the line means that clipping "
         "changed the norms themselves.",
         (axis, vertical),
         join(body),

@@ -1,9 +1,9 @@
-"""A chart as static SVG: it shows without scripts, prints sharp, and carries its own figures.
+"""Draw a chart as static SVG, which needs no script and prints sharp.
 
-Charts are drawn here rather than by a library in the reader's browser: nothing has to be fetched or
-carried along, a page of 16 runs stays near one megabyte, and paper shows what the screen shows. The
-read-out under the pointer turns the drawn coordinates back into values; the axes are attributes of
-each chart for that (``data-x``, ``data-y``).
+Charts are drawn here and not by a library in the browser: nothing has to be downloaded or embedded,
+a page of 16 runs stays near one megabyte, and paper shows what the screen shows. The script of the
+page turns coordinates under the pointer back into values by the axes, which are attributes of each
+chart (``data-x``, ``data-y``).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from runner.report.thin import kept
 
 WIDTH, HEIGHT = 560, 310
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 16, 46
-# A curve of no more points than this shows each as a dot.
+# A curve of at most so many points shows each as a dot.
 _KNOTS = 30
-# The area inside the axes, in the coordinates of the drawing.
+# Size of the area inside the axes.
 INNER_WIDTH, INNER_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
 
@@ -33,12 +33,14 @@ class Curve:
     """Values of one run over steps.
 
     Attributes:
-        group: index of the setting, by which a reader dims and hides.
-        name: what the read-out calls it.
-        xs, ys: shape (n,); gaps where ``ys`` is not finite.
-        color, dash: how it is stroked.
-        kind: ``curve``, ``fine`` (thin, where many overlap), or ``faint`` (a background to another
-            curve, and not read out).
+        group: index of the setting, which a reader can hide.
+        name: name that is shown under the pointer.
+        xs: steps, shape (n,).
+        ys: values, shape (n,); the curve has a gap where they are not finite.
+        color: colour of the stroke.
+        dash: dashes of the stroke.
+        kind: ``curve``, ``fine`` (thin, for many that overlap), or ``faint`` (behind another curve,
+            and not shown under the pointer).
     """
 
     group: int
@@ -52,7 +54,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Level:
-    """A value marked across the whole chart: a threshold."""
+    """A threshold, marked across the whole chart."""
 
     group: int
     name: str
@@ -69,26 +71,20 @@ def line_chart(
     levels: Sequence[Level] = (),
     buckets: int = 400,
 ) -> Markup:
-    """Curves over steps, with an × at the top where one ceases to be a number.
+    """Draw curves over steps, with an × at the first value of each that is not finite.
 
     Args:
         key: name of the chart in the page.
-        title: what it shows.
-        note: how to read it, in a sentence.
-        axes: horizontal, vertical.
-        curves: in drawing order.
-        levels: dashed lines.
-        buckets: how finely curves are drawn, see `runner.report.thin.kept`.
+        title: heading of the chart.
+        note: how to read the chart.
+        axes: horizontal and vertical axis.
+        curves: curves in drawing order.
+        levels: thresholds to mark.
+        buckets: resolution of the curves, see `runner.report.thin.kept`.
     """
-    body = [_curve(curve, axes, buckets) for curve in curves]
+    body: list[Child] = [_curve(curve, axes, buckets) for curve in curves]
     body += [_level(level, axes[1]) for level in levels]
-    body += [
-        mark
-        for curve in curves
-        if curve.kind == "curve"
-        for mark in [_lost(curve, axes[0])]
-        if mark is not None
-    ]
+    body += [_lost(curve, axes[0]) for curve in curves if curve.kind == "curve"]
     return framed(key, title, note, axes, join(body))
 
 
@@ -100,20 +96,18 @@ def framed(
     body: Markup,
     *,
     around: Child = None,
-    read: bool = True,
     ticks: Sequence[tuple[float, str]] | None = None,
 ) -> Markup:
-    """A figure: title, axes, ``body`` clipped to the area inside, and a note below.
+    """Return a chart: title, axes, ``body`` inside them, and a note below.
 
     Args:
         key: name of the chart in the page.
-        title: what it shows.
-        note: how to read it.
-        axes: horizontal, vertical.
-        body: what is drawn inside the axes.
-        around: what is drawn over it and may reach over the axes.
-        read: whether the pointer and the arrow keys read values off.
-        ticks: horizontal ticks other than the axis's own.
+        title: heading of the chart.
+        note: how to read the chart.
+        axes: horizontal and vertical axis.
+        body: drawing inside the axes, which clip it.
+        around: drawing over the body, which may cross the axes.
+        ticks: ticks of the horizontal axis in place of its own.
     """
     x, y = axes
     drawing = tag(
@@ -131,9 +125,8 @@ def framed(
         role="img",
         aria_label=title,
         class_="chart",
-        tabindex=0 if read else None,
+        tabindex=0,
         data_chart=key,
-        data_read=read,
         data_x=_terms(x),
         data_y=_terms(y),
         data_area=f"{LEFT} {TOP} {INNER_WIDTH} {INNER_HEIGHT}",
@@ -142,40 +135,40 @@ def framed(
         "figure",
         tag("h3", title),
         drawing,
-        tag("p", class_="reading", aria_live="polite") if read else None,
+        tag("p", class_="reading", aria_live="polite"),
         tag("figcaption", note),
     )
 
 
 def across(axis: Axis, values: Floats | float) -> Floats:
-    """Horizontal coordinates of values."""
+    """Return the horizontal coordinates of values."""
     return LEFT + INNER_WIDTH * axis.place(values)
 
 
 def upward(axis: Axis, values: Floats | float) -> Floats:
-    """Vertical coordinates of values; an SVG counts downwards."""
+    """Return the vertical coordinates of values, which rise downwards in SVG."""
     return TOP + INNER_HEIGHT * (1 - axis.place(values))
 
 
 def path(xs: Floats, ys: Floats) -> str:
-    """The ``d`` of a line through points in drawing coordinates, interrupted where y is NaN."""
+    """Return the ``d`` of a line through points, interrupted where y is not finite."""
     parts: list[str] = []
     pen, point = "M", ""
     for x, y in zip(xs.tolist(), ys.tolist(), strict=True):
         if math.isfinite(y):
-            # Far outside nothing shows, and some renderers overflow.
+            # Some renderers overflow far outside the drawing.
             point = f"{x:.1f} {min(max(y, -9999.0), 9999.0):.1f}"
             parts.append(pen + point)
             pen = "L"
         elif pen == "L":
             parts.append(f"L{point}")
             pen = "M"
-    # A line of no length shows as a dot, so that a value between two gaps is seen.
+    # A line of no length is drawn as a dot, so that a value between two gaps is visible.
     return "".join(parts) + (f"L{point}" if pen == "L" else "")
 
 
 def vertical(x: float, color: str, class_: str, name: str, group: int | None = None) -> Markup:
-    """A line from bottom to top at a horizontal coordinate."""
+    """Draw a vertical line at a horizontal coordinate."""
     return tag(
         "line",
         tag("title", name),
@@ -190,7 +183,7 @@ def vertical(x: float, color: str, class_: str, name: str, group: int | None = N
 
 
 def cross(x: float, y: float, color: str, name: str, group: int) -> Markup:
-    """A mark for what has no place on the axis."""
+    """Draw a mark for a value that has no place on the axis."""
     return tag(
         "path",
         tag("title", name),
@@ -202,7 +195,7 @@ def cross(x: float, y: float, color: str, name: str, group: int) -> Markup:
 
 
 def dot(x: float, y: float, color: str, name: str, group: int, whole: bool = True) -> Markup:
-    """A run as a point; hollow where it is not ``whole``."""
+    """Draw a run as a point; hollow if it is not ``whole``."""
     return tag(
         "circle",
         tag("title", name),
@@ -262,7 +255,7 @@ def _lost(curve: Curve, axis: Axis) -> Markup | None:
     value, step = rounded(float(curve.ys[first])), rounded(float(curve.xs[first]), 9)
     name = f"{curve.name}: {value} at step {step}"
     if len(gone) > 1:
-        name += f", and at {len(gone) - 1} more of the steps recorded"
+        name += f", and at {len(gone) - 1} more of the recorded steps"
     return cross(float(across(axis, curve.xs[first])), TOP + 7, curve.color, name, curve.group)
 
 

@@ -1,4 +1,4 @@
-"""Which runs are the same setting with another seed, and what tells settings apart."""
+"""Group runs that differ in their seed alone, and find in which keys the groups differ."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from runner.report.notation import rounded
 from runner.report.palette import DASHES, NEUTRAL, OTHER_DASH, ordered
 from runner.report.run import Run
 
-# Sections that say where a run is kept and shown, never what it computes.
+# Sections that decide where a run is stored and shown, not what it computes.
 _ASIDE = ("hydra.", "tracker.", "sweep.", "log.", "launch.", "checkpoint.")
 ABSENT = "–"
-# Beyond so many columns a table is no longer read; what is left out is named below it.
+# Most columns of configuration keys; the others are named below the table.
 _COLUMNS = 8
 
 
 @dataclass(frozen=True)
 class Group:
-    """One setting: runs that differ by their seed alone.
+    """One setting: runs that differ in their seed alone.
 
     Attributes:
         index: place in the order of settings: by mode, then by threshold.
-        label: what tells it from the others, such as ``norm 0.25``.
-        runs: of this setting.
-        color, dash: how its curves are drawn.
+        label: name that tells it from the others, such as ``norm 0.25``.
+        runs: runs of this setting.
+        color: colour of its curves.
+        dash: dashes of its curves.
     """
 
     index: int
@@ -38,12 +39,12 @@ class Group:
 
     @property
     def mode(self) -> str:
-        """The clipping mode."""
+        """Clipping mode."""
         return self.runs[0].mode
 
     @property
     def threshold(self) -> float | None:
-        """λ, or None for ``clip=none``."""
+        """λ; None for ``clip=none``."""
         return self.runs[0].threshold
 
 
@@ -85,12 +86,12 @@ def facets(groups: Sequence[Group]) -> list[Facet]:
 
 @dataclass(frozen=True)
 class Differences:
-    """What runs differ in.
+    """Configuration keys in which runs differ.
 
     Attributes:
-        columns: keys to show, the clip's first.
-        others: differing keys that the table leaves out, because a typed choice implies them or
-            because there are too many.
+        columns: keys to show, those of clipping first.
+        others: keys that the table leaves out because an override implies them, or because there
+            are too many.
     """
 
     columns: tuple[str, ...]
@@ -98,10 +99,10 @@ class Differences:
 
 
 def differences(runs: Sequence[Run]) -> Differences:
-    """The configuration keys in which runs differ.
+    """Return the configuration keys in which runs differ.
 
-    A choice of a group (``optimizer=adam``) changes many keys at once. It is shown as one column of
-    the group's name, and the keys it brought with it are left out unless they were typed.
+    The choice of an option (``optimizer=adam``) changes many keys at once. It is shown as one
+    column, named after the group; the keys it changes are left out unless they were overridden.
     """
     if len(runs) == 1:
         return Differences(("clip.mode", "clip.threshold"))
@@ -123,7 +124,7 @@ def differences(runs: Sequence[Run]) -> Differences:
     }
     shown = sorted(
         (*chosen, *(key for key in differing if key not in implied)),
-        # A stable sort: mode before threshold, then what was typed, in the order it was found.
+        # The sort is stable: mode, threshold, then overridden keys in the order they were found.
         key=lambda key: (key != "clip.mode", not _is_clip(key), key == "seed", key not in typed),
     )
     left = [key for key in shown[_COLUMNS:] if key != "seed"]
@@ -132,7 +133,7 @@ def differences(runs: Sequence[Run]) -> Differences:
 
 
 def choice(run: Run, key: str) -> str:
-    """What a run has for a column: a key's value, or the option chosen of a group."""
+    """Return the text of a run in a column: the value of a key, or the option of a group."""
     if key == "clip.threshold" and run.mode == "none":
         return "none"
     if key in run.config:
@@ -147,7 +148,7 @@ def choice(run: Run, key: str) -> str:
 
 
 def grouped(runs: Sequence[Run], columns: Sequence[str]) -> list[Group]:
-    """Runs as settings: ordered by mode and rising threshold, ``none`` last; one colour each."""
+    """Return the settings by mode and rising threshold, ``none`` last; one colour each."""
     buckets: dict[str, list[Run]] = {}
     for run in runs:
         buckets.setdefault(_setting(run), []).append(run)
@@ -171,7 +172,7 @@ def grouped(runs: Sequence[Run], columns: Sequence[str]) -> list[Group]:
 
 
 def label(run: Run, columns: Iterable[str]) -> str:
-    """A setting in few words: its clipping, and what else tells it apart."""
+    """Return a short name of a setting: its clipping, and the other keys in which it differs."""
     if not run.config and not run.mode:
         words = " ".join(word for word in run.overrides if not word.startswith("seed="))
         return _brief(words) or "?"
@@ -187,7 +188,7 @@ def label(run: Run, columns: Iterable[str]) -> str:
 
 
 def natural(text: str) -> tuple[float, str]:
-    """An order in which numbers come by size, and before words."""
+    """Return a sort key that orders numbers by size and before other text."""
     try:
         return float(text), ""
     except ValueError:
@@ -195,7 +196,7 @@ def natural(text: str) -> tuple[float, str]:
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and sample standard deviation (n − 1); the latter is None for one value.
+    """Return mean and sample standard deviation (n − 1); the latter is None for one value.
 
     A value that is not finite makes the mean NaN: a seed that diverged is not averaged away.
     """
@@ -220,7 +221,7 @@ def _value(value: object) -> str:
 
 
 def _setting(run: Run) -> str:
-    """What two runs of one setting have in common: everything but the seed."""
+    """Return what all runs of a setting have in common: everything but the seed."""
     if not run.config:
         return "\n".join(word for word in run.overrides if not word.startswith("seed="))
     return _value({k: v for k, v in run.config.items() if k != "seed" and not k.startswith(_ASIDE)})

@@ -1,4 +1,4 @@
-"""The norm of each parameter's gradient over time, as one picture a run."""
+"""Pictures of the gradient norm of each parameter over time, one for each run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.report.run import Run
 from runner.report.series import Floats, Series, layers
 from runner.run_folder import files
 
-# Columns of a picture, rows of it, and runs that get one.
+# Most columns and rows of a picture, and most pictures.
 _COLUMNS, _ROWS, _RUNS = 160, 64, 6
 _LABELS, _ROW, _SIDE = 190, 11, 10
 _SHADES = np.asarray(
@@ -29,14 +29,14 @@ _UNKNOWN = np.asarray([236, 238, 240], dtype=np.uint8)
 
 
 def heat_maps(found: Findings) -> tuple[list[Markup], str | None]:
-    """A picture for each of the first runs that recorded layers, and what is left out, if any."""
+    """Return pictures of the first runs that recorded layers, and a note on the others."""
     recorded = [
         (position, group, run)
         for group in found.groups
         for position, run in enumerate(group.runs)
         if layers(run.series)
     ]
-    # The first seed of each setting before the second of any.
+    # The first seed of each setting comes before the second of any.
     recorded.sort(key=lambda entry: (entry[0], entry[1].index))
     maps = [_map(run, group.label) for _, group, run in recorded[:_RUNS]]
     left = len(recorded) - len(maps)
@@ -87,7 +87,7 @@ def _map(run: Run, name: str) -> Markup:
     ]
     title = f"Norm by parameter · {name} · run {run.number}"
     left = len(rows) - len(shown)
-    note = f"Highest norm in each stretch of steps, log scale: dark {rounded(low, 3)}, bright "
+    note = f"Highest norm in each range of steps, log scale: dark {rounded(low, 3)}, bright "
     note += f"{rounded(high, 3)}; grey was not finite or not recorded."
     note += f" The {left} parameters with the smallest norms are left out." if left else ""
     return tag(
@@ -110,7 +110,7 @@ def _map(run: Run, name: str) -> Markup:
 
 
 def _table(rows: dict[str, Series]) -> tuple[list[str], Floats, float]:
-    """Names shown, highest norm by row and stretch of steps, and the last step."""
+    """Return names, the highest norm by row and range of steps, and the last step."""
     last = max(float(one.steps[-1]) for one in rows.values())
     first = min(float(one.steps[0]) for one in rows.values())
     names = list(rows)
@@ -132,7 +132,7 @@ def _table(rows: dict[str, Series]) -> tuple[list[str], Floats, float]:
 
 
 def _shaded(table: Floats, low: float, high: float) -> NDArray[np.uint8]:
-    """Colours of a table of norms, shape (rows, columns, 3)."""
+    """Return the colours of a table of norms, shape (rows, columns, 3)."""
     span = np.log(high / low) or 1.0
     known = np.isfinite(table)
     with np.errstate(divide="ignore"):
@@ -143,7 +143,7 @@ def _shaded(table: Floats, low: float, high: float) -> NDArray[np.uint8]:
 
 
 def _png(pixels: NDArray[np.uint8]) -> str:
-    """A picture as a ``data:`` address: 8-bit RGB, no filter (PNG specification, sections 5, 9)."""
+    """Return a picture as a ``data:`` URL: 8-bit RGB, no filter (PNG specification, 5 and 9)."""
     height, width, _ = pixels.shape
     lines = b"".join(b"\0" + line.tobytes() for line in pixels)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)

@@ -1,7 +1,7 @@
-"""HTML and SVG built so that text is always text.
+"""Build HTML and SVG in which text stays text.
 
-Whatever is a plain string is escaped on its way in; only what `tag` returned goes in as it is. A
-name such as ``<script>`` in a configuration can therefore not become an element by an oversight.
+A plain string is escaped; only the `Markup` that `tag` returns is inserted as it is. A name such as
+``<script>`` in a configuration therefore never becomes an element.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Attribute = str | float | bool | None
 
 
 class Markup(str):
-    """A string that is HTML already."""
+    """A string of HTML."""
 
     __slots__ = ()
 
@@ -22,16 +22,11 @@ class Markup(str):
 Child = str | float | Markup | None
 
 
-def escaped(text: object) -> Markup:
-    """``text`` as HTML that shows it literally."""
-    return Markup(html.escape(str(text), quote=True))
-
-
 def join(children: Iterable[Child]) -> Markup:
-    """All children, one after the other; plain strings are escaped, None is left out."""
+    """Join children; plain strings are escaped, None is left out."""
     return Markup(
         "".join(
-            child if isinstance(child, Markup) else escaped(child)
+            child if isinstance(child, Markup) else html.escape(str(child))
             for child in children
             if child is not None
         )
@@ -43,14 +38,14 @@ _VOID = frozenset({"br", "col", "hr", "img", "link", "meta"})
 
 
 def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
-    """One element.
+    """Return one element.
 
     Args:
-        name: of the element, HTML or SVG.
-        children: its content; plain strings are escaped.
-        attributes: ``class_`` stands for ``class``, and ``_`` for ``-`` elsewhere
-            (``stroke_width``, ``data_key``). None and False leave an attribute out, True gives it
-            no value, numbers are written with at most two decimals.
+        name: name of the HTML or SVG element.
+        children: content; plain strings are escaped.
+        attributes: attributes by name, with ``_`` for ``-`` and without a last ``_``
+            (``stroke_width``, ``class_``). None and False leave an attribute out, True writes it
+            without a value, floats are written with at most two decimals.
     """
     written = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in _VOID:
@@ -64,12 +59,12 @@ def _attribute(key: str, value: Attribute) -> str:
     key = key.rstrip("_").replace("_", "-")
     if value is True:
         return f" {key}"
-    text = short(value) if isinstance(value, float) else html.escape(str(value), quote=True)
+    text = short(value) if isinstance(value, float) else html.escape(str(value))
     return f' {key}="{text}"'
 
 
 def short(value: float) -> str:
-    """A coordinate: at most two decimals, and no trailing zeros."""
+    """Format a coordinate with at most two decimals and no trailing zeros."""
     if not math.isfinite(value):
         return "0"
     return f"{value:.2f}".rstrip("0").rstrip(".")

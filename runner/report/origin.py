@@ -1,9 +1,8 @@
-"""Where the figures come from: commands, versions, and the files behind the page."""
+"""Show where the page comes from: commands, versions, and the files of the runs."""
 
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
@@ -12,27 +11,20 @@ from runner.config.problem import shown
 from runner.report.groups import choice
 from runner.report.markup import Child, Markup, join, tag
 from runner.report.run import Run
-from runner.report.sweep import SweepRuns
+from runner.report.sweep import SweepRuns, command_of
 from runner.run_folder import files
 
-_FILES = (
-    files.ROWS,
-    files.SUMMARY,
-    files.CONFIG,
-    files.STATUS,
-    files.LOG,
-    files.PAGE,
-)
-# What a record may tell of the machine and the code, in the order it is shown.
-_TOLD = ("git", "versions", "python", "torch", "device", "world_size", "parameters", "host")
+_FILES = (files.ROWS, files.SUMMARY, files.CONFIG, files.STATUS, files.LOG, files.PAGE)
+# Recorded facts about the machine and the code, in the order they are shown.
+_FACTS = ("git", "versions", "python", "torch", "device", "world_size", "parameters", "host")
 
 
 def origin(sweep: SweepRuns) -> Markup:
-    """Commands, what the runs share, versions and git state, and links to the data."""
+    """Return commands, versions, the shared configuration, and links to the files."""
     return join(
         [
             _commands(sweep),
-            _told(sweep.runs),
+            _facts(sweep.runs),
             _shared(sweep.runs),
             _runs(sweep) if sweep.runs else None,
         ]
@@ -40,7 +32,7 @@ def origin(sweep: SweepRuns) -> Markup:
 
 
 def _commands(sweep: SweepRuns) -> Markup:
-    again = shlex.join(["python", "-m", "runner", "report", _shown(sweep.folder)])
+    again = command_of(["report", _path(sweep.folder)])
     return join(
         [
             tag("p", "Made by"),
@@ -51,19 +43,19 @@ def _commands(sweep: SweepRuns) -> Markup:
     )
 
 
-def _shown(folder: Path) -> str:
-    """A folder as one would type it: from where the command runs, if it lies below."""
+def _path(folder: Path) -> str:
+    """Return the path of a folder, relative to the working directory if it lies in it."""
     try:
         return str(folder.relative_to(Path.cwd()))
     except ValueError:
         return str(folder)
 
 
-def _told(runs: tuple[Run, ...]) -> Markup | None:
-    """Each fact with all values that runs recorded of it; usually there is one."""
+def _facts(runs: tuple[Run, ...]) -> Markup | None:
+    """Return each fact with all values that runs recorded; usually there is one."""
     facts: dict[str, dict[str, None]] = {}
     for run in runs:
-        for key in _TOLD:
+        for key in _FACTS:
             value = run.status.get(key, run.summary.get(key))
             if value is not None and value != "":
                 facts.setdefault(key, {})[_plain(value)] = None
@@ -90,7 +82,7 @@ def _plain(value: object) -> str:
 
 
 def _shared(runs: tuple[Run, ...]) -> Markup | None:
-    """The configuration keys that all runs have in common."""
+    """Return the configuration keys with the same value in all runs."""
     known = [run for run in runs if run.config]
     if not known:
         return None
@@ -109,7 +101,7 @@ def _runs(sweep: SweepRuns) -> Markup:
     rows = [_run(sweep, run) for run in sweep.runs]
     listing = tag(
         "table",
-        tag("caption", "The files behind each run, beside this page.", class_="aside"),
+        tag("caption", "The files of each run, relative to this page.", class_="aside"),
         tag(
             "thead",
             tag(
@@ -126,7 +118,7 @@ def _runs(sweep: SweepRuns) -> Markup:
 
 
 def _run(sweep: SweepRuns, run: Run) -> Markup:
-    command = shlex.join(["python", "-m", "runner", *run.overrides])
+    command = command_of(run.overrides)
     hash_ = run.status.get("config_hash")
     tracked = run.status.get("wandb_run_id")
     facts = [f"config {hash_}" if hash_ else "", f"wandb {tracked}" if tracked else ""]
@@ -145,11 +137,11 @@ def _run(sweep: SweepRuns, run: Run) -> Markup:
 
 def _links(sweep: SweepRuns, run: Run) -> list[Child]:
     if run.folder is None:
-        return ["never began"]
+        return ["never started"]
     base = "" if sweep.single else f"{quote(run.folder.name)}/"
     links: list[Child] = []
     for name in _FILES:
-        # A run's own page does not link to itself.
+        # The page of a run does not link to itself.
         if (run.folder / name).exists() and not (sweep.single and name == files.PAGE):
             links += [tag("a", name, href=base + quote(name)), " "]
     return links

@@ -1,4 +1,4 @@
-"""The page: one file that holds all it needs, and asks for nothing from anywhere."""
+"""Write the page: one file that holds everything it needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from runner.report.verdict import remarks, verdict
 from runner.run_folder import files
 from runner.run_folder.atomic import write_text
 
-# Above so many settings the key to the colours folds away.
+# Above so many settings the key to the colours is folded.
 _KEYS_SHOWN = 24
 
 
@@ -32,14 +32,15 @@ def write(folder: Path, left: int = 0) -> Path:
     """Write ``report.html`` into a run folder, or into a sweep folder of any number of runs.
 
     Args:
-        folder: of a run (it has ``status.json``), or of a sweep (numbered folders, ``sweep.json``).
-        left: runs that the sweep, which is still running, has yet to finish.
+        folder: folder of a run, which has ``status.json``, or of a sweep, which has numbered
+            folders or ``sweep.json``.
+        left: number of runs that a sweep that is still running has yet to finish.
 
     Returns:
-        The file, replaced as a whole: who has the page open never sees half of it.
+        The file, which is replaced as a whole.
 
     Raises:
-        runner.report.NoRunError: the folder is missing, or holds neither.
+        runner.report.NoRunError: the folder is missing, or is neither.
         OSError: the page cannot be written there.
     """
     sweep = read(folder)
@@ -51,7 +52,7 @@ def write(folder: Path, left: int = 0) -> Path:
 
 
 def html(sweep: SweepRuns, left: int = 0) -> str:
-    """The whole page of a sweep or a run; ``left`` as in :func:`write`."""
+    """Return the page of a sweep or a run; for ``left`` see :func:`write`."""
     found = find(sweep)
     body = tag(
         "body",
@@ -65,7 +66,7 @@ def html(sweep: SweepRuns, left: int = 0) -> str:
         tag("meta", http_equiv="Content-Security-Policy", content=_policy()),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("title", f"{sweep.name} · report"),
-        # An icon of its own keeps browsers from asking for one.
+        # Browsers request an icon if the page has none.
         tag("link", rel="icon", href="data:,"),
         Markup(f"<style>{_asset('page.css')}</style>"),
     )
@@ -107,7 +108,7 @@ def _charts(title: str, charts: Sequence[Markup], note: str | None = None) -> Ma
 
 
 def _key(groups: Sequence[Group]) -> Markup | None:
-    """Which colour is which setting; with scripts each name hides and shows its curves."""
+    """Return the key to the colours; with scripts, each name hides and shows its curves."""
     if len(groups) < 2:
         return None
     names = [
@@ -142,21 +143,21 @@ def _kind(sweep: SweepRuns) -> str:
 
 
 def _going(left: int) -> Markup | None:
-    """Of a sweep that goes on: how many of its runs are left."""
+    """Return a note on a sweep that is still running."""
     if not left:
         return None
-    told = (
+    note = (
         f"The sweep was still running when this page was written, with {plural(left, 'run')} left. "
         "The page is written again as runs end: reload it."
     )
-    return tag("p", told, id="going", role="status")
+    return tag("p", note, id="going", role="status")
 
 
 def _policy() -> str:
-    """What a browser may do with this page: nothing but its own script, style and pictures.
+    """Return a policy that allows the page its own script, style and pictures only.
 
-    The script is named by its hash, so that no text of a configuration could run as one even if it
-    were not escaped.
+    The script is named by its hash, so that no other text could run as one even if it were not
+    escaped.
     """
     digest = base64.b64encode(hashlib.sha256(_asset("page.js").encode()).digest()).decode()
     return (

@@ -1,7 +1,7 @@
-"""Colours that keep their order for every reader: viridis, dark to bright as thresholds rise.
+"""Colours in an order that every reader sees: viridis, dark to bright as thresholds rise.
 
-Source of the map: Smith and van der Walt, matplotlib's viridis (CC0). Its bright end is left out,
-since yellow lines do not show on white paper.
+Source: Smith and van der Walt, matplotlib's viridis (CC0). Its bright end is left out because
+yellow lines do not show on white paper.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _VIRIDIS = (
 )
 _BRIGHTEST = 0.72
 
-# A run that clips nothing has no place in the order of thresholds.
+# Colour of runs without clipping, which have no place in the order of thresholds.
 NEUTRAL = "#5b6470"
 
-# How the curves of each mode are stroked where several modes share one chart.
+# Dashes of the curves of each mode, for charts of several modes.
 DASHES = {"norm": "", "value": "6 3", "adaptive": "2 2.5", "none": ""}
 OTHER_DASH = "8 3 2 3"
 
 
 def viridis(at: float) -> str:
-    """The colour at a place in 0..1, as ``#rrggbb``."""
+    """Return the colour at a place in 0..1 as ``#rrggbb``."""
     x = min(max(at, 0.0), 1.0) * (len(_VIRIDIS) - 1)
     i = min(int(x), len(_VIRIDIS) - 2)
     parts = (
@@ -38,7 +38,7 @@ def viridis(at: float) -> str:
 
 
 def ordered(count: int) -> list[str]:
-    """``count`` colours from dark to bright, as far apart as they can be."""
+    """Return ``count`` colours from dark to bright, as far apart as possible."""
     if count == 1:
         return [viridis(0.3)]
     return [viridis(_BRIGHTEST * i / (count - 1)) for i in range(count)]

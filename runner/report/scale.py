@@ -1,4 +1,4 @@
-"""An axis: from values to pixels, and the values worth a tick."""
+"""An axis: where values lie on it, and which values get a tick."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Axis:
     """One direction of a chart.
 
     Attributes:
-        low, high: the values at its ends, ``low < high``; both above 0 where ``log``.
-        log: whether equal factors, not equal differences, lie equally far apart.
-        title: what it shows, with its unit.
-        percent: whether ticks read as percentages.
+        low, high: values at its ends, ``low < high``; both above 0 if ``log``.
+        log: whether the axis is logarithmic.
+        title: what it shows, with the unit.
+        percent: whether ticks are percentages.
     """
 
     low: float
@@ -30,7 +30,7 @@ class Axis:
     percent: bool = False
 
     def place(self, values: Floats | float) -> Floats:
-        """Where values lie: 0 at ``low``, 1 at ``high``; NaN for what a log axis cannot show."""
+        """Return where values lie: 0 at ``low``, 1 at ``high``; NaN if a log axis has no place."""
         given = np.asarray(values, dtype=np.float64)
         if not self.log:
             return (given - self.low) / (self.high - self.low)
@@ -40,7 +40,7 @@ class Axis:
         return np.asarray((logs - start) / (end - start))
 
     def ticks(self, about: int = 5) -> list[tuple[float, str]]:
-        """Round values within the axis, with their text; about so many."""
+        """Return about so many round values within the axis, with their text."""
         at = _log_ticks(self, about) if self.log else _linear_ticks(self, about)
         return [(tick, self._text(tick)) for tick in at]
 
@@ -48,31 +48,26 @@ class Axis:
         return f"{rounded(100 * tick)}\u00a0%" if self.percent else rounded(tick)
 
 
-def covering(
-    values: Iterable[Floats], *, log: bool, title: str, least: float | None = None
-) -> Axis:
-    """An axis that holds all finite values (the positive ones where ``log``), with some air.
+def covering(values: Iterable[Floats], *, log: bool, title: str) -> Axis:
+    """Return an axis that covers all finite values, or the positive ones if ``log``, with a margin.
 
     Args:
-        values: arrays of any shape; may be empty.
+        values: arrays of any shape, which may be empty.
         log: see `Axis`.
         title: see `Axis`.
-        least: a value that the axis must reach down to.
     """
     low, high = math.inf, -math.inf
     for array in values:
         shown = array[np.isfinite(array) & (array > 0)] if log else array[np.isfinite(array)]
         if len(shown):
             low, high = min(low, float(shown.min())), max(high, float(shown.max()))
-    if least is not None:
-        low, high = min(low, least), max(high, least)
     if low > high:
         low, high = (0.1, 10.0) if log else (0.0, 1.0)
     if log:
         span = max(high / low, 1.5)
         return Axis(low / span**0.05, high * span**0.05, True, title)
-    air = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return Axis(low if least == low else low - air, high + air, False, title)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return Axis(low - margin, high + margin, False, title)
 
 
 def _linear_ticks(axis: Axis, about: int) -> list[float]:
@@ -87,7 +82,7 @@ def _linear_ticks(axis: Axis, about: int) -> list[float]:
 def _log_ticks(axis: Axis, about: int) -> list[float]:
     start, end = math.log10(axis.low), math.log10(axis.high)
     if end - start < 0.7:
-        # Less than a decade: powers of ten are too few, and a log axis this short is near linear.
+        # Powers of ten are too few in less than a decade, where a log axis is nearly linear.
         return [tick for tick in _linear_ticks(axis, about) if tick > 0]
     decades = range(math.floor(start), math.ceil(end) + 1)
     if end - start > about:

@@ -36,11 +36,11 @@ KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Series:
-    """Values of one key over steps.
+    """Values of one metric over steps.
 
     Attributes:
-        steps: optimizer steps, rising, shape (n,).
-        values: of the same shape; may hold NaN and infinities.
+        steps: rising optimizer steps, shape (n,).
+        values: values of the metric, shape (n,); may hold NaN and infinities.
     """
 
     steps: Floats
@@ -51,7 +51,7 @@ class Series:
 
     @property
     def finite(self) -> Floats:
-        """The finite values alone."""
+        """Finite values."""
         return self.values[np.isfinite(self.values)]
 
 
@@ -88,15 +88,10 @@ def read_series(path: Path, extra: frozenset[str] = frozenset()) -> dict[str, Se
     return {key: _series(*column) for key, column in columns.items()}
 
 
-def by_suffix(series: Mapping[str, Series], prefix: str) -> dict[str, Series]:
-    """The series whose key begins with ``prefix``, by the rest of their key."""
-    return {key[len(prefix) :]: one for key, one in series.items() if key.startswith(prefix)}
-
-
 def what_if(series: Mapping[str, Series]) -> dict[float, float]:
-    """Threshold to share of steps it would have clipped, as last recorded; rising thresholds."""
+    """Return the last recorded share of steps that each threshold would have clipped, rising."""
     shares: dict[float, float] = {}
-    for text, one in by_suffix(series, keys.WHAT_IF).items():
+    for text, one in _by_suffix(series, keys.WHAT_IF).items():
         try:
             threshold = float(text)
         except ValueError:
@@ -107,8 +102,13 @@ def what_if(series: Mapping[str, Series]) -> dict[float, float]:
 
 
 def layers(series: Mapping[str, Series]) -> dict[str, Series]:
-    """The gradient norm of each parameter, in the order the run recorded them."""
-    return by_suffix(series, keys.LAYER_NORM)
+    """Return the gradient norm of each parameter, in recorded order."""
+    return _by_suffix(series, keys.LAYER_NORM)
+
+
+def _by_suffix(series: Mapping[str, Series], prefix: str) -> dict[str, Series]:
+    """Return the series whose key begins with ``prefix`` by the rest of their key."""
+    return {key[len(prefix) :]: one for key, one in series.items() if key.startswith(prefix)}
 
 
 def _series(steps: array[float], values: array[float]) -> Series:
@@ -116,6 +116,6 @@ def _series(steps: array[float], values: array[float]) -> Series:
     of = np.frombuffer(values, dtype=np.float64)
     if np.all(np.diff(at) > 0):
         return Series(at, of)
-    # np.unique keeps the first of equals: reversed, that is the row written last.
+    # np.unique keeps the first of equal steps: in reversed order, the row written last.
     unique, first = np.unique(at[::-1], return_index=True)
     return Series(unique, of[::-1][first])

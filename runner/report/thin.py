@@ -1,11 +1,13 @@
-"""Fewer points for the same picture: buckets that keep their lowest and highest value.
+"""Draw a curve with fewer points: buckets that keep their lowest and highest value.
 
-A mean or every n-th point would lose the single steps at which a norm shoots up, which are what one
-looks for. A curve of 10,000 steps drawn 500 pixels wide shows, in each column of pixels, the range
-of about 20 steps; two points a bucket draw the same range.
+A mean, or every n-th point, would lose the single steps at which a norm spikes. A curve of 10,000
+steps that is 500 pixels wide shows the range of about 20 steps in each column of pixels; two points
+a bucket draw the same range.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,43 +16,39 @@ from runner.report.series import Floats
 
 
 def kept(values: Floats, buckets: int) -> NDArray[np.intp]:
-    """Which points to draw.
+    """Return the indices of the points to draw.
 
     Args:
-        values: shape (n,), in order of steps; may hold NaN and infinities.
-        buckets: each run of neighbours of which two points, or three, remain.
+        values: values in order of steps, shape (n,); may hold NaN and infinities.
+        buckets: number of ranges of neighbours, of each of which two or three points remain.
 
     Returns:
         Rising indices: the first and last point, the lowest and highest finite value of each
-        bucket, and the first that is not finite, so that a gap stays a gap. All indices where
-        there are no more than two points a bucket.
+        bucket, and the first that is not finite, so that a gap stays a gap. All indices if there
+        are no more than two points a bucket.
     """
     n = len(values)
     if n <= 2 * buckets:
         return np.arange(n)
     edges = np.linspace(0, n, buckets + 1).astype(np.intp)
     finite = np.isfinite(values)
-    starts = edges[:-1]
     chosen = [0, n - 1]
     low = np.where(finite, values, np.inf)
     high = np.where(finite, values, -np.inf)
     whole = bool(finite.all())
-    for start, end in zip(starts, edges[1:], strict=True):
-        chosen += (
-            int(start + low[start:end].argmin()),
-            int(start + high[start:end].argmax()),
-        )
+    for start, end in pairwise(edges):
+        chosen += [int(start + low[start:end].argmin()), int(start + high[start:end].argmax())]
         if not whole and not finite[start:end].all():
             chosen.append(int(start + finite[start:end].argmin()))
     return np.unique(np.asarray(chosen, dtype=np.intp))
 
 
 def rolling_mean(values: Floats, width: int) -> Floats:
-    """Mean of the finite values among the ``width`` around each; NaN where there is none.
+    """Return the mean of the finite values among the ``width`` around each; NaN at gaps.
 
     Args:
-        values: shape (n,).
-        width: at least 1; at both ends the mean is over what there is of them.
+        values: values to average, shape (n,).
+        width: number of values in a window, at least 1; windows are shorter at both ends.
     """
     if width <= 1 or not len(values):
         return values
@@ -63,5 +61,5 @@ def rolling_mean(values: Floats, width: int) -> Floats:
     held = counts[end] - counts[start]
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = (sums[end] - sums[start]) / held
-    # A value that is not finite stays a gap of the curve instead of being averaged over.
+    # A value that is not finite stays a gap in the curve.
     return np.where(finite & (held > 0), mean, np.nan)

@@ -1,7 +1,7 @@
-"""What a sweep shows about the keys it varied, and what its runs remark about themselves.
+"""Sentences on what a sweep shows about the keys that it varied, and the remarks of its runs.
 
-A key that the sweep varied is judged by its results alone: rules of thumb about that key are left
-out. What holds for several settings is said once, with their names.
+A key that the sweep varied is judged by the results alone: rules of thumb about it are left out. A
+remark that several settings share is shown once, with their names.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FULLY = 0.95
 """Share of clipped steps above which a lower threshold clips hardly more of them."""
 
 ALIKE = 0.05
-"""Relative difference below which single runs are taken to have done equally well."""
+"""Relative difference below which the results of single runs count as equal."""
 
-# Topics that a page of several settings has its own sentences for, in the order of the page.
+# Topics with a sentence of their own on a page of several settings, in the order of the page.
 _SHARED = {
-    "nonfinite": "some gradients were NaN or inf, which no threshold mends: look at the loss and "
-    "the precision.",
+    "nonfinite": "some gradients were NaN or inf, which no threshold fixes: check the loss and the "
+    "precision.",
     "never": "no step was clipped, so the threshold changed nothing.",
     "nothing": "clipping has no effect with {optimizer}, which uses the sign of each gradient "
     "element alone.",
@@ -35,12 +35,12 @@ _SHARED = {
     "not make its steps smaller.",
     "cancels": "clipping most gradients does not make the steps of {optimizer} smaller.",
 }
-# Keys that the sentence of a topic is about: where the sweep varied one of them, it is left out.
+# Keys that the sentence of a topic is about; it is left out if the sweep varied one of them.
 _ABOUT = {"limits": (RATE, THRESHOLD), "cancels": (THRESHOLD,)}
 
 
 def advice(found: Findings) -> list[str]:
-    """Return what the sweep shows and what its runs remark, each thing once."""
+    """Return what the sweep shows, and the remarks of its runs."""
     few = _few(found)
     if few:
         return [*_own(found, ("nonfinite",)), few]
@@ -49,21 +49,21 @@ def advice(found: Findings) -> list[str]:
 
 
 def varied(found: Findings, key: str) -> bool:
-    """Whether settings with everything else equal differ in ``key``."""
+    """Return whether settings that are otherwise equal differ in ``key``."""
     return any(len(_along(found, group, key)) > 1 for group in found.groups)
 
 
 def edge(found: Findings, key: str) -> str | None:
-    """Return that the best value of ``key`` is the lowest or highest tried, if it is.
+    """Return a sentence if the best value of ``key`` is the lowest or the highest tried.
 
-    Only settings that equal the best one in all other keys are compared. Nothing is said where
-    seeds differ by more than these settings do, or where values beyond the edge change nothing.
+    Only settings that equal the best one in all other keys are compared. There is no sentence if
+    seeds differ by more than these settings do, or if values beyond the edge change nothing.
     """
     best = next(iter(found.ranked()), None)
     if best is None or _value(best, key) is None:
         return None
     tried = _along(found, best, key)
-    # A value that diverged closes the range as well as one that did worse.
+    # A value that diverged limits the range as well as one with a worse result.
     judged = {value: group for value, group in tried.items() if found.scores(group)}
     known = list(judged)
     if len(known) < 2 or not _apart(found, list(judged.values())):
@@ -88,8 +88,8 @@ def edge(found: Findings, key: str) -> str | None:
             f"{the_best}, {rounded(value)}, is the highest {which}: a higher one may do better "
             f"(try {rounded(value * 2)} and {rounded(value * 4)})."
         )
-    # Beyond the highest threshold lies no clipping: nothing is open where that was tried, or where
-    # the threshold clipped nothing.
+    # Beyond the highest threshold lies no clipping: there is nothing more to try if that was tried,
+    # or if the threshold clipped nothing.
     unclipped = any(group.mode == "none" and found.scores(group) for group in found.groups)
     if unclipped or not found.ratio(best):
         return None
@@ -105,7 +105,7 @@ def _edges(found: Findings) -> list[str]:
 
 
 def _best_rates(found: Findings) -> list[str]:
-    """That each threshold has a best learning rate of its own, where these differ."""
+    """Return a sentence if the best learning rate depends on the threshold."""
     best = next(iter(found.ranked()), None)
     rates: dict[float, float] = {}
     for threshold, group in _along(found, best, THRESHOLD).items() if best else ():
@@ -122,7 +122,7 @@ def _best_rates(found: Findings) -> list[str]:
 
 
 def _joint(found: Findings) -> list[str]:
-    """That the best setting owes its result to the rate and the threshold together."""
+    """Return a sentence if rate and threshold act together, but only one was varied."""
     best = next(iter(found.ranked()), None)
     if best is None or "limits" not in _topics(best):
         return []
@@ -137,9 +137,9 @@ def _joint(found: Findings) -> list[str]:
 
 
 def _alike(found: Findings) -> list[str]:
-    """That some thresholds train alike because the optimizer divides by the gradient's size.
+    """Return a sentence if thresholds train alike because the optimizer normalizes gradients.
 
-    Left out where the results say otherwise.
+    It is left out if the results differ.
     """
     for group in found.groups:
         members = [g for g in _along(found, group, THRESHOLD).values() if _scale_cancels(found, g)]
@@ -153,13 +153,13 @@ def _alike(found: Findings) -> list[str]:
 
 
 def _train_alike(found: Findings, groups: list[Group]) -> bool:
-    """Whether several thresholds bind in every step, cancel in the optimizer, and did as well."""
+    """Return whether thresholds bind in every step, cancel in the optimizer, and did as well."""
     cancels = all(_scale_cancels(found, group) for group in groups)
     return len(groups) > 1 and cancels and not _apart(found, groups)
 
 
 def _apart(found: Findings, groups: list[Group]) -> bool:
-    """Whether the results of some of ``groups`` clearly differ.
+    """Return whether the results of some of ``groups`` clearly differ.
 
     With one seed each, a relative difference above `ALIKE` counts as clear.
     """
@@ -172,7 +172,7 @@ def _apart(found: Findings, groups: list[Group]) -> bool:
 
 
 def _few(found: Findings) -> str | None:
-    """That the runs are too short to judge a threshold by."""
+    """Return a sentence if the runs are too short to judge a threshold."""
     clipped = [group for group in found.groups if group.threshold is not None]
     short = [group for group in clipped if "few" in _topics(group)]
     if not short or len(found.groups) == 1:
@@ -181,7 +181,7 @@ def _few(found: Findings) -> str | None:
 
 
 def _own(found: Findings, topics: tuple[str, ...]) -> Iterator[str]:
-    """What runs remark about themselves; the same of several settings once."""
+    """Yield the remarks of runs; one that several settings share is given once."""
     if len(found.groups) == 1:
         texts = _texts(found.groups[0])
         yield from (texts[topic] for topic in topics if topic in texts)
@@ -199,7 +199,7 @@ def _own(found: Findings, topics: tuple[str, ...]) -> Iterator[str]:
 
 
 def _topics(group: Group) -> dict[str, str]:
-    """The topics that most runs of a setting remark on, with the optimizer that they name."""
+    """Return the topics that most runs of a setting remark on, and the optimizer they name."""
     counts: dict[str, list[str]] = {}
     for run in group.runs:
         for remark in _remarks(run.summary):
@@ -208,9 +208,9 @@ def _topics(group: Group) -> dict[str, str]:
 
 
 def _texts(group: Group) -> dict[str, str]:
-    """The text of each topic, of the first run of a setting that has it.
+    """Return the text of each topic, from the first run of a setting that has it.
 
-    The guidance of a run leaves out what the sweep that it belongs to decides.
+    The guidance of a run leaves out remarks on keys that its sweep varies.
     """
     texts: dict[str, str] = {}
     for run in group.runs:
@@ -228,13 +228,13 @@ def _remarks(summary: Mapping[str, object]) -> list[Mapping[str, object]]:
 
 
 def _scale_cancels(found: Findings, group: Group) -> bool:
-    """Whether nearly every step was clipped under an optimizer in which that cancels."""
+    """Return whether nearly every step was clipped under an optimizer that cancels it."""
     clips_whole = group.mode == "norm" and (found.ratio(group) or 0.0) > FULLY
     return clips_whole and "cancels" in _topics(group)
 
 
 def _along(found: Findings, group: Group, key: str) -> dict[float, Group]:
-    """Settings that equal ``group`` in all but ``key``, by its values, rising."""
+    """Return the settings that equal ``group`` in all but ``key``, by rising value of ``key``."""
     others = [column for column in found.differences.columns if column not in ("seed", key)]
     members = [
         one
@@ -247,7 +247,7 @@ def _along(found: Findings, group: Group, key: str) -> dict[float, Group]:
 
 
 def _value(group: Group, key: str) -> float | None:
-    """The value of ``key`` in a setting, where it is a number above 0."""
+    """Return the value of ``key`` in a setting if it is a number above 0."""
     if key == THRESHOLD:
         return group.threshold
     value = group.runs[0].config.get(key)
@@ -257,7 +257,7 @@ def _value(group: Group, key: str) -> float | None:
 
 
 def _named(found: Findings, best: Group, key: str) -> str:
-    """The subject of a sentence on the best value of ``key``, and where it was found."""
+    """Return the subject of a sentence on the best value of ``key``, and its other keys."""
     modes = {group.mode for group in found.groups} - {"none"}
     name = "threshold" if key == THRESHOLD else key
     if key == THRESHOLD and len(modes) > 1:

@@ -167,7 +167,7 @@
     chart.addEventListener("keydown", step);
     chart.addEventListener("blur", hide);
   };
-  for (const chart of charts) if ("read" in chart.dataset) reader(chart);
+  for (const chart of charts) if ("x" in chart.dataset) reader(chart);
 
   // ---- Paper has no folds. ----------------------------------------------------------------------
   let folded = [];

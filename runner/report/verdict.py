@@ -1,4 +1,4 @@
-"""What the page says before it shows anything: one sentence, and what to mind about it."""
+"""The result of the runs in one sentence, and remarks on it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from runner.report.groups import Group
 from runner.report.notation import plural, rounded
 from runner.report.run import Run
 
-# States of a run whose figures are those of a whole run.
-_WHOLE = "finished"
-
 
 def verdict(found: Findings) -> str:
-    """The answer in one sentence."""
+    """Return the result in one sentence."""
     runs = found.sweep.runs
     if not runs:
         return "This sweep holds no run yet."
@@ -40,7 +37,7 @@ def verdict(found: Findings) -> str:
 
 
 def remarks(found: Findings) -> list[str]:
-    """What to mind: seeds, failures, what the sweep shows and what its runs remark."""
+    """Return remarks on seeds and failures, on the sweep, and those of its runs."""
     if not found.sweep.runs:
         return []
     notes = [_seeds(found), _lost(found), _modes(found)]
@@ -80,7 +77,7 @@ def _score(found: Findings, group: Group) -> str:
 
 
 def _against(found: Findings, ranked: list[Group]) -> str:
-    """The comparison that matters most: with no clipping, else with the runner-up."""
+    """Compare the best setting with no clipping, or else with the second best."""
     best = ranked[0]
     unclipped = next((group for group in ranked if group.mode == "none"), None)
     other = unclipped if unclipped not in (None, best) else next(iter(ranked[1:]), None)
@@ -143,11 +140,11 @@ def _states(found: Findings) -> list[str]:
     if len(notes) > 5:
         notes = [*notes[:5], f"{len(notes) - 5} more runs failed or were killed; see the table."]
     others = Counter(
-        run.state for run in runs if run.state not in (_WHOLE, "failed", "killed", "unknown")
+        run.state for run in runs if run.state not in ("finished", "failed", "killed", "unknown")
     )
     if others and len(runs) > 1:
         counts = ", ".join(f"{count} {state}" for state, count in others.items())
-        notes.append(f"Not all runs are through: {counts}.")
+        notes.append(f"Not all runs have finished: {counts}.")
     single = runs[0] if len(runs) == 1 else None
     if single is not None and single.error:
         notes.append(single.error.strip().splitlines()[-1][:300])

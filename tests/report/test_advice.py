@@ -207,7 +207,7 @@ SITUATIONS: dict[str, tuple[list[Trial], list[str]]] = {
     "few steps, some not finite": (
         [*thresholds(0.1, 0.2, steps=20, **FULL), Trial(2.0, 0.3, steps=20, nonfinite=4)],
         [
-            "norm 2: some gradients were NaN or inf, which no threshold mends: look at the loss "
+            "norm 2: some gradients were NaN or inf, which no threshold fixes: check the loss "
             "and the precision.",
             "All settings: fewer than 50 steps are too few to tell what a threshold does.",
         ],
@@ -222,7 +222,7 @@ SITUATIONS: dict[str, tuple[list[Trial], list[str]]] = {
     "a rate that diverged closes the range": (
         [*rates(0.3, 0.1), Trial(0.25, float("nan"), lr=0.5, nonfinite=200)],
         [
-            "norm 0.25, lr=0.5: some gradients were NaN or inf, which no threshold mends: look at "
+            "norm 0.25, lr=0.5: some gradients were NaN or inf, which no threshold fixes: check "
             "the loss and the precision."
         ],
     ),

@@ -32,4 +32,4 @@ def test_the_step_from_which_a_curve_is_lost_is_marked_with_its_value() -> None:
     values = np.asarray([1, 2, np.inf, np.nan, 3])
     axes = (Axis(0, 6), Axis(0, 4))
     chart = line_chart("k", "t", "n", axes, [Curve(0, "a<b", steps, values, "#000")])
-    assert "a&lt;b: ∞ at step 3, and at 1 more of the steps recorded" in chart
+    assert "a&lt;b: ∞ at step 3, and at 1 more of the recorded steps" in chart

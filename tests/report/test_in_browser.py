@@ -230,7 +230,7 @@ def test_arrow_keys_read_values_off(tmp_path: Path, shown: Shown) -> None:
 
 def test_every_control_is_reached_by_tab_alone(tmp_path: Path, shown: Shown) -> None:
     page = shown(sweep(tmp_path / "s", NORM[:2], steps=60))
-    count = "document.querySelectorAll('button, a, summary, svg[data-read], [tabindex]').length"
+    count = "document.querySelectorAll('button, a, summary, svg[data-x], [tabindex]').length"
     reached = set()
     at = "document.activeElement"
     for _ in range(page.ask(count) + 5):

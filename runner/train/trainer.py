@@ -109,47 +109,37 @@ class Trainer:
         self.plugin = SinglePlugin() if plugin is None else plugin
         self.train_dataloader, self.eval_dataloader = train_dataloader, eval_dataloader
         self.max_duration, self.eval_interval = _duration(max_duration), _duration(eval_interval)
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.probe, self.say = probe, say
-        if accumulation_steps > 1 and any(isinstance(m, _BatchNorm) for m in model.modules()):
-            log.warning(
-                "batch norm sees one microbatch at a time: %d accumulated microbatches are not "
-                "the same as one batch of their size",
-                accumulation_steps,
-            )
-        trained = list(model.parameters())
-        if isinstance(criterion, nn.Module):
-            trained += [each for each in criterion.parameters() if each.requires_grad]
-        optimizer = optimizers or torch.optim.SGD(dict.fromkeys(trained), lr=0.1)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        if accumulation_steps > 1:
+            _warn_of_batch_norm(model, accumulation_steps)
         self.booster = Booster(precision, self.plugin, loss_scale, nonfinite)
         self.loss = WindowLoss(model, criterion, checked=True)
         self.model: ModelWrapper
         self.optimizer: OptimizerWrapper
-        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer, criterion)
-        staged = self.model.pipeline is not None
-        if staged and self.loss.takes_batch:
-            raise ValueError("a model that computes its own loss cannot be cut into stages")
-        divided = accumulation_steps > 1 or self.plugin.data_size > 1 or staged
-        self.loss.checked &= divided and self.plugin.reports_metrics and self.plugin.data_rank == 0
+        self.model, self.optimizer, *_ = self.booster.boost(
+            model, optimizers or _sgd(model, criterion), criterion
+        )
         self.passes = Passes(self.booster, self.model, self.optimizer, self.loss, self.device)
         mode = _mode(algorithms)
         mode.bind(self.optimizer.layout)
-        self.layers = LayerNorms(self.optimizer.layout, mode.norm_type) if per_layer else None
+        meter = Meter(sinks, log_interval, log_flush, what_if=what_if)
+        if per_layer:
+            meter.layers = LayerNorms(self.optimizer.layout, mode.norm_type)
+        staged = self.model.pipeline is not None
+        if staged and self.loss.takes_batch:
+            raise ValueError("a model that computes its own loss cannot be cut into stages")
+        if self.plugin.data_size > 1 or staged:
+            meter.mean_over_data = self._mean_over_data
+        divided = accumulation_steps > 1 or self.plugin.data_size > 1 or staged
+        self.loss.checked &= divided and self.plugin.reports_metrics and self.plugin.data_rank == 0
+        several = isinstance(schedulers, Sequence)
         self.state = TrainState(
-            Meter(
-                sinks,
-                log_interval,
-                log_flush,
-                self._mean_over_data if self.plugin.data_size > 1 or staged else None,
-                what_if,
-                self.layers,
-            ),
+            meter,
             mode,
             self.optimizer,
             Windows(train_dataloader, accumulation_steps),
-            list(schedulers)
-            if isinstance(schedulers, Sequence)
-            else [schedulers] * bool(schedulers),
+            list(schedulers) if several else [schedulers] if schedulers else [],
             self.plugin.rank,
         )
 
@@ -189,16 +179,16 @@ class Trainer:
             window: microbatches of the step.
             started: time at which the step began, see :func:`time.perf_counter`.
         """
-        state, before = self.state, self.state.progress
+        state, meter, before = self.state, self.state.meter, self.state.progress
         held, total = count(window, state.windows, self.loss, self.plugin, before.step == 0)
         at = before.after(len(window.batches), total.samples, total.tokens, window.last)
         evaluates = at.completed(self.eval_interval, before) or at.reached(self.max_duration)
 
         loss = self.passes.accumulate(window.batches, held, total.items, self._show)
         layers = None
-        if self.layers is not None and (evaluates or state.meter.row_due(at.step)):
+        if meter.layers is not None and (evaluates or meter.row_due(at.step)):
             self.optimizer.unscale()
-            layers = self.layers.share()
+            layers = meter.layers.share()
         state.step_schedulers()  # for the step before, see there
         decision = self.optimizer.clip(state.mode)
         lr = self.optimizer.param_groups[0]["lr"]
@@ -209,7 +199,7 @@ class Trainer:
 
         state.progress = at
         seconds = time.perf_counter() - started
-        state.meter.push(
+        meter.push(
             StepMetrics(at.step, loss, decision, lr, at.samples, at.tokens, seconds, layers),
             self.evaluate() if evaluates else None,
         )
@@ -244,6 +234,23 @@ class Trainer:
     def _mean_over_data(self, values: list[float]) -> list[float]:
         size = self.plugin.data_size
         return [value / size for value in self.plugin.sum_over_data(values)]
+
+
+def _sgd(model: nn.Module, criterion: Criterion | None) -> Optimizer:
+    """Make the default optimizer, over the parameters of ``model`` and a trainable criterion."""
+    trained = dict.fromkeys(model.parameters())
+    if isinstance(criterion, nn.Module):
+        trained |= dict.fromkeys(p for p in criterion.parameters() if p.requires_grad)
+    return torch.optim.SGD(trained, lr=0.1)
+
+
+def _warn_of_batch_norm(model: nn.Module, accumulation_steps: int) -> None:
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        log.warning(
+            "batch norm sees one microbatch at a time: %d accumulated microbatches are not "
+            "the same as one batch of their size",
+            accumulation_steps,
+        )
 
 
 def _duration(given: str | Duration) -> Duration:

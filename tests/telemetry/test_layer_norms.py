@@ -42,8 +42,8 @@ def trained(**options):
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_no_step_waits_for_the_device_and_each_flush_is_one_transfer(norm_type):
     rows, trainer = trained(per_layer=True)
-    layers, measured, transfers = trainer.layers, [], []
-    trainer.state.meter.layers = trainer.layers = LayerNorms(layers.layout, norm_type)
+    measured, transfers = [], []
+    trainer.state.meter.layers = LayerNorms(trainer.optimizer.layout, norm_type)
     share, tolist = LayerNorms.share, torch.Tensor.tolist
 
     def counted_share(self):

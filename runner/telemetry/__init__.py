@@ -1,1 +1,1 @@
-"""What is measured in a run, and where it goes: files, the terminal, wandb."""
+"""Measure the steps of a run, and write the metrics to files, the terminal and trackers."""

@@ -1,9 +1,9 @@
-"""What a finished run shows about its clipping threshold.
+"""Give advice on the clipping threshold of a finished run.
 
-The bounds are those in common use: a threshold that clips more than half of the updates is
-"extremely aggressive", and a lower learning rate is the plainer way to the same end; the 90th
-percentile of the unclipped norms is a good start (Google Research, Deep Learning Tuning Playbook,
-https://github.com/google-research/tuning_playbook). What clipping does to a step depends on the
+The bounds follow the Deep Learning Tuning Playbook of Google Research
+(https://github.com/google-research/tuning_playbook): a threshold that clips more than half of the
+updates is "extremely aggressive", and a lower learning rate does the same more simply; the 90th
+percentile of the unclipped norms is a good start. What clipping does to a step depends on the
 optimizer, see :mod:`runner.optim.effects`.
 """
 
@@ -19,14 +19,13 @@ from runner.optim.effects import PLAIN, Effect
 from runner.run_folder import keys
 
 FEWEST = 50
-"""Steps below which nothing is said about a threshold."""
+"""Number of steps below which there is no advice on a threshold."""
 
 MOSTLY = 0.5
-"""Share clipped (of the steps, elements or units) above which a threshold does more than cut
-outliers."""
+"""Share of clipped steps, elements or units above which a threshold does more than cut outliers."""
 
 FULLY = 0.95
-"""Share of clipped steps above which thresholds are as good as always exceeded."""
+"""Share of clipped steps above which a threshold is practically always exceeded."""
 
 PEAKS = {
     "norm": "‖G‖",
@@ -49,7 +48,7 @@ class Setting:
         mode: clipping mode.
         threshold: λ, None where the mode has none.
         nonfinite: what was done with a step whose gradient is not finite.
-        effect: how the optimizer uses the size of a gradient.
+        effect: how a step of the optimizer depends on the size of the gradient.
     """
 
     mode: str
@@ -60,14 +59,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Remark:
-    """One thing that a run shows.
+    """An observation about a run, with advice.
 
     Attributes:
-        topic: what it is; a page of several runs groups by it.
-        text: in whole sentences, about this run.
-        about: configuration keys that the text advises to change. A sweep over one of them shows
-            the answer itself, so its runs leave the remark out.
-        optimizer: class name of the optimizer, where the remark depends on it.
+        topic: kind of remark; the page of several runs groups by it.
+        text: whole sentences about this run.
+        about: configuration keys that the text advises to change. The runs of a sweep over one of
+            them leave the remark out, because the sweep shows the answer.
+        optimizer: class name of the optimizer, if the remark depends on it.
     """
 
     topic: Topic
@@ -77,11 +76,11 @@ class Remark:
 
 
 def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
-    """Return what a run shows about its threshold; nothing where the metrics do not tell.
+    """Return remarks on the threshold of a run; none if its metrics do not allow any.
 
     Args:
-        summary: of the run, from :meth:`runner.telemetry.meter.Meter.summary`.
-        setting: how it was clipped.
+        summary: summary of the run, from :meth:`runner.telemetry.meter.Meter.summary`.
+        setting: how the run was clipped.
     """
     found = []
     steps, skipped = summary["steps"], summary[keys.GRAD_NONFINITE]
@@ -108,7 +107,7 @@ def sentences(found: Iterable[Mapping[str, Any]], swept: Collection[str] = ()) -
     """Return the texts of remarks, without those that a sweep answers.
 
     Args:
-        found: remarks as a summary holds them, see :class:`Remark`.
+        found: remarks as dicts, as a summary holds them, see :class:`Remark`.
         swept: configuration keys that the sweep of this run varies.
     """
     return [str(one["text"]) for one in found if not set(one["about"]) & set(swept)]
@@ -151,7 +150,7 @@ def _nothing(effect: Effect) -> Remark:
 
 
 def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark:
-    """The remark on a threshold that clips most steps, elements or units."""
+    """Return the remark on a threshold that clips most steps, elements or units."""
     effect, whole = setting.effect, setting.mode == "norm"
     parts = "steps" if whole else f"{PARTS.get(setting.mode, 'gradient')} on average"
     text = f"The threshold {setting.threshold:g} clipped {percent(share)} of the {parts}. "
@@ -193,7 +192,7 @@ def _start(peak: Mapping[str, float]) -> str:
 
 
 def _calibrate(setting: Setting) -> str:
-    """Where to learn about single elements or units, of which a run keeps only the largest."""
+    """Refer to ``calibrate``: a run keeps only the largest element or unit of each step."""
     return (
         "python -m runner calibrate with the same overrides shows which threshold clips how large "
         f"a share of the {PARTS.get(setting.mode, 'gradient')}."

@@ -1,7 +1,7 @@
-"""What ``runner.log`` keeps of a run, for a person who wonders the day after.
+"""Log the course of a run to ``runner.log``.
 
-:mod:`runner.train.job` logs what each rank finds out, such as the device and the layout. The
-environment is not logged: it may hold secrets.
+:mod:`runner.train.job` logs what a rank knows, such as its device and the layout of ranks.
+Environment variables are not logged, because they may hold secrets.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class RunLog:
     """Logs how a run was started, its first row, its evaluations, its last row, and its end.
 
     Args:
-        folder: the run's own folder.
-        overrides: of the run.
-        made_with: what :func:`runner.run_folder.provenance.provenance` returned.
+        folder: folder of the run.
+        overrides: overrides of the run.
+        made_with: result of :func:`runner.run_folder.provenance.provenance`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RunLog:
 
 
 def _values(row: Row, wanted: tuple[str, ...] = ("",)) -> str:
-    """Metrics whose key begins with one of ``wanted``, but for norms of single parameters."""
+    """Format metrics whose key begins with one of ``wanted``, without per-layer norms."""
     shown = {key: value for key, value in row.items() if key.startswith(wanted)}
     return "  ".join(
         f"{key} {value:.6g}" for key, value in shown.items() if not key.startswith(keys.LAYER_NORM)

@@ -1,7 +1,8 @@
-"""From a checked configuration to objects: device, data, model, optimizer, scheduler, clipping.
+"""Build the objects of a run from its checked configuration.
 
-Model, data, optimizer and scheduler are anybody's, named by ``_target_``; what the runner adds to
-their arguments (parameters, the optimizer, ``total_steps``, ``fused``) is said here.
+Model, data, optimizer and scheduler can be any class or function, named by ``_target_``. The
+functions here add the arguments that a configuration cannot hold: parameters, the optimizer,
+``total_steps`` and ``fused``.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class TargetError(ValueError):
 
 
 def device_of(name: str) -> torch.device:
-    """The device called ``name``; ``auto`` is the GPU of this rank where there is one.
+    """Return the device called ``name``; ``auto`` is this rank's GPU if there is one.
 
-    Asks nothing that would make a context on the GPU: the launcher of local ranks needs none.
+    This creates no context on the GPU, which the launcher of local ranks does not need.
     """
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -47,7 +48,7 @@ def device_of(name: str) -> torch.device:
 
 
 def maker(target: Target) -> Callable[..., Any]:
-    """What ``target`` names, with its arguments already given.
+    """Return the class or function that ``target`` names, with its arguments bound.
 
     Raises:
         TargetError: the name cannot be imported, or one of its arguments cannot be made.
@@ -63,7 +64,7 @@ def maker(target: Target) -> Callable[..., Any]:
 
 
 def takes(make: Callable[..., Any], argument: str) -> bool:
-    """Whether ``make`` has a parameter called ``argument`` that was not given yet."""
+    """Return whether ``make`` has a parameter called ``argument`` that is not bound yet."""
     try:
         parameters = inspect.signature(getattr(make, "func", make)).parameters
     except ValueError:
@@ -72,11 +73,11 @@ def takes(make: Callable[..., Any], argument: str) -> bool:
 
 
 def make_data(config: DataSection) -> Data:
-    """The data; made once for a configuration, since the check of a request makes it too.
+    """Make the data, once for each configuration: the preflight check and the run share it.
 
     Raises:
         TargetError: see :func:`maker`.
-        runner.data.DataUnavailable: it is not there.
+        runner.data.DataUnavailable: its files are missing.
     """
     return _data(config.target, json.dumps(config.arguments, sort_keys=True))
 
@@ -90,18 +91,18 @@ def _data(target: str, arguments: str) -> Data:
 
 
 def make_optimizer(target: Target, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """The optimizer over ``parameters``, in its fused form where it has one.
+    """Make the optimizer over ``parameters``, in its fused form where it has one.
 
     torch's fused steps are two to six times faster than its default ones on a CPU.
 
     Raises:
-        TargetError: see :func:`maker`; or it returned no optimizer.
+        TargetError: see :func:`maker`; or the target returned no optimizer.
     """
     make = maker(target)
     listed = list(parameters)
     made = None
     if takes(make, "fused"):
-        with suppress(RuntimeError):  # Not for this device or these options (foreach, ...).
+        with suppress(RuntimeError):  # Not supported on this device or with these options.
             made = make(listed, fused=True)
     if made is None:
         made = make(listed)
@@ -112,24 +113,24 @@ def make_optimizer(target: Target, parameters: Iterable[nn.Parameter]) -> Optimi
 
 
 def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> Any:
-    """The scheduler of ``optimizer``; ``steps`` is handed on to one that takes ``total_steps``.
+    """Make the scheduler of ``optimizer``, with ``steps`` as its ``total_steps`` if it has one.
 
     Raises:
-        TargetError: it needs ``total_steps``, and the duration does not tell.
+        TargetError: it needs ``total_steps``, and ``steps`` is None.
     """
     make = maker(target)
     if not takes(make, "total_steps"):
         return make(optimizer)
     if steps is None:
         raise TargetError(
-            f"{target.target} needs the number of steps, which a duration in tokens does not tell "
-            "for this data: give train.max_duration in ep, ba or sp"
+            f"{target.target} needs the number of steps, which is unknown for a duration in tokens "
+            "of this data: give train.max_duration in ep, ba or sp"
         )
     return make(optimizer, total_steps=steps)
 
 
 def make_mode(config: RunConfig) -> ClipMode:
-    """The clipping mode."""
+    """Make the clipping mode."""
     clip = config.clip
     return build_mode(
         clip.mode,
@@ -142,7 +143,7 @@ def make_mode(config: RunConfig) -> ClipMode:
 
 
 def make_loss_scale(config: RunConfig) -> LossScale | None:
-    """The fp16 loss scale, or None."""
+    """Make the fp16 loss scale; None for another precision."""
     if config.precision.name != "fp16":
         return None
     precision = config.precision
@@ -150,17 +151,17 @@ def make_loss_scale(config: RunConfig) -> LossScale | None:
 
 
 def make_plugin(config: RunConfig) -> Plugin:
-    """The plugin: ``PLUGIN`` of the file ``runner/booster/plugin/<name>.py``.
+    """Make the plugin: ``PLUGIN`` of the module ``runner.booster.plugin.<name>``.
 
-    Its constructor is given the keys of the section that it knows; a size that is left open is
-    None, for the plugin to fill with the ranks that stand.
+    Its constructor gets those keys of the section that it has parameters for. A size that the
+    configuration leaves open is None; the plugin derives it from the world size.
     """
     kind, options = plugin_of(config)
     return kind(**options)
 
 
 def plugin_of(config: RunConfig) -> tuple[type[Plugin], dict[str, Any]]:
-    """The class of the plugin, and the arguments of its constructor."""
+    """Return the class of the plugin, and the arguments of its constructor."""
     kind: type[Plugin] = import_module(f"runner.booster.plugin.{config.plugin.name}").PLUGIN
     known = inspect.signature(kind).parameters
     return kind, {key: value for key, value in vars(config.plugin).items() if key in known}
@@ -172,7 +173,7 @@ def steps_of(
     data_size: int | None = None,
     duration: Duration | None = None,
 ) -> int | None:
-    """Return the optimizer steps of the whole run; None if the duration does not tell.
+    """Return the number of optimizer steps of the run; None if it cannot be known.
 
     Args:
         config: the whole configuration.

@@ -1,12 +1,13 @@
-"""Whether samples go through the model, and whether a run logs what its sweep compares.
+"""Check before a run that its model takes its data, and that it logs the objective of its sweep.
 
-Both are known before a run starts: two samples go through the model on torch's meta device.
+Two samples go through the model on torch's meta device.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +31,19 @@ LOGGED = (
     *(keys.CLIP_RATIO, keys.CLIP_RATIO_TOTAL, keys.TIME_STEP, keys.THROUGHPUT),
     keys.WALL_SECONDS,
 )
-"""The metrics that every run logs."""
+"""Metrics that every run logs."""
 
 _COMMAND = "# python -m runner "
-"""Begins the lines of an option's file that show how it is used."""
+"""Start of the lines in an option's file that show how to use it."""
 
 
 def check(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
-    """Find whether samples go through ``model`` and the sweep's objective will be logged.
+    """Return what is wrong with model and data together, or with the objective of the sweep.
 
     Args:
         config: the whole configuration.
-        model: the model of ``config``, on the meta device.
-        data: the data of ``config``.
+        model: model of ``config``, on the meta device.
+        data: data of ``config``.
     """
     if len(data.train) == 0:  # type: ignore[arg-type]
         return []
@@ -72,7 +73,7 @@ def check(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
 
 
 def _shape(samples: object) -> str:
-    """Shape and type of one sample's inputs, for a person."""
+    """Describe shape and type of the inputs of one sample."""
     for leaf in tree_leaves(samples):
         if isinstance(leaf, Tensor):
             size = "x".join(map(str, leaf.shape[1:])) or "one number"
@@ -83,13 +84,13 @@ def _shape(samples: object) -> str:
 def _objective(
     config: RunConfig, model: nn.Module, data: Data, graded: bool | None
 ) -> list[Problem]:
-    """Find whether the run logs ``sweep.objective``.
+    """Return a problem if the run does not log ``sweep.objective``.
 
     Args:
         config: the whole configuration.
-        model: for the names of parameters.
-        data: for whether there are tokens.
-        graded: whether the model's outputs have an accuracy; None if that is not known.
+        model: names the parameters whose norms may be logged.
+        data: says whether there are tokens.
+        graded: whether the outputs of the model have an accuracy; None if that is not known.
     """
     key, clip = config.sweep.objective, config.clip
     names = [*LOGGED, *map(keys.what_if, clip.what_if)]
@@ -109,30 +110,30 @@ def _objective(
 
 
 def _what_fits(config: RunConfig) -> Iterator[str]:
-    """Say which data goes with the model, and which model with the data, of the options there are.
+    """Describe which data options go with the model, and which model options with the data.
 
-    Nothing where they go together: the error is then about something else, a length, say.
+    Nothing if this model and this data go together: the error has another cause, such as a length.
     """
     models = dict(_examples("model", config.model.target))
     data = dict(_examples("data", config.data.target))
     for option, commands in models.items():
-        if any(_is_asked_for(words, config, data) for words in commands):
+        if any(_is_asked_for(overrides, config, data) for overrides in commands):
             return
-        if fitting := dict.fromkeys(_about("data", words) for words in commands):
+        if fitting := dict.fromkeys(_about("data", overrides) for overrides in commands):
             yield f"model={option} goes with {or_list(fitting)}"
     default = re.search(r"- model: (\w+)", (find("conf") / f"{CONFIG_NAME}.yaml").read_text())
     usual = "" if default is None else f"model={default[1]}"
-    for words in (words for commands in data.values() for words in commands):
-        yield f"{_about('data', words)} goes with {_about('model', words) or usual}"
+    for overrides in chain.from_iterable(data.values()):
+        yield f"{_about('data', overrides)} goes with {_about('model', overrides) or usual}"
 
 
-def _about(section: str, words: Sequence[str]) -> str:
-    """The overrides of one section."""
-    return " ".join(word for word in words if word.startswith((f"{section}=", f"{section}.")))
+def _about(section: str, overrides: Sequence[str]) -> str:
+    """Return the overrides of one section."""
+    return " ".join(o for o in overrides if o.startswith((f"{section}=", f"{section}.")))
 
 
 def _examples(group: str, target: str) -> Iterator[tuple[str, list[list[str]]]]:
-    """The options of ``group`` that make ``target``; of each, the overrides of its examples."""
+    """Yield the options of ``group`` that make ``target``, with the overrides of their examples."""
     for option in options(group):
         text = (find("conf") / group / f"{option}.yaml").read_text()
         if f"_target_: {target}\n" in text:
@@ -140,10 +141,10 @@ def _examples(group: str, target: str) -> Iterator[tuple[str, list[list[str]]]]:
             yield option, [line.removeprefix(_COMMAND).split() for line in lines]
 
 
-def _is_asked_for(words: Sequence[str], config: RunConfig, data: Container[str]) -> bool:
-    """Whether an example's data is that of ``config``, which is one of the options ``data``."""
-    for word in words:
-        key, _, value = word.partition("=")
+def _is_asked_for(overrides: Sequence[str], config: RunConfig, data: Container[str]) -> bool:
+    """Return whether an example uses the data of ``config``, whose options are ``data``."""
+    for override in overrides:
+        key, _, value = override.partition("=")
         if key == "data" and value not in data:
             return False
         given = config.data.arguments.get(key.removeprefix("data."))
@@ -153,5 +154,5 @@ def _is_asked_for(words: Sequence[str], config: RunConfig, data: Container[str])
 
 
 def about_meta(error: Exception) -> bool:
-    """Return whether an error is the meta device's own: the real device may do what it cannot."""
+    """Return whether an error comes from the meta device, which lacks some operations."""
     return isinstance(error, NotImplementedError) or "meta" in str(error).lower()

@@ -1,4 +1,4 @@
-"""One training job on one rank: build everything, train, and say what came out."""
+"""Run one training job on one rank: build its objects, train, and return the summary."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ log = logging.getLogger(__name__)
 
 
 def _say(text: str) -> None:
-    """To the terminal and to the run's log."""
+    """Print to the terminal and to the run's log."""
     print_line(text)
     logging.getLogger("runner.probe").info(text)
 
 
 def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
-    """Train as ``config`` says, in this process, on the ranks that already stand.
+    """Train in this process, which is one of the ranks of the run.
 
     Args:
         config: the whole configuration.
-        sinks: where rows go; none but on the first rank.
+        sinks: where rows go; empty on all ranks but the first.
 
     Returns:
-        The summary of the run, the same on every rank but for times.
+        The summary of the run. Apart from times it is the same on every rank.
     """
     started = time.perf_counter()
     trainer = make_trainer(config, sinks)
@@ -63,7 +63,7 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
 
 
 def _log_setup(config: RunConfig, trainer: Trainer) -> None:
-    """Log what this rank found: the layout of ranks, the device, and the sizes."""
+    """Log the layout of ranks, the device, the precision and the number of parameters."""
     ranks = trainer.plugin.world_size
     layout = f"plugin={config.plugin.name} on {plural(ranks, 'rank')}"
     if ranks > 1:
@@ -81,9 +81,9 @@ def _log_setup(config: RunConfig, trainer: Trainer) -> None:
 
 
 def _require_objective(trainer: Trainer, key: str) -> None:
-    """End a training at its first evaluation if that lacks what its sweep compares.
+    """Raise an error on every rank after the first evaluation if it lacks the sweep's objective.
 
-    What a check before the run can tell is refused there. On every rank, with the same metrics.
+    The preflight check refuses an objective that is known to be missing before the run starts.
     """
     evaluate = trainer.evaluate
 
@@ -104,19 +104,19 @@ def make_trainer(
     max_duration: Duration | None = None,
     evaluates: bool = True,
 ) -> Trainer:
-    """What trains as ``config`` says, but for what is given here.
+    """Make the trainer of a run.
 
     Args:
         config: the whole configuration.
-        sinks: where rows go; none but on the first rank.
-        mode: instead of the clipping mode of ``config``.
-        max_duration: where to stop instead; the schedule stays that of the whole run.
-        evaluates: whether held-out data is looked at.
+        sinks: where rows go; empty on all ranks but the first.
+        mode: clipping mode to use instead of that of ``config``.
+        max_duration: when to stop instead; the schedule remains that of the whole run.
+        evaluates: whether to evaluate on held-out data.
     """
     device = build.device_of(config.device)
     plugin = build.make_plugin(config)
     data = build.make_data(config.data)
-    # All ranks draw the same weights; afterwards (dropout) each data part has its own stream.
+    # All ranks draw the same weights; then each data-parallel rank drops other activations.
     torch.manual_seed(config.seed)
     model = build.maker(config.model)().to(device)
     torch.manual_seed(config.seed + 1_000_003 * (plugin.data_rank + 1))

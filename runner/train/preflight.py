@@ -1,7 +1,7 @@
-"""What only torch can tell about a request, before anything is created.
+"""Check, with torch, a configuration before its run creates anything.
 
-The device can do the precision, the ranks fit on it, every ``_target_`` exists and takes its
-arguments, the data is there and goes through the model. The model is made on torch's meta device,
+The device supports the precision, the ranks fit on the machine, every ``_target_`` exists and takes
+its arguments, the data exists and goes through the model. The model is made on torch's meta device,
 where it takes no memory.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,16 +29,18 @@ from runner.data import Data
 from runner.train import build, fit
 from runner.train.refused import to_blame, unknown, wrong_kinds
 
+T = TypeVar("T")
+
 
 def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
-    """Find what is wrong with a request whose words are right.
+    """Check a configuration that is valid by itself.
 
     Raises:
-        RequestError: naming everything that is wrong.
+        RequestError: lists everything that is wrong.
     """
     problems = _machine(config)
-    data = _data(config, problems)
-    model = _model(config, problems)
+    data = _made("data", config.data, _make_data, problems)
+    model = _made("model", config.model, _make_model, problems)
     if data is not None:
         problems += _durations(config, data)
     if model is not None:
@@ -65,6 +67,7 @@ def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
 
 
 def _machine(config: RunConfig) -> list[Problem]:
+    """Check what depends on this machine: devices, precision, number of ranks."""
     problems = []
     joined = joined_ranks()
     if joined and joined > 1 and config.plugin.name == "single":
@@ -96,7 +99,7 @@ def _machine(config: RunConfig) -> list[Problem]:
 
 
 def _misfit(config: RunConfig) -> SizeError | None:
-    """Why ranks that stand already do not go into the sizes; None where they do, or none stand."""
+    """Return why the ranks that were started do not fit the sizes; None if they fit."""
     joined = joined_ranks()
     if joined is None or config.plugin.name == "single":
         return None
@@ -107,38 +110,51 @@ def _misfit(config: RunConfig) -> SizeError | None:
     return None
 
 
-def _data(config: RunConfig, problems: list[Problem]) -> Data | None:
+def _made(
+    section: str, target: Target, make: Callable[[Target], T], problems: list[Problem]
+) -> T | None:
+    """Return ``make(target)``; None if that fails, with its reasons added to ``problems``."""
     try:
-        if wrong := _arguments("data", config.data):
+        if wrong := unknown(section, target) + wrong_kinds(section, target):
             problems += wrong
             return None
-        data = build.make_data(config.data)
-        for part in ("train", "test"):
-            dataset = getattr(data, part)
-            why = "" if hasattr(dataset, "__len__") else "has no length"
-            if isinstance(dataset, IterableDataset):
-                why = f"{why or 'has no index'} (an IterableDataset)"
-            if why:
-                needed = f"its {part} data {why}: a map-style data set is"
-                raise build.TargetError(f"{config.data.target}: {needed} needed")
-        return data
+        return make(target)
     except Exception as error:
-        problems += to_blame("data", config.data, _make_data, error)
-    return None
+        problems += to_blame(section, target, make, error)
+        return None
 
 
 def _make_data(target: Target) -> Data:
     assert isinstance(target, DataSection)
-    return build.make_data(target)
+    data = build.make_data(target)
+    for part in ("train", "test"):
+        dataset = getattr(data, part)
+        why = "" if hasattr(dataset, "__len__") else "has no length"
+        if isinstance(dataset, IterableDataset):
+            why = f"{why or 'has no index'} (an IterableDataset)"
+        if why:
+            needed = f"its {part} data {why}: a map-style data set is"
+            raise build.TargetError(f"{target.target}: {needed} needed")
+    return data
 
 
-def _arguments(section: str, target: Target) -> list[Problem]:
-    """What the signature of ``target`` tells about its arguments."""
-    return unknown(section, target) + wrong_kinds(section, target)
+def _make_model(target: Target) -> nn.Module | None:
+    """Make a model on the meta device; None if that device does not support it."""
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself shows them
+            model = build.maker(target)()
+    except (RuntimeError, NotImplementedError) as error:
+        if fit.about_meta(error):
+            return None
+        raise
+    if model is None or isinstance(model, nn.Module):
+        return model
+    raise build.TargetError(f"makes a {type(model).__name__}, not a torch.nn.Module")
 
 
 def _durations(config: RunConfig, data: Data) -> list[Problem]:
-    """Whether the data has what durations count, and any whole microbatch."""
+    """Check that the data has what durations count, and one whole microbatch."""
     problems = []
     if data.tokens_per_sample is None:
         asked = {
@@ -158,78 +174,38 @@ def _durations(config: RunConfig, data: Data) -> list[Problem]:
 
 
 def _sequence(config: RunConfig, data: Data) -> list[Problem]:
-    """Whether a sequence can be split evenly, where it is to be."""
+    """Check that sequences can be split evenly over tensor-parallel ranks, if they are split."""
     length, ranks = data.tokens_per_sample, build.ranks_of(config)
     try:
         parts = sizes(config.plugin, ranks).tp if config.plugin.sequence_parallel else 1
     except SizeError:
-        return []  # Said elsewhere.
+        return []  # _misfit or the plugin reports it
     if length is None or length % parts == 0:
         return []
     message = f"cannot split sequences of {length} evenly over {parts} ranks (plugin.tp_size)"
     return [Problem("plugin.sequence_parallel", True, message)]
 
 
-def _model(config: RunConfig, problems: list[Problem]) -> nn.Module | None:
-    try:
-        if wrong := _arguments("model", config.model):
-            problems += wrong
-            return None
-        model = _make_model(config.model)
-    except Exception as error:
-        problems += to_blame("model", config.model, _make_model, error)
-        return None
-    if model is None or isinstance(model, nn.Module):
-        return model
-    made = f"makes a {type(model).__name__}, not a torch.nn.Module"
-    problems.append(Problem("model._target_", config.model.target, made))
-    return None
-
-
-def _make_model(target: Target) -> object:
-    """What ``target`` makes on the meta device; None where that device cannot make it."""
-    try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run itself says them
-            return build.maker(target)()
-    except (RuntimeError, NotImplementedError) as error:
-        if fit.about_meta(error):
-            return None
-        raise
-
-
 def _optimizer_and_scheduler(config: RunConfig, data: Data | None, problems: list[Problem]) -> None:
+    """Check that both can be made, over a parameter of one element."""
     parameter = nn.Parameter(torch.zeros(1))
+    steps = 1 if data is None else build.steps_of(config, data, build.data_parts(config))
 
     def make_optimizer(target: Target) -> Optimizer:
         made = build.make_optimizer(target, [parameter])
-        _steps_unasked(target, made)
+        _require_plain_step(target, made)
         return made
 
-    optimizer: Optimizer = torch.optim.SGD([parameter], lr=0.1)
-    try:
-        if wrong := _arguments("optimizer", config.optimizer):
-            problems += wrong
-        else:
-            optimizer = make_optimizer(config.optimizer)
-    except Exception as error:
-        problems += to_blame("optimizer", config.optimizer, make_optimizer, error)
-    steps = 1 if data is None else build.steps_of(config, data, build.data_parts(config))
-
     def make_scheduler(target: Target) -> None:
-        _steps_unasked(target, build.make_scheduler(target, optimizer, steps))
+        _require_plain_step(target, build.make_scheduler(target, optimizer, steps))
 
-    try:
-        if wrong := _arguments("scheduler", config.scheduler):
-            problems += wrong
-        else:
-            make_scheduler(config.scheduler)
-    except Exception as error:
-        problems += to_blame("scheduler", config.scheduler, make_scheduler, error)
+    made = _made("optimizer", config.optimizer, make_optimizer, problems)
+    optimizer = made or torch.optim.SGD([parameter], lr=0.1)
+    _made("scheduler", config.scheduler, make_scheduler, problems)
 
 
-def _steps_unasked(target: Target, made: Any) -> None:
-    """Raise a TargetError if a step needs an argument: the loop has none to give."""
+def _require_plain_step(target: Target, made: Any) -> None:
+    """Raise a TargetError if ``step`` needs an argument, which the training loop does not have."""
     for name, parameter in inspect.signature(made.step).parameters.items():
         if (
             parameter.default is parameter.empty

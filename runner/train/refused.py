@@ -1,4 +1,4 @@
-"""Which key is to blame where a ``_target_`` refuses its arguments."""
+"""Find the key to blame when a ``_target_`` refuses its arguments."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def unknown(section: str, target: Target) -> list[Problem]:
 def wrong_kinds(section: str, target: Target) -> list[Problem]:
     """Return a problem for each value that the annotations of ``target`` do not allow.
 
-    Only plain kinds are judged: numbers, truth values, text, lists, mappings, null and literals.
+    Only plain annotations are checked: numbers, bools, text, lists, mappings, null and literals.
     """
     try:
         function = _function(target)
         made_by = getattr(function, "__init__") if isinstance(function, type) else function  # noqa: B009
         hints = get_type_hints(made_by)
-    except Exception:  # an annotation may name anything, such as what is imported for types alone
+    except Exception:  # an annotation may name what is imported for type checking only
         return []
     problems = []
     for name, parameter in _parameters(target).items():
@@ -79,18 +79,18 @@ def wrong_kinds(section: str, target: Target) -> list[Problem]:
 def to_blame(section: str, target: Target, make: Make, error: Exception) -> list[Problem]:
     """Return a problem for each key whose value makes ``make`` fail, with the error it causes.
 
-    The arguments start from the values that ``conf/`` or the signature gives them, for which
-    ``make`` is taken to succeed; each value of ``target`` is then put in its place, and one that
-    makes it fail is left out again.
+    The search starts from the default arguments in ``conf/`` or in the signature, with which
+    ``make`` usually succeeds. It then sets one argument of ``target`` after the other, and drops
+    those that make it fail.
 
     Args:
         section: section of the configuration.
-        target: the object that refused its arguments.
-        make: makes the object of a target like it, or raises.
-        error: what it raised for ``target``.
+        target: class or function that refused its arguments, with the arguments.
+        make: makes the object of such a target, or raises.
+        error: error that ``make(target)`` raised.
 
     Returns:
-        At least one problem: where no key can be told, it is that of ``_target_``.
+        At least one problem. If no key can be blamed, it is about ``_target_``.
     """
     if isinstance(error, build.TargetError):
         return [Problem(f"{section}._target_", target.target, str(error))]
@@ -121,7 +121,7 @@ def first_line(error: Exception) -> str:
 
 
 def _start(section: str, target: Target) -> dict[str, Any]:
-    """The usual value of each argument; the given one where it must have one and none is usual."""
+    """Return default arguments, and the given value of a required argument without a default."""
     examples = usual(section, target.target)
     start = {}
     for name, value in target.arguments.items():
@@ -134,7 +134,7 @@ def _start(section: str, target: Target) -> dict[str, Any]:
 
 
 def _named(section: str, target: Target, error: Exception) -> Problem:
-    """The problem of the argument that ``error`` names first, or of the target."""
+    """Return the problem of the argument that ``error`` names first, else of the target."""
     places = {name: re.search(rf"\b{re.escape(name)}\b", str(error)) for name in target.arguments}
     found = {name: place.start() for name, place in places.items() if place is not None}
     if found:
@@ -144,7 +144,7 @@ def _named(section: str, target: Target, error: Exception) -> Problem:
 
 
 def _problem(section: str, target: Target, name: str, error: Exception) -> Problem:
-    if isinstance(error, DataUnavailable):  # it names the key and the ways forward itself
+    if isinstance(error, DataUnavailable):  # its message names the key and the remedies
         message = str(error)
     else:
         says = str(error) if type(error) is ValueError else first_line(error)
@@ -159,7 +159,7 @@ def _function(target: Target) -> Callable[..., Any]:
 
 
 def _parameters(target: Target) -> Mapping[str, inspect.Parameter]:
-    """The parameters of ``target``; one that takes anything where they cannot be read."""
+    """Return the parameters of ``target``; ``**any`` if they cannot be read."""
     try:
         return inspect.signature(_function(target)).parameters
     except ValueError:
@@ -167,7 +167,7 @@ def _parameters(target: Target) -> Mapping[str, inspect.Parameter]:
 
 
 def _allowed(hint: Any) -> tuple[Any, ...] | None:
-    """The plain kinds and literal values that an annotation allows; None where others may do."""
+    """Return the plain types and literals that an annotation allows; None if it allows others."""
     kind = get_origin(hint) or hint
     if kind in (Union, UnionType):
         # A configuration cannot give a tensor.
@@ -184,7 +184,7 @@ def _allowed(hint: Any) -> tuple[Any, ...] | None:
 
 
 def _allows(allowed: Sequence[Any], value: Any) -> bool:
-    if isinstance(value, dict):  # it may describe an object of any kind
+    if isinstance(value, dict):  # it may describe an object of any class
         return True
     for one in allowed:
         if one is float:

@@ -1,10 +1,10 @@
-"""Which threshold to begin with: gradients are measured unclipped, and described.
+"""Measure gradients without clipping, and suggest thresholds.
 
-    python -m runner calibrate <the words of a run>
+    python -m runner calibrate [overrides of a run]
 
-The rule is that of Pascanu, Mikolov and Bengio 2013 (arXiv 1211.5063, section 3.2): look at the
-norm over enough updates; thresholds from half to ten times its mean still converge. Modes that
-clip elements or units are judged by the share of those that a threshold would clip.
+Pascanu, Mikolov and Bengio 2013 (arXiv 1211.5063, section 3.2) observe the norm over many updates:
+thresholds of half to ten times its mean still converge. For modes that clip elements or units,
+thresholds are suggested by the share of these that they would clip.
 """
 
 from runner.calibrate.distribution import (

@@ -1,4 +1,4 @@
-"""The job of a calibration on one rank: the request's own training, measured and not clipped."""
+"""The work of one rank in a calibration: a run that is measured and not clipped."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from runner.train import build
 from runner.train.job import make_trainer
 
 NEVER = 1e30
-"""A threshold that no gradient of a training that goes on reaches, and that float32 can hold."""
+"""A finite float32 threshold that no gradient reaches."""
 
 
 def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
-    """Train for ``calibrate.steps``, or to the end of a shorter run, and keep what was measured.
+    """Train for ``calibrate.steps``, or to the end of a shorter run, and return what was measured.
 
-    Weights, order of the data and schedule are those that ``python -m runner`` would have; the mode
-    measures in its own units and never clips.
+    Weights, data and schedule are those of the run; the mode measures in its own units and never
+    clips.
 
     Args:
         config: the whole configuration.
-        sinks: where rows go; none but on the first rank.
+        sinks: sinks for rows; empty except on the first rank.
 
     Returns:
         ``norms`` and ``peaks`` of every step (see :class:`runner.clip.Decision`), the ``loss`` of
-        the last one, the ``kind`` of data: ``language``, ``vision`` or ``other``; and
-        ``parts``, all elements or units of the steps after the warm-up (see
+        the last step, the ``kind`` of data (``language``, ``vision`` or ``other``), and ``parts``,
+        the elements or units of the steps after the warm-up (see
         :class:`runner.calibrate.Histogram`), empty for a mode that clips whole steps.
     """
     mode, end = unclipped(config), end_of(config)
@@ -52,7 +52,7 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
 
 
 def unclipped(config: RunConfig) -> ClipMode:
-    """The clipping mode of ``config`` with a threshold that never binds."""
+    """Make the clipping mode of ``config`` with a threshold that never clips."""
     if config.clip.threshold is None:
         return build.make_mode(config)
     clip = config.clip.model_copy(update={"threshold": NEVER})
@@ -60,7 +60,7 @@ def unclipped(config: RunConfig) -> ClipMode:
 
 
 def end_of(config: RunConfig) -> Duration:
-    """When a calibration ends: after ``calibrate.steps``, or with the run if that is shorter."""
+    """Return the duration of a calibration: ``calibrate.steps``, or that of a shorter run."""
     data = build.make_data(config.data)
     whole = build.steps_of(config, data)
     steps = config.calibrate.steps

@@ -1,4 +1,4 @@
-"""Thresholds of the recipes, to set beside what was measured."""
+"""Thresholds of the recipes, for comparison with what was measured."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from runner.compose import recipes
 from runner.config.folders import find
 
 NEAREST = 4
-"""Recipes that are named at most."""
+"""Largest number of recipes that are named."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """What one recipe clips at.
+    """The threshold of a recipe.
 
     Attributes:
-        recipe: its name.
-        kind: ``language`` or ``vision``.
-        mode: of clipping.
+        recipe: name of the recipe.
+        kind: kind of its data, ``language`` or ``vision``.
+        mode: clipping mode.
         threshold: λ.
-        source: as its header gives it.
+        source: source in the recipe's header.
     """
 
     recipe: str
@@ -35,7 +35,7 @@ class Published:
 
 
 def published() -> list[Published]:
-    """Every recipe that is one run and gives a threshold, by name."""
+    """Return all recipes of one run that set a threshold, sorted by name."""
     found = []
     for recipe in recipes.read_all():
         content, chosen = recipe.content, recipes.choices(recipe.content.get("defaults"))
@@ -48,15 +48,15 @@ def published() -> list[Published]:
 
 
 def nearest(mode: str, kind: str, start: float | None) -> list[Published]:
-    """Recipes of this mode and kind of data, the threshold nearest to ``start`` first.
+    """Return recipes of this mode and kind of data, the threshold nearest to ``start`` first.
 
-    Thresholds of different modes are in different units, so those of another mode are never given;
-    those of another kind are, where there is none of this.
+    Recipes of other modes are left out, because their thresholds have other units. Recipes of other
+    kinds are returned if there are none of this kind.
 
     Args:
         mode: ``norm``, ``value`` or ``adaptive``.
         kind: ``language``, ``vision`` or ``other``.
-        start: what was suggested.
+        start: suggested threshold.
     """
     alike = [one for one in published() if one.mode == mode]
     alike = [one for one in alike if one.kind == kind] or alike
@@ -66,7 +66,7 @@ def nearest(mode: str, kind: str, start: float | None) -> list[Published]:
 
 
 def _kind(data: str | None, content: dict[str, Any]) -> str:
-    """Data is language where it comes in sequences; what can make both says so by ``kind``."""
+    """Return ``language`` for data that has a sequence length and, if it has a kind, is tokens."""
     file = find("conf") / "data" / f"{data}.yaml"
     options = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
     options |= content.get("data") or {}

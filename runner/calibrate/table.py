@@ -1,4 +1,4 @@
-"""A calibration as text for a person."""
+"""The text of a calibration."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ COLUMNS = ("mean", "p50", "p75", "p90", "p95", "p99", "max")
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """The lines to print.
+    """Yield the lines to print.
 
     Args:
-        found: what ``calibrate.json`` holds.
+        found: content of ``calibrate.json``.
     """
     measured = plural(found["steps"], "step")
     yield f"{measured} without clipping, the first {found['warmup_steps']} as warm-up"
@@ -40,7 +40,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
             share = percent(one.get("would_clip_parts", one["would_clip"]))
             name = f"{one['recipe']:<{width}}"
             yield f"{one['threshold']:>9g}   {name}  here {share:>12}  {one['source']}"
-        yield "What each clipped, and how far it stands from its paper: the head of its recipe"
+        yield "The header of each recipe says what its paper clipped, and how the recipe differs"
         yield ""
     if found["next"]:
         yield "Next"
@@ -50,19 +50,19 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 def _trouble(found: Mapping[str, Any]) -> Iterator[str]:
     if found["nonfinite"]:
         yield (
-            f"{found['nonfinite']} of them had a gradient that was NaN or inf; the rest is of the "
-            "others"
+            f"{found['nonfinite']} of them had a gradient that was NaN or inf; the numbers below "
+            "leave these steps out"
         )
     steps = found["steps"] - found["warmup_steps"]
     if steps < FEWEST:
         few = "1 step was" if steps == 1 else f"{steps} steps were"
         yield f"only {few} measured after the warm-up: too few to rely on what follows"
     if not math.isfinite(found["loss"]):
-        yield "the loss diverged without clipping: the norms after that say little"
+        yield "the loss diverged without clipping: later norms are not representative"
 
 
 def _distributions(found: Mapping[str, Any]) -> Iterator[str]:
-    """One line a stream and part of it; ‖G‖ always, and what the mode compares where it differs."""
+    """Yield a line for each distribution: ‖G‖, and the values that other modes compare with λ."""
     names = {"norm": "‖G‖"}
     if "peak" in found:
         names["peak"] = f"largest {PEAKS.get(found['mode'], 'figure')}"

@@ -80,24 +80,18 @@ class ComparedStep:
     loss: tuple[float, float] = (math.nan, math.nan)
 
     @property
-    def norm_error(self) -> float:
-        """Relative error of ‖G‖ before clipping."""
-        return relative(self.plugin.norm, self.reference.norm)
-
-    @property
-    def clipped_error(self) -> float:
-        """Relative error of ‖G‖ after clipping."""
-        return relative(self.plugin.norm_clipped, self.reference.norm_clipped)
-
-    @property
-    def gradient_error(self) -> float:
-        """Largest error of a parameter's clipped gradient."""
-        return max(self.gradients.values(), default=0.0)
+    def errors(self) -> dict[str, float]:
+        """Relative errors of ‖G‖ before and after clipping, and the largest of a gradient."""
+        return {
+            "norm_error": relative(self.plugin.norm, self.reference.norm),
+            "norm_clipped_error": relative(self.plugin.norm_clipped, self.reference.norm_clipped),
+            "gradient_error": max(self.gradients.values(), default=0.0),
+        }
 
     @property
     def largest(self) -> float:
         """Largest error of this step."""
-        return max(self.norm_error, self.clipped_error, self.gradient_error)
+        return max(self.errors.values())
 
 
 @dataclass(frozen=True)
@@ -154,11 +148,8 @@ class Compared:
             bound: largest relative error that counts as rounding.
         """
         for step in self.steps:
-            for what, error in (
-                ("‖G‖", step.norm_error),
-                ("‖G‖ after clipping", step.clipped_error),
-                ("the clipped gradient", step.gradient_error),
-            ):
+            compared = ("‖G‖", "‖G‖ after clipping", "the clipped gradient")
+            for what, error in zip(compared, step.errors.values(), strict=True):
                 if not error <= bound:
                     yield f"{what} of step {step.step} is off by {error:.2g}"
             ours, theirs = step.plugin.fraction, step.reference.fraction

@@ -59,8 +59,8 @@ def row_of(step: ComparedStep, mode: int, threshold: float | None) -> Row:
         keys.GRAD_NORM: step.plugin.norm,
         keys.CLIP_FRACTION: step.plugin.fraction,
         "verify/norm": step.reference.norm,
-        "verify/norm_error": step.norm_error,
-        "verify/gradient_error": step.gradient_error,
+        "verify/norm_error": step.errors["norm_error"],
+        "verify/gradient_error": step.errors["gradient_error"],
         "verify/fraction": step.reference.fraction,
         "verify/naive": math.nan if by_hand is None or by_hand.norm is None else by_hand.norm,
         "verify/naive_error": math.nan if by_hand is None else by_hand.error,
@@ -97,9 +97,7 @@ def _mode(one: Compared, bound: float) -> dict[str, Any]:
 def _step(step: ComparedStep) -> dict[str, Any]:
     return {
         "step": step.step,
-        "norm_error": step.norm_error,
-        "norm_clipped_error": step.clipped_error,
-        "gradient_error": step.gradient_error,
+        **step.errors,
         "loss": {"plugin": step.loss[0], "reference": step.loss[1]},
         "plugin": asdict(step.plugin),
         "reference": asdict(step.reference),

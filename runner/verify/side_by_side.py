@@ -139,7 +139,7 @@ class _Side:
         mode = trainer.state.mode
         if self.derived:
             probe = Reference(self.config, self.split, self._mode(), self.device) if first else None
-            mode.threshold = watch.from_first(probe.peak() * BINDS if probe is not None else None)
+            mode.threshold = watch.from_all(probe.peak() * BINDS if probe else None)[0]
         if first:
             self.reference = Reference(
                 self.config, self.split, self._mode(mode.threshold), self.device

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from runner.booster import Plugin
 from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard
@@ -102,15 +102,6 @@ def from_all(mine: T) -> list[T]:
     return every
 
 
-def from_first(mine: T) -> T:
-    """Return the value of the first rank; a collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return mine
-    sent = [mine]
-    dist.broadcast_object_list(sent, src=0)
-    return sent[0]
-
-
 def drifted(layout: Layout) -> list[str]:
     """Return the names of parameters whose replicas differ; a collective of one digest a shard."""
     here = {(shard.name, *_part(shard)): _digest(shard.weight) for shard in layout.shards}
@@ -137,11 +128,9 @@ def _part(shard: ParamShard) -> tuple[Any, ...]:
     if not isinstance(shard.param, DTensor):
         return ()
     mesh = shard.param.device_mesh
-    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    placed = zip(names, shard.param.placements, strict=True)
     return tuple(
         (name, mesh.get_local_rank(axis))
-        for axis, (name, placement) in enumerate(placed)
+        for axis, (name, placement) in enumerate(_axes(shard.param))
         if not placement.is_replicate()
     )
 
@@ -155,8 +144,14 @@ def _placed(shard: ParamShard) -> str:
     if not isinstance(shard.param, DTensor):
         return "whole" if shard.num_replicas == 1 else f"whole on {shard.num_replicas} ranks"
     mesh = shard.param.device_mesh
-    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     return ", ".join(
         f"{name} ({mesh.size(axis)}): {placement}"
-        for axis, (name, placement) in enumerate(zip(names, shard.param.placements, strict=True))
+        for axis, (name, placement) in enumerate(_axes(shard.param))
     )
+
+
+def _axes(param: DTensor) -> list[tuple[str, Placement]]:
+    """Return the name and the placement of each mesh axis of a parameter."""
+    mesh = param.device_mesh
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    return list(zip(names, param.placements, strict=True))

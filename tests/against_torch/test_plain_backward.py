@@ -50,7 +50,7 @@ def refused(call, *args):
 
 
 def tried(plugin):
-    """What is right, and what each wrong order is told."""
+    """Return the right norms, and the error of each wrong order."""
     right = Tried(plugin)
     norms = []
     for step in range(STEPS):

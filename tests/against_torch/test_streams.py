@@ -116,7 +116,9 @@ def on_data_parallel_ranks(names):
         ]
         same = TensorDataset(torch.zeros(SAMPLES, 6).double(), torch.zeros(SAMPLES).long())
         sampler = DistributedSampler(same, size, rank)
-        fit(plugin, DataLoader(same, half, sampler=sampler))  # Alike, but dealt to the ranks.
+        fit(
+            plugin, DataLoader(same, half, sampler=sampler)
+        )  # The same samples, split over the ranks.
         found.append((refused, fit(plugin, DataLoader(Stream(rank, size), half))))
     return found
 

@@ -7,12 +7,14 @@ from torch.utils.data import DataLoader
 from runner.data import EmptyPart, PartitionedBatches, TensorPairs, collate_pairs
 
 
-def dealt(length, batch_size, rank=0, world_size=1, *, shuffle=True, drop_last=False, seed=0):
+def sampler_of(length, batch_size, rank=0, world_size=1, *, shuffle=True, drop_last=False, seed=0):
     return PartitionedBatches(length, batch_size, rank, world_size, shuffle, drop_last, seed)
 
 
 def ranks(length, batch_size, world_size, **options):
-    return [dealt(length, batch_size, rank, world_size, **options) for rank in range(world_size)]
+    return [
+        sampler_of(length, batch_size, rank, world_size, **options) for rank in range(world_size)
+    ]
 
 
 def real_batches(sampler):
@@ -52,7 +54,7 @@ def test_a_step_reads_the_same_samples_however_its_batch_is_split(
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_the_parts_of_the_ranks_in_a_row_are_the_slice_of_one_process(length, world_size):
-    whole = list(dealt(length, 4 * world_size))
+    whole = list(sampler_of(length, 4 * world_size))
     samplers = ranks(length, 4, world_size)
     for microbatch, batch in enumerate(whole):
         parts = [real_batches(sampler)[microbatch] for sampler in samplers]
@@ -63,7 +65,7 @@ def test_the_parts_of_the_ranks_in_a_row_are_the_slice_of_one_process(length, wo
 
 def test_parts_are_balanced_with_the_longer_ones_first():
     # Microbatches of 4 ranks times 4: the last holds 22 - 16 = 6 samples.
-    sampler = dealt(22, 4, world_size=4)
+    sampler = sampler_of(22, 4, world_size=4)
     assert [len(part) for part in sampler.parts(0)] == [4, 4, 4, 4]
     assert [len(part) for part in sampler.parts(1)] == [2, 2, 1, 1]
 
@@ -80,7 +82,7 @@ def test_a_rank_without_a_sample_gets_one_of_the_microbatch_marked_weightless():
 
 
 def test_an_epoch_reads_every_sample_once_and_epochs_differ():
-    sampler = dealt(100, 8)
+    sampler = sampler_of(100, 8)
     orders = []
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -91,7 +93,7 @@ def test_an_epoch_reads_every_sample_once_and_epochs_differ():
 
 def test_the_order_is_that_of_seed_and_epoch_alone():
     def order(seed, epoch):
-        sampler = dealt(100, 8, seed=seed)
+        sampler = sampler_of(100, 8, seed=seed)
         list(sampler)
         sampler.set_epoch(epoch)
         return list(sampler)
@@ -103,7 +105,7 @@ def test_the_order_is_that_of_seed_and_epoch_alone():
 
 
 def test_without_shuffle_samples_keep_their_order_in_every_epoch():
-    sampler = dealt(5, 2, shuffle=False)
+    sampler = sampler_of(5, 2, shuffle=False)
     for epoch in range(2):
         sampler.set_epoch(epoch)
         assert list(sampler) == [[0, 1], [2, 3], [4]]
@@ -118,7 +120,7 @@ def test_drop_last_leaves_whole_microbatches_only(length, kept):
 
 
 def test_a_start_skips_microbatches_once_and_leaves_the_length():
-    sampler = dealt(50, 8)
+    sampler = sampler_of(50, 8)
     whole = list(sampler)
     sampler.set_start(5)
     assert len(sampler) == 7
@@ -129,7 +131,7 @@ def test_a_start_skips_microbatches_once_and_leaves_the_length():
 
 
 def test_an_iteration_under_way_keeps_its_epoch():
-    sampler = dealt(50, 8)
+    sampler = sampler_of(50, 8)
     whole = list(sampler)
     running = iter(sampler)
     first = next(running)
@@ -140,7 +142,7 @@ def test_an_iteration_under_way_keeps_its_epoch():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_reads_the_dealt_samples(workers):
     data = TensorPairs(torch.arange(9.0), torch.arange(9))
-    sampler = dealt(9, 4, rank=1, world_size=2)
+    sampler = sampler_of(9, 4, rank=1, world_size=2)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=collate_pairs, num_workers=workers)
     assert len(loader) == 2
     assert [targets.tolist() for _, targets in loader] == [list(batch) for batch in sampler]
@@ -152,11 +154,11 @@ def test_a_loader_reads_the_dealt_samples(workers):
 )
 def test_sizes_out_of_range_are_refused(length, batch_size, rank, world_size):
     with pytest.raises(ValueError, match=r"at least|is not one of"):
-        dealt(length, batch_size, rank, world_size)
+        sampler_of(length, batch_size, rank, world_size)
 
 
 def test_a_microbatch_outside_the_epoch_is_refused():
-    sampler = dealt(9, 4)
+    sampler = sampler_of(9, 4)
     with pytest.raises(IndexError, match="microbatch 3 is not one of 0 to 2"):
         sampler.parts(3)
     with pytest.raises(IndexError, match="-1"):

@@ -43,13 +43,13 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Loop:
-    """A boosted model and its optimizer, and what a loop written by hand calls of them.
+    """A boosted model and its optimizer, with the calls of a training loop written by hand.
 
     Args:
         plugin: one of PLUGINS, a plugin, or None for one process.
         model: the user's model.
-        scale: of the loss; None for none.
-        nonfinite: policy of the optimizer.
+        scale: loss scale; None for none.
+        nonfinite: what the optimizer does with a gradient that is not finite.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ def one_step(
     exclude: Any = "auto",
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Any]:
-    """What a step did: figures on every rank, gradients and weights of the whole on the first."""
+    """Take one step; return metrics on every rank, whole gradients and weights on the first."""
     loop = Loop(plugin, make(model, dtype))
     inputs, targets = batch_for(model, dtype)
     if plugin is None and model == "forked":
@@ -148,7 +148,7 @@ EXACT = ("clipped", "fraction", "threshold")
 def unlike_one_process(
     ours: Sequence[dict[str, Any]], one: dict[str, Any], rel: float = 1e-9
 ) -> list[str]:
-    """Where what the ranks did differs from what one process did; empty if nowhere."""
+    """Describe the differences between the ranks and one process; empty if there are none."""
     found = []
     for rank, result in enumerate(ours):
         bits = [figure.hex() for figure in result["figures"]]

@@ -136,14 +136,14 @@ def trainer(
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
     **options: Any,
 ) -> Trainer:
-    """What trains ``case`` under ``plugin``, or in this process alone.
+    """Make a trainer of ``case`` under ``plugin``, or in one process.
 
     Args:
-        case: of what.
-        plugin: a name of :data:`PLUGINS`, or one ready made.
-        model: instead of the case's own, which is drawn from seed 0.
-        optimizer: instead of plain SGD.
-        options: of :class:`runner.Trainer`.
+        case: model, clipping mode and accumulation to train.
+        plugin: a name of :data:`PLUGINS`, a plugin, or None for one process.
+        model: model to train instead of that of the case, which is initialised from seed 0.
+        optimizer: makes an optimizer to use instead of plain SGD.
+        options: further arguments of :class:`runner.Trainer`.
     """
     made = SinglePlugin() if plugin is None else plugin
     spread = PLUGINS[made]() if isinstance(made, str) else made
@@ -214,13 +214,13 @@ TIMES = ("time/step_s", "throughput/samples_per_s")
 
 
 def differences(ours: Sequence[dict[str, Any]], case: Case, rel: float) -> list[str]:
-    """Where the ranks' results are not those of one process; empty if all is well.
+    """Describe where results of the ranks differ from one process; empty if nowhere.
 
     Args:
-        ours: of each rank, what :func:`train` returned.
-        case: what was trained.
-        rel: largest relative error of a figure, and of a tensor by its L2 norm. In float64 the
-            share that was clipped, a quotient of counts, is the same to the bit.
+        ours: result of :func:`train` on each rank.
+        case: the case that was trained.
+        rel: largest relative error of a metric, and of a tensor by its L2 norm. In float64 the
+            share that was clipped, a quotient of counts, must be equal bit for bit.
     """
     wanted = alone(case)
     exact = (*EXACT, "clip/fraction") if case.double else EXACT
@@ -241,7 +241,7 @@ def differences(ours: Sequence[dict[str, Any]], case: Case, rel: float) -> list[
 
 
 def uneven(ours: Sequence[dict[str, Any]]) -> list[str]:
-    """Which figures of the rows are not, to the bit, those of the first rank."""
+    """Describe metrics of the rows that differ from those of the first rank."""
     return [
         f"rank {rank} step {row['train/step']}: {key} is not that of rank 0"
         for rank, result in enumerate(ours)

@@ -30,7 +30,7 @@ Plant = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and where it shows.
+    """A fault, and the cases in which it must be noticed.
 
     Attributes:
         plant: opens a context in which the implementation has it.
@@ -135,7 +135,7 @@ def _case(model: str, mode: str) -> Case:
 
 @cache
 def seen_under(plugin: str) -> dict[Job, list[str]]:
-    """For each of the plugin's jobs, where the ranks are not one process."""
+    """Return the differences from one process in each of the plugin's jobs."""
     jobs = jobs_under(plugin)
     ranks = run_ranks(train_jobs, 2, plugin, jobs)
     return {
@@ -156,10 +156,10 @@ def norm_by_hand(name: str, plugin: str, model: str) -> float:
 
 
 def caught_by(name: str, plugin: str) -> str | None:
-    """What gives the fault away under ``plugin``; None if nothing does.
+    """Return the first difference that the fault makes under ``plugin``; None if there is none.
 
     Raises:
-        AssertionError: the ranks failed for a reason that is no difference in figures.
+        AssertionError: the ranks failed for another reason than a difference in metrics.
     """
     fault = FAULTS[name]
     job = (name, *fault.where[plugin])
@@ -175,7 +175,7 @@ def caught_by(name: str, plugin: str) -> str | None:
 
 
 def seen_without_fault(plugin: str) -> list[str]:
-    """Differences from one process where nothing was planted."""
+    """Return the differences from one process without a fault."""
     return [line for job, found in seen_under(plugin).items() if job[0] is None for line in found]
 
 

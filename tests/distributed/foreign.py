@@ -1,4 +1,4 @@
-"""A language model as others write them: names of their own, and no word of parallelism."""
+"""A language model with module names of its own and without support for parallelism."""
 
 import torch
 from torch import Tensor, nn

@@ -109,11 +109,11 @@ MESH_MODES += [("value", 0.4, 2.0), ("adaptive", 0.3, 2.0)]
 
 
 def on_meshes():
-    """Parameters on four meshes of one world, and one on none.
+    """Clip parameters on four meshes of one world, and one without a mesh.
 
     Returns:
-        For each mode the figures of this rank, those of one process, and the names of parameters
-        whose part here is not that of the whole clipped gradient.
+        For each mode the metrics of this rank, those of one process, and the names of parameters
+        whose shard differs from that of the whole clipped gradient.
     """
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     meshes = {"a": grid["a"], "b": grid["b"], "ab": grid}
@@ -158,7 +158,7 @@ def test_several_meshes_and_plain_tensors_in_one_layout():
 
 
 def partial_sums():
-    """Placements of gradients before and after they are made final, and what clipping says."""
+    """Return placements of gradients before and after synchronisation, and clipping's error."""
     loop = Loop("sequence", make("gpt"))
     loop.backward(*batch_for("gpt"))
 
@@ -205,7 +205,7 @@ def test_partial_sums_are_added_up_or_refused():
 
 
 def trained(plugin, steps):
-    """Norms of ``steps`` steps, and digests of what every rank holds of the dense parameters."""
+    """Return the norms of ``steps`` steps, and digests of the dense parameters of every rank."""
     loop = Loop(plugin, make("moe", torch.float32))
     start = {n: p.detach().clone() for n, p in loop.raw.named_parameters() if ".experts." not in n}
     generator = torch.Generator().manual_seed(2)

@@ -91,7 +91,7 @@ def models_of(plugin: str) -> Sequence[str]:
 
 
 def rest_of(plugin: str, world: int, model: str) -> list[Case]:
-    """All modes by all accumulations, but what :func:`cases_of` has."""
+    """All modes with all accumulations, except the cases of :func:`cases_of`."""
     whole = [Case(model, mode, steps) for mode, steps in product(MODES, (1, 3))]
     taken = cases_of(plugin, world, model) if model in MATRIX[plugin, world] else []
     return [case for case in whole if case not in taken]

@@ -24,7 +24,7 @@ def at_thresholds(plugins):
 
 
 def at_thresholds_of(plugin):
-    """For each threshold: was anything changed to the bit, the figures, and the norm afterwards."""
+    """Return for each threshold whether a bit changed, the metrics, and the norm afterwards."""
     model = MODEL_OF.get(plugin, "gpt")
     loop, batch = Loop(plugin, make(model)), batch_for(model)
 

@@ -46,7 +46,7 @@ def test_by_default_the_largest_stage_is_as_small_as_can_be(widths, stages):
             max(sum(numbers[a:b]) for a, b in itertools.pairwise((0, *bounds, len(numbers))))
             for bounds in itertools.combinations(range(1, len(numbers)), count - 1)
         )
-        # A part counts one more than its parameters, so that those without any are dealt out too.
+        # A part counts one more than its parameters, so that parts without any are balanced too.
         assert max(size_of(model, stage) for stage in found) <= best + len(numbers)
 
 

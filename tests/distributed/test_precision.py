@@ -91,7 +91,7 @@ POISON = 16
 
 
 def steep(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy, and where the target is the poison a slope that fp16 cannot hold."""
+    """Mean cross entropy, with a gradient that overflows fp16 for the target ``POISON``."""
     poisoned = (targets == POISON).unsqueeze(-1)
     loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
     return loss + 1e6 * (outputs * poisoned).sum()

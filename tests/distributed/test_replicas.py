@@ -13,8 +13,8 @@ from tests.ranks import run_ranks
 
 STEPS = 50
 
-# Every way to hold a part more than once: whole models, shards in replicas, dealt steps, norms
-# beside split weights, tied copies on several stages, shared layers beside spread experts.
+# Every way to replicate parameters: whole models, replicas of shards, partitioned optimizer steps,
+# norms beside split weights, tied copies on several stages, shared layers beside spread experts.
 DRIFTS = {
     ("ddp", 2): ("conv", "adaptive"),
     ("hsdp", 4): ("conv", "L2"),

@@ -1,4 +1,4 @@
-"""However the samples of a step are dealt to microbatches and ranks, the step is the same."""
+"""A step does not depend on how its samples are split into microbatches and over ranks."""
 
 import math
 

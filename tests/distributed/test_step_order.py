@@ -31,7 +31,7 @@ def out_of_order(plugins):
 
 
 def out_of_order_under(plugin):
-    """What is refused at the wrong time; then a step in the right order, and what it did."""
+    """Check that calls in the wrong order are refused; then return the result of a right step."""
     model = model_for(plugin)
     loop, batch = Loop(plugin, make(model)), batch_for(model)
     clips = (
@@ -90,7 +90,7 @@ def test_the_wrong_order_is_refused_and_does_no_harm(world):
 
 
 def targets_of(layout):
-    """A part that this rank alone has and one that others have too, where there are such."""
+    """Return a shard that only this rank has and one that others have too, if they exist."""
     there = [p for p in layout.shards if p.param.grad is not None and p.gradient.numel()]
     own = [p for p in there if p.num_replicas == 1]
     experts = [p for p in there if ".experts." in p.name]
@@ -106,7 +106,7 @@ POLICIES = ("skip", "error", "ignore")
 
 
 def not_finite_under(plugin, policy):
-    """For each rank, part and value that is written there: what became of the step here."""
+    """Write each bad value to a shard of each rank, and return the result of the step."""
     model = model_for(plugin)
     batch = batch_for(model)
     loop = Loop(plugin, make(model), scale=None, nonfinite=policy)
@@ -168,7 +168,7 @@ def test_one_bad_element_anywhere_is_known_everywhere(world):
 
 
 def overflowing(plugins):
-    """Whether the step was taken, and the scale after it, where one data part's loss is inf."""
+    """Return if a step with an infinite loss on one rank was taken, and the scale after it."""
     told = []
     for plugin in plugins:
         model = model_for(plugin)
@@ -191,7 +191,7 @@ def test_one_data_parts_loss_overflows(world):
 
 
 def extremes(plugins):
-    """Figures of a step whose gradient is all zero, and of one whose squares leave float32."""
+    """Return the metrics of a zero gradient, and of one whose squares overflow float32."""
     told = []
     for plugin in plugins:
         model = model_for(plugin)

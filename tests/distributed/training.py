@@ -26,7 +26,7 @@ PLUGINS: dict[str, Callable[[], Plugin]] = {
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain copy of a tensor, gathered where it is split."""
+    """Return a plain copy of a tensor, gathered if it is sharded."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
@@ -50,7 +50,7 @@ def images(samples: int) -> TensorPairs:
 
 
 def tokens(samples: int) -> TensorPairs:
-    """Sequences whose share of ignored tokens varies a lot; one sample has none to count."""
+    """Sequences with very different shares of ignored tokens; one has no token that counts."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randint(16, (samples, 12), generator=generator)
     targets = torch.randint(16, (samples, 12), generator=generator)

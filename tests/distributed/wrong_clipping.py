@@ -44,7 +44,7 @@ def _placed(change: Callable[[ParamShard], ParamShard]) -> Any:
 
 @contextmanager
 def peers_left_out() -> Iterator[None]:
-    """The norm is that of what this rank holds: other stages, experts, shards are not in it."""
+    """Compute the norm from the shards of this rank alone."""
 
     def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
         powers = norms.power_sums(layout.gradients()[1], norm_type)
@@ -55,7 +55,7 @@ def peers_left_out() -> Iterator[None]:
 
 
 def _combining(wrong: Callable[[Sequence[Number], float], Number]) -> Any:
-    """Patch how the ranks' powers become one norm."""
+    """Patch the function that combines the powers of all ranks to one norm."""
     right = norms.combine
 
     def combine(powers: Sequence[Number], norm_type: float) -> Number:
@@ -147,7 +147,7 @@ def scale_after_its_growth() -> Iterator[None]:
 
 
 def _divided_by(divisor: Callable[[sync.Replicas], int]) -> Any:
-    """Patch what sums over replicas are divided by."""
+    """Patch the divisor of sums over replicas."""
     right = sync.Replicas
 
     def replicas(*args: Any) -> sync.Replicas:
@@ -223,8 +223,9 @@ def cut_vectors_not_completed() -> Iterator[None]:
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """The layout's own account is off, and nobody compares the gradients of tensor ranks, so that a
-    fault has to show in the figures.
+    """Switch off the layout's check and the comparison of tensor ranks' gradients.
+
+    Only metrics can then show a fault.
     """
     right = layout._account
 

@@ -57,7 +57,7 @@ def test_the_gradient_reaches_every_parameter():
 
 
 def test_it_learns_to_fill_in_by_what_surrounds_the_mask():
-    """Each text repeats one token: what is masked can be told from what is not."""
+    """Each text repeats one token, so that masked tokens can be predicted from the others."""
     network = model(width=16)
     optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
     for _ in range(150):

@@ -73,10 +73,10 @@ def test_it_is_a_plain_training_of_one_process():
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         gradients = {name: p.grad for name, p in model.named_parameters()}
-        figures, mean, theirs = reference.step()
+        metrics, mean, theirs = reference.step()
         # torch adds 1e-6 to the norm it divides by.
         assert mean == pytest.approx(loss.item(), rel=1e-6)
-        assert figures.norm == pytest.approx(norm.item(), rel=1e-6)
+        assert metrics.norm == pytest.approx(norm.item(), rel=1e-6)
         for name, gradient in gradients.items():
             torch.testing.assert_close(theirs[name], gradient, rtol=1e-5, atol=1e-9)
         optimizer.step()

@@ -26,11 +26,11 @@ from runner.calibrate import (
 from runner.calibrate.distribution import POINTS, warm_up
 from runner.calibrate.published import nearest
 from runner.calibrate.table import lines
-from runner.cli.checks import answer, single
-from runner.compose.request import Job
+from runner.cli.arguments import single
+from runner.compose.jobs import Job
+from runner.config.environment import joins
 from runner.config.folders import obstacle, outputs
 from runner.config.problem import Problem, RequestError
-from runner.config.sizes import joins
 from runner.telemetry.sinks.console import print_line
 
 FILE = "calibrate.json"
@@ -49,31 +49,32 @@ clip=adaptive are measured in their own units. `python -m runner --help` lists t
 Exit codes: 0 measured   1 training failed   2 the request was wrong   130, 143 interrupted"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Calibrate for the words ``argv`` (``sys.argv[1:]`` by default).
+def main(words: Sequence[str]) -> int:
+    """Calibrate for the arguments ``words``.
 
     Returns:
-        0, 1 where training failed, 2 where the request was wrong (one message on stderr, nothing
-        created), 130 where it was interrupted, 143 where it was terminated.
+        0; 1 if training failed; 130 if it was interrupted; 143 if it was terminated.
+
+    Raises:
+        RequestError: the request is wrong; nothing was created.
     """
-    return answer(argv, USAGE, _run)
-
-
-def _run(words: list[str]) -> int:
-    job = single(words, "a calibration")
+    [job] = single(words, "a calibration").jobs
     folder = _folder(job)
     from runner.calibrate.measure import end_of, execute
-    from runner.launch.dispatch import join, train
     from runner.launch.failure import Failure, attempt
     from runner.run_folder.strict_json import write_object
     from runner.telemetry.sinks.terminal import TerminalSink
 
     if joins():
+        from runner.launch.rank import join
+
         return join(execute)
+    from runner.launch.supervise import train
+
     folder.mkdir(parents=True, exist_ok=True)
     steps = end_of(job.config).value
     shown = TerminalSink(steps, job.config.log.flush, title="calibration")
-    measured = attempt(lambda: train(job.config, job.plain, folder, [shown], execute))
+    measured = attempt(lambda: train(job.config, folder, [shown], execute))
     if isinstance(measured, Failure):
         shown.close(None, measured.exit_code)
         print_line(f"clip-runner: {measured.error}", sys.stderr)

@@ -1,46 +1,106 @@
 """The entry of every command: ``python -m runner [COMMAND] [OVERRIDES] [FLAGS]``.
 
 Without a command the overrides are those of a run. The module of a command is imported only after
-a sign of life was printed, so that a terminal is not blank while Python imports Hydra, and so that
+a first line was printed, so that a terminal is not blank while Python imports Hydra, and so that
 Ctrl-C in that time ends in one line as it does later.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import time
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import version
 
-from runner.telemetry.sinks.console import announce
+from runner.config.environment import joins, started_rank
+from runner.config.problem import Interrupted, RequestError
+from runner.telemetry.sinks.console import announce, leave_unread, print_line
 
 COMMANDS = ("calibrate", "dashboard", "plan", "report", "run", "verify")
-"""Each is a module of :mod:`runner.cli` with a function ``main(arguments) -> exit code``."""
+"""Each is a module of :mod:`runner.cli` with a function ``main(arguments) -> exit code``. One that
+does not answer ``--help`` itself has a text ``USAGE``."""
+
+PARSED_BY_ARGPARSE = ("dashboard", "report")
+"""Commands that take no overrides."""
+
+FAILED, WRONG_REQUEST, INTERRUPTED = 1, 2, 130
+
+LISTENING = 5.0
+"""Seconds that a rank delays its exit while another one prints why the request is wrong."""
 
 
 def start() -> int:
-    """Run the command that ``sys.argv`` names, and return its exit code.
+    """Run the command line of this process; the console script calls this.
 
     Returns:
-        What the command returns; 130 after Ctrl-C, and 2 for a name that is nearly a command.
+        The exit code, see :func:`main`.
     """
-    command, arguments = "run", sys.argv[1:]
-    first = arguments[0] if arguments else ""
-    if first in COMMANDS:
-        command, *arguments = arguments
-    elif "=" not in first and (meant := get_close_matches(first, COMMANDS, 1)):
-        print(f"clip-runner: {first} is no command: did you mean {meant[0]}?", file=sys.stderr)
-        return 2
-    try:
-        if command not in ("dashboard", "report") and not any(
-            argument.startswith("-") and argument not in ("-m", "--multirun")
-            for argument in arguments
-        ):
-            announce("clip-runner: reading the configuration")
-        code = int(import_module(f"runner.cli.{command}").main(arguments))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = 130
+    code = main(sys.argv[1:])
     # Only the end of the interpreter is left, which has no good answer to an interrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return code
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command.
+
+    Args:
+        arguments: the command, or none for a run, and its arguments.
+
+    Returns:
+        0 finished; 1 a run failed; 2 the request is wrong (one message on stderr, nothing is
+        created); 130 interrupted; 143 terminated.
+    """
+    # Threads of torch that wait in sleep: spinning ones make a small net's step ten times slower
+    # as soon as anything else wants a core. Read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    code = 0
+    try:
+        try:
+            code = _command(list(arguments))
+        except SystemExit as end:  # argparse, or a run that was terminated
+            code = end.code if isinstance(end.code, int) else FAILED
+        sys.stdout.flush()  # at the end of the interpreter a broken pipe could not be caught
+        return code
+    except RequestError as error:
+        started = started_rank()
+        if started is None or started.rank == 0 or started.local_rank == 0:
+            print_line(str(error), sys.stderr)
+        else:
+            # torchrun ends all ranks with the first that fails: not before the message is printed.
+            time.sleep(LISTENING)
+        return WRONG_REQUEST
+    except KeyboardInterrupt as interrupt:
+        if not isinstance(interrupt, Interrupted) and not joins():
+            print_line("interrupted", sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        leave_unread(sys.stdout)
+        return code
+
+
+def _command(arguments: list[str]) -> int:
+    """Find the command that ``arguments`` begin with, and run it."""
+    command, first = "run", arguments[0] if arguments else ""
+    if first in COMMANDS:
+        command, *arguments = arguments
+    elif "=" not in first and (meant := get_close_matches(first, COMMANDS, 1)):
+        print_line(f"clip-runner: {first} is no command: did you mean {meant[0]}?", sys.stderr)
+        return WRONG_REQUEST
+    if "--version" in arguments:
+        from runner import __version__
+
+        print(f"clip-runner {__version__} (Hydra {version('hydra-core')})")
+        return 0
+    flags = {argument for argument in arguments if argument.startswith("-")}
+    if command not in PARSED_BY_ARGPARSE and flags <= {"-m", "--multirun"}:
+        announce("clip-runner: reading the configuration")
+    module = import_module(f"runner.cli.{command}")
+    if flags & {"-h", "--help"} and hasattr(module, "USAGE"):
+        print(module.USAGE)
+        return 0
+    return int(module.main(arguments))

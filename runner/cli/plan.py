@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runner.cli import flags
-from runner.cli.checks import answer, check_jobs, note, read
-from runner.compose.request import Job, Request, request
+from runner.cli.arguments import check_jobs, note, read, source_of
+from runner.compose.jobs import Job
+from runner.compose.request import Request, request
 from runner.config.check import leaves
 from runner.config.identity import NOT_HASHED
 from runner.config.notation import plural
@@ -20,23 +20,18 @@ from runner.config.problem import shown
 from runner.run_folder.earlier import earlier_record
 from runner.sweep import live, plan_runs
 
+USAGE = __doc__
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan of the request that the words ``argv`` make (``sys.argv[1:]`` by default).
 
-    Returns:
-        0, or 2 where the request is wrong (one message on stderr), as ``python -m runner`` would.
+def main(words: Sequence[str]) -> int:
+    """Print what the arguments ``words`` would run.
+
+    Raises:
+        RequestError: the request is wrong, as ``python -m runner`` would raise it.
     """
-    return answer(argv, __doc__, _plan)
-
-
-def _plan(words: Sequence[str]) -> int:
-    args = read(words, "a plan", also=("--multirun",))
+    args = read(words, "a plan", also=["multirun"])
     wanted = request(
-        args.overrides,
-        multirun=args.multirun,
-        source=flags.source_of(args),
-        earlier=earlier_record,
+        args.overrides, multirun=args.multirun, source=source_of(args), earlier=earlier_record
     )
     note(wanted.notes)
     check_jobs(wanted.jobs)

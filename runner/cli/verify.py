@@ -15,16 +15,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hydra import compose
-from omegaconf import OmegaConf
-
-from runner.cli import flags
-from runner.cli.checks import answer, single
-from runner.compose.composer import session
-from runner.compose.request import Job, register
+from runner.cli.arguments import single
+from runner.compose.jobs import Job
+from runner.compose.request import Request
+from runner.config.environment import joins
 from runner.config.folders import obstacle, outputs
 from runner.config.problem import DataMismatch, Problem, RequestError
-from runner.config.sizes import joins
 from runner.telemetry.sinks.console import print_line
 
 FILE = "verify.json"
@@ -47,34 +43,36 @@ Exit codes: 0 equal   1 not equal, or a rank failed   2 the request was wrong
 130, 143 interrupted"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Verify the run that ``argv`` describes (``sys.argv[1:]`` by default).
+def main(words: Sequence[str]) -> int:
+    """Verify what the arguments ``words`` ask for.
 
     Returns:
-        0 if the plugin's steps equal those of one process, 1 if they do not or a rank failed, 2 if
-        the request was wrong (one message on stderr, nothing created), 130 if it was interrupted,
-        143 if it was terminated.
+        0 if the plugin's steps equal those of one process; 1 if they do not or a rank failed; 130
+        if it was interrupted; 143 if it was terminated.
+
+    Raises:
+        RequestError: the request is wrong; nothing was created.
     """
-    return answer(argv, USAGE, _run)
-
-
-def _run(words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may not know ‖
-    job, also = checked(words)
-    folder = None if joins() else _folder([*words, *also])
-    from runner.launch.dispatch import join, train
+        sys.stdout.reconfigure(errors="replace")  # a terminal may have no ‖
+    wanted, also = checked(words)
+    [job] = wanted.jobs
+    folder = None if joins() else _folder(wanted, words)
     from runner.launch.failure import Failure, attempt
     from runner.verify.side_by_side import execute
     from runner.verify.table import StepLines
 
     if folder is None:
+        from runner.launch.rank import join
+
         return join(execute)
+    from runner.launch.supervise import train
+
     folder.mkdir(parents=True, exist_ok=True)
     config = job.config
     print_line(f"plugin={config.plugin.name} against one process, in {config.verify.dtype}")
     shown = StepLines(config.verify.modes or [config.clip.mode], print_line)
-    work = functools.partial(train, config, job.plain, folder, [shown], execute)
+    work = functools.partial(train, config, folder, [shown], execute)
     ended = attempt(work)
     if isinstance(ended, Failure):
         return conclude(folder, job, words, _failed(ended), ended.exit_code)
@@ -120,8 +118,8 @@ def conclude(
     return exit_code
 
 
-def checked(words: Sequence[str]) -> tuple[Job, list[str]]:
-    """Return the checked job of ``words``, and the overrides that were added to them.
+def checked(words: Sequence[str]) -> tuple[Request, list[str]]:
+    """Return the checked request of ``words``, and the overrides that were added to them.
 
     If ``words`` do not choose the data, and the model does not take the default data, the data is
     text: a comparison needs samples, but no particular ones.
@@ -150,7 +148,7 @@ def _failed(failure: Any) -> dict[str, Any]:
     return {"ok": False, "error": failure.error, "rank": failure.rank}
 
 
-def _folder(words: Sequence[str]) -> Path:
+def _folder(wanted: Request, words: Sequence[str]) -> Path:
     """Return the folder of ``verify.json``.
 
     Raises:
@@ -158,8 +156,8 @@ def _folder(words: Sequence[str]) -> Path:
     """
     key = "hydra.run.dir"
     typed = any(word.lstrip("+").startswith(f"{key}=") for word in words)
-    if typed:
-        folder = _typed_folder(words, key)
+    if typed and wanted.folder is not None:
+        folder = wanted.folder
     else:
         name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
         folder = outputs() / "verifications" / name
@@ -170,12 +168,3 @@ def _folder(words: Sequence[str]) -> Path:
         return folder
     key, value = (key, str(folder)) if typed else ("RUNNER_OUTPUTS", str(outputs()))
     raise RequestError([Problem(key, value, message)])
-
-
-def _typed_folder(words: Sequence[str], key: str) -> Path:
-    args, _ = flags.read(words)
-    register()
-    source = flags.source_of(args)
-    with session(source):
-        composed = compose(source.name, args.overrides, return_hydra_config=True)
-        return Path(str(OmegaConf.select(composed, key))).absolute()

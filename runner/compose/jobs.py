@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from pydantic import TypeAdapter, ValidationError
 
 from runner.compose import overrides as words
-from runner.compose.composer import Composer
-from runner.compose.destination import Earlier, folder_problems
+from runner.compose.composer import Composer, Earlier, destination
 from runner.config.identity import config_hash, request_hash, sweep_name
 from runner.config.problem import Problem
 from runner.config.schema import RunConfig
@@ -197,12 +196,10 @@ def placed(
         recipe, (override.key_or_group for override in typed), identity
     )
     master = copy.deepcopy(lists.master)
-    with open_dict(master):
-        master.sweep.name = name
-    problems = list(folder_problems(master, "sweep", lists.overrides, tries=writes))
-    if problems:
+    master.sweep.name = name
+    folder, problems = destination(master, "sweep", lists.overrides if writes else None)
+    if folder is None or problems:
         return None, problems
-    folder = Path(str(master.hydra.sweep.dir)).absolute()
     if writes and earlier is not None and (message := earlier(folder, identity)):
         return None, [Problem("sweep.name", name, message)]
     trials = None if lists.enumerated else int(master.hydra.sweeper.get("n_trials") or 0)

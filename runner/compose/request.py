@@ -1,34 +1,31 @@
-"""From the words of a request to the typed configuration of each job; the disk is left alone."""
+"""From the overrides of a request to its checked jobs, and to running them in Hydra's folders."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import io
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from string import Template
+from typing import Any, TypeVar
 
-from hydra import compose
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.types import Override
-from hydra.types import RunMode
-from omegaconf import DictConfig
+from hydra.core.utils import run_job
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, read_write
 
-from runner.compose import hydra_plugins as plugins
 from runner.compose import jobs as sweeps
 from runner.compose import overrides as words
-from runner.compose import recipes, resolvers
-from runner.compose.composer import VERSION_BASE, Composer, Source, session
-from runner.compose.destination import Earlier, folder_problems
+from runner.compose.composer import Composer, Earlier, Source, destination
 from runner.compose.jobs import Job, Sweep
 from runner.config.problem import Problem, RequestError
 
-__all__ = [
-    "VERSION_BASE",
-    "Job",
-    "Request",
-    "Source",
-    "help_text",
-    "register",
-    "request",
-]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,26 +33,61 @@ class Request:
     """A request that can be run.
 
     Attributes:
-        words: what to hand to Hydra.
-        multirun: whether it is a sweep.
-        jobs: its jobs, in Hydra's order; of a sweep that chooses them as it goes, jobs that stand
-            for those.
-        sweep: what is known of the sweep; None for one run.
-        notes: sentences about what is allowed, but may not be meant.
+        composer: Hydra, with the files that the request was composed from.
+        jobs: jobs of the request, in Hydra's order; of a sweep that chooses its jobs as it goes,
+            representative jobs.
+        sweep: the sweep; None for one run.
+        composed: the composition of one run, Hydra's part included; None for a sweep.
+        folder: folder of one run; None for a sweep.
+        notes: sentences about overrides that are allowed, but may not be meant.
     """
 
-    words: tuple[str, ...]
-    multirun: bool
+    composer: Composer
     jobs: tuple[Job, ...]
     sweep: Sweep | None = None
+    composed: DictConfig | None = None
+    folder: Path | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def overrides(self) -> list[str]:
+        """Overrides of one run, without those of Hydra's own settings."""
+        return [] if self.composed is None else list(self.composed.hydra.overrides.task)
 
-def register() -> dict[str, str]:
-    """Teach Hydra this project's resolvers, sweeper and recipes; why a recipe cannot be read."""
-    resolvers.register()
-    plugins.register()
-    return recipes.register()
+    def run(self, work: Callable[[Path], T]) -> T:
+        """Call ``work`` with the folder of the run, in which Hydra has set up logging.
+
+        Returns:
+            What ``work`` returned.
+        """
+        composed = self.composed
+        assert composed is not None
+        with read_write(composed.hydra):
+            composed.hydra.mode = RunMode.RUN
+        name, callbacks = self.composer.source.name, Callbacks(composed)
+        context = HydraContext(self.composer.loader, callbacks)
+        with self.composer.active(), _logging_restored():
+            callbacks.on_run_start(config=composed, config_name=name)
+            ended = run_job(
+                lambda _: work(Path(composed.hydra.runtime.output_dir)),
+                composed,
+                "hydra.run.dir",
+                None,
+                context,
+            )
+            callbacks.on_run_end(config=composed, config_name=name, job_return=ended)
+            returned: T = ended.return_value
+            return returned
+
+    def launch(self, work: Callable[[DictConfig], Any]) -> None:
+        """Let Hydra's sweeper and launcher call ``work`` for each job of the sweep.
+
+        Args:
+            work: function of a module, which a launcher may import in other processes.
+        """
+        assert self.sweep is not None
+        with self.composer.active(), _logging_restored():
+            self.composer.hydra.multirun(self.composer.source.name, work, list(self.sweep.words))
 
 
 def request(
@@ -66,69 +98,108 @@ def request(
     writes: bool = True,
     earlier: Earlier | None = None,
 ) -> Request:
-    """Compose and check every job that the words ``given`` ask for.
+    """Compose and check every job that the overrides ``given`` ask for. Nothing is written.
 
     Args:
-        given: the words as typed.
+        given: overrides, as typed.
         multirun: whether a sweep is asked for (``-m``).
-        source: where the configuration is read; the project's own by default.
-        writes: whether the request will write a folder, which is then tried; where that is one
-            run's, overrides that only a sweep uses are refused.
+        source: where the configuration is read; the project's own files by default.
+        writes: whether the request will write a folder, so that this is tried. Overrides that only
+            a sweep uses are then refused for one run.
         earlier: returns why that folder must not be written again, such as
             :func:`runner.run_folder.earlier.earlier_record`. None for a folder that may be.
 
     Raises:
-        RequestError: anything is wrong; it names all of it.
+        RequestError: anything is wrong; it names everything that is.
     """
-    source = source or Source()
-    broken = register()
-    with session(source) as loader:
-        composer = Composer(source, loader, broken)
-        overrides, problems = words.read(given, loader)
+    composer = Composer(source or Source())
+    sweep = composed = folder = None
+    with composer.active():
+        overrides, problems = words.read(given, composer.loader)
         lists = sweeps.read(composer, given, overrides)
-        sweep = None
-        multirun = multirun or (
-            lists.master is not None and lists.master.hydra.mode == RunMode.MULTIRUN
-        )
-        if multirun:
+        master = lists.master
+        if multirun or (master is not None and master.hydra.mode == RunMode.MULTIRUN):
             jobs, found = sweeps.jobs(composer, lists)
             problems += found
             if jobs and not problems:
                 sweep, problems = sweeps.placed(lists, jobs, writes, earlier)
-            elif lists.master is not None and writes:
-                problems += folder_problems(lists.master, "sweep", overrides)
+            elif master is not None and writes:
+                problems += destination(master, "sweep", overrides)[1]
         else:
-            master = composer.attempt(lists.shared)
-            jobs, found = _single(composer, overrides, master)
+            composed = composer.attempt(lists.shared)
+            jobs, found = _single(composer, overrides, composed)
             problems += found
             if writes:
                 problems += words.only_for_sweeps(overrides)
-            if master is not None and writes:
-                problems += folder_problems(master, "run", overrides, earlier)
+            if composed is not None:
+                folder, found = destination(composed, "run", overrides if writes else None, earlier)
+                problems += found
     if problems:
         raise RequestError(_distinct(problems))
-    final, notes = sweep.words if sweep else tuple(given), tuple(words.given_twice(overrides))
-    return Request(final, multirun, tuple(jobs), sweep, notes)
+    notes = tuple(words.given_twice(overrides))
+    return Request(composer, tuple(jobs), sweep, composed, folder, notes)
 
 
 def help_text(given: Sequence[str], source: Source | None = None) -> str:
-    """The text of ``--help``, with the values that the words ``given`` give; they are checked.
+    """Return the text of ``--help``, with the values that the overrides ``given`` give.
 
-    Hydra would print the same, but lists every group of its own first, which takes longer than all
-    the rest.
+    Hydra would print the same, but lists every group of its own first, which takes longer than
+    everything else.
+
+    Raises:
+        RequestError: the overrides are wrong.
     """
-    source = source or Source()
-    register()
-    with session(source):
-        template: str = compose(
-            source.name, list(given), return_hydra_config=True
-        ).hydra.help.template
-    return Template(template).safe_substitute()
+    wanted = request(given, source=source, writes=False)
+    composed = wanted.composed or wanted.composer.compose(given)
+    with wanted.composer.active():
+        return Template(composed.hydra.help.template).safe_substitute()
+
+
+def answer(args: argparse.Namespace, source: Source) -> int:
+    """Print Hydra's answer to ``--cfg``, ``--info``, ``--hydra-help`` or ``--shell-completion``.
+
+    Hydra prints into memory, and this process to the terminal: Hydra would report a reader that
+    leaves early, as in ``--info | head``, as a failure of its own.
+
+    Returns:
+        The exit code: 0, or what Hydra exits with.
+    """
+    composer, printed, code = Composer(source), io.StringIO(), 0
+    hydra, name, overrides = composer.hydra, source.name, list(args.overrides)
+    with composer.active(), _logging_restored(), redirect_stdout(printed):
+        try:
+            if args.hydra_help:
+                hydra.hydra_help(name, get_args_parser(), args)
+            elif args.shell_completion:
+                hydra.shell_completion(name, overrides)
+            elif args.cfg is not None:
+                hydra.show_cfg(name, overrides, args.cfg, args.package, args.resolve)
+            else:
+                hydra.show_info(args.info, name, overrides)
+        except SystemExit as end:
+            code = int(end.code or 0)
+    print(printed.getvalue(), end="")
+    return code
+
+
+@contextmanager
+def _logging_restored() -> Iterator[None]:
+    """Close the log files that Hydra opens, and restore the caller's logging."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        for handler in set(root.handlers) - set(handlers):
+            handler.close()
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def _single(
     composer: Composer, overrides: Sequence[Override], config: DictConfig | None
 ) -> tuple[list[Job], list[Problem]]:
+    """Check the job of a request that is one run."""
     lists = [override for override in overrides if override.is_sweep_override()]
     problems = [
         Problem(override.get_key_element(), override.get_value_string(), words.SWEEP_WITHOUT_FLAG)
@@ -141,6 +212,6 @@ def _single(
 
 
 def _distinct(problems: Sequence[Problem]) -> list[Problem]:
-    # Values may be lists, so problems are no keys; what they say is.
+    """Drop problems that repeat another one. Problems are no keys: their values may be lists."""
     by_text = {(problem.word, problem.message, problem.job): problem for problem in problems}
     return list(by_text.values())

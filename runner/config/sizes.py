@@ -6,11 +6,11 @@ a run ask this module.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from runner.config.environment import started_rank
 from runner.config.nearest import or_list
 
 if TYPE_CHECKING:
@@ -160,13 +160,8 @@ def ranks_of(plugin: PluginSection, gpus: int = 0) -> int:
 
 def joined_ranks() -> int | None:
     """Return the number of ranks that torchrun or Slurm started; None without such a launcher."""
-    started = os.environ.get("WORLD_SIZE")
-    return int(started) if started and "RANK" in os.environ else None
-
-
-def joins() -> bool:
-    """Return whether torchrun or Slurm started this process as a rank other than the first."""
-    return (joined_ranks() or 1) > 1 and int(os.environ["RANK"] or 0) > 0
+    started = started_rank()
+    return None if started is None else started.world_size
 
 
 def _given(dp_size: int | None, tp_size: int | None, pp_size: int | None) -> dict[str, int]:

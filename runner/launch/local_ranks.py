@@ -50,7 +50,7 @@ def prepare(config: RunConfig) -> None:
 
 
 def train_on_local_ranks(
-    plain: dict[str, Any], folder: Path, ranks: int, shown: Sequence[Sink], work: Work | None
+    config: RunConfig, folder: Path, ranks: int, shown: Sequence[Sink], work: Work | None
 ) -> dict[str, Any]:
     """Start ranks by torch elastic, follow the first one's rows, and wait for all.
 
@@ -72,7 +72,7 @@ def train_on_local_ranks(
         with tempfile.TemporaryDirectory(prefix="clip-runner-") as logs, _quiet_elastic():
             launch = elastic_launch(_launch_config(ranks, logs), rank_main)
             try:
-                summaries: dict[int, dict[str, Any]] = launch(plain, str(folder), work)
+                summaries: dict[int, dict[str, Any]] = launch(config, folder, work)
             except ChildFailedError as error:
                 rank, failed = error.get_first_failure()
                 raise RankFailed(rank, _rank_error(failed, Path(logs))) from None

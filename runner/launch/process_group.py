@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from runner.config.environment import started_rank
+
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -42,7 +44,9 @@ def launch_from_torch(
             "start the script by torchrun --nproc_per_node=N"
         )
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        started = started_rank()
+        local_rank = 0 if started is None else started.local_rank or 0
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))

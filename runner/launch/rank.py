@@ -1,6 +1,7 @@
-"""What one rank of a local run does. Preloaded by the fork server, torch included.
+"""Train as one of several ranks: a local one, or one that torchrun or Slurm started.
 
-A rank learns all it needs from one plain dictionary and its environment.
+A rank needs the configuration, the folder of the run, and its environment. The fork server of local
+ranks preloads this module, torch included.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from runner.config.check import parse
+from runner.config.environment import started_rank
+from runner.config.schema import RunConfig
 from runner.launch.local_ranks import Work
 from runner.launch.process_group import launch_from_torch, leave
 from runner.run_folder import files
@@ -31,34 +35,31 @@ PATIENCE = 5.0
 
 The launcher ends it at once when it has seen the peer fail."""
 
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL")
+COLLECTIVE = ("torch.distributed.", "torch.autograd.graph")
+"""Modules of torch that a lost connection is raised in: by a collective, or in a backward pass."""
 
 
-def rank_main(
-    plain: dict[str, Any],
-    folder: str,
-    work: Work | None = None,
-) -> dict[str, Any]:
-    """Train as one of the ranks that the environment describes.
+def rank_main(config: RunConfig, folder: Path, work: Work | None = None) -> dict[str, Any]:
+    """Train as a local rank, which the environment describes.
 
     Args:
-        plain: the resolved configuration.
-        folder: of the run; the first rank writes its rows there.
-        work: what to do; a run's training by default.
+        config: the configuration.
+        folder: folder of the run; the first rank writes its rows there.
+        work: what to do; the training of a run by default.
 
     Returns:
         What the work returned: the summary of a run.
     """
     _die_with_the_launcher()
-    # Ended by the launcher, a rank still writes the rows it holds back.
+    # A rank that the launcher terminates still writes the rows that are on the device.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    config = parse(plain)
-    rank, local_ranks = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))
-    log_to(Path(folder) / files.LOG, rank)
+    started = started_rank()
+    assert started is not None
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // started.local_world_size))
+    _log_to(folder / files.LOG, started.rank)
     try:
         launch_from_torch(seed=config.seed, verbose=False, timeout=config.launch.timeout)
-        sinks = [JsonlSink(Path(folder) / files.ROWS)] if rank == 0 else []
+        sinks = [JsonlSink(folder / files.ROWS)] if started.rank == 0 else []
         return (work or execute)(config, sinks)
     except SystemExit as end:
         if end.code == 128 + signal.SIGTERM:
@@ -67,11 +68,46 @@ def rank_main(
         # success, and waits for ever for a result after None.
         raise RuntimeError(f"sys.exit({end.code!r}) was called") from end
     except Exception as error:
-        if any(sign in str(error) for sign in LOST):
+        if _may_have_lost_a_peer(error):
             time.sleep(PATIENCE)
         raise
     finally:
         leave()
+
+
+def _may_have_lost_a_peer(error: Exception) -> bool:
+    """Return whether ``error`` may be the end of a connection to another rank.
+
+    It is a RuntimeError then, of any text: gloo, NCCL and the kernel each have their own.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = (str(frame.f_globals.get("__name__")) for frame, _ in frames)
+    return isinstance(error, RuntimeError) and any(one.startswith(COLLECTIVE) for one in modules)
+
+
+def join(work: Work | None = None) -> int:
+    """Train as a rank that torchrun or Slurm started; the first rank sends the configuration.
+
+    Args:
+        work: what to do; the training of a run by default.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        launch_from_torch(verbose=False)
+        sent: list[Any] = [None, None]
+        dist.broadcast_object_list(sent, src=0)
+        config, folder = sent
+        if folder.is_dir():  # not on another machine without a shared disk
+            _log_to(folder / files.LOG, dist.get_rank())
+        (work or execute)(config, [])
+    except Exception:
+        traceback.print_exc()
+        return 1
+    finally:
+        leave()
+    return 0
 
 
 def _die_with_the_launcher() -> None:
@@ -87,7 +123,7 @@ def _die_with_the_launcher() -> None:
     threading.Thread(target=watch, daemon=True, name="launcher-watch").start()
 
 
-def log_to(file: Path, rank: int) -> None:
+def _log_to(file: Path, rank: int) -> None:
     """Log to the file of the run, with the rank; the first rank's warnings to the terminal too."""
     form = f"[%(asctime)s][%(name)s][%(levelname)s] - rank {rank}: %(message)s"
     handlers: list[logging.Handler] = [logging.FileHandler(file)]

@@ -1,35 +1,36 @@
-"""One run from its beginning to its record.
+"""Train in this process, on local ranks, or on ranks that torchrun or Slurm started.
 
-Whoever was started by the user keeps the record: it owns the status of the run's folder, the
-terminal and wandb, and closes them however the run ends.
+The process that the user started keeps the record of the run: it owns the status in the run's
+folder, the terminal and wandb, and closes them however the run ends.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.config.check import parse
+from runner.config.environment import started_rank
 from runner.config.identity import config_hash
 from runner.config.problem import Interrupted
 from runner.config.schema import RunConfig
-from runner.launch.dispatch import train
 from runner.launch.failure import Failure, attempt
+from runner.launch.local_ranks import Work, train_on_local_ranks
 from runner.launch.page import write_page
 from runner.run_folder import files, keys
 from runner.run_folder.objective import objective_of
 from runner.run_folder.provenance import provenance
-from runner.run_folder.rows import Row
+from runner.run_folder.rows import JsonlSink, Row
 from runner.run_folder.status import Record
 from runner.telemetry.guidance import sentences
 from runner.telemetry.run_log import RunLog
 from runner.telemetry.sinks.console import print_line
 from runner.telemetry.sinks.sink import Sink
-from runner.telemetry.sinks.terminal import TerminalSink
+from runner.telemetry.sinks.terminal import TerminalSink, is_watched
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
 from runner.train.progress import steps_between_lines
 
@@ -49,28 +50,67 @@ class Ended:
     objective: float | None = None
 
 
+def train(
+    config: RunConfig, folder: Path, shown: Sequence[Sink], work: Work | None = None
+) -> dict[str, Any]:
+    """Train where ``config`` and the environment ask for it.
+
+    Args:
+        config: the configuration.
+        folder: folder for rows and for the log of ranks.
+        shown: further sinks of rows.
+        work: what each rank does, a function of a module that ranks can import; the training of a
+            run by default.
+
+    Returns:
+        What the first rank's work returned: the summary of a run.
+    """
+    from runner.launch.process_group import launch_from_torch, leave, stand_alone
+    from runner.train import build
+    from runner.train.job import execute
+
+    joined = started_rank() is not None
+    if is_watched(sys.stderr) and build.device_of(config.device).type == "cpu":
+        log_section = config.log.model_copy(update={"flush": 1})
+        config = config.model_copy(update={"log": log_section})
+    if not joined and (ranks := build.ranks_of(config)) > 1:
+        return train_on_local_ranks(config, folder, ranks, shown, work)
+    try:
+        if joined and config.plugin.name != "single":
+            import torch.distributed as dist
+
+            launch_from_torch(verbose=False, timeout=config.launch.timeout)
+            dist.broadcast_object_list([config, folder.absolute()], src=0)
+        elif config.plugin.name != "single":
+            stand_alone()
+        return (work or execute)(config, [JsonlSink(folder / files.ROWS), *shown])
+    finally:
+        leave()
+
+
 def run(
+    config: RunConfig,
     plain: dict[str, Any],
     folder: Path,
     words: Sequence[str] = (),
     *,
-    tells: bool = True,
+    reports_end: bool = True,
     swept: Sequence[str] = (),
 ) -> Ended:
     """Run one job to its end and record it in ``folder``. A failure is recorded, not raised.
 
     Args:
-        plain: the resolved configuration, checked.
+        config: the checked configuration.
+        plain: the same as plain containers, for the record.
         folder: the run's own folder, which exists.
-        words: what the user typed, for the run's name.
-        tells: whether to say on the terminal that it failed, and where the results are.
+        words: overrides that the user typed, for the run's name.
+        reports_end: whether to print that the run failed, and where its results are.
         swept: keys that the sweep of this run varies: the run gives no advice on them.
 
     Raises:
         Interrupted: the user interrupted; it is recorded.
         SystemExit: with 143 after SIGTERM; it is recorded.
     """
-    config = parse(plain)
     run_id = new_run_id() if config.tracker.name == "wandb" else None
     record = Record(folder)
     made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
@@ -80,9 +120,9 @@ def run(
     failure: Failure | None = None
 
     def show_and_train() -> dict[str, Any]:
-        title = folder.name if tells else f"run {folder.name}"
+        title = folder.name if reports_end else f"run {folder.name}"
         shown.extend(_sinks(config, plain, folder, run_id, words, title))
-        return train(config, plain, folder, shown)
+        return train(config, folder, shown)
 
     with _warnings_logged():
         ended = attempt(show_and_train)
@@ -106,8 +146,8 @@ def run(
     page = write_page(folder)
     if failure is not None and failure.state == "failed":
         what = "the run" if config.plugin.name == "single" else f"rank {failure.rank}"
-        _tell(failure, what, folder, logging.ERROR if tells else logging.INFO)
-    if tells:
+        _tell(failure, what, folder, logging.ERROR if reports_end else logging.INFO)
+    if reports_end:
         print_line(str(page or folder))
     if failure is None:
         assert summary is not None

@@ -6,8 +6,7 @@ killed, and runs that a launcher starts in other processes, are understood alike
 
 from runner.run_folder.objective import objective_of
 from runner.sweep.control import run_sweep
-from runner.sweep.job import run_job
 from runner.sweep.record import Entry, SweepRecord
 from runner.sweep.resume import plan_runs
 
-__all__ = ["Entry", "SweepRecord", "objective_of", "plan_runs", "run_job", "run_sweep"]
+__all__ = ["Entry", "SweepRecord", "objective_of", "plan_runs", "run_sweep"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,13 +14,14 @@ from typing import NoReturn
 
 from filelock import FileLock, Timeout
 
-from runner.compose.jobs import Sweep
-from runner.compose.request import Job, Request
+from runner.compose.jobs import Job, Sweep
+from runner.compose.request import Request
 from runner.config.problem import Interrupted, Problem, RequestError
 from runner.launch.page import write_page
 from runner.run_folder import files
 from runner.run_folder.state import now
 from runner.sweep import live
+from runner.sweep.job import run_job
 from runner.sweep.record import Entry, SweepRecord, changed
 from runner.sweep.resume import archive, finished_search, load_status, plan_runs
 from runner.telemetry.sinks.console import print_line
@@ -32,21 +34,20 @@ def run_sweep(
     request: Request,
     typed: Sequence[str],
     check: Callable[[Sequence[Job]], None],
-    hand_over: Callable[[Sequence[str]], int],
 ) -> int:
-    """Run what is left of a sweep. Where nothing is, neither ``check`` nor ``hand_over`` is called.
+    """Run the runs of a sweep that are not finished yet.
 
     Args:
-        request: the sweep.
-        typed: the words of the command.
-        check: raises what only torch can find wrong with jobs that will run.
-        hand_over: lets Hydra do what words ask for; its exit code.
+        request: request of the sweep.
+        typed: arguments of the command.
+        check: raises what only torch can find wrong with the jobs that will run; not called if none
+            is left.
 
     Returns:
-        0 where every run finished, 1 where one failed.
+        0 if every run finished, 1 if one failed.
 
     Raises:
-        RequestError: a job is wrong, or another process runs this very sweep.
+        RequestError: a job is wrong, or another process runs this sweep.
         Interrupted: the user interrupted; it is recorded.
         SystemExit: with 143 after SIGTERM; it is recorded.
     """
@@ -66,10 +67,16 @@ def run_sweep(
         code, interrupted = 1, True
         try:
             with _terminable():
-                code = hand_over(sweep.words)
+                request.launch(run_job)
+            code, interrupted = 0, False
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
             interrupted = code in (130, 143)
         except KeyboardInterrupt:
             raise Interrupted from None
+        except Exception:  # of Hydra's sweeper or launcher
+            traceback.print_exc()
+            interrupted = False
         finally:
             search = sweep.trials is not None
             record = _end(sweep.folder, code, interrupted, search)

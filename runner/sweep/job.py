@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from runner.compose.composer import plain_config
+from runner.config.check import parse
 from runner.config.identity import config_hash
 from runner.launch.page import write_page
 from runner.run_folder import files
@@ -24,61 +29,42 @@ PAGE_SECONDS = 0.1
 takes: a sweep of many short runs does not spend its time on pages."""
 
 
-class RunOutcome(Protocol):
-    """How a run ended."""
+def run_job(config: DictConfig) -> float | None:
+    """Run one job of a sweep; Hydra's launcher calls this, possibly in another process.
 
-    @property
-    def exit_code(self) -> int:
-        """0 where it finished."""
-        ...
-
-    @property
-    def objective(self) -> float | None:
-        """What runs are compared by."""
-        ...
-
-
-def run_job(
-    run: Callable[[dict[str, Any], Path, Sequence[str]], RunOutcome],
-    sweep: Path,
-    number: int,
-    plain: dict[str, Any],
-    folder: Path,
-    words: Sequence[str],
-    *,
-    in_process: bool,
-) -> float | None:
-    """Run one job of a sweep. That it fails is said and noted, not raised.
+    A run that fails is reported and recorded; it does not raise.
 
     Args:
-        run: runs a job: its configuration, its folder, its words.
-        sweep: the folder of the sweep, whose record is there.
-        number: of the run.
-        plain: the resolved configuration.
-        folder: the run's own folder.
-        words: that make the run.
-        in_process: whether the sweeper is in this process, so that it can be ended from here.
+        config: the composition of the job without Hydra's part.
 
     Returns:
-        The objective, for a sweeper that learns from it; None where the run failed or its
-        objective is not finite, which no sweeper could learn from.
+        The objective, for a sweeper that learns from it; None if the run failed or its objective is
+        not finite.
 
     Raises:
-        SystemExit: with 1, where more runs failed than the sweep may go on after; with 143 after
+        SystemExit: with 1, if more runs failed than ``sweep.max_failures`` allows; with 143 after
             SIGTERM.
         KeyboardInterrupt: the user interrupted.
     """
+    from runner.launch import supervise
+
+    settings = HydraConfig.get()
+    sweep, folder = Path(settings.sweep.dir), Path(settings.runtime.output_dir)
+    words, plain = list(settings.overrides.task), plain_config(config)
     with changed(sweep) as record:
         if _gives_up(record):
             return None
-        entry = _entry(record, number, plain, words)
+        entry = _entry(record, settings.job.num, plain, words)
         entry.folder, entry.state = str(folder.relative_to(sweep)), "running"
     print_line(live.beginning(record, entry), sys.stderr)
+    plain = _grouped(plain, record.name)
     try:
-        outcome = run(_grouped(plain, record.name), folder, words)
-        entry.exit_code, entry.objective = outcome.exit_code, outcome.objective
-        entry.state = "finished" if outcome.exit_code == 0 else "failed"
-    except Exception as error:  # of this run alone: the others may do better
+        ended = supervise.run(
+            parse(plain), plain, folder, words, reports_end=False, swept=record.keys
+        )
+        entry.exit_code, entry.objective = ended.exit_code, ended.objective
+        entry.state = "finished" if ended.exit_code == 0 else "failed"
+    except Exception as error:  # the other runs may succeed
         entry.state, entry.exit_code, entry.error = "failed", 1, _last_line(error)
     except BaseException as error:
         entry.state, entry.exit_code = "interrupted", getattr(error, "code", 130)
@@ -86,13 +72,14 @@ def run_job(
     finally:
         load_status(entry, sweep, record.objective)
         record = _note(sweep, entry)
-        ended = sum(one.state not in ("waiting", "running") for one in record.entries)
-        left = record.total - ended  # after the last run the sweep itself writes the page
-        if left and _page_age(sweep) > PAGE_SECONDS * ended:
+        ended_runs = sum(one.state not in ("waiting", "running") for one in record.entries)
+        left = record.total - ended_runs  # after the last run the sweep itself writes the page
+        if left and _page_age(sweep) > PAGE_SECONDS * ended_runs:
             write_page(sweep, left)
     if entry.state == "failed":
         print_line(live.failure(record, entry), sys.stderr)
-        if _gives_up(record) and in_process:
+        # A launcher that runs jobs in other processes cannot be stopped from here.
+        if _gives_up(record) and settings.launcher._target_.endswith(".BasicLauncher"):
             stop = f"the sweep stops: sweep.max_failures={record.max_failures}"
             print_line(stop, sys.stderr)
             raise SystemExit(1)

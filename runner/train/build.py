@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -27,6 +26,7 @@ from runner.clip import ClipMode
 from runner.clip import build as build_mode
 from runner.config import sizes
 from runner.config.duration import Duration
+from runner.config.environment import started_rank
 from runner.config.schema import DataSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data
@@ -44,7 +44,9 @@ def device_of(name: str) -> torch.device:
     """
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    started = started_rank()
+    local_rank = 0 if started is None else started.local_rank or 0
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def maker(target: Target) -> Callable[..., Any]:

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 import runner
-from runner.cli.calibrate import commands, main
+from runner.cli.calibrate import commands
+from runner.cli.main import main
 from runner.compose.request import request
 
 ROOT = os.path.dirname(os.path.dirname(runner.__file__))
@@ -112,7 +113,7 @@ def test_an_ordinary_model_is_given_a_threshold_that_publications_study(outputs)
     ],
 )
 def test_a_wrong_request_creates_nothing(words, said, outputs, capsys):
-    assert main(words) == 2
+    assert main(["calibrate", *words]) == 2
     assert said in capsys.readouterr().err
     assert not outputs.exists()
 
@@ -120,12 +121,12 @@ def test_a_wrong_request_creates_nothing(words, said, outputs, capsys):
 def test_an_earlier_calibration_is_not_written_over(outputs, capsys):
     outputs.mkdir()
     (outputs / "calibrate.json").write_text("{}")
-    assert main([f"calibrate.output={outputs}"]) == 2
+    assert main(["calibrate", f"calibrate.output={outputs}"]) == 2
     assert "holds an earlier calibration" in capsys.readouterr().err
 
 
 def test_its_help_names_its_keys(capsys):
-    assert main(["--help"]) == 0
+    assert main(["calibrate", "--help"]) == 0
     assert "calibrate.warmup_steps" in capsys.readouterr().out
 
 

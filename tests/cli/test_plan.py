@@ -1,7 +1,8 @@
 import pytest
 
-from runner.cli import plan
-from runner.sweep import SweepRecord
+from runner.cli.main import main
+from runner.compose.request import request
+from runner.sweep import SweepRecord, plan_runs
 
 SMALL = ["tracker=none", "train.max_duration=7ba"]
 
@@ -21,7 +22,7 @@ def cells(text):
 
 def test_every_run_is_listed_and_nothing_is_created(outputs, capsys):
     words = ["-m", "plugin=single,ddp", "clip=norm,adaptive", *SMALL]
-    assert plan.main(words) == 0
+    assert main(["plan", *words]) == 0
     header, *rows, summary = cells(capsys.readouterr().out)
     assert header == ["run", "also", "differs", "steps", "state"]
     assert rows == [
@@ -36,7 +37,7 @@ def test_every_run_is_listed_and_nothing_is_created(outputs, capsys):
 
 def test_what_is_done_is_said(outputs, capsys):
     words = ["-m", "seed=1,2", "sweep.name=mine", *SMALL]
-    wanted = plan.request(words[1:], multirun=True)
+    wanted = request(words[1:], multirun=True)
     record = SweepRecord(
         name="mine",
         words=words,
@@ -46,34 +47,34 @@ def test_what_is_done_is_said(outputs, capsys):
         max_failures=None,
         keys=["seed"],
         total=2,
-        entries=plan.plan_runs(wanted),
+        entries=plan_runs(wanted),
     )
     folder = outputs / "sweeps" / "mine"
     (folder / "1").mkdir(parents=True)
     record.write(folder)
     status = f'{{"state": "finished", "config_hash": "{wanted.jobs[1].hash}"}}'
     (folder / "1" / "status.json").write_text(status)
-    assert plan.main(words) == 0
+    assert main(["plan", *words]) == 0
     out = capsys.readouterr().out
     assert "1    seed=2  7      done" in out
     assert "1 of 2 to run, 7 steps" in out
 
 
 def test_one_run_is_a_plan_too(capsys):
-    assert plan.main(SMALL) == 0
+    assert main(["plan", *SMALL]) == 0
     assert cells(capsys.readouterr().out)[1] == ["0", "7", "to", "run"]
 
 
 def test_a_wrong_request_is_refused_as_the_command_would(capsys):
-    assert plan.main(["-m", "seed=1,-1", "clip.treshold=2"]) == 2
+    assert main(["plan", "-m", "seed=1,-1", "clip.treshold=2"]) == 2
     err = capsys.readouterr().err
     assert "did you mean clip.threshold?" in err
     assert "(in the job seed=-1)" in err
-    assert plan.main(["-m", "model=cnn,gpt"]) == 2  # what torch alone can tell
-    assert plan.main(["--cfg", "job"]) == 2
+    assert main(["plan", "-m", "model=cnn,gpt"]) == 2  # what torch alone can tell
+    assert main(["plan", "--cfg", "job"]) == 2
     assert "does not go with a plan" in capsys.readouterr().err
 
 
 def test_help_says_what_it_does(capsys):
-    assert plan.main(["--help"]) == 0
+    assert main(["plan", "--help"]) == 0
     assert "without running it" in capsys.readouterr().out

@@ -3,6 +3,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,8 +18,7 @@ import yaml
 from hydra._internal.utils import get_args_parser
 
 import runner
-from runner.cli import calibrate, exit_codes, plan, verify
-from runner.cli import run as cli
+from runner.cli import main as cli
 from runner.cli.main import COMMANDS
 from runner.config.problem import Problem, RequestError
 
@@ -44,7 +44,7 @@ class Fakes:
         if problems := self.refuse(config):
             raise RequestError(problems)
 
-    def run(self, plain, folder, words, **settings):
+    def run(self, config, plain, folder, words, **settings):
         self.runs.append((plain, folder, words))
         return self.behave(plain)
 
@@ -59,7 +59,7 @@ def fakes(monkeypatch, tmp_path):
     modules = {
         "train.preflight": SimpleNamespace(check=fakes.check),
         "launch.supervise": SimpleNamespace(run=fakes.run),
-        "launch.dispatch": SimpleNamespace(join=fakes.join),
+        "launch.rank": SimpleNamespace(join=fakes.join),
         "launch.local_ranks": SimpleNamespace(prepare=fakes.prepared.append),
     }
     for name, module in modules.items():
@@ -214,7 +214,9 @@ def test_the_terminal_is_left_to_the_run(fakes, capsys):
 
 def test_words_come_from_the_command_line_by_default(fakes, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["prog", "seed=4"])
-    assert cli.main() == 0
+    handler = signal.getsignal(signal.SIGINT)
+    assert cli.start() == 0
+    signal.signal(signal.SIGINT, handler)
     assert fakes.runs[0][0]["seed"] == 4
 
 
@@ -249,12 +251,12 @@ def test_one_rank_of_a_machine_says_what_is_wrong_and_the_others_wait_for_it(
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     waited = []
-    monkeypatch.setattr(exit_codes.time, "sleep", waited.append)
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
     assert cli.main(["sed=1"]) == 2
     said = capsys.readouterr().err
     assert said.count("this request cannot be run") == prints
     # torchrun ends every rank when the first one fails.
-    assert waited == ([] if prints else [exit_codes.LISTENING])
+    assert waited == ([] if prints else [cli.LISTENING])
 
 
 def test_a_sweep_is_refused_under_an_outer_launcher(fakes, monkeypatch, capsys):
@@ -320,9 +322,9 @@ def test_wrong_words_are_refused_beside_any_flag(flags, fakes, capsys):
     assert "did you mean norm?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("main", [cli.main, plan.main, calibrate.main, verify.main])
-def test_the_version(main, capsys):
-    assert main(["--version"]) == 0
+@pytest.mark.parametrize("command", [[], ["plan"], ["calibrate"], ["verify"]])
+def test_the_version(command, capsys):
+    assert cli.main([*command, "--version"]) == 0
     assert capsys.readouterr().out.startswith(f"clip-runner {runner.__version__}")
 
 
@@ -362,7 +364,7 @@ def test_bash_can_install_the_completion(fakes, capsys, monkeypatch):
 def test_bash_completes_the_console_script(tmp_path):
     script = tmp_path / "clip-runner"
     script.write_text(
-        f"#!{sys.executable}\nfrom runner.cli.run import main\nraise SystemExit(main())\n"
+        f"#!{sys.executable}\nfrom runner.cli.main import start\nraise SystemExit(start())\n"
     )
     script.chmod(0o755)
     program = (
@@ -411,7 +413,7 @@ def test_a_reader_that_leaves_early_is_no_error(words, unbuffered):
 
 
 def test_a_reader_that_leaves_early_does_not_hide_the_exit_code(monkeypatch):
-    def command():
+    def command(arguments):
         print("not read")
         return 3
 
@@ -419,7 +421,8 @@ def test_a_reader_that_leaves_early_does_not_hide_the_exit_code(monkeypatch):
     os.close(reader)
     with open(writer, "w") as closed:
         monkeypatch.setattr("sys.stdout", closed)
-        assert exit_codes.guarded(command) == 3
+        monkeypatch.setattr(cli, "_command", command)
+        assert cli.main([]) == 3
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.verify import FILE, checked, main
+from runner.cli.main import main
+from runner.cli.verify import FILE, checked
 from runner.config.problem import RequestError
 from runner.verify.table import exception_only
 from tests.verify import faulty_plugins
@@ -74,7 +75,7 @@ def test_ranks_that_torchrun_started_are_one_process(outputs):
 
 
 def test_one_process_is_itself(outputs, capsys):
-    assert main([*IMAGES, "plugin=single", "clip=none"]) == 0
+    assert main(["verify", *IMAGES, "plugin=single", "clip=none"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == "verify: ok max_rel_error=0 naive=none"
 
@@ -85,7 +86,7 @@ def test_a_wrong_layout_ends_with_the_worst_parameters_and_exit_code_1(
     faulty = faulty_plugins.SeesReplicasThatAreNotThere
     monkeypatch.setattr("runner.booster.plugin.ddp.PLUGIN", faulty)
     words = [*TOKENS, "plugin=ddp", "plugin.nproc=1", "clip=norm", "clip.threshold=0.1"]
-    assert main(words) == 1
+    assert main(["verify", *words]) == 1
     out = capsys.readouterr().out
     found = written(outputs)
     assert out.splitlines()[-1] == (
@@ -107,14 +108,14 @@ def test_its_exit_code_is_that_of_the_comparison_though_nobody_reads_on(outputs,
     os.close(reader)
     with open(writer, "w") as closed:
         monkeypatch.setattr("sys.stdout", closed)
-        assert main([*TOKENS, "plugin=ddp", "plugin.nproc=1"]) == 1
+        assert main(["verify", *TOKENS, "plugin=ddp", "plugin.nproc=1"]) == 1
     found = written(outputs)
     assert (found["ok"], found["error"]) == (False, None)
 
 
 def test_a_layout_that_does_not_add_up_ends_with_exit_code_1(outputs, capsys, monkeypatch):
     monkeypatch.setattr("runner.booster.plugin.ddp.PLUGIN", faulty_plugins.ChecksItsLayout)
-    assert main([*TOKENS, "plugin=ddp", "plugin.nproc=1"]) == 1
+    assert main(["verify", *TOKENS, "plugin=ddp", "plugin.nproc=1"]) == 1
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == "verify: FAILED"
     assert "rank 0: runner.clip.layout.LayoutError: " in out
@@ -127,19 +128,19 @@ def test_a_layout_that_does_not_add_up_ends_with_exit_code_1(outputs, capsys, mo
 
 
 def test_a_model_of_float32_alone_gets_a_hint(outputs, capsys):
-    assert main([*IMAGES, *net("Single")]) == 1
+    assert main(["verify", *IMAGES, *net("Single")]) == 1
     assert "verify.dtype=float32" in capsys.readouterr().out
-    assert main([*IMAGES, *net("Single"), "verify.dtype=float32"]) == 0
+    assert main(["verify", *IMAGES, *net("Single"), "verify.dtype=float32"]) == 0
 
 
 def test_a_word_in_the_traceback_alone_gives_no_hint(outputs, capsys):
-    assert main([*IMAGES, *net("Fails")]) == 1
+    assert main(["verify", *IMAGES, *net("Fails")]) == 1
     assert "dtype = " in written(outputs)["error"]
     assert "verify.dtype=float32" not in capsys.readouterr().out
 
 
 def test_a_gradient_that_is_not_finite_is_not_left_out(outputs, capsys):
-    assert main([*IMAGES, *net("Broken")]) == 1
+    assert main(["verify", *IMAGES, *net("Broken")]) == 1
     out = capsys.readouterr().out
     assert "NonFiniteGradient: the gradient's norm is nan: weight\n" in out
     assert "compares every step" in out
@@ -159,15 +160,15 @@ def test_a_gradient_that_is_not_finite_is_not_left_out(outputs, capsys):
     ],
 )
 def test_a_wrong_request_creates_nothing(words, said, outputs, capsys):
-    assert main(words) == 2
+    assert main(["verify", *words]) == 2
     assert said in capsys.readouterr().err
     assert not outputs.exists()
 
 
 def test_text_stands_in_for_data_that_was_left_open_and_does_not_fit():
-    job, also = checked(["model=gpt", "device=cpu"])
+    wanted, also = checked(["model=gpt", "device=cpu"])
     assert also == ["data=text"]
-    assert job.config.data.target == "runner.data.text.text"
+    assert wanted.jobs[0].config.data.target == "runner.data.text.text"
     assert checked(["device=cpu"])[1] == []
     with pytest.raises(RequestError) as error:
         checked(["model=gpt", "device=cpu", "plugin=tensor", "plugin.tp_size=3"])
@@ -179,17 +180,17 @@ def test_text_stands_in_for_data_that_was_left_open_and_does_not_fit():
 def test_its_folder_is_the_one_that_is_given_and_is_not_written_twice(outputs, tmp_path, capsys):
     folder = tmp_path / "chosen"
     words = [*IMAGES, "verify.steps=1", f"hydra.run.dir={tmp_path}/${{clip.mode}}"]
-    assert main([*words, "clip.mode=none", "clip.threshold=null"]) == 0
+    assert main(["verify", *words, "clip.mode=none", "clip.threshold=null"]) == 0
     assert (tmp_path / "none" / FILE).exists()
     folder.mkdir()
     (folder / FILE).write_text("{}")
-    assert main([*IMAGES, f"hydra.run.dir={folder}"]) == 2
+    assert main(["verify", *IMAGES, f"hydra.run.dir={folder}"]) == 2
     assert "holds an earlier verification" in capsys.readouterr().err
     assert not outputs.exists()
 
 
 def test_its_help_names_its_keys(capsys):
-    assert main(["--help"]) == 0
+    assert main(["verify", "--help"]) == 0
     assert "verify.tolerance" in capsys.readouterr().out
 
 

@@ -17,7 +17,7 @@ ROOT = Path(runner.__file__).parents[1]
 # What python -m runner does, and the promise that no torch was needed for it.
 PROGRAM = """
 import sys
-from runner.cli.run import main
+from runner.cli.main import main
 code = main(sys.argv[1:])
 assert 'torch' not in sys.modules, 'torch was imported'
 raise SystemExit(code)

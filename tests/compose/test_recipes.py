@@ -94,7 +94,7 @@ def test_a_recipe_may_be_a_sweep(folder):
     text = "# many: x.\nhydra: {mode: MULTIRUN, sweeper: {params: {clip.threshold: '0.1,1'}}}\n"
     (folder / "many.yaml").write_text(text)
     found = request(["recipe=many"], writes=False)
-    assert found.multirun
+    assert found.sweep is not None
     assert [job.config.clip.threshold for job in found.jobs] == [0.1, 1.0]
     assert len(request(["recipe=many", "seed=1,2"], writes=False).jobs) == 4
     with pytest.raises(RequestError, match="seed=-1"):

@@ -67,19 +67,19 @@ def test_a_job_may_use_its_number():
 
 
 def test_a_sweep_may_be_asked_for_by_a_word():
-    assert request(["hydra.mode=MULTIRUN", "seed=1,2"]).multirun
+    assert request(["hydra.mode=MULTIRUN", "seed=1,2"]).sweep is not None
 
 
 def test_a_key_that_only_the_listed_models_have_is_forced_for_hydra():
     found = request(["model=gpt,lstm", "model.layers=2", "seed=1"], multirun=True)
     assert [job.config.model.arguments["layers"] for job in found.jobs] == [2, 2]
-    assert found.words[:3] == ("model=gpt,lstm", "++model.layers=2", "seed=1")
+    assert found.sweep.words[:3] == ("model=gpt,lstm", "++model.layers=2", "seed=1")
     assert problems("model=gpt,cnn", "model.layers=2", multirun=True)
 
 
 def test_words_of_a_sweep_stay_as_they_were_typed_where_that_will_do():
     found = request(["seed=1,2", "clip.threshold=3"], multirun=True)
-    assert found.words[:2] == ("seed=1,2", "clip.threshold=3")
+    assert found.sweep.words[:2] == ("seed=1,2", "clip.threshold=3")
 
 
 def test_a_problem_of_some_jobs_names_one_and_of_all_jobs_none():

@@ -78,7 +78,7 @@ def test_a_run_is_handed_the_plan_that_was_checked(tmp_path, monkeypatch):
 
     handed = []
 
-    def run(plain, folder, words):
+    def run(config, plain, folder, words):
         handed.append(plain)
         return supervise.Ended(0)
 

@@ -330,7 +330,7 @@ def test_an_interrupt_before_the_record_begins_leaves_no_run_that_seems_to_run(
     [job] = request(["tracker=none"], writes=False).jobs
     monkeypatch.setattr(supervise, "provenance", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        supervise.run(job.plain, tmp_path)
+        supervise.run(job.config, job.plain, tmp_path)
     assert not (tmp_path / "status.json").exists()
 
 

@@ -165,7 +165,7 @@ def test_the_header_of_the_value_recipe_says_what_15_was():
 def test_a_sweep_runs_the_thresholds_of_the_literature(name):
     mode, thresholds = SWEPT[name]
     found = request([f"recipe={name}"], writes=False)
-    assert found.multirun
+    assert found.sweep is not None
     assert [job.config.clip.threshold for job in found.jobs] == thresholds
     assert {job.config.clip.mode for job in found.jobs} == {mode}
 

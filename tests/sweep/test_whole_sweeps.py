@@ -14,7 +14,7 @@ FLAKY = ["model._target_=tests.sweep.flaky.Flaky"]
 
 # Runs the command, and fails where it had to import torch.
 WITHOUT_TORCH = (
-    "import sys; from runner.cli.run import main; code = main(sys.argv[1:]); "
+    "import sys; from runner.cli.main import main; code = main(sys.argv[1:]); "
     "sys.exit(99 if 'torch' in sys.modules else code)"
 )
 
@@ -22,7 +22,7 @@ WITHOUT_TORCH = (
 WITHOUT_PAGES = """
 import sys
 import runner.report
-from runner.cli.run import main
+from runner.cli.main import main
 def write(folder, left=0):
     raise OSError("no space left")
 runner.report.write = write

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from runner.cli.run import main
+from runner.cli.main import main
 from runner.train import preflight
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
@@ -195,9 +195,8 @@ def test_the_error_of_a_broken_model_is_its_own(monkeypatch):
     def unable(*args, **kwargs):
         raise NotImplementedError("no kernel for the meta device")
 
-    from runner.compose.request import register, request
+    from runner.compose.request import request
 
-    register()
     (job,) = request([], multirun=False).jobs
     monkeypatch.setattr(preflight.build, "maker", lambda target: unable)
     with pytest.raises(Exception, match="kernel") as caught:

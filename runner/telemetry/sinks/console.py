@@ -1,7 +1,6 @@
 """Print to a terminal or a pipe whose reader may leave early.
 
-This module imports nothing else of this project, so that a command can print before it imports
-Hydra and torch.
+This module imports neither Hydra nor torch, so that a command can print before it does.
 """
 
 from __future__ import annotations
@@ -10,11 +9,14 @@ import os
 import sys
 from typing import TextIO
 
+from runner.config.environment import started_rank
+
 
 def announce(line: str) -> None:
     """Print what is being done, if a person watches and no outer launcher starts many of us."""
     try:
-        watched = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+        started = started_rank()
+        watched = sys.stderr.isatty() and (started is None or started.rank == 0)
     except (AttributeError, ValueError):  # closed
         return
     if watched:

@@ -1,0 +1,41 @@
+"""Read the environment variables by which torchrun, Slurm or torch elastic describe a rank."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+
+class StartedRank(NamedTuple):
+    """The place of this process among the ranks of a launcher.
+
+    Attributes:
+        rank: number of this rank.
+        world_size: number of all ranks.
+        local_rank: number of this rank on its machine; None if the launcher does not set it.
+        local_world_size: number of ranks on this machine; 1 if the launcher does not set it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int
+
+
+def started_rank() -> StartedRank | None:
+    """Return this process's rank, or None if no launcher set ``RANK`` and ``WORLD_SIZE``."""
+    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    if rank is None or world_size is None:
+        return None
+    return StartedRank(rank, world_size, _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE") or 1)
+
+
+def joins() -> bool:
+    """Return whether a launcher started this process as a rank other than the first."""
+    started = started_rank()
+    return started is not None and started.rank > 0
+
+
+def _number(name: str) -> int | None:
+    value = os.environ.get(name)
+    return int(value) if value else None

@@ -1,4 +1,4 @@
-"""Sends a workspace to wandb, within a bounded time whatever the server does."""
+"""Send a workspace to wandb within a bounded time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 SAVE_SECONDS = 8.0
-"""How long a server may take; with the start of Python before it, ten seconds for the command."""
+"""Seconds that a server may take; with the start of Python the command takes ten."""
 
 _REQUEST_SECONDS = 6
-"""One request to the server; shorter than the whole, so that wandb says itself what went wrong."""
+"""Seconds for one request; fewer than `SAVE_SECONDS`, so that wandb reports the error itself."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class WorkspaceRequest:
     """The arguments of :func:`runner.dashboard.workspace.build`.
 
     Attributes:
-        entity: None for the one that the key belongs to.
-        project: whose runs are shown.
-        name: of the workspace.
-        group: None for all runs.
+        entity: owner of the project; None for the default entity of the key.
+        project: project whose runs are shown.
+        name: name of the workspace.
+        group: group of the runs that are shown; None for all runs.
     """
 
     entity: str | None
@@ -35,21 +35,21 @@ class WorkspaceRequest:
 
 
 class NotSavedError(Exception):
-    """The server did not take the workspace; the text says why, in one line."""
+    """The workspace could not be saved; the message is one line."""
 
 
 def save(request: WorkspaceRequest, seconds: float = SAVE_SECONDS) -> str:
-    """Save the workspace as a new view of its project, and return its address.
+    """Save the workspace as a new view of its project, and return its URL.
 
-    A process of its own does it: wandb's client retries for minutes, and only a process can be
-    given up.
+    A separate process does it: wandb's client retries for minutes, and only a process can be
+    killed.
 
     Args:
-        request: what to save.
+        request: workspace to save.
         seconds: longest time that this takes.
 
     Raises:
-        NotSavedError: the server refuses, is not there, or does not answer in time.
+        NotSavedError: the server refuses, cannot be reached, or does not answer in time.
     """
     until = time.monotonic() + seconds
     context = multiprocessing.get_context("spawn")
@@ -60,21 +60,21 @@ def save(request: WorkspaceRequest, seconds: float = SAVE_SECONDS) -> str:
     try:
         if not receiver.poll(max(until - time.monotonic(), 0.0)):
             raise NotSavedError(f"no answer within {seconds:g} seconds")
-        saved, said = receiver.recv()
+        saved, text = receiver.recv()
     except EOFError:
-        raise NotSavedError("wandb's process broke off") from None
+        raise NotSavedError("wandb's process ended unexpectedly") from None
     finally:
-        process.kill()  # wandb's client sees the end of its process, and ends as well
+        process.kill()  # wandb's client ends with its process
         process.join()
         receiver.close()
     if not saved:
-        raise NotSavedError(said)
-    return str(said)
+        raise NotSavedError(text)
+    return str(text)
 
 
 def _save(request: WorkspaceRequest, sender: Connection) -> None:
-    """Runs in the process: answers with whether it is saved, and its address or the reason."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the one who waits
+    """Send, from the process, whether the workspace was saved, and its URL or the error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles the interrupt
     _silence()
     os.environ["WANDB_HTTP_TIMEOUT"] = str(_REQUEST_SECONDS)
     try:
@@ -95,7 +95,7 @@ def _save(request: WorkspaceRequest, sender: Connection) -> None:
 
 
 def _silence() -> None:
-    """Nothing of wandb's own words reaches the terminal: one message is enough."""
+    """Keep the output of wandb off the terminal: the command prints one message."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)

@@ -1,12 +1,13 @@
-"""What the workspace shows: the sections of ``report.html`` as panels of wandb.
+"""Build the workspace: the sections of ``report.html`` as panels of wandb.
 
-Every metric named here is in a run's rows, its summary or its configuration, as
-:class:`runner.telemetry.sinks.wandb_sink.WandbSink` records them. Tests compare it with a run.
+All metrics are in the rows, the summary or the configuration of a run, as
+:class:`runner.telemetry.sinks.wandb_sink.WandbSink` records them.
 """
 
 from __future__ import annotations
 
 import unicodedata
+from typing import Any
 
 import wandb_workspaces.reports.v2.interface as wr
 import wandb_workspaces.workspaces as ws
@@ -14,7 +15,7 @@ import wandb_workspaces.workspaces as ws
 from runner.run_folder import keys
 
 STEP = keys.TRAIN_STEP
-"""The x axis of every curve. Set at each level, for wandb's own step counts rows, not steps."""
+"""Horizontal axis of every curve. It is set at each level: wandb's own step counts rows."""
 
 MODE = wr.Config("clip.mode")
 THRESHOLD = wr.Config("clip.threshold")
@@ -26,8 +27,15 @@ CLIPPED = keys.CLIP_RATIO_TOTAL
 
 SHARE = (0.0, 1.0)
 
+_MEANS: dict[str, Any] = {
+    "groupby": THRESHOLD,
+    "groupby_aggfunc": "mean",
+    "groupby_rangefunc": "stddev",
+}
+"""Options of a panel that shows mean and standard deviation over runs of the same threshold."""
+
 MOST_RUNS = 50
-"""Curves to a panel; wandb's own limit of ten would leave out most of a sweep."""
+"""Most curves in a panel; wandb's default of ten would leave out most of a sweep."""
 
 _READING = """\
 **How to read this.** ‖G‖ is the norm of the whole gradient *before* clipping, after \
@@ -42,13 +50,13 @@ Thresholds of different modes do not compare: choose runs of one `clip.mode`.
 
 
 def build(entity: str, project: str, name: str, group: str | None) -> ws.Workspace:
-    """The workspace, not saved yet. No server is asked.
+    """Return the workspace, without saving it or asking a server.
 
     Args:
         entity: user or team that owns the project.
-        project: whose runs are shown.
-        name: shown for the workspace; see :func:`unfit`.
-        group: runs of this group alone, such as a sweep's name; None for all.
+        project: project whose runs are shown.
+        name: name of the workspace, see :func:`unfit`.
+        group: group of the runs that are shown, such as the name of a sweep; None for all runs.
     """
     return ws.Workspace(
         entity=entity,
@@ -61,9 +69,9 @@ def build(entity: str, project: str, name: str, group: str | None) -> ws.Workspa
 
 
 def specification(workspace: ws.Workspace) -> str:
-    """The workspace as JSON text: entity, project, displayName, and the spec that a server keeps.
+    """Return the workspace as JSON text: entity, project, displayName and spec.
 
-    wandb-workspaces builds this without a server, but hands it out by a private name alone.
+    wandb-workspaces offers this under a private name only.
     """
     view = workspace._to_model()
     kept = {"entity", "project", "display_name", "spec"}
@@ -72,12 +80,12 @@ def specification(workspace: ws.Workspace) -> str:
 
 
 def unfit(name: str) -> str:
-    """The characters of ``name`` that wandb takes for emoji, such as = and <; they are refused."""
+    """Return the characters of ``name`` that wandb refuses as emoji, such as = and <."""
     return "".join(sorted({c for c in name if unicodedata.category(c) in _REFUSED}))
 
 
 def default_name(group: str | None) -> str:
-    """A name for the workspace of this group; what wandb refuses in it is left out."""
+    """Return a name for the workspace of a group, with - for characters that wandb refuses."""
     if group is None:
         return "Clipping"
     return "Clipping, " + "".join("-" if unfit(character) else character for character in group)
@@ -96,27 +104,14 @@ def _loss() -> ws.Section:
 
 
 def _gradient() -> ws.Section:
-    # wandb draws no line at a value, so the threshold is drawn as the metric that it is too.
+    # wandb draws no line at a fixed value, but the threshold is also a metric.
+    both = (keys.GRAD_NORM, keys.CLIP_THRESHOLD)
+    ratios = (keys.CLIP_RATIO, CLIPPED)
     return _section(
         "Gradient and clipping",
-        wr.LinePlot(
-            title="‖G‖ before clipping, and the threshold",
-            x=STEP,
-            y=[keys.GRAD_NORM, keys.CLIP_THRESHOLD],
-            log_y=True,
-        ),
-        wr.LinePlot(
-            title="Clip ratio: since the last row, and of the run so far",
-            x=STEP,
-            y=[keys.CLIP_RATIO, CLIPPED],
-            range_y=SHARE,
-        ),
-        wr.LinePlot(
-            title="Coefficient: ‖G‖ after / before clipping",
-            x=STEP,
-            y=[keys.CLIP_COEF],
-            range_y=SHARE,
-        ),
+        _curve("‖G‖ before clipping, and the threshold", *both, log_y=True),
+        _curve("Clip ratio: since the last row, and of the run so far", *ratios, range_y=SHARE),
+        _curve("Coefficient: ‖G‖ after / before clipping", keys.CLIP_COEF, range_y=SHARE),
     )
 
 
@@ -149,29 +144,25 @@ def _threshold() -> ws.Section:
 
 
 def _over_seeds() -> ws.Section:
-    """Means over runs that share a threshold. They are seeds only where nothing else differs, so
-    this is a section of its own and closed, and no other panel averages anything.
+    """Return means over runs of the same threshold.
+
+    Such runs differ in their seed alone only if nothing else was varied, so the section is closed,
+    and no other panel shows means.
     """
     return _section(
         "Averaged over runs of one threshold (seeds)",
-        _average("Held-out loss, mean ± sd", keys.EVAL_LOSS),
-        _average("‖G‖ before clipping, mean ± sd", keys.GRAD_NORM, log_y=True),
-        wr.BarPlot(
-            title="Best held-out loss, mean ± sd",
-            metrics=[BEST_LOSS],
-            groupby=THRESHOLD,
-            groupby_aggfunc="mean",
-            groupby_rangefunc="stddev",
-        ),
+        _curve("Held-out loss, mean ± sd", keys.EVAL_LOSS, **_MEANS),
+        _curve("‖G‖ before clipping, mean ± sd", keys.GRAD_NORM, log_y=True, **_MEANS),
+        wr.BarPlot(title="Best held-out loss, mean ± sd", metrics=[BEST_LOSS], **_MEANS),
         is_open=False,
     )
 
 
 def _runs(group: str | None) -> ws.RunsetSettings:
-    """Runs stand by sweep, then mode, then threshold, so that neighbours compare.
+    """Order runs by sweep, mode and threshold.
 
     They are not grouped: wandb draws the mean of a group in every panel, which would hide that its
-    runs differ in more than a seed.
+    runs differ in more than the seed.
     """
     order = [ws.Metric("Group"), *map(_stored, (MODE, THRESHOLD)), ws.Metric("CreatedTimestamp")]
     columns = [
@@ -188,19 +179,19 @@ def _runs(group: str | None) -> ws.RunsetSettings:
 
 
 def _stored(key: wr.Config) -> ws.Config:
-    """The key as a server stores it: each top-level section of a config is wrapped in ``value``.
+    """Return the key as a server stores it, with ``value`` after the name of the section.
 
-    Panels wrap their keys themselves; the order and the columns of runs are taken as they are.
+    Panels convert their keys themselves; the order and the columns of runs do not.
     """
     section, _, rest = key.name.partition(".")
     return ws.Config(f"{section}.value.{rest}")
 
 
 def _quoted(text: str) -> str:
-    """``text`` as a literal of wandb's filter language, every character by its number.
+    """Return ``text`` as a literal of wandb's filter language, each character by its code.
 
-    That language rewrites = < > and the like inside of literals as well, and its own way of quoting
-    fails at an apostrophe; the numbers reach the parser as they are.
+    That language rewrites signs such as = < > inside literals too, and its quoting fails at an
+    apostrophe; codes are left as they are.
     """
     return "'" + "".join(f"\\U{ord(character):08x}" for character in text) + "'"
 
@@ -214,20 +205,8 @@ def _section(name: str, *panels: wr.PanelTypes, is_open: bool = True) -> ws.Sect
     )
 
 
-def _curve(title: str, metric: str) -> wr.LinePlot:
-    return wr.LinePlot(title=title, x=STEP, y=[metric])
-
-
-def _average(title: str, metric: str, log_y: bool = False) -> wr.LinePlot:
-    return wr.LinePlot(
-        title=title,
-        x=STEP,
-        y=[metric],
-        log_y=log_y,
-        groupby=THRESHOLD,
-        groupby_aggfunc="mean",
-        groupby_rangefunc="stddev",
-    )
+def _curve(title: str, *metrics: str, **options: Any) -> wr.LinePlot:
+    return wr.LinePlot(title=title, x=STEP, y=list(metrics), **options)
 
 
 def _against_threshold(title: str, metric: str) -> wr.ScatterPlot:

@@ -16,6 +16,7 @@ from typing import Any
 
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
+from runner.telemetry.sinks.sink import ending
 
 log = logging.getLogger("runner")
 
@@ -56,7 +57,7 @@ class RunLog:
             log.info("last row: %s", _values(self._last))
         for sentence in (summary or {}).get("guidance", ()):
             log.info("%s", sentence)
-        ended = {0: "finished", 130: "interrupted", 143: "terminated"}.get(exit_code, "failed")
+        ended = ending(exit_code)
         log.info("%s with exit code %d; results are in %s", ended, exit_code, self._folder)
 
 

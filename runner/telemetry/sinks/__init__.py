@@ -1,1 +1,1 @@
-"""Where rows of metrics go: the terminal and wandb."""
+"""Where the rows of a run go: the terminal and wandb."""

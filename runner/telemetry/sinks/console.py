@@ -13,7 +13,7 @@ from runner.config.environment import started_rank
 
 
 def announce(line: str) -> None:
-    """Print what is being done, if a person watches and no outer launcher starts many of us."""
+    """Print what is being done, on the first rank and only if standard error is a terminal."""
     try:
         started = started_rank()
         watched = sys.stderr.isatty() and (started is None or started.rank == 0)

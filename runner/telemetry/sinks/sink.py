@@ -1,4 +1,4 @@
-"""Where the rows of a run go."""
+"""The interface of everything that takes the rows of a run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ class Sink(Protocol):
     """Takes every row of a run, in order, and then its end."""
 
     def write(self, row: Row) -> None:
-        """Take one row. The sink does not keep or change the caller's dictionary."""
+        """Take one row, without keeping or changing the caller's dictionary."""
         ...
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        """Take the end of the run. Further calls change nothing.
+        """Take the end of the run. Further calls have no effect.
 
-        A sink that talks to something outside this machine raises nothing here, however that
-        fares: training is over and its result must not be lost to a dead server.
+        A sink that sends to another machine raises nothing here: training is over, and its result
+        must not be lost to a server that does not answer.
 
         Args:
-            summary: the run's summary, JSON-like; None when the run did not get that far.
-            exit_code: 0 finished, anything else did not.
+            summary: JSON-like summary of the run; None if the run did not get that far.
+            exit_code: 0 if the run finished.
         """
         ...
+
+
+def ending(exit_code: int) -> str:
+    """Return in one word how a run with an exit code ended."""
+    return {0: "finished", 130: "interrupted", 143: "terminated"}.get(exit_code, "failed")

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere."""
+"""Show a run on the terminal: a live bar if somebody watches, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from tqdm import tqdm
 from runner.config.notation import clock, percent, plural
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
+from runner.telemetry.sinks.sink import ending
 
 REDRAW_SECONDS = 0.1
-"""Shortest time between two drawings of the bar: a step may take less than drawing does."""
+"""Shortest time between two drawings of the bar: drawing may take longer than a step."""
 
 NARROWEST_BAR = 5
-"""Fewest columns of the bar itself; where the other parts leave it less, it is not drawn."""
+"""Fewest columns of the bar itself; it is left out if the other parts leave less."""
 
 LEAST_USEFUL = ("samples/s", "eval loss", "bar", "norm", "eval", "clipped", "loss")
-"""What a narrow terminal goes without, the first part first. The step and the time left stay."""
+"""Parts that are left out on a narrow terminal, the first one first. Step and eta always stay."""
 
 
 def is_watched(stream: TextIO) -> bool:
-    """Whether a person looks at ``stream`` live, on a terminal that can redraw a line."""
+    """Return whether ``stream`` is a terminal that can redraw a line."""
     if os.environ.get("TERM") == "dumb":
         return False
     try:
@@ -38,7 +39,7 @@ def is_watched(stream: TextIO) -> bool:
 
 
 def columns_of(stream: TextIO) -> int:
-    """Width of the terminal behind ``stream``; 80 where it does not tell."""
+    """Return the width of the terminal behind ``stream``; 80 if it is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):
@@ -46,7 +47,7 @@ def columns_of(stream: TextIO) -> int:
 
 
 def wrapped(text: str, stream: TextIO) -> str:
-    """``text`` broken between words where ``stream`` is a terminal; unchanged elsewhere."""
+    """Return ``text`` wrapped between words if ``stream`` is a terminal, else unchanged."""
     if not is_watched(stream):
         return text
     lines = text.splitlines()
@@ -57,10 +58,10 @@ def wrapped(text: str, stream: TextIO) -> str:
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Shows log messages on the terminal: whole words, and never in the middle of a bar."""
+    """Show log messages, wrapped between words, and never in the middle of a bar."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The message, wrapped; on a terminal it takes the place of a bar that is drawn there."""
+        """Format the message; on a terminal it replaces a bar that is drawn there."""
         text = super().format(record).rstrip()
         if record.levelno == logging.WARNING:
             text = f"warning: {text}"
@@ -69,17 +70,16 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
 
 class TerminalSink:
-    """Shows rows: a bar that is redrawn where someone watches, otherwise a line now and then.
+    """Show rows: a bar on a terminal, otherwise a line now and then.
 
-    A line is written once ``interval`` steps have passed since the last line, for every row with an
-    evaluation, and for the last row. A stream that breaks (``| head``) ends the show, never the
-    run.
+    A line is printed after each ``interval`` steps, for each row with an evaluation, and for the
+    last row. If the stream breaks (``| head``), nothing more is shown and the run continues.
 
     Args:
-        total_steps: optimizer steps of the run; None if that is not known.
-        interval: steps between plain lines, see :func:`runner.train.progress.steps_between_lines`.
-        title: of the run, for its last words.
-        stream: standard error unless told otherwise.
+        total_steps: optimizer steps of the run; None if they are not known.
+        interval: steps between lines, see :func:`runner.train.progress.steps_between_lines`.
+        title: name of the run, for the message at its end.
+        stream: stream to print to; standard error by default.
     """
 
     def __init__(
@@ -89,8 +89,9 @@ class TerminalSink:
         self._interval = interval
         self._title = title
         self._stream: TextIO | None = sys.stderr if stream is None else stream
-        self._pace = _Pace()
-        self._clipped = _Share()
+        # Rows leave the device together, so the times at which they arrive mean nothing.
+        self._seconds = _Mean()
+        self._clipped = _Mean()
         self._last: Row | None = None
         self._shown = 0
         self._drawn = -math.inf
@@ -99,11 +100,12 @@ class TerminalSink:
         self._closed = False
 
     def write(self, row: Row) -> None:
-        """Show one row, if it is its turn."""
+        """Show one row, or skip it, see :class:`TerminalSink`."""
         step = int(row[keys.TRAIN_STEP])
         passed = step - (int(self._last[keys.TRAIN_STEP]) if self._last else 0)
-        self._pace.add(row, passed)
-        self._clipped.add(row, passed)
+        self._seconds.add(row.get(keys.TIME_STEP, math.nan), passed)
+        clipped = row.get(keys.CLIP_RATIO, row.get(keys.CLIP_CLIPPED, math.nan))
+        self._clipped.add(clipped, passed)
         self._last = dict(row)
         evaluated = {key: value for key, value in row.items() if key.startswith(keys.EVAL)}
         self._eval = evaluated or self._eval
@@ -116,7 +118,7 @@ class TerminalSink:
             self._print_row(row)
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        """Leave the terminal as it was found; print in three lines how it went, then guidance."""
+        """Close the bar, and print how the run ended, its main metrics and its guidance."""
         if self._closed:
             return
         self._closed = True
@@ -158,11 +160,12 @@ class TerminalSink:
             self._bar, self._stream = None, None
 
     def _print_row(self, row: Row) -> None:
-        self._print("  ".join(self._parts(row, self._clipped.take()).values()))
+        self._print("  ".join(self._parts(row, self._clipped.value).values()))
+        self._clipped = _Mean()
         self._shown = int(row[keys.TRAIN_STEP])
 
     def _parts(self, row: Row, clipped: float) -> dict[str, str]:
-        """What the row has of the values worth a look, in the order in which they are shown."""
+        """Return the values to show of a row, in order."""
         step = int(row[keys.TRAIN_STEP])
         parts = {"step": f"step {step}" + (f"/{self._total}" if self._total else "")}
         if keys.TRAIN_LOSS in row:
@@ -175,13 +178,13 @@ class TerminalSink:
             parts["eval"] = f"eval {_evaluation(row)}"
         if keys.THROUGHPUT in row:
             parts["samples/s"] = f"{_count(row[keys.THROUGHPUT])} samples/s"
-        if self._total and self._pace.known:
-            left = max(self._total - step, 0)
-            parts["eta"] = f"eta {clock(left * self._pace.seconds_a_step)}"
+        seconds = self._seconds.value
+        if self._total and not math.isnan(seconds):
+            parts["eta"] = f"eta {clock(max(self._total - step, 0) * seconds)}"
         return parts
 
     def _farewell(self, summary: dict[str, Any] | None, exit_code: int) -> Iterable[str]:
-        ended = {0: "finished", 130: "interrupted", 143: "terminated"}.get(exit_code, "failed")
+        ended = ending(exit_code)
         steps = (summary or {}).get("steps", self._last and int(self._last[keys.TRAIN_STEP]))
         if steps is not None:
             early = self._total is not None and steps < self._total
@@ -223,57 +226,31 @@ class TerminalSink:
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic only in its stubs
-    """tqdm without its monitor thread, which redraws stale bars: every row redraws this one."""
+    """tqdm without the monitor thread that redraws stale bars: each row redraws this one."""
 
     monitor_interval = 0
 
 
-class _Pace:
-    """Mean seconds of a step over all rows.
-
-    Rows come in bursts (they leave the device together), so their times of arrival say nothing.
-    """
+class _Mean:
+    """Mean of a metric over steps, where each row stands for the steps since the row before."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self._sum = 0.0
         self._steps = 0
 
-    def add(self, row: Row, steps: int) -> None:
-        seconds = row.get(keys.TIME_STEP, math.nan)
-        if math.isfinite(seconds):
-            self._seconds += seconds * steps
+    def add(self, value: float, steps: int) -> None:
+        if math.isfinite(value):
+            self._sum += value * steps
             self._steps += steps
 
     @property
-    def known(self) -> bool:
-        return self._steps > 0
-
-    @property
-    def seconds_a_step(self) -> float:
-        return self._seconds / self._steps
-
-
-class _Share:
-    """Share of the steps since the last line that were clipped; a row may speak for one of them."""
-
-    def __init__(self) -> None:
-        self._clipped = 0.0
-        self._steps = 0
-
-    def add(self, row: Row, steps: int) -> None:
-        ratio = row.get(keys.CLIP_RATIO, row.get(keys.CLIP_CLIPPED, math.nan))
-        if math.isfinite(ratio):
-            self._clipped += ratio * steps
-            self._steps += steps
-
-    def take(self) -> float:
-        share = self._clipped / self._steps if self._steps else math.nan
-        self._clipped, self._steps = 0.0, 0
-        return share
+    def value(self) -> float:
+        """The mean; NaN if nothing was added."""
+        return self._sum / self._steps if self._steps else math.nan
 
 
 def _fitting(parts: dict[str, str], columns: int) -> dict[str, str]:
-    """Those of ``parts`` that fit on one line; see `LEAST_USEFUL` for what is left out first."""
+    """Return the ``parts`` that fit on one line, see `LEAST_USEFUL`."""
     kept = dict(parts)
     for least in LEAST_USEFUL:
         if len("  ".join(kept.values())) <= columns:
@@ -291,7 +268,7 @@ def _evaluation(row: Row) -> str:
 
 
 def _number(value: float) -> str:
-    """Three significant digits, zeros kept so that columns do not jump."""
+    """Format with three significant digits; zeros are kept, so that columns do not jump."""
     return f"{value:#.3g}".rstrip(".") if math.isfinite(value) else str(float(value))
 
 

@@ -1,13 +1,13 @@
-"""The process that speaks to wandb for one run. :class:`WandbSink` starts it by its path.
+"""The process that records one run with wandb. :class:`WandbSink` starts it by its path.
 
-It stands alone (standard library and wandb) and reads JSON lines from standard input: the request,
-then rows, then the end of the run. What it has to say goes back as JSON lines on standard output.
+It imports only the standard library and wandb. It reads JSON lines from standard input: the
+request, the rows, and the end of the run. It answers with JSON lines on standard output.
 
-Why a process of its own: wandb can be waited for without limit (its client forgets the time limit
-of finishing once some ten megabytes are stuck behind a server that hangs; seen with 0.31: 500 rows
-of 1000 layers, or 20 000 rows of 20 figures), and only a process can be given up.
-It also starts while training starts, and it outlives a trainer that is killed, so that even that
-run is marked as failed. Once its input ends it has a bounded time left.
+It is a process of its own because wandb may block without limit, and only a process can be killed.
+With wandb 0.31 the client ignores the time limit of finishing if about ten megabytes wait for a
+server that hangs (500 rows of 1000 layers, or 20 000 rows of 20 metrics).
+The process also starts in parallel with the training, and it outlives a trainer that is killed, so
+that this run is marked as failed too. Its time is bounded once its input ends.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 Mode = Literal["online", "offline", "disabled"]
 
 STUCK_SECONDS = 2.0
-"""This long after the limit of finishing, wandb's client does not keep to it, and is left."""
+"""Seconds after the time limit of finishing at which wandb's client is taken for stuck."""
 
 ORPHAN_SECONDS = 0.5
-"""Between two looks whether the trainer is still there."""
+"""Seconds between two checks whether the trainer still runs."""
 
-_OTHER_WORDS: dict[str, Mode] = {"run": "online", "shared": "online", "dryrun": "offline"}
-"""What else wandb calls a mode."""
+_ALIASES: dict[str, Mode] = {"run": "online", "shared": "online", "dryrun": "offline"}
+"""Other names that wandb has for a mode."""
 
 
 def effective_mode(mode: str) -> Mode:
-    """The mode that a run gets.
+    """Return the mode in which a run is recorded.
 
-    ``auto`` is what ``WANDB_MODE`` or wandb's settings files say; where they say nothing, online if
-    credentials for the configured server are at hand (``WANDB_API_KEY``, an identity token, a
-    netrc entry, the settings files), else offline. No server is asked and no one is prompted.
+    ``auto`` is the mode of ``WANDB_MODE`` or of wandb's settings files. If they set none, it is
+    online if there are credentials for the configured server (``WANDB_API_KEY``, an identity token,
+    a netrc entry, the settings files), else offline. No request is sent, and nobody is prompted.
 
     Args:
-        mode: auto, or one of the modes.
+        mode: auto, online, offline or disabled.
     """
     asked = os.environ.get("WANDB_MODE", "") if mode == "auto" else mode
     if asked:
@@ -58,21 +58,21 @@ def effective_mode(mode: str) -> Mode:
     try:
         known = wandb.login(prompt=False, verify=False)
     except wandb.errors.AuthenticationError:
-        # Credentials are there but have the wrong form; going online says so, in one warning.
+        # There are credentials of a wrong form: the attempt to go online logs one warning.
         known = True
     return "online" if known else "offline"
 
 
 def _known(word: str) -> Mode:
-    return _OTHER_WORDS.get(word, word)  # type: ignore[arg-type]  # wandb refuses other words
+    return _ALIASES.get(word, word)  # type: ignore[arg-type]  # wandb refuses other modes
 
 
 class Recorder:
-    """One wandb run, online where that works within the limits, offline otherwise.
+    """Record one run, online if that works within the time limits, offline otherwise.
 
     Args:
-        request: the arguments of :class:`WandbSink`, by name, and the two limits.
-        say: takes a kind ("info" or "warning") and a text for the trainer's log.
+        request: arguments of :class:`WandbSink` by name, and the two time limits.
+        say: sends a message of a kind ("info" or "warning") to the trainer's log.
     """
 
     def __init__(self, request: dict[str, Any], say: Say) -> None:
@@ -93,16 +93,16 @@ class Recorder:
         say("info", f"wandb: {mode} (tracker.mode={request['mode']})")
 
     def write(self, row: dict[str, int | float]) -> None:
-        """Log one row. Without ``step=``, which would keep the row open for later keys to join."""
+        """Log one row, without ``step=``, which would keep the row open for later keys."""
         if self._run is not None:
             self._run.log(row)
 
     def end(self, summary: dict[str, Any] | None, exit_code: int) -> bool:
-        """Finish the run; False if wandb's client got stuck and has to be left behind.
+        """Finish the run; return False if wandb's client is stuck.
 
         Args:
-            summary: flat.
-            exit_code: of the run.
+            summary: summary of the run, without nested dictionaries.
+            exit_code: exit code of the run.
         """
         run = self._run
         if run is None:
@@ -147,13 +147,13 @@ class Recorder:
         )
         run.define_metric(request["step"])
         run.define_metric("*", step_metric=request["step"])
-        self._complaints.clear()  # from here on they are about sending
+        self._complaints.clear()  # later ones are about sending
         return run
 
     def _give_up_online(self, error: Exception) -> None:
         import wandb
 
-        # wandb's client keeps the id of a run that failed to start; only a new client frees it.
+        # wandb's client keeps the id of a run that failed to start until a new client starts.
         wandb.teardown()
         place = Path(self._request["record"])
         for begun in place.glob(f"run-*-{self._request['run_id']}"):
@@ -167,7 +167,7 @@ class Recorder:
 
 
 class Say:
-    """Sends words to the trainer as JSON lines; a trainer that is gone hears nothing."""
+    """Send messages to the trainer as JSON lines, if it still runs."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -178,17 +178,17 @@ class Say:
             self._stream.write(json.dumps({"kind": kind, "text": text}) + "\n")
             self._stream.flush()
         except OSError:
-            """Nobody is left to tell; the record itself goes on."""
+            """The trainer is gone; the record goes on."""
 
 
 class _Relay:
-    """Keeps the warnings and errors that wandb would print, without their colours and prefix."""
+    """Collect the warnings and errors of wandb, without colours and prefix."""
 
     def __init__(self, complaints: list[str]) -> None:
         self._complaints = complaints
 
     def info(self, message: str) -> None:
-        """Chatter."""
+        """Drop it."""
 
     def warning(self, message: str) -> None:
         plain = re.sub(r"\x1b\[[0-9;]*m", "", message)
@@ -198,7 +198,7 @@ class _Relay:
 
 
 def _quiet_wandb(complaints: list[str] | None = None) -> Any:
-    """The wandb module, set up to print nothing, hence to prompt for nothing."""
+    """Return the wandb module, set up to print nothing and so to prompt for nothing."""
     import wandb
 
     silent = wandb.Settings(silent=True)
@@ -210,10 +210,10 @@ def _quiet_wandb(complaints: list[str] | None = None) -> Any:
 
 
 def _settings(wandb: Any, init_seconds: float, finish_seconds: float) -> Any:
-    """Fresh settings for one run. wandb changes the object, so it serves one run only.
+    """Return new settings for one run; wandb changes the object.
 
-    What describes the machine, the command line, the code or the environment stays out: secrets
-    get typed as arguments, and the run folder holds what is needed.
+    Machine, command line, code and environment are not recorded: arguments may hold secrets, and
+    the run folder has what is needed.
     """
     wanted = {
         "silent": True,
@@ -233,7 +233,7 @@ def _settings(wandb: Any, init_seconds: float, finish_seconds: float) -> Any:
         # A killed machine loses a second of the record instead of fifteen.
         "x_transaction_log_flush_interval": 1.0,
     }
-    known = wandb.Settings.model_fields  # the flush interval is younger than the rest
+    known = wandb.Settings.model_fields  # older versions lack the flush interval
     return wandb.Settings(**{key: value for key, value in wanted.items() if key in known})
 
 
@@ -246,37 +246,37 @@ def _read(stream: IO[str], inbox: queue.SimpleQueue[dict[str, Any] | None]) -> N
 
 
 def _watch(trainer: int, inbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:
-    """End the input when the trainer is gone: a process it forked may hold the pipe open."""
+    """End the input when the trainer is gone: a process that it forked may hold the pipe open."""
     while os.getppid() == trainer:
         time.sleep(ORPHAN_SECONDS)
-    time.sleep(ORPHAN_SECONDS)  # what it sent last is read meanwhile
+    time.sleep(ORPHAN_SECONDS)  # time to read its last messages
     inbox.put(None)
 
 
 def _own_streams() -> tuple[IO[str], IO[str]]:
-    """Standard input and output for this process alone.
+    """Return standard input and output, and hide them from wandb.
 
-    wandb's client inherits descriptors 0 to 2; it would hold our pipes open and could write into
+    wandb's client inherits the descriptors 0 to 2: it would hold the pipes open and could write to
     them.
     """
-    given, told = os.dup(0), os.dup(1)
+    source, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     os.close(nothing)
-    return os.fdopen(given, encoding="utf-8"), os.fdopen(told, "w", encoding="utf-8")
+    return os.fdopen(source, encoding="utf-8"), os.fdopen(answers, "w", encoding="utf-8")
 
 
 def main() -> None:
-    """Record one run from standard input, then end this process whatever wandb still does."""
+    """Record one run from standard input, then exit, even if wandb still works."""
     trainer = os.getppid()
-    # A signal to the whole job ends the trainer, which then says here how the run ended.
+    # A signal to the whole job ends the trainer, which then sends the end of the run.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    given, told = _own_streams()
-    say = Say(told)
+    source, answers = _own_streams()
+    say = Say(answers)
     inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(given, inbox), daemon=True).start()
+    threading.Thread(target=_read, args=(source, inbox), daemon=True).start()
     threading.Thread(target=_watch, args=(trainer, inbox), daemon=True).start()
     request = inbox.get()
     if request is None:
@@ -286,14 +286,14 @@ def main() -> None:
         recorder = Recorder(request, say)
         while (message := inbox.get()) is not None and "row" in message:
             recorder.write(message["row"])
-        # A trainer that went without a word was killed.
+        # A trainer that sent no end was killed.
         end = message or {"summary": None, "exit_code": 1}
         complete = recorder.end(end["summary"], end["exit_code"])
     except Exception as error:
         say("warning", f"wandb records no more of this run: {type(error).__name__}: {error}")
     say("done")
     if not complete:
-        os._exit(1)  # wandb's own exit handler would wait for the stuck client
+        os._exit(1)  # the exit handler of wandb would wait for the client
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rows to wandb, by a process of their own, so that training never waits for a server."""
+"""Send rows to wandb by a separate process, so that training never waits for a server."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from runner.telemetry.sinks.wandb_process import effective_mode
 __all__ = ["WandbSink", "effective_mode", "new_run_id"]
 
 INIT_SECONDS = 5.0
-"""How long a server may take to accept a run before it is recorded offline."""
+"""Seconds that a server may take to accept a run before it is recorded offline."""
 
 FINISH_SECONDS = 5.0
-"""How long a server may take at the end to accept what it has not got yet."""
+"""Seconds that a server may take at the end to accept the rest of the record."""
 
 CLOSE_SECONDS = 9.0
-"""Longest time that :meth:`WandbSink.close` takes: more than either of a server's limits and the
-start of the process, for a run that is over before any of it."""
+"""Most seconds that :meth:`WandbSink.close` takes: the start of the process and either limit of
+the server, for a run that ends before them."""
 
 log = logging.getLogger("runner.wandb")
 
 
 def new_run_id() -> str:
-    """Eight characters that no seeded generator repeats, in the form of wandb's own ids."""
+    """Return a new id in the form of wandb's own; no seeded generator repeats it."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
 
 class WandbSink:
-    """Records a run with wandb, everything under ``folder/wandb``.
+    """Record a run with wandb, in ``folder/wandb``.
 
-    Nothing here waits for wandb but :meth:`close`, and that at most ``CLOSE_SECONDS``. Where the
-    server is missing, refuses, hangs or dies, one warning is logged and the complete record is in
-    the folder, to be sent later by ``wandb sync``; nothing is ever raised or asked.
+    Only :meth:`close` waits for wandb, at most ``CLOSE_SECONDS``. If the server cannot be reached,
+    refuses, hangs or dies, one warning is logged, and the complete record is in the folder, to be
+    sent later by ``wandb sync``. No error is raised, and nobody is prompted.
 
-    A run that is never closed because its process was killed is marked as failed.
+    A run that is never closed, because its process was killed, is marked as failed.
 
     Args:
-        folder: the run's own folder.
-        mode: auto, online, offline or disabled; see :func:`effective_mode`.
-        project: of the run.
-        group: None for none.
-        tags: of the run.
-        job_type: of the run.
-        name: shown for the run.
-        run_id: unique in the project; see :func:`new_run_id`.
-        config: resolved, in plain JSON-like containers. It is recorded: no secrets in it.
+        folder: folder of the run.
+        mode: auto, online, offline or disabled, see :func:`effective_mode`.
+        project: project of the run in wandb.
+        group: group of the run; None for none.
+        tags: tags of the run.
+        job_type: job type of the run.
+        name: displayed name of the run.
+        run_id: id that is unique in the project, see :func:`new_run_id`.
+        config: resolved configuration in plain containers. It is recorded and must hold no secret.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class WandbSink:
         self._listener = self._thread(self._listen, self._process.stdout)
 
     def write(self, row: Row) -> None:
-        """Hand one row over. This costs a microsecond, whatever the server does."""
+        """Queue one row, which takes a microsecond."""
         if self._process is not None:
             self._outbox.put({"row": dict(row)})
 
@@ -127,7 +127,7 @@ class WandbSink:
             self._warn("wandb did not end in time; what it had recorded is in the run's folder")
             process.kill()
             process.wait()
-        # Both end with the process, whose ends of the pipes are closed now.
+        # Both threads end with the process, which closes the pipes.
         for thread in (self._sender, self._listener):
             thread.join(max(until - time.monotonic(), 0.5))
 
@@ -137,7 +137,7 @@ class WandbSink:
         return thread
 
     def _send(self, stream: IO[str]) -> None:
-        """Pass messages on until the end; a process that is gone takes no more of them."""
+        """Pass messages on until the end, or until the process is gone."""
         try:
             with stream:
                 while (message := self._outbox.get()) is not None:
@@ -145,25 +145,25 @@ class WandbSink:
                     if self._outbox.empty():
                         stream.flush()
         except OSError:
-            """The listener sees the end of the process as well, and says so."""
+            """The listener notices the end of the process too, and logs it."""
 
     def _listen(self, stream: IO[str]) -> None:
-        """Log what the process has to say until it ends."""
+        """Log the messages of the process until it ends."""
         with stream:
             for line in stream:
-                said = json.loads(line)
-                match said["kind"]:
+                message = json.loads(line)
+                match message["kind"]:
                     case "warning":
-                        self._warn(said["text"])
+                        self._warn(message["text"])
                     case "info":
-                        log.info("%s", said["text"])
+                        log.info("%s", message["text"])
                     case "done":
                         self._done = True
         if not self._done:
-            self._warn("wandb's process broke off; the run's own files are complete")
+            self._warn("wandb's process ended unexpectedly; the run's own files are complete")
 
     def _warn(self, text: str) -> None:
-        """One warning is enough: a server that is gone stays gone."""
+        """Log the first warning only: the others follow from it."""
         if not self._warned:
             self._warned = True
             log.warning("%s", text)
@@ -184,9 +184,9 @@ def _flat(summary: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _start() -> subprocess.Popen[str]:
-    # A wandb client that this process started for itself must not be shared: it may be given up.
+    # The client of another wandb in this process must not be shared: it may be killed.
     environ = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
-    # Error reports would go to wandb's own servers, also from a run that is to stay offline.
+    # Error reports would be sent to wandb even if the run is recorded offline.
     environ.setdefault("WANDB_ERROR_REPORTING", "false")
     return subprocess.Popen(
         [sys.executable, "-P", "-W", "ignore", wandb_process.__file__],

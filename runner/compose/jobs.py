@@ -119,11 +119,17 @@ class Lists:
         return [str(key) for key in keys] if OmegaConf.is_list(keys) else []
 
 
-def read(composer: Composer, given: Sequence[str], overrides: Sequence[Override]) -> Lists:
+def read(
+    composer: Composer, given: Sequence[str], overrides: Sequence[Override], multirun: bool
+) -> Lists:
     """The words of a sweep, ``given`` and read as ``overrides``."""
     lists = Lists(overrides, tuple(given), None)
     master = composer.attempt(lists.shared)
-    if master is not None:
+    may_sweep = multirun or any(
+        override.is_sweep_override() or override.key_or_group.startswith(("hydra", "recipe"))
+        for override in overrides
+    )
+    if master is not None or not may_sweep:
         return replace(lists, master=master)
     final = _for_every_job(composer, overrides)
     listed = {override.input_line for override in overrides if override.is_sweep_override()}

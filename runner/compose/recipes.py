@@ -9,6 +9,7 @@ long as that group keeps that option. This holds for every job of a sweep by its
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,24 @@ def read_all() -> list[Recipe]:
     return [_read(file) for file in sorted(find("recipes").glob("*.yaml"))]
 
 
-def register() -> dict[str, str]:
-    """Make every recipe a choice of the group ``recipe``.
+def read(given: Sequence[str]) -> list[Recipe]:
+    """Return the recipes, if one of the overrides ``given`` may choose one.
+
+    Those that none of them names come without their content.
+    """
+    words = " ".join(word for word in given if "recipe" in word)
+    if not words:
+        return []
+    found = [
+        _read(file) if "(" in words or file.stem in words else Recipe(file.stem)
+        for file in sorted(find("recipes").glob("*.yaml"))
+    ]
+    # A recipe may be a sweep over recipes.
+    return read_all() if any("recipe" in str(one.content) for one in found) else found
+
+
+def register(found: Iterable[Recipe]) -> dict[str, str]:
+    """Make each recipe of ``found`` a choice of the group ``recipe``.
 
     Returns:
         Why a recipe cannot be read, by its name, for those that cannot. They are choices all the
@@ -57,7 +74,7 @@ def register() -> dict[str, str]:
     store.repo.get("hydra", {}).pop("recipe", None)
     store.store(group="recipe", name=NONE, node={"recipe": NONE}, package="_global_")
     broken = {}
-    for recipe in read_all():
+    for recipe in found:
         if recipe.error is not None:
             broken[recipe.name] = recipe.error
         _store(store, recipe)

@@ -8,16 +8,15 @@ own signature once torch is imported (`runner.train.refused`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter
 
 from runner.config.folders import find
 from runner.config.problem import shown
-from runner.config.values import CONFIG, Natural, NotNegative, Text, allowed
 
 
 @cache
@@ -35,38 +34,29 @@ def usual(group: str, target: str) -> Mapping[str, Any]:
     return {key: value for key, value in found.items() if not _refers(value)}
 
 
-_KINDS: dict[type, Any] = {bool: bool, int: Natural, float: NotNegative, str: Text}
-"""What an example of each type stands for. A number that is not negative stands for one that cannot
-be: a width, a count, a rate, a share."""
-
-
 def misfit(example: Any, value: Any) -> str | None:
     """Return what is allowed instead of ``value``, to follow "must be"; None if it fits.
+
+    A number that is not negative stands for one that cannot be: a width, a count, a rate, a share.
 
     Args:
         example: usual value of the argument.
         value: the given one.
     """
-    listed = isinstance(example, list)
-    one = example[0] if listed and example else example
-    kind: Any = type(one)
-    if kind not in _KINDS or (kind in (int, float) and one < 0):
-        return None
-    adapter = _adapter(kind)
-    try:
-        if listed and not isinstance(value, list):
-            raise ValueError
-        for item in value if listed else [value]:
-            adapter.validate_python(item)
-    except ValueError:
-        text = allowed(_KINDS[kind]).text
-        return f"a list such as {shown(example)}, each {text}" if listed else text
+    match example:
+        case bool():
+            return None if isinstance(value, bool) else "true or false"
+        case int() if example >= 0:
+            return None if type(value) is int and value >= 0 else "an integer of at least 0"
+        case float() if example >= 0:
+            fits = type(value) in (int, float) and 0 <= value <= sys.float_info.max
+            return None if fits else "a finite number of at least 0"
+        case str():
+            return None if isinstance(value, str) and value.strip() else "text"
+        case [first, *_] if text := misfit(first, None):
+            fits = isinstance(value, list) and all(misfit(first, one) is None for one in value)
+            return None if fits else f"a list such as {shown(example)}, each {text}"
     return None
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(_KINDS[kind], config=CONFIG)
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,5 @@
 """Section ``clip``: how the gradient of each optimizer step is clipped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 

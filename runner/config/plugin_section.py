@@ -5,8 +5,6 @@ mean something. A key that is set where nothing would use it is a problem: whoev
 something that would not happen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 

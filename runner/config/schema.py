@@ -3,8 +3,6 @@
 The types are pydantic models. Sections ``plugin`` and ``clip`` have modules of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 

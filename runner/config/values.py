@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from runner.config.duration import FORM, PATTERN, Duration
 from runner.config.folders import options
 
-CONFIG = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
-"""Strict: text is never read as a number, nor true as 1."""
+CONFIG = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+"""Strict: text is never read as a number, nor true as 1. Deferred: a section is built as a part of
+the whole, not by itself as well."""
 
 
 class Refusal(ValueError):
@@ -125,11 +127,28 @@ def list_of_some(names: tuple[str, ...]) -> Allowed:
     return Allowed(f"a list of some of {', '.join(names)}, such as [{names[0]}]")
 
 
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError
+    return text
+
+
+def _folder_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.\-]{0,99}", name):
+        raise ValueError
+    return name
+
+
+def _dotted_name(name: str) -> str:
+    if "." not in name or not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError
+    return name
+
+
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Text = Annotated[str, Field(pattern=r"\S")]
+Text = Annotated[str, AfterValidator(_not_blank)]
 Texts = Annotated[list[Text], Allowed("a list of texts, such as [a,b]")]
 Positives = Annotated[
     list[Positive], Allowed("a list of finite numbers greater than 0, such as [0.1,1.0]")
@@ -157,7 +176,7 @@ OutputDims = Annotated[
 ]
 FolderName = Annotated[
     str,
-    Field(pattern=r"^[A-Za-z0-9][\w.\-]{0,99}$"),
+    AfterValidator(_folder_name),
     Allowed(
         "the name of a folder: letters, digits, '_', '-' and '.', the first a letter or a digit, "
         "at most 100 of them"
@@ -165,7 +184,7 @@ FolderName = Annotated[
 ]
 DottedName = Annotated[
     str,
-    Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)+$"),
+    AfterValidator(_dotted_name),
     Allowed("the full name of a class or function, such as torch.optim.SGD"),
 ]
 DurationText = Annotated[

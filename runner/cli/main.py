@@ -20,11 +20,11 @@ from runner.config.environment import joins, started_rank
 from runner.config.problem import Interrupted, RequestError
 from runner.telemetry.sinks.console import announce, leave_unread, print_line
 
-COMMANDS = ("calibrate", "dashboard", "plan", "report", "run", "verify")
+COMMANDS = ("calibrate", "dashboard", "plan", "report", "run", "schema", "verify")
 """Each is a module of :mod:`runner.cli` with a function ``main(arguments) -> exit code``. One that
 does not answer ``--help`` itself has a text ``USAGE``."""
 
-PARSED_BY_ARGPARSE = ("dashboard", "report")
+PARSED_BY_ARGPARSE = ("dashboard", "report", "schema")
 """Commands that take no overrides."""
 
 FAILED, WRONG_REQUEST, INTERRUPTED = 1, 2, 130
@@ -58,6 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     # Threads of torch that wait in sleep: spinning ones make a small net's step ten times slower
     # as soon as anything else wants a core. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # pydantic would search all installed packages for plugins, which takes as long as a check.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     code = 0
     try:
         try:

@@ -67,8 +67,11 @@ class _Repository(ConfigRepository):
         return copy.copy(self)
 
 
-def register() -> dict[str, str]:
+def register(given: Sequence[str] | None = None) -> dict[str, str]:
     """Register this project's resolvers, sweeper and recipes with Hydra.
+
+    Args:
+        given: overrides, if nothing but these chooses recipes: others are not read. None: all are.
 
     Returns:
         The error of each recipe that cannot be read, by the recipe's name.
@@ -78,7 +81,7 @@ def register() -> dict[str, str]:
         sys.path.append(str(_PLUGINS))
     # Hydra discovers plugins once a process, possibly before the line above.
     Plugins.instance().register(import_module("hydra_plugins.clip_runner").RecordSweeper)
-    return recipes.register()
+    return recipes.register(recipes.read_all() if given is None else recipes.read(given))
 
 
 class Composer:
@@ -86,14 +89,15 @@ class Composer:
 
     Args:
         source: where the configuration is read.
+        given: overrides, if nothing else will be composed.
 
     Raises:
         RequestError: the file that ``source`` names does not exist.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, given: Sequence[str] | None = None) -> None:
         self.source = source
-        self._broken_recipes = register()
+        self._broken_recipes = register(given if source == Source() else None)
         version.setbase("1.3")
         folder = source.path or find("conf")
         search_path = create_config_search_path(str(folder.absolute()))

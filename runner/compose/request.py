@@ -112,11 +112,11 @@ def request(
     Raises:
         RequestError: anything is wrong; it names everything that is.
     """
-    composer = Composer(source or Source())
+    composer = Composer(source or Source(), given)
     sweep = composed = folder = None
     with composer.active():
         overrides, problems = words.read(given, composer.loader)
-        lists = sweeps.read(composer, given, overrides)
+        lists = sweeps.read(composer, given, overrides, multirun)
         master = lists.master
         if multirun or (master is not None and master.hydra.mode == RunMode.MULTIRUN):
             jobs, found = sweeps.jobs(composer, lists)

@@ -11,14 +11,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from runner.config.arguments import misfit, usual
 from runner.config.nearest import nearest_keys, nearest_name, or_list
 from runner.config.problem import MISSING, NOTHING, Problem, RequestError
 from runner.config.schema import RunConfig
-from runner.config.section import ConflictError, Section, Target
+from runner.config.section import ConflictError, Section, Target, section_of
 from runner.config.values import Allowed, Refusal, allowed
 
 
@@ -108,7 +107,7 @@ def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem
 def _not_judged(unsettled: Collection[str]) -> set[type[Section]]:
     """Return the models whose conflicts are not looked for: the whole is one as soon as any is."""
     fields = RunConfig.model_fields
-    sections = {_section(fields[name]) for name in unsettled if name in fields}
+    sections = {section_of(fields[name]) for name in unsettled if name in fields}
     return {cls for cls in sections if cls} | ({RunConfig} if unsettled else set())
 
 
@@ -117,7 +116,7 @@ def _without_missing(node: Mapping[str, Any], cls: type[Section]) -> dict[str, A
     fields = {field.alias or name: field for name, field in cls.model_fields.items()}
     given = {}
     for key, value in node.items():
-        section = _section(fields[key]) if key in fields else None
+        section = section_of(fields[key]) if key in fields else None
         if section is not None and isinstance(value, Mapping):
             given[key] = _without_missing(value, section)
         elif section is not None or key not in fields or value != MISSING:
@@ -137,7 +136,7 @@ def _problems(error: ErrorDetails, plain: Mapping[str, Any]) -> Iterator[Problem
         known = keys_of({})  # the keys of a target are no help for a section of ours
         for leaf, content in leaves(_dotted(place), _value(plain, place)):
             yield unknown_key(leaf, known, content)
-    elif len(place) == 1 and (section := _section(RunConfig.model_fields[str(place[0])])):
+    elif len(place) == 1 and (section := section_of(RunConfig.model_fields[str(place[0])])):
         names = (field.alias or name for name, field in section.model_fields.items())
         message = f"must be a section with the keys {', '.join(names)}"
         yield Problem(_dotted(place), plain.get(str(place[0])), message)
@@ -158,7 +157,7 @@ def _problems(error: ErrorDetails, plain: Mapping[str, Any]) -> Iterator[Problem
 def _problems_of_arguments(plain: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the arguments of targets that are missing, or unlike those of their file."""
     for name, field in RunConfig.model_fields.items():
-        section, node = _section(field), plain.get(name)
+        section, node = section_of(field), plain.get(name)
         if section is None or not issubclass(section, Target) or not isinstance(node, Mapping):
             continue
         own = {one.alias or key for key, one in section.model_fields.items()}
@@ -172,12 +171,6 @@ def _problems_of_arguments(plain: Mapping[str, Any]) -> Iterator[Problem]:
                 yield Problem(leaf, MISSING, "no value given")
             if not missing and (text := misfit(examples.get(key), value)):
                 yield Problem(f"{name}.{key}", value, f"must be {text}")
-
-
-def _section(field: FieldInfo) -> type[Section] | None:
-    """Return the model of a field that is a section."""
-    hint = field.annotation
-    return hint if isinstance(hint, type) and issubclass(hint, Section) else None
 
 
 def _dotted(keys: Iterable[Any]) -> str:
@@ -195,7 +188,7 @@ def _value(plain: Mapping[str, Any], keys: Iterable[Any]) -> Any:
 def _owned(cls: type[Section], path: str) -> Iterator[Key]:
     for name, field in cls.model_fields.items():
         where = f"{path}{field.alias or name}"
-        if section := _section(field):
+        if section := section_of(field):
             yield from _owned(section, f"{where}.")
         else:
             yield Key(where, allowed(field.annotation, field.metadata), field.description or "")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic.fields import FieldInfo
 
 from runner.config.values import CONFIG, DottedName
 
@@ -75,3 +76,9 @@ class Target(Section):
         """Return this section with ``arguments`` in place of those of its target."""
         own = self.model_dump(by_alias=True, include=set(type(self).model_fields))
         return self.model_validate(own | dict(arguments))
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """Return the model of a field that is a section."""
+    hint = field.annotation
+    return hint if isinstance(hint, type) and issubclass(hint, Section) else None

@@ -21,6 +21,7 @@ from runner.booster.wrapper import ModelWrapper, names_of, require_new, wrappers
 from runner.clip import Layout
 from runner.clip.boosted import register
 from runner.parallel.full_state_dict import gathered, load
+from runner.parallel.gradient_sync import in_turn
 from runner.parallel.sharding import reshard
 
 
@@ -140,8 +141,8 @@ class Booster:
             Layout.union({prefix: made.layout for prefix, made in parallel.items()}),
             self.loss_scale,
             self.nonfinite,
-            sync_grads=joint.in_turn([made.sync_grads for made in parallel.values()]),
-            broadcast_params=joint.in_turn([made.broadcast_params for made in parallel.values()]),
+            sync_grads=in_turn(*(made.sync_grads for made in parallel.values())),
+            broadcast_params=in_turn(*(made.broadcast_params for made in parallel.values())),
             max_norm=self.plugin.max_norm,
         )
 

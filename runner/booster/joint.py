@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -154,15 +154,3 @@ def rebind(
                 group["fused"] = group["foreach"] = False
             elif True in kinds and not isinstance(optimizer, Adam):
                 group["fused"] = None  # Only fused Adam, and AdamW, accept DTensors.
-
-
-def in_turn(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """Return a function that calls all ``calls`` in order."""
-    if len(calls) == 1:
-        return calls[0]
-
-    def all_of_them() -> None:
-        for call in calls:
-            call()
-
-    return all_of_them

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from runner.parallel.placements import full, sharded
+
 TRIAL_STEPS = 3
 """The first step of an Adam does not depend on the size of gradients; later ones do."""
 
@@ -76,25 +78,34 @@ def error_on_shards(optimizer: Optimizer, mesh: DeviceMesh) -> float:
         Exception: whatever the optimizer raises on sharded tensors.
     """
     groups = [_examples(group["params"], mesh) for group in optimizer.param_groups]
-    starts = [[_filled(p, i) for i, p in enumerate(group)] for group in groups]
-    drawn = [
-        [[_filled(p, 100 * step + i) for i, p in enumerate(group)] for group in groups]
-        for step in range(1, TRIAL_STEPS + 1)
+    # The values of the parameters, then the gradients of each step.
+    whole = [
+        [
+            [_random(p.shape, 100 * step + i).to(mesh.device_type) for i, p in enumerate(group)]
+            for group in groups
+        ]
+        for step in range(TRIAL_STEPS + 1)
     ]
-    whole = [[[_full(t) for t in group] for group in each] for each in (starts, *drawn)]
+    parts = [
+        [
+            [sharded(t, mesh, p.placements) for t, p in zip(values, group, strict=True)]
+            for values, group in zip(drawn, groups, strict=True)
+        ]
+        for drawn in whole
+    ]
     try:
         wanted = _updates(optimizer, whole[0], lambda step: whole[step])
     except Exception:
         return 0.0
-    found = _updates(optimizer, starts, lambda step: drawn[step - 1])
+    found = _updates(optimizer, parts[0], lambda step: parts[step])
     return max(
-        _difference(a, _full(b))
+        _difference(a, full(b))
         for one, other in zip(wanted, found, strict=True)
         for a, b in zip(one, other, strict=True)
     )
 
 
-def _examples(parameters: Iterable[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+def _examples(parameters: Iterable[Tensor], mesh: DeviceMesh) -> list[DTensor]:
     """Return the smallest parameter on ``mesh`` for each number of dimensions and placement."""
     listed = [p for p in parameters if isinstance(p, DTensor) and p.device_mesh == mesh]
     found: dict[Any, int] = {}
@@ -106,29 +117,6 @@ def _examples(parameters: Iterable[Tensor], mesh: DeviceMesh) -> list[Tensor]:
 def _random(shape: Sequence[int], seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def _filled(like: Tensor, seed: int) -> Tensor:
-    """Return random numbers in the shape and placement of ``like``, equal on its replicas."""
-    if not isinstance(like, DTensor):
-        return _random(like.shape, seed).to(like.device)
-    mesh = like.device_mesh
-    for axis, (placement, at) in enumerate(
-        zip(like.placements, mesh.get_coordinate() or (), strict=True)
-    ):
-        seed += 10_000 * (axis + 1) * at * (not placement.is_replicate())
-    return DTensor.from_local(
-        _random(like.to_local().shape, seed).to(mesh.device_type),
-        mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=torch.empty(like.shape, device="meta").stride(),
-    )
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _updates(

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from runner.config.notation import first_few
+from runner.parallel.placements import full, sharded
 
 
 def gathered(
@@ -39,14 +40,14 @@ def gathered(
     if of is None:
         here |= dict(model.named_buffers())
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return {name: _on_host(_whole(tensor)) for name, tensor in here.items()}
+        return {name: _on_host(full(tensor)) for name, tensor in here.items()}
     names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(names, list(here))
     rank = dist.get_rank()
     lower = {name for others in names[:rank] for name in others}
     mine = {}
     for name, tensor in here.items():
-        whole = _whole(tensor)
+        whole = full(tensor)
         if name not in lower:
             mine[name] = _on_host(whole)
     parts: list[dict[str, Tensor]] | None = None
@@ -117,12 +118,7 @@ def _copy(tensor: Tensor, whole: Tensor) -> None:
     if not isinstance(tensor, DTensor):
         tensor.copy_(whole)
         return
-    mesh = tensor.device_mesh
-    replica = DTensor.from_local(
-        whole.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False
-    )
-    # Each rank takes its own shard, without communication.
-    tensor.to_local().copy_(replica.redistribute(mesh, tensor.placements).to_local())
+    tensor.to_local().copy_(sharded(whole, tensor.device_mesh, tensor.placements).to_local())
 
 
 def _problems(
@@ -151,11 +147,6 @@ def _problems(
         elif not torch.equal(tensor, state[first]):
             found.append(f"{name} is {first} in the model, but has other values")
     return "; ".join(found)
-
-
-@torch.no_grad()
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from runner.clip.layout import local
 from runner.parallel.buckets import all_reduce, broadcast
 from runner.parallel.experts import split_parameters
 from runner.parallel.mesh import Axes
-from runner.parallel.tied import Tied, sum_copies
 
 
 @dataclass(frozen=True)
@@ -58,83 +57,43 @@ def replicas_of(
     return [data, Replicas(list(expert.values()), axes.group("edp"), axes.sizes.dp)]
 
 
-class ReplicatedBuffers:
-    """Buffers that the ranks of a group hold copies of, such as running statistics.
+def broadcast_buffers(
+    model: nn.Module, group: dist.ProcessGroup, belongs: Callable[[str], bool] = lambda name: True
+) -> Callable[[], None]:
+    """Return a function that gives all ranks of a group the buffers of its first rank.
 
-    Each rank updates its copy by its own samples. As under DDP, all ranks evaluate with the buffers
-    of the first rank, and checkpoints have these.
+    Each rank updates its buffers, such as running statistics, by its own samples. As under DDP, all
+    ranks evaluate with the buffers of the first rank, and checkpoints have these.
 
     Args:
         model: what this rank holds of the model.
         group: data-parallel ranks.
         belongs: function that selects buffers by qualified name; all by default.
     """
+    # By owner and key, because a forward pass may replace a buffer by a new tensor.
+    slots = [
+        (module, key)
+        for prefix, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and belongs(f"{prefix}.{key}" if prefix else key)
+    ]
 
-    def __init__(
-        self,
-        model: nn.Module,
-        group: dist.ProcessGroup,
-        belongs: Callable[[str], bool] = lambda name: True,
-    ) -> None:
-        self.group = group
-        # By owner and key, because a forward pass may replace a buffer by a new tensor.
-        self.slots = [
-            (module, key)
-            for prefix, module in model.named_modules()
-            for key, buffer in module._buffers.items()
-            if buffer is not None and belongs(f"{prefix}.{key}" if prefix else key)
-        ]
+    def broadcast_all() -> None:
+        found = [module._buffers[key] for module, key in slots]
+        broadcast([buffer for buffer in found if buffer is not None], group)
 
-    @torch.no_grad()
-    def broadcast(self) -> None:
-        """Give every rank of the group the buffers of its first rank."""
-        found = [module._buffers[key] for module, key in self.slots]
-        broadcast([buffer for buffer in found if buffer is not None], self.group)
+    return broadcast_all
 
 
-class GradientSync:
-    """Callable that makes gradients final. Every rank calls it once per step.
-
-    Args:
-        parameters: all parameters on this rank.
-        replicas: parameters that data-parallel ranks hold copies of.
-        tied: parameters that several stages hold copies of.
-        check: function called last, which checks that replicas have equal gradients.
-        drop_unused: functions called first, which set gradients of unused sharded parameters to
-            None.
-        buffers: buffers that data-parallel ranks hold copies of.
-    """
-
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter] = (),
-        replicas: Sequence[Replicas] = (),
-        tied: Sequence[Tied] = (),
-        check: Callable[[], None] | None = None,
-        drop_unused: Sequence[Callable[[], None]] = (),
-        buffers: Sequence[ReplicatedBuffers] = (),
-    ) -> None:
-        self.parameters = [p for p in parameters if isinstance(p, DTensor)]
-        self.replicas = replicas
-        self.tied = tied
-        self.check = check
-        self.drop_unused = drop_unused
-        self.buffers = buffers
+def in_turn(*calls: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls all ``calls`` in order, without recording gradients."""
 
     @torch.no_grad()
-    def __call__(self) -> None:
-        """Sum partial gradients, average over replicas, sum tied copies: in this order."""
-        for drop in self.drop_unused:
-            drop()
-        sum_partial(self.parameters)
-        for replicas in self.replicas:
-            average(replicas)
-        for tied in self.tied:
-            sum_copies(tied)
-        for buffers in self.buffers:
-            buffers.broadcast()
-        if self.check is not None:
-            self.check()
+    def call_all() -> None:
+        for call in calls:
+            call()
+
+    return call_all
 
 
 @torch.no_grad()
@@ -164,6 +123,7 @@ def average(replicas: Replicas) -> None:
     all_reduce(gradients, replicas.group, replicas.divisor)
 
 
+@torch.no_grad()
 def sum_partial(parameters: Iterable[DTensor]) -> None:
     """Sum partial gradients over their mesh axis: those of a norm along the sequence, say."""
     waiting: dict[dist.ProcessGroup, list[DTensor]] = {}

@@ -12,9 +12,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement
 
 from runner.config.notation import first_few
+from runner.parallel.placements import full, sharded
 
 Hooks = Mapping[int, Callable[[Tensor], Tensor | None]]
 """Hooks of one parameter. The handle of a hook removes it from this mapping."""
@@ -71,11 +72,10 @@ def register(hook: Callable[[Tensor], Tensor | None], parameter: nn.Parameter) -
 
 @torch.no_grad()
 def _run(hooks: Hooks, placements: tuple[Placement, ...], gradient: Tensor) -> Tensor:
-    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    whole = full(gradient)
     for hook in list(hooks.values()):
         changed = hook(whole)
         whole = whole if changed is None else changed
     if isinstance(gradient, DTensor):
-        # All ranks have the whole gradient, so each takes its own shard and nothing is sent.
-        return distribute_tensor(whole, gradient.device_mesh, placements, src_data_rank=None)
+        return sharded(whole, gradient.device_mesh, placements)
     return whole

@@ -60,6 +60,7 @@ def _group(pipeline_ranks: Sequence[int], axes: Axes) -> dist.ProcessGroup | Non
     return own if isinstance(own, dist.ProcessGroup) else None
 
 
+@torch.no_grad()
 def sum_copies(tied: Tied) -> None:
     """Give all copies of a parameter the sum of their gradients."""
     copies = [p for p in tied.copies if p.requires_grad]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 import runner.booster.optimizer as optimizer_module
+import runner.booster.plugin.hybrid as hybrid
 from runner.booster.optimizer import OptimizerWrapper, nothing
 from runner.clip import Decision, Layout, Number, ParamShard, adaptive, layout, norm, norms
 from runner.clip.mode import ClipMode
@@ -174,7 +175,7 @@ def experts_divided_by_their_replicas() -> Iterator[None]:
 @contextmanager
 def tied_gradients_not_added() -> Iterator[None]:
     """Each stage keeps its own gradient of a weight that is one."""
-    with patch.object(sync, "sum_copies", lambda tied: None):
+    with patch.object(hybrid, "sum_copies", lambda tied: None):
         yield
 
 
@@ -190,7 +191,7 @@ def partial_sums_not_added() -> Iterator[None]:
                     gradient.to_local(), gradient.device_mesh, [Replicate()], run_check=False
                 )
 
-    with patch.object(sync, "sum_partial", resolve):
+    with patch.object(hybrid, "sum_partial", resolve):
         yield
 
 

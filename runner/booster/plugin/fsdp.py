@@ -18,9 +18,9 @@ from runner.booster.plugin.base import ParallelModel, Plugin, require_process_gr
 from runner.booster.precision import dtype_of
 from runner.clip import Layout
 from runner.parallel.gradient_sync import (
-    GradientSync,
-    ReplicatedBuffers,
+    broadcast_buffers,
     broadcast_model,
+    in_turn,
     synchronise_batch_norm,
 )
 from runner.parallel.hooks import require_no_post_accumulate
@@ -90,9 +90,9 @@ class TorchFSDPPlugin(Plugin):
             names = ("dp_replicate", "dp_shard")
         usage = Usage()
         shard_model(model, grid(device, shape, names), self.sharding, usage)
-        sync = GradientSync(
-            drop_unused=[partial(usage.drop_unused, dict(model.named_parameters()), world)],
-            buffers=[ReplicatedBuffers(model, world)],
+        sync = in_turn(
+            partial(usage.drop_unused, dict(model.named_parameters()), world),
+            broadcast_buffers(model, world),
         )
         layout = Layout.of_sharded(model, world, whole)
         return ParallelModel(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from runner.booster.optimizer import nothing
 from runner.booster.plugin.base import ParallelModel, Plugin, require_process_group
@@ -27,10 +28,12 @@ from runner.config.sizes import MeshSizes, SizeError
 from runner.parallel.experts import of_experts, spread_experts
 from runner.parallel.forward_pass import Stage
 from runner.parallel.gradient_sync import (
-    GradientSync,
-    ReplicatedBuffers,
+    average,
+    broadcast_buffers,
     broadcast_model,
+    in_turn,
     replicas_of,
+    sum_partial,
     synchronise_batch_norm,
 )
 from runner.parallel.hooks import post_accumulate_hooked, require_no_post_accumulate
@@ -43,7 +46,7 @@ from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchroni
 from runner.parallel.stages import cut, stages_on
 from runner.parallel.tensor import parallelize
 from runner.parallel.tensor_styles import check_heads, check_sequence, plan_of
-from runner.parallel.tied import tied_copies
+from runner.parallel.tied import sum_copies, tied_copies
 from runner.parallel.usage import Usage
 
 log = logging.getLogger(__name__)
@@ -213,19 +216,18 @@ class HybridParallelPlugin(Plugin):
         layout = Layout.of_sharded(model, world, whole, ranks, own.renamed, heads)
         replicas = replicas_of(model, axes, experts, sharded=self.sharded)
         partition = Partition(replicas) if self.zero_stage == 1 else None
+        tied = tied_copies(model, own.copies, own.renamed, axes)
         return ParallelModel(
             model,
             layout,
-            sync_grads=GradientSync(
-                model.parameters(),
-                replicas,
-                tied_copies(model, own.copies, own.renamed, axes),
-                ReplicaCheck(replicated(model), axes.group("tp")) if sizes.tp > 1 else None,
-                usage.drops(model, axes, experts) if self.sharded else (),
-                [
-                    ReplicatedBuffers(model, axes.group("dp"), lambda name: name not in experts),
-                    ReplicatedBuffers(model, axes.group("edp"), lambda name: name in experts),
-                ],
+            sync_grads=in_turn(
+                *(usage.drops(model, axes, experts) if self.sharded else ()),
+                partial(sum_partial, [p for p in model.parameters() if isinstance(p, DTensor)]),
+                *(partial(average, each) for each in replicas),
+                *(partial(sum_copies, each) for each in tied),
+                broadcast_buffers(model, axes.group("dp"), lambda name: name not in experts),
+                broadcast_buffers(model, axes.group("edp"), lambda name: name in experts),
+                ReplicaCheck(replicated(model), axes.group("tp")) if sizes.tp > 1 else nothing,
             ),
             broadcast_params=self._broadcast_params(partition, roots),
             steps=None if partition is None else partition.mine,

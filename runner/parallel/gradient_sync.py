@@ -43,18 +43,18 @@ def replicas_of(
 
     Args:
         model: what this rank holds of the model.
-        axes: the device mesh.
+        axes: slices of the device mesh.
         experts: names of parameters of experts that ranks hold different ones of.
         sharded: whether parameters are sharded by ``fully_shard``, which averages gradients itself.
     """
     shared, expert = split_parameters(model, experts)
     if sharded:
         # fully_shard divides by the ranks that hold the same expert: ``ep`` times too few.
-        return [Replicas(list(expert.values()), None, axes.sizes.ep)] if experts else []
-    data = Replicas(list(shared.values()), axes.group("dp"), axes.sizes.dp)
+        return [Replicas(list(expert.values()), None, axes.ep.size())] if experts else []
+    data = Replicas(list(shared.values()), axes.dp.get_group(), axes.dp.size())
     if not experts:
         return [data]
-    return [data, Replicas(list(expert.values()), axes.group("edp"), axes.sizes.dp)]
+    return [data, Replicas(list(expert.values()), axes.edp.get_group(), axes.dp.size())]
 
 
 def broadcast_buffers(

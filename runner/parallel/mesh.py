@@ -7,7 +7,7 @@ neighbours. ``ep`` neighbouring data-parallel ranks share one set of experts.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,47 +36,30 @@ def grid(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
     return mesh
 
 
-class Axes:
-    """The device mesh of a plugin, and its slices.
-
-    Args:
-        device_type: device type of the tensors.
-        sizes: size of each axis.
+class Axes(NamedTuple):
+    """Slices of the device mesh of a plugin, to each of which this rank belongs.
 
     Attributes:
+        pp: ranks that hold the stages of one pipeline.
         dp: data-parallel ranks.
+        edp: data-parallel ranks that hold the same experts.
+        ep: data-parallel ranks that share one set of experts.
+        tp: ranks that hold shards of the same weights.
     """
 
-    def __init__(self, device_type: str, sizes: MeshSizes) -> None:
-        self.sizes = sizes
+    pp: DeviceMesh
+    dp: DeviceMesh
+    edp: DeviceMesh
+    ep: DeviceMesh
+    tp: DeviceMesh
+
+    @classmethod
+    def of(cls, device_type: str, sizes: MeshSizes) -> Axes:
+        """Return the slices of a mesh with these sizes, for tensors on ``device_type``."""
         shape = (sizes.pp, sizes.dp // sizes.ep, sizes.ep, sizes.tp)
-        self._mesh = grid(device_type, shape, ("pp", "edp", "ep", "tp"))
-        self.dp = self._mesh["edp", "ep"]._flatten("dp")
-
-    @property
-    def tp(self) -> DeviceMesh:
-        """Ranks that hold shards of the same weights."""
-        return self._mesh["tp"]
-
-    @property
-    def pp(self) -> DeviceMesh:
-        """Ranks that hold the stages of one pipeline."""
-        return self._mesh["pp"]
-
-    @property
-    def ep(self) -> DeviceMesh:
-        """Data-parallel ranks that share one set of experts."""
-        return self._mesh["ep"]
-
-    @property
-    def edp(self) -> DeviceMesh:
-        """Data-parallel ranks that hold the same experts."""
-        return self._mesh["edp"]
-
-    def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the ranks along ``axis`` to which this rank belongs."""
-        mesh: DeviceMesh = getattr(self, axis)
-        return mesh.get_group()
+        mesh = grid(device_type, shape, ("pp", "edp", "ep", "tp"))
+        data = mesh["edp", "ep"]._flatten("dp")
+        return cls(mesh["pp"], data, mesh["edp"], mesh["ep"], mesh["tp"])
 
 
 def position(rank: int, sizes: MeshSizes) -> tuple[int, int, int]:

@@ -37,7 +37,7 @@ def tied_copies(
         model: what this rank holds of the model.
         copies: pipeline rank of each copy, by the parameter's name.
         renamed: name in the whole model of each parameter that has another name on this rank.
-        axes: the device mesh.
+        axes: slices of the device mesh.
     """
     found = []
     for name, where in copies.items():
@@ -49,11 +49,11 @@ def tied_copies(
 
 
 def _group(pipeline_ranks: Sequence[int], axes: Axes) -> dist.ProcessGroup | None:
-    if len(pipeline_ranks) == axes.sizes.pp:
-        return axes.group("pp")
+    if len(pipeline_ranks) == axes.pp.size():
+        return axes.pp.get_group()
     if len(pipeline_ranks) == 1:
         return None
-    pipelines = axes.sizes.dp * axes.sizes.tp
+    pipelines = axes.dp.size() * axes.tp.size()
     own, _ = dist.new_subgroups_by_enumeration(
         [[rank * pipelines + i for rank in pipeline_ranks] for i in range(pipelines)]
     )

@@ -60,13 +60,13 @@ class Usage:
 
         Args:
             model: what this rank holds of the model.
-            axes: the device mesh.
+            axes: slices of the device mesh.
             experts: names of parameters of experts that ranks hold different ones of.
         """
         shared, expert = split_parameters(model, experts)
         return [
-            partial(self.drop_unused, shared, axes.group("dp")),
-            partial(self.drop_unused, expert, axes.group("edp")),
+            partial(self.drop_unused, shared, axes.dp.get_group()),
+            partial(self.drop_unused, expert, axes.edp.get_group()),
         ]
 
     @torch.no_grad()

@@ -57,12 +57,12 @@ def groups_of(cases):
     """For each of ``cases``, the ranks that this rank shares each axis with."""
     found = []
     for sizes in cases:
-        axes = Axes("cpu", sizes)
+        axes = Axes.of("cpu", sizes)
         names = ("pp", "dp", "tp", "ep", "edp")
-        groups = {n: dist.get_process_group_ranks(axes.group(n)) for n in names}
+        groups = {n: dist.get_process_group_ranks(getattr(axes, n).get_group()) for n in names}
         # Each group has threads and sockets: the next model has the same ones.
-        again = Axes("cpu", sizes)
-        assert all(again.group(n) is axes.group(n) for n in names)
+        again = Axes.of("cpu", sizes)
+        assert all(getattr(again, n).get_group() is getattr(axes, n).get_group() for n in names)
         found.append((position(dist.get_rank(), sizes), groups))
     return found
 

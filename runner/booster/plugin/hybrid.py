@@ -183,9 +183,9 @@ class HybridParallelPlugin(Plugin):
         assert world is not None
         sizes = self.sizes
         device = next(model.parameters()).device
-        axes = Axes(device.type, sizes)
+        axes = Axes.of(device.type, sizes)
         if self.sync_batchnorm:
-            synchronise_batch_norm(model, axes.group("dp"))
+            synchronise_batch_norm(model, axes.dp.get_group())
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
         heads = head_weights(model)
         experts = of_experts(model) if sizes.ep > 1 else frozenset()
@@ -198,7 +198,7 @@ class HybridParallelPlugin(Plugin):
         if sizes.ep > 1:
             if not experts and self.rank == 0:
                 log.warning("%s has no experts: it is repeated whole", type(model).__name__)
-            spread_experts(model, axes.group("ep"))
+            spread_experts(model, axes.ep.get_group())
         if sizes.tp > 1:
             parallelize(model, styles, axes.tp, sequence=self.sequence_parallel)
         modules = {number: Stage(model, stages[number]) for number in own.numbers}
@@ -225,9 +225,9 @@ class HybridParallelPlugin(Plugin):
                 partial(sum_partial, [p for p in model.parameters() if isinstance(p, DTensor)]),
                 *(partial(average, each) for each in replicas),
                 *(partial(sum_copies, each) for each in tied),
-                broadcast_buffers(model, axes.group("dp"), lambda name: name not in experts),
-                broadcast_buffers(model, axes.group("edp"), lambda name: name in experts),
-                ReplicaCheck(replicated(model), axes.group("tp")) if sizes.tp > 1 else nothing,
+                broadcast_buffers(model, axes.dp.get_group(), lambda name: name not in experts),
+                broadcast_buffers(model, axes.edp.get_group(), lambda name: name in experts),
+                ReplicaCheck(replicated(model), axes.tp.get_group()) if sizes.tp > 1 else nothing,
             ),
             broadcast_params=self._broadcast_params(partition, roots),
             steps=None if partition is None else partition.mine,
@@ -290,9 +290,9 @@ class HybridParallelPlugin(Plugin):
             self.stage_count,
             self.schedule,
             self.num_microbatches,
-            axes.group("pp"),
+            axes.pp.get_group(),
             device,
-            axes.group("dp") if waits else None,
+            axes.dp.get_group() if waits else None,
         )
 
 

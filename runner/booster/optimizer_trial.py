@@ -126,10 +126,7 @@ def _updates(
 ) -> list[list[Tensor]]:
     """Return what a new optimizer like ``optimizer`` adds to tensors in a few steps.
 
-    Args:
-        optimizer: optimizer that gives the class and its options.
-        starts: values of the parameters of each group.
-        gradients: function that returns the gradients of each group, given the step from 1 on.
+    ``gradients`` returns the gradients of each parameter group, given the step from 1 on.
     """
     groups = [[nn.Parameter(t.clone()) for t in group] for group in starts]
     kind = type(optimizer)

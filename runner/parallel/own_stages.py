@@ -23,10 +23,6 @@ def untie(model: nn.Module, stages: Sequence[Sequence[Part]]) -> dict[str, str]:
 
     Stages that share a module share the copies of its parameters.
 
-    Args:
-        model: the whole model, changed in place.
-        stages: stages from :func:`cut`.
-
     Returns:
         The parameter's name in the whole model, for each other name that it or a copy of it has.
     """
@@ -76,11 +72,7 @@ def copies_of(
 ) -> dict[str, list[int]]:
     """Return the pipeline rank of each copy of a parameter that has several, by its name.
 
-    Args:
-        model: the whole model after :func:`untie`.
-        stages: stages from :func:`cut`.
-        renamed: names from :func:`untie`.
-        homes: pipeline rank of each stage.
+    Call it after :func:`untie`, with what that returned and the pipeline rank of each stage.
     """
     copies: dict[str, set[tuple[int, int]]] = {}
     for home, parts in zip(homes, stages, strict=True):
@@ -93,11 +85,6 @@ def copies_of(
 
 def require_apart(model: nn.Module, stages: Sequence[Sequence[Part]], homes: Sequence[int]) -> None:
     """Refuse stages of one rank that share a module, because each stage is sharded by itself.
-
-    Args:
-        model: the whole model after :func:`untie`.
-        stages: stages from :func:`cut`.
-        homes: pipeline rank of each stage.
 
     Raises:
         CutError: there are such stages; the message names a parameter.
@@ -115,13 +102,7 @@ def require_apart(model: nn.Module, stages: Sequence[Sequence[Part]], homes: Seq
 
 
 def keep(model: nn.Module, stages: Sequence[Sequence[Part]], own: Sequence[int]) -> None:
-    """Drop the parameters and buffers that only other stages use.
-
-    Args:
-        model: the whole model, changed in place.
-        stages: stages from :func:`cut`.
-        own: numbers of the stages to keep.
-    """
+    """Drop the parameters and buffers of ``model`` that only stages other than ``own`` use."""
     used = [
         {id(t) for _, module in modules_of(model, parts) for t in _tensors(module)}
         for parts in stages

@@ -165,11 +165,7 @@ class _Forward:
 
 
 class _RefuseMixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuse operations on DTensors together with plain tensors, which torch cannot run.
-
-    Args:
-        name: name of the module whose forward pass runs.
-    """
+    """Refuse operations on DTensors together with plain tensors, which torch cannot run."""
 
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -195,12 +191,7 @@ class _RefuseMixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _local_parameters(module: nn.Module, partial: frozenset[str]) -> Iterator[None]:
-    """Replace a module's own DTensor parameters by their differentiable local tensors.
-
-    Args:
-        module: the module.
-        partial: names of parameters of which each rank computes a part of the gradient.
-    """
+    """Replace a module's own DTensor parameters by their differentiable local tensors."""
     own: dict[str, Any] = module._parameters
     held = dict(own)
     try:
@@ -253,15 +244,10 @@ def _distribute(
     placement: Placement,
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]],
 ) -> None:
-    """Replace a parameter by a DTensor, and tied parameters by the same DTensor.
+    """Replace parameter ``key`` of a module by a DTensor, and tied parameters by the same DTensor.
 
-    Args:
-        module: the module that owns the parameter.
-        key: name of the parameter in the module.
-        mesh: one-dimensional mesh.
-        placement: placement of the parameter on it.
-        replaced: original parameters and their replacements, by the id of the original. Holding
-            the original keeps its id from being used again.
+    ``replaced`` has original parameters and their replacements by the id of the original, which it
+    holds so that no other tensor gets this id.
     """
     parameter = module._parameters[key]
     assert parameter is not None

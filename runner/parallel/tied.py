@@ -31,13 +31,8 @@ def tied_copies(
 ) -> list[Tied]:
     """Return the copies on this rank of each parameter that several stages use.
 
-    Every rank has to call this, because torch numbers process groups by counting them.
-
-    Args:
-        model: what this rank holds of the model.
-        copies: pipeline rank of each copy, by the parameter's name.
-        renamed: name in the whole model of each parameter that has another name on this rank.
-        axes: slices of the device mesh.
+    Every rank has to call this, because torch numbers process groups by counting them. ``copies``
+    and ``renamed`` are those of :class:`runner.parallel.own_stages.OwnStages`.
     """
     found = []
     for name, where in copies.items():

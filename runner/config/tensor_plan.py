@@ -17,16 +17,18 @@ from runner.config.nearest import nearest_name
 from runner.config.problem import shown
 from runner.config.values import Allowed, Refusal
 
-STYLES = (
-    "colwise",
-    "rowwise",
-    "colwise_rep",
-    "embedding_rowwise",
-    "replicated_with_grad_allreduce",
-    "sequence_parallel",
-    "split_sequence",
-    "whole_sequence",
-)
+STYLES: Mapping[str, str] = {
+    "colwise": "output features are sharded",
+    "rowwise": "input features are sharded, and outputs are summed over ranks",
+    "colwise_rep": "output features are sharded, and outputs are gathered",
+    "embedding_rowwise": "the vocabulary is sharded",
+    "replicated_with_grad_allreduce": "parameters are replicated; each rank computes a part of "
+    "their gradient, as for a norm of single heads",
+    "sequence_parallel": "with sequence_parallel, the module computes on a shard of the sequence",
+    "split_sequence": "with sequence_parallel, outputs are sharded along the sequence",
+    "whole_sequence": "with sequence_parallel, the module gets the whole sequence",
+}
+"""Styles and their meaning. Names are those of transformers' plans."""
 
 EXAMPLE = "{blocks.*.up:colwise}"
 

@@ -121,7 +121,7 @@ def _whole_sequence(region: Region, module: nn.Module, forward: Run, hidden: Ten
     return scatter(forward(whole), SEQUENCE, region.group, sums=False)
 
 
-_RUNS: Mapping[str, Run] = {
+RUNS: Mapping[str, Run] = {
     "colwise": _colwise,
     "rowwise": _rowwise,
     "colwise_rep": _colwise_rep,
@@ -231,7 +231,7 @@ def parallelize(
         # A row-wise weight sees the whole sequence; its bias is added to a shard of it.
         partial = frozenset(key for key in keys if sums and style.placement(key) != Shard(1))
         kind = type(module).__name__
-        run = _RUNS.get(styles.get(name, ""), _own)
+        run = RUNS.get(styles.get(name, ""), _own)
         module.forward = _Forward(
             f"{name} ({kind})" if name else kind, run, region, module, module.forward, partial
         )

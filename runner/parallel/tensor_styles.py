@@ -1,6 +1,6 @@
-"""Styles of tensor parallelism, and which module gets which one by a plan of name patterns.
+"""Placements of each style of tensor parallelism, and the style of each module by a plan.
 
-Style names are those of transformers' plans.
+Names and meaning of the styles: :data:`runner.config.tensor_plan.STYLES`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
+
+from runner.config.tensor_plan import STYLES
 
 HEADS = ("heads", "num_heads", "n_head", "num_attention_heads", "num_key_value_heads")
 """Attributes in which models keep the number of heads of an attention."""
@@ -48,24 +50,17 @@ class Style:
 _REPLICATED = Replicate()
 _LINEAR = (nn.Linear,)
 UNPLANNED = Style()
-"""Style of modules that no pattern matches: parameters are replicated."""
+"""Replicated parameters: those of modules that no pattern matches, and of some styles."""
 
-STYLES: Mapping[str, Style] = {
+PLACED: Mapping[str, Style] = {
     "colwise": Style(_LINEAR, weight=Shard(0), bias=Shard(0)),
     "rowwise": Style(_LINEAR, weight=Shard(1), sequence=True),
     "colwise_rep": Style(_LINEAR, weight=Shard(0), bias=Shard(0)),
     "embedding_rowwise": Style((nn.Embedding,), weight=Shard(0)),
     "replicated_with_grad_allreduce": Style(partial=True),
     "sequence_parallel": Style(sequence=True),
-    "split_sequence": Style(),
-    "whole_sequence": Style(),
 }
-"""``colwise``: output features are sharded. ``rowwise``: input features are sharded, outputs are
-summed. ``colwise_rep``: colwise with gathered outputs. ``embedding_rowwise``: the vocabulary is
-sharded. ``replicated_with_grad_allreduce``: replicated parameters of which each rank computes a
-part of the gradient (a norm of single heads). The last three matter if activations are sharded
-along the sequence: ``sequence_parallel`` modules compute on shards, the output of
-``split_sequence`` modules is sharded, and ``whole_sequence`` modules need the whole sequence."""
+"""Styles that shard parameters, or make their gradients partial."""
 
 
 def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -103,11 +98,11 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[st
 
 def style_of(styles: Mapping[str, str], name: str) -> Style:
     """Return the style of the module with the qualified name ``name``."""
-    return STYLES[styles[name]] if name in styles else UNPLANNED
+    return PLACED.get(styles.get(name, ""), UNPLANNED)
 
 
 def _check_kind(name: str, module: nn.Module, style: str) -> None:
-    kinds, made = STYLES[style].kinds, type(module).__name__
+    kinds, made = PLACED.get(style, UNPLANNED).kinds, type(module).__name__
     fit = " or ".join(f"torch.nn.{kind.__name__}" for kind in kinds)
     if not isinstance(module, kinds):
         raise PlanError(f"{name}: {style} is for {fit}, not for {made}")

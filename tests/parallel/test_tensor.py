@@ -6,11 +6,12 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from runner.booster.plugin import HybridParallelPlugin, TensorParallelPlugin
-from runner.config.tensor_plan import STYLES as STYLES_OF_REQUESTS
+from runner.config.tensor_plan import STYLES
 from runner.models.gpt import GPT
 from runner.parallel.collectives import span
+from runner.parallel.tensor import RUNS
 from runner.parallel.tensor_styles import (
-    STYLES,
+    PLACED,
     PlanError,
     check_heads,
     check_sequence,
@@ -23,8 +24,8 @@ def gpt(**changes):
     return GPT(**({"tied": False} | sizes | changes), bias=True, dropout=0.0)
 
 
-def test_requests_know_the_same_styles():
-    assert set(STYLES_OF_REQUESTS) == set(STYLES)
+def test_every_style_of_requests_does_something():
+    assert PLACED.keys() | RUNS.keys() == STYLES.keys()
 
 
 def test_a_model_brings_its_own_plan():

@@ -73,7 +73,7 @@ def _checked(plan: Mapping[Any, Any], where: str) -> dict[str, str]:
     for pattern, style in plan.items():
         if not isinstance(pattern, str) or not pattern.strip():
             wrong.append(f"{shown(pattern)} is no pattern of module names")
-        elif style not in STYLES:
+        elif not isinstance(style, str) or style not in STYLES:
             near = nearest_name(style, STYLES) if isinstance(style, str) else None
             hint = f"; did you mean {near}?" if near else ""
             wrong.append(f"{pattern} has the unknown style {shown(style)}{hint}")

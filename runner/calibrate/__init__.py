@@ -6,25 +6,3 @@ Pascanu, Mikolov and Bengio 2013 (arXiv 1211.5063, section 3.2) observe the norm
 thresholds of half to ten times its mean still converge. For modes that clip elements or units,
 thresholds are suggested by the share of these that they would clip.
 """
-
-from runner.calibrate.distribution import (
-    Distribution,
-    Histogram,
-    Suggestion,
-    candidates,
-    distribution,
-    suggest,
-    suggest_by_parts,
-    would_clip,
-)
-
-__all__ = [
-    "Distribution",
-    "Histogram",
-    "Suggestion",
-    "candidates",
-    "distribution",
-    "suggest",
-    "suggest_by_parts",
-    "would_clip",
-]

@@ -33,7 +33,7 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
         ``norms`` and ``peaks`` of every step (see :class:`runner.clip.Decision`), the ``loss`` of
         the last step, the ``kind`` of data (``language``, ``vision`` or ``other``), and ``parts``,
         the elements or units of the steps after the warm-up (see
-        :class:`runner.calibrate.Histogram`), empty for a mode that clips whole steps.
+        :class:`runner.calibrate.distribution.Histogram`), empty for a mode that clips whole steps.
     """
     mode, end = unclipped(config), end_of(config)
     tally = mode.tally = Tally(warm_up(end.value, config.calibrate.warmup_steps))

@@ -1,36 +1,34 @@
-"""``python -m runner calibrate <the words of a run>``: words in, thresholds out.
+"""``python -m runner calibrate``: measure gradients without clipping, and suggest thresholds.
 
-The words are those of ``python -m runner`` and are checked in the same way. Nothing is left under
-``outputs/runs``; ``calibrate.json`` is written to a folder of its own.
+It takes the overrides of a run and checks them in the same way. It writes ``calibrate.json`` to a
+folder of its own, and nothing to ``outputs/runs``.
 """
 
 from __future__ import annotations
 
-import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from runner.calibrate import (
+from runner.calibrate.distribution import (
+    POINTS,
     Histogram,
     candidates,
     distribution,
     suggest,
     suggest_by_parts,
+    warm_up,
     would_clip,
 )
-from runner.calibrate.distribution import POINTS, warm_up
 from runner.calibrate.published import nearest
 from runner.calibrate.table import lines
 from runner.cli.arguments import single
+from runner.cli.new_folder import new_folder
 from runner.compose.jobs import Job
 from runner.config.environment import joins
-from runner.config.folders import obstacle, outputs
-from runner.config.problem import Problem, RequestError
 from runner.telemetry.sinks.console import print_line
 
 FILE = "calibrate.json"
@@ -38,13 +36,13 @@ FILE = "calibrate.json"
 USAGE = """\
 python -m runner calibrate [GROUP=OPTION ...] [KEY=VALUE ...]
 
-Trains calibrate.steps optimizer steps without clipping, as the words say, throws the weights away,
-and tells how large the gradient was and which clip.threshold to begin with. clip=value and
-clip=adaptive are measured in their own units. `python -m runner --help` lists the words.
+Trains calibrate.steps optimizer steps without clipping, discards the weights, and prints how large
+the gradient was and which clip.threshold to begin with. clip=value and clip=adaptive are measured
+in their own units. `python -m runner --help` lists all overrides.
 
-  calibrate.steps=200          optimizer steps to measure
-  calibrate.warmup_steps=20    first steps to describe apart; a tenth by default
-  calibrate.output=FOLDER      where to write calibrate.json
+  calibrate.steps=200          number of optimizer steps to measure
+  calibrate.warmup_steps=20    number of first steps to describe separately; a tenth by default
+  calibrate.output=FOLDER      folder of calibrate.json
 
 Exit codes: 0 measured   1 training failed   2 the request was wrong   130, 143 interrupted"""
 
@@ -59,7 +57,9 @@ def main(words: Sequence[str]) -> int:
         RequestError: the request is wrong; nothing was created.
     """
     [job] = single(words, "a calibration").jobs
-    folder = _folder(job)
+    output = job.config.calibrate.output
+    given = Path(output) if output else None
+    folder = new_folder("calibration", FILE, "calibrate.output", given)
     from runner.calibrate.measure import end_of, execute
     from runner.launch.failure import Failure, attempt
     from runner.run_folder.strict_json import write_object
@@ -90,12 +90,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def describe(job: Job, measured: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """What ``calibrate.json`` holds.
+    """Return the content of ``calibrate.json``.
 
     Args:
-        job: what was asked for.
-        measured: from :func:`runner.calibrate.measure.execute`.
-        words: as typed.
+        job: the checked job.
+        measured: result of :func:`runner.calibrate.measure.execute`.
+        words: arguments of the command.
     """
     clip = job.config.clip
     mode = "norm" if clip.mode == "none" else clip.mode
@@ -140,12 +140,12 @@ def describe(job: Job, measured: Mapping[str, Any], words: Sequence[str]) -> dic
 
 
 def commands(words: Sequence[str], mode: str, start: float | None) -> dict[str, str]:
-    """The run, and the sweep, to type next; none without a threshold to begin with.
+    """Return the commands of a run and of a sweep to try next; {} without a suggested threshold.
 
     Args:
-        words: of the calibration.
-        mode: of clipping.
-        start: the threshold to begin with.
+        words: arguments of the calibration.
+        mode: clipping mode.
+        start: suggested threshold.
     """
     if start is None:
         return {}
@@ -165,33 +165,15 @@ def commands(words: Sequence[str], mode: str, start: float | None) -> dict[str, 
     return {"run": shlex.join(run), "sweep": shlex.join(sweep)}
 
 
-def _apart(figures: Sequence[float], first: int) -> dict[str, Any]:
+def _apart(values: Sequence[float], first: int) -> dict[str, Any]:
     return {
-        "warm_up": asdict(distribution(figures[:first])),
-        "after_warm_up": asdict(distribution(figures[first:])),
+        "warm_up": asdict(distribution(values[:first])),
+        "after_warm_up": asdict(distribution(values[first:])),
     }
 
 
-def _folder(job: Job) -> Path:
-    """The folder to write, which is not there yet or holds no calibration.
-
-    Raises:
-        RequestError: it cannot be written, or holds one.
-    """
-    given = job.config.calibrate.output
-    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
-    folder = Path(given).absolute() if given else outputs() / "calibrations" / name
-    message = obstacle(folder)
-    if message is None and (folder / FILE).exists():
-        message = f"holds an earlier calibration ({FILE}); choose another name or remove it"
-    if message is None:
-        return folder
-    key, value = ("calibrate.output", given) if given else ("RUNNER_OUTPUTS", str(outputs()))
-    raise RequestError([Problem(key, value, message)])
-
-
 def _print(line: str) -> None:
-    """Print, in plain letters where the terminal has no others."""
+    """Print, in ASCII if the terminal cannot encode the line."""
     encoding = sys.stdout.encoding or "ascii"
     try:
         line.encode(encoding)

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import functools
 import io
-import secrets
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from runner.cli.arguments import single
+from runner.cli.new_folder import new_folder
 from runner.compose.jobs import Job
 from runner.compose.request import Request
 from runner.config.environment import joins
-from runner.config.folders import obstacle, outputs
-from runner.config.problem import DataMismatch, Problem, RequestError
+from runner.config.problem import DataMismatch, RequestError
 from runner.telemetry.sinks.console import print_line
 
 FILE = "verify.json"
@@ -149,22 +147,5 @@ def _failed(failure: Any) -> dict[str, Any]:
 
 
 def _folder(wanted: Request, words: Sequence[str]) -> Path:
-    """Return the folder of ``verify.json``.
-
-    Raises:
-        RequestError: it cannot be written, or holds a verification already.
-    """
-    key = "hydra.run.dir"
-    typed = any(word.lstrip("+").startswith(f"{key}=") for word in words)
-    if typed and wanted.folder is not None:
-        folder = wanted.folder
-    else:
-        name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
-        folder = outputs() / "verifications" / name
-    message = obstacle(folder)
-    if message is None and (folder / FILE).exists():
-        message = f"holds an earlier verification ({FILE}); choose another name or remove it"
-    if message is None:
-        return folder
-    key, value = (key, str(folder)) if typed else ("RUNNER_OUTPUTS", str(outputs()))
-    raise RequestError([Problem(key, value, message)])
+    typed = any(word.lstrip("+").startswith("hydra.run.dir=") for word in words)
+    return new_folder("verification", FILE, "hydra.run.dir", wanted.folder if typed else None)

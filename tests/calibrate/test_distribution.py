@@ -6,7 +6,8 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from runner.calibrate import (
+from runner.calibrate.distribution import (
+    CLIPPED,
     Histogram,
     candidates,
     distribution,
@@ -14,7 +15,6 @@ from runner.calibrate import (
     suggest_by_parts,
     would_clip,
 )
-from runner.calibrate.distribution import CLIPPED
 
 POINTS = {"p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 

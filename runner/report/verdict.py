@@ -130,26 +130,26 @@ def _modes(found: Findings) -> str | None:
 
 
 def _states(found: Findings) -> list[str]:
-    notes = []
     runs = found.sweep.runs
-    for run in runs:
-        if run.state in ("failed", "killed") and len(runs) > 1:
-            cause = (run.error or "").strip().splitlines()
-            last = f": {cause[-1][:300]}" if cause else ""
-            notes.append(f"Run {run.number} {_was(run.state)} at step {run.steps:,}{last}")
+    if len(runs) == 1:
+        return [cause for cause in [_cause(runs[0])] if cause]
+    notes = [
+        f"Run {run.number} {'was ' if run.state == 'killed' else ''}{run.state} at step "
+        f"{run.steps:,}{f': {cause}' if cause else ''}"
+        for run in runs
+        for cause in [_cause(run)]
+        if run.state in ("failed", "killed")
+    ]
     if len(notes) > 5:
         notes = [*notes[:5], f"{len(notes) - 5} more runs failed or were killed; see the table."]
-    others = Counter(
-        run.state for run in runs if run.state not in ("finished", "failed", "killed", "unknown")
-    )
-    if others and len(runs) > 1:
+    ended = ("finished", "failed", "killed", "unknown")
+    others = Counter(run.state for run in runs if run.state not in ended)
+    if others:
         counts = ", ".join(f"{count} {state}" for state, count in others.items())
         notes.append(f"Not all runs have finished: {counts}.")
-    single = runs[0] if len(runs) == 1 else None
-    if single is not None and single.error:
-        notes.append(single.error.strip().splitlines()[-1][:300])
     return notes
 
 
-def _was(state: str) -> str:
-    return "was killed" if state == "killed" else state
+def _cause(run: Run) -> str:
+    """Return the last line of a run's error; empty if there is none."""
+    return (run.error or "").strip().rpartition("\n")[2][:300]

@@ -14,6 +14,7 @@ from typing import Any
 
 from runner.run_folder.atomic import write_text
 
+_NUMBERS = (int, float)
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -38,7 +39,11 @@ def decode(text: str | bytes) -> dict[str, Any]:
     record = json.loads(text)
     if not isinstance(record, dict):
         raise ValueError(f"not a JSON object: {text[:80]!r}")
-    return {key: _floats(value) for key, value in record.items()}
+    # Most values of a row are numbers: they are not passed to the function.
+    return {
+        key: value if isinstance(value, _NUMBERS) else _floats(value)
+        for key, value in record.items()
+    }
 
 
 def spelled(value: Any) -> Any:
@@ -68,7 +73,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def number(value: object) -> float | None:
     """Return a number of a record, spelled as a string or not, as a float; None if it is none."""
-    if isinstance(value, float | int) and not isinstance(value, bool):
+    if isinstance(value, _NUMBERS) and not isinstance(value, bool):
         return float(value)
     return _NONFINITE.get(value) if isinstance(value, str) else None
 

@@ -4,8 +4,11 @@ import math
 import os
 import random
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
 
 SEED = "RUNNER_TESTS_SEED"
 SHARE = 1 / 5
@@ -42,3 +45,16 @@ def pytest_terminal_summary(terminalreporter, config):
             f"of tests marked sampled a fifth ran, chosen by {SEED}={os.environ[SEED]} "
             "(--whole runs all)"
         )
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Environment of a command whose runs go to a folder of their own."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RUNNER_"))}
+    return kept | {
+        "PYTHONPATH": str(ROOT),
+        "RUNNER_OUTPUTS": str(tmp_path / "outputs"),
+        "HOME": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "WANDB_ERROR_REPORTING": "false",
+    }

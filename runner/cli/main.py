@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import version
 
 from runner.config.environment import joins, started_rank
 from runner.config.problem import Interrupted, RequestError
@@ -94,6 +93,8 @@ def _command(arguments: list[str]) -> int:
         print_line(f"clip-runner: {first} is no command: did you mean {meant[0]}?", sys.stderr)
         return WRONG_REQUEST
     if "--version" in arguments:
+        from importlib.metadata import version
+
         from runner import __version__
 
         print(f"clip-runner {__version__} (Hydra {version('hydra-core')})")

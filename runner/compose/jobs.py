@@ -90,12 +90,6 @@ class Lists:
     master: DictConfig | None
 
     @property
-    def shared(self) -> list[str]:
-        """The words that list nothing."""
-        kept = (override for override in self.overrides if not override.is_sweep_override())
-        return [words.plain_word(override) for override in kept]
-
-    @property
     def enumerated(self) -> bool:
         """Whether the jobs are all combinations of the lists, not what a sweeper comes to."""
         if self.master is None:
@@ -119,17 +113,11 @@ class Lists:
         return [str(key) for key in keys] if OmegaConf.is_list(keys) else []
 
 
-def read(
-    composer: Composer, given: Sequence[str], overrides: Sequence[Override], multirun: bool
-) -> Lists:
+def read(composer: Composer, given: Sequence[str], overrides: Sequence[Override]) -> Lists:
     """The words of a sweep, ``given`` and read as ``overrides``."""
     lists = Lists(overrides, tuple(given), None)
-    master = composer.attempt(lists.shared)
-    may_sweep = multirun or any(
-        override.is_sweep_override() or override.key_or_group.startswith(("hydra", "recipe"))
-        for override in overrides
-    )
-    if master is not None or not may_sweep:
+    master = composer.attempt(words.shared(overrides))
+    if master is not None:
         return replace(lists, master=master)
     final = _for_every_job(composer, overrides)
     listed = {override.input_line for override in overrides if override.is_sweep_override()}

@@ -190,6 +190,11 @@ class JobOverrides:
         self.label = " ".join(self.apart)
 
 
+def shared(overrides: Iterable[Override]) -> list[str]:
+    """Return the overrides that list no values, as Hydra reads them."""
+    return [plain_word(override) for override in overrides if not override.is_sweep_override()]
+
+
 def plain_word(override: Override) -> str:
     """A word that lists no values, as Hydra reads it."""
     if override.is_delete() and override.value() is None:

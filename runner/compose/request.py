@@ -116,9 +116,9 @@ def request(
     sweep = composed = folder = None
     with composer.active():
         overrides, problems = words.read(given, composer.loader)
-        lists = sweeps.read(composer, given, overrides, multirun)
-        master = lists.master
-        if multirun or (master is not None and master.hydra.mode == RunMode.MULTIRUN):
+        if multirun or _is_sweep(composer, overrides):
+            lists = sweeps.read(composer, given, overrides)
+            master = lists.master
             jobs, found = sweeps.jobs(composer, lists)
             problems += found
             if jobs and not problems:
@@ -126,7 +126,7 @@ def request(
             elif master is not None and writes:
                 problems += destination(master, "sweep", overrides)[1]
         else:
-            composed = composer.attempt(lists.shared)
+            composed = composer.attempt(words.shared(overrides))
             jobs, found = _single(composer, overrides, composed)
             problems += found
             if writes:
@@ -140,6 +140,15 @@ def request(
     return Request(composer, tuple(jobs), sweep, composed, folder, notes)
 
 
+def _is_sweep(composer: Composer, overrides: Sequence[Override]) -> bool:
+    """Return whether the overrides, or a file that they choose, ask for a sweep."""
+    config = composer.attempt(words.shared(overrides))
+    if config is None:  # another override is wrong
+        chosen = [each for each in overrides if each.key_or_group in ("recipe", "hydra.mode")]
+        config = composer.attempt(words.shared(chosen))
+    return config is not None and config.hydra.mode == RunMode.MULTIRUN
+
+
 def help_text(given: Sequence[str], source: Source | None = None) -> str:
     """Return the text of ``--help``, with the values that the overrides ``given`` give.
 
@@ -149,9 +158,13 @@ def help_text(given: Sequence[str], source: Source | None = None) -> str:
     Raises:
         RequestError: the overrides are wrong.
     """
-    wanted = request(given, source=source, writes=False)
-    composed = wanted.composed or wanted.composer.compose(given)
-    with wanted.composer.active():
+    if given:
+        wanted = request(given, source=source, writes=False)
+        composer, composed = wanted.composer, wanted.composed
+    else:
+        composer, composed = Composer(source or Source()), None
+    with composer.active():
+        composed = composed or composer.compose(given)
         return Template(composed.hydra.help.template).safe_substitute()
 
 

@@ -1,6 +1,5 @@
 """What a person sees before anything heavy is imported, and when Ctrl-C is typed at any stage."""
 
-import os
 import re
 import subprocess
 import sys
@@ -27,17 +26,6 @@ sys.meta_path.insert(0, Trace())
 from runner.cli.main import start
 sys.exit(start())
 """
-
-
-@pytest.fixture
-def environment(tmp_path):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RUNNER_"))}
-    return kept | {
-        "PYTHONPATH": str(ROOT),
-        "RUNNER_OUTPUTS": str(tmp_path / "outputs"),
-        "HOME": str(tmp_path),
-        "OMP_NUM_THREADS": "1",
-    }
 
 
 def test_a_terminal_is_told_at_once_what_is_being_done(environment):

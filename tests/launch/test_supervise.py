@@ -21,18 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["train.max_duration=12ba", "eval.interval=12ba", "data.batch_size=16"]
 
 
-@pytest.fixture
-def environment(tmp_path):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RUNNER_"))}
-    return kept | {
-        "PYTHONPATH": str(ROOT),
-        "RUNNER_OUTPUTS": str(tmp_path / "outputs"),
-        "HOME": str(tmp_path),
-        "OMP_NUM_THREADS": "1",
-        "WANDB_ERROR_REPORTING": "false",
-    }
-
-
 def command(*words, before=("-m", "runner")):
     # On the CPU also where there is a GPU, which could not hold two ranks.
     return [sys.executable, *before, "device=cpu", *words]

@@ -1,26 +1,17 @@
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 class Command:
     """The command as a user types it, with outputs of its own."""
 
-    def __init__(self, folder: Path):
-        self.sweeps = folder / "outputs" / "sweeps"
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RUNNER_"))}
-        self.environment = kept | {
-            "PYTHONPATH": str(ROOT),
-            "RUNNER_OUTPUTS": str(folder / "outputs"),
-            "HOME": str(folder),
-            "OMP_NUM_THREADS": "1",
-        }
+    def __init__(self, environment: dict[str, str]):
+        self.sweeps = Path(environment["RUNNER_OUTPUTS"]) / "sweeps"
+        self.environment = environment
 
     def start(self, *words, before=("-m", "runner")):
         return subprocess.Popen(
@@ -52,5 +43,5 @@ class Command:
 
 
 @pytest.fixture
-def command(tmp_path):
-    return Command(tmp_path)
+def command(environment):
+    return Command(environment)

@@ -1,9 +1,9 @@
-"""What a request would run, without running it.
+"""List what a command would run, without running it.
 
-    python -m runner plan [the words of python -m runner]
+    python -m runner plan [OVERRIDES OF A RUN OR A SWEEP]
 
-It lists every run: the words that set it apart, the other keys that differ with them, its optimizer
-steps, and whether it is done already. It creates nothing.
+For every run it prints the overrides that set it apart, the other keys that differ, the optimizer
+steps, and whether the run is done already. It creates nothing.
 """
 
 from __future__ import annotations

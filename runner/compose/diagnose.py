@@ -1,4 +1,4 @@
-"""Which words a composition failed on: every one of them, where Hydra names the first."""
+"""Find every override that a composition fails on; Hydra names only the first."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from runner.config.problem import NOTHING, Problem
 Compose = Callable[[Sequence[str]], DictConfig]
 Attempt = Callable[[Sequence[str]], DictConfig | None]
 
-# Sections that hand any key on to their target.
+# Sections that pass any key to their target.
 _OPEN = ("model", "data", "optimizer", "scheduler")
 
-# Options that another package brings.
+# Options of other packages.
 _EXTRAS = {("hydra/sweeper", "optuna"): "pip install 'clip-runner[optuna]'"}
 
 
 @dataclass
 class Diagnosis:
-    """What was found among the words of one job.
+    """Wrong and right overrides of one job.
 
     Attributes:
-        problems: one for each wrong word.
-        good: the words that compose.
-        unsettled: groups whose choice was wrong, so that nobody knows what was meant.
+        problems: a problem for each wrong override.
+        good: overrides that compose.
+        unsettled: groups whose chosen option does not exist.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -43,13 +43,13 @@ class Diagnosis:
 def examine(
     overrides: Sequence[Override], attempt: Attempt, compose: Compose, loader: ConfigLoader
 ) -> Diagnosis:
-    """Try the words that choose options, then those that give values, then each by itself.
+    """Check overrides that choose options, then those that give values, then each one alone.
 
     Args:
-        overrides: the words of one job; none lists values.
-        attempt: the configuration that words give, or None where they do not compose.
-        compose: the same, but raises what is wrong.
-        loader: knows the groups and their options.
+        overrides: overrides of one job, without lists of values.
+        attempt: composes overrides; returns None if that fails.
+        compose: composes overrides; raises if that fails.
+        loader: Hydra's loader, which lists groups and their options.
     """
     found = Diagnosis()
     values = []
@@ -66,20 +66,20 @@ def examine(
     for override in values:
         section = override.key_or_group.partition(".")[0]
         if section in found.unsettled and section in _OPEN:
-            continue  # the keys depend on an option that nobody chose
+            continue  # its keys depend on an option that does not exist
         problem = _wrong_value(override, base) if base is not None else None
         if problem is None:
             found.good.append(plain_word(override))
         else:
             found.problems.append(problem)
-    # Where not even no words compose, a file is to blame and none of the words.
+    # If not even an empty list of overrides composes, a file is at fault.
     if attempt(found.good) is None and attempt([]) is not None:
         _try_each(found, compose)
     return found
 
 
 def misuses_group(overrides: Sequence[Override], loader: ConfigLoader) -> bool:
-    """Whether a word takes a group away or chooses two options of it, which Hydra allows."""
+    """Return whether an override removes a group or chooses two options, which Hydra allows."""
     return any(
         (override.is_delete() or isinstance(override.value(), list)) and _chooses(override, loader)
         for override in overrides
@@ -87,7 +87,7 @@ def misuses_group(overrides: Sequence[Override], loader: ConfigLoader) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """What Hydra says, on one line, without its advice to add ``+``: that would hide a slip."""
+    """Return Hydra's message on one line, without its advice to add ``+``, which hides typos."""
     texts = [str(error), str(error.__cause__ or "")]
     lines = [line.strip() for text in texts for line in text.splitlines()]
     kept = [
@@ -107,13 +107,13 @@ def _content(config: DictConfig) -> dict[str, Any]:
 
 
 def _chooses(override: Override, loader: ConfigLoader) -> bool:
-    """Whether a word is about the option of a group."""
+    """Return whether an override chooses an option of a group."""
     key = override.key_or_group
     return bool(loader.get_group_options(key)) and not isinstance(override.value(), dict)
 
 
 def wrong_choice(override: Override, loader: ConfigLoader) -> Problem | None:
-    """The problem of a word about the option of a group; None also where it is about no group."""
+    """Return the problem of an override that chooses an option; None if it is right, or another."""
     if not _chooses(override, loader):
         return None
     group = override.key_or_group
@@ -179,7 +179,7 @@ def _look_up(node: Any, key: str) -> tuple[bool, Any]:
 
 
 def _try_each(found: Diagnosis, compose: Compose) -> None:
-    """Keep the words that compose beside those before them; the others are problems."""
+    """Keep overrides that compose with those before them; report the others."""
     words, found.good = found.good, []
     for word in words:
         try:

@@ -1,4 +1,4 @@
-"""From the words of a sweep to its jobs, its name and its folder."""
+"""From the overrides of a sweep to its jobs, its name and its folder."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Job:
     """One training job of a request.
 
     Attributes:
-        label: the words that set it apart from the other jobs; empty for a single one.
+        label: overrides that set it apart from the other jobs; empty for a single job.
         config: its configuration.
         plain: the same as plain containers, to hand to other processes.
-        words: all the words that make it.
-        apart: those of its label.
+        words: all overrides of the job.
+        apart: overrides of its label.
     """
 
     label: str
@@ -50,21 +50,21 @@ class Job:
 
     @cached_property
     def hash(self) -> str:
-        """What the job asks for, in 16 hexadecimal digits."""
+        """Hash of the configuration: 16 hexadecimal digits."""
         return config_hash(self.plain)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is known of a sweep before it starts.
+    """A sweep before it starts.
 
     Attributes:
-        name: of its folder; the same for the same jobs.
-        folder: where it is written.
-        identity: what :func:`runner.config.identity.request_hash` made of it.
-        trials: how many jobs a sweeper will choose as it goes; None where they are known already.
-        keys: what is listed, and so may vary.
-        words: what to hand to Hydra.
+        name: name of its folder; the same for the same jobs.
+        folder: folder of the sweep.
+        identity: hash of the request, see :func:`runner.config.identity.request_hash`.
+        trials: number of jobs that a sweeper chooses as it goes; None if all jobs are known.
+        keys: keys with a list of values.
+        words: overrides for Hydra.
     """
 
     name: str
@@ -77,12 +77,12 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Lists:
-    """The words of a sweep, and what composes without the lists in them.
+    """The overrides of a sweep, and their composition without the lists of values.
 
     Attributes:
-        overrides: the words, read.
-        final: the same, in a form that Hydra can compose without the lists too.
-        master: the configuration without the lists; None where that does not compose.
+        overrides: parsed overrides.
+        final: the same as text that Hydra can compose without the lists too.
+        master: composition without the lists; None if it fails.
     """
 
     overrides: Sequence[Override]
@@ -91,14 +91,14 @@ class Lists:
 
     @property
     def enumerated(self) -> bool:
-        """Whether the jobs are all combinations of the lists, not what a sweeper comes to."""
+        """Whether the jobs are all combinations of the lists, not chosen by a sweeper."""
         if self.master is None:
             return True
         return str(self.master.hydra.sweeper._target_) == _BASIC
 
     @property
     def params(self) -> list[str]:
-        """The lists that files give, as words."""
+        """Lists of values that files give, as overrides."""
         given: Any = None
         if self.master is not None:
             given = OmegaConf.select(self.master, "hydra.sweeper.params")
@@ -114,7 +114,7 @@ class Lists:
 
 
 def read(composer: Composer, given: Sequence[str], overrides: Sequence[Override]) -> Lists:
-    """The words of a sweep, ``given`` and read as ``overrides``."""
+    """Compose the overrides of a sweep without their lists of values."""
     lists = Lists(overrides, tuple(given), None)
     master = composer.attempt(words.shared(overrides))
     if master is not None:
@@ -126,10 +126,10 @@ def read(composer: Composer, given: Sequence[str], overrides: Sequence[Override]
 
 
 def jobs(composer: Composer, lists: Lists) -> tuple[list[Job], list[Problem]]:
-    """The jobs of a sweep, and all that is wrong with them.
+    """Return the jobs of a sweep, and everything that is wrong with them.
 
-    Where a sweeper chooses jobs as it goes, these stand for them: one for each value of each list,
-    and for either end of each interval.
+    For a sweeper that chooses its jobs as it goes these are representative jobs: one for each value
+    of each list, and for both ends of each interval.
     """
     listed, problems = words.read(lists.params, composer.loader)
     wanted, found = words.jobs(
@@ -153,7 +153,7 @@ def jobs(composer: Composer, lists: Lists) -> tuple[list[Job], list[Problem]]:
 
 
 def _sweeper_problems(master: DictConfig | None) -> Iterator[Problem]:
-    """Counts that no sweep can have; Hydra's sweepers fail on them, or never end."""
+    """Yield a problem for each count of a sweeper that is out of range."""
     settings: dict[str, Any] = {} if master is None else dict(master.hydra.sweeper)
     for key in (key for key in _COUNTS if key in settings):
         try:
@@ -166,12 +166,12 @@ def _sweeper_problems(master: DictConfig | None) -> Iterator[Problem]:
 def placed(
     lists: Lists, made: Sequence[Job], writes: bool, earlier: Earlier | None
 ) -> tuple[Sweep | None, list[Problem]]:
-    """The sweep of the jobs ``made``, and why it cannot be written where it belongs.
+    """Return the sweep of the jobs ``made``, and why its folder cannot be written.
 
     Args:
-        lists: its words.
-        made: its jobs, at least one.
-        writes: whether its folder will be written, which is then tried.
+        lists: overrides of the sweep.
+        made: jobs of the sweep, at least one.
+        writes: whether to try that the folder can be written.
         earlier: as in :func:`runner.compose.request.request`.
     """
     if lists.master is None:
@@ -204,7 +204,7 @@ def placed(
 
 
 def _for_hydra(lists: Lists, folder: Path, maximizes: bool) -> tuple[str, ...]:
-    """The words of a sweep whose folder is settled, for Hydra."""
+    """Return the overrides of a sweep with its folder and sweeper, for Hydra."""
     path = str(folder).replace("${", "\\${").replace("'", "\\'")
     ours = {"hydra.sweep.dir": f"hydra.sweep.dir='{path}'"}
     if lists.enumerated:
@@ -223,7 +223,7 @@ def _for_hydra(lists: Lists, folder: Path, maximizes: bool) -> tuple[str, ...]:
 
 
 def _merged(by_job: Sequence[Sequence[Problem]]) -> list[Problem]:
-    """One problem for those that every job has, the others with their first job."""
+    """Report a problem of every job once, and any other problem with its first job."""
     alike: dict[tuple[str, str], list[Problem]] = {}
     for problem in (problem for found in by_job for problem in found):
         alike.setdefault((problem.word, problem.message), []).append(problem)
@@ -234,10 +234,10 @@ def _merged(by_job: Sequence[Sequence[Problem]]) -> list[Problem]:
 
 
 def _for_every_job(composer: Composer, overrides: Sequence[Override]) -> tuple[str, ...]:
-    """The words of a sweep in a form that Hydra can also compose without the lists in it.
+    """Return the overrides of a sweep in a form that Hydra can compose without the lists too.
 
-    Hydra composes a sweep once without them first, and there ``model.layers=2`` has no place while
-    the model that has layers is one of a list. Every job was checked, so the key may be forced.
+    Hydra first composes a sweep without its lists. ``model.layers=2`` fails there if the model with
+    layers is one of a list. Every job is checked, so such a key is forced with ``++``.
     """
     settled = [
         words.plain_word(override)

@@ -1,4 +1,4 @@
-"""The words of a request, ``key=value``: reading them, and the jobs that they ask for."""
+"""Parse the overrides of a request, ``key=value``, and expand lists of values into jobs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SWEEP_WITHOUT_FLAG = (
 
 
 def read(words: Iterable[str], loader: ConfigLoader) -> tuple[list[Override], list[Problem]]:
-    """Read ``words``.
+    """Parse overrides.
 
     Returns:
-        What could be read, and the problem of each word that could not.
+        The parsed overrides, and a problem for each one that cannot be parsed.
     """
     parser = OverridesParser.create(config_loader=loader)
     overrides, problems = [], []
@@ -45,21 +45,20 @@ def jobs(
     together: Sequence[str] = (),
     enumerated: bool = True,
 ) -> tuple[list[JobOverrides], list[Problem]]:
-    """The jobs of a sweep: every combination of the values that are listed.
+    """Return the jobs of a sweep: every combination of the listed values.
 
-    As in Hydra's own sweeper, a key that comes twice counts as it comes last.
+    As in Hydra's own sweeper, the last override of a key holds.
 
     Args:
-        overrides: the words of the sweep.
-        loader: knows the groups and their options.
-        refuse: the problem of a listed value that no job can have.
-        together: keys whose lists advance together instead.
-        enumerated: whether the jobs are all combinations. Where a sweeper chooses some as it goes,
-            each value comes once, and of an interval both ends.
+        overrides: overrides of the sweep.
+        loader: Hydra's loader, which lists groups and their options.
+        refuse: returns the problem of a listed value that no job can have.
+        together: keys whose lists advance together.
+        enumerated: whether the jobs are all combinations. False for a sweeper that chooses its
+            jobs: then each value, and each end of an interval, comes once.
 
     Returns:
-        The words of each job, those that vary apart, and the problem of each list that is none and
-        of each value that is refused.
+        The overrides of each job, and a problem for each wrong list and each refused value.
     """
     values: dict[str, list[str]] = {}
     problems: list[Problem] = []
@@ -85,7 +84,7 @@ def jobs(
             listed = {f"{key}={value}": refuse(f"{key}={value}") for value in found}
             problems += (problem for problem in listed.values() if problem)
             kept = [f"{key}={value}" for value in found if not listed[f"{key}={value}"]]
-            values[key] = kept or list(listed)[:1]  # so that the other words are looked at too
+            values[key] = kept or list(listed)[:1]  # so that the other overrides are checked too
     if together and (problem := _not_together(values, together, enumerated)):
         return [], [*problems, problem]
     if not enumerated:
@@ -125,7 +124,7 @@ def given_twice(overrides: Iterable[Override]) -> list[str]:
 
 
 def _listed(override: Override) -> list[str]:
-    """The values of a list; of an interval, both ends."""
+    """Return the values of a list, or both ends of an interval."""
     if override.is_interval_sweep():
         interval = override.value()
         assert isinstance(interval, IntervalSweep)
@@ -134,7 +133,7 @@ def _listed(override: Override) -> list[str]:
 
 
 def _combinations(values: dict[str, list[str]], together: Sequence[str]) -> list[JobOverrides]:
-    """Every combination; the keys of ``together`` take one place, that of the first."""
+    """Return every combination; the lists of ``together`` count as one."""
     lists: list[list[list[tuple[str, bool]]]] = []
     zipped = [key for key in values if key in together]
     for key, choices in values.items():
@@ -147,7 +146,7 @@ def _combinations(values: dict[str, list[str]], together: Sequence[str]) -> list
 
 
 def _one_by_one(values: dict[str, list[str]]) -> list[JobOverrides]:
-    """The first value of every list, and then each other value in its place."""
+    """Return a job of all first values, and one job for each other value."""
     first = {key: choices[0] for key, choices in values.items()}
     varied = [{**first, key: word} for key, choices in values.items() for word in choices[1:]]
     return [
@@ -159,7 +158,7 @@ def _one_by_one(values: dict[str, list[str]]) -> list[JobOverrides]:
 def _not_together(
     values: dict[str, list[str]], together: Sequence[str], enumerated: bool
 ) -> Problem | None:
-    """Why the lists of some keys cannot advance together."""
+    """Return why the lists of some keys cannot advance together."""
     shown = list(together)
     if not enumerated:
         return Problem("sweep.zip", shown, "goes with Hydra's own sweeper, hydra/sweeper=basic")
@@ -175,12 +174,12 @@ def _not_together(
 
 
 class JobOverrides:
-    """The words of one job of a sweep.
+    """The overrides of one job of a sweep.
 
     Attributes:
-        words: all of them.
-        apart: those that set it apart from the other jobs.
-        label: the same, as one line.
+        words: all overrides.
+        apart: overrides that set it apart from the other jobs.
+        label: the same as one line.
     """
 
     def __init__(self, combination: Iterable[tuple[str, bool]]) -> None:
@@ -196,7 +195,7 @@ def shared(overrides: Iterable[Override]) -> list[str]:
 
 
 def plain_word(override: Override) -> str:
-    """A word that lists no values, as Hydra reads it."""
+    """Return the text of an override that lists no values."""
     if override.is_delete() and override.value() is None:
         return override.get_key_element()
     return f"{override.get_key_element()}={override.get_value_string()}"

@@ -1,4 +1,4 @@
-"""What ``${runner...:}`` stands for in the configuration."""
+"""Resolvers of ``${runner...:}`` in the configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHOSEN = {"plugin.name", "clip.mode", "precision.name", "tracker.name", "recipe
 
 
 def register() -> None:
-    """Teach OmegaConf the names below; again does no harm."""
+    """Register the resolvers with OmegaConf; repeated calls have no effect."""
     # Kept within one composition, so that a run has one name; fresh for the next.
     OmegaConf.register_new_resolver(
         "runner.id", lambda: secrets.token_hex(3), use_cache=True, replace=True
@@ -37,19 +37,19 @@ def register() -> None:
 
 
 def _first(*values: Any) -> Any:
-    """The first value that is not null."""
+    """Return the first value that is not null."""
     return next((value for value in values if value is not None), None)
 
 
 def _groups() -> str:
-    """The groups and their options, those of ``--config-dir`` among them, for ``--help``."""
+    """Return groups and their options for ``--help``, also those of ``--config-dir``."""
     loader = GlobalHydra.instance().config_loader()
     groups = sorted(set(loader.list_groups("")) - {"hydra", "recipe"})
     return _table((group, ", ".join(loader.get_group_options(group))) for group in groups)
 
 
 def _recipes() -> str:
-    """The recipes and their purposes, for ``--help``; one that cannot be read says why."""
+    """Return recipes with their purposes, or with why they cannot be read, for ``--help``."""
     return _table((recipe.name, recipe.error or recipe.purpose) for recipe in recipes.read_all())
 
 

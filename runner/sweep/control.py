@@ -1,4 +1,4 @@
-"""A sweep from its request to its table: what is done already, what runs, how it ended."""
+"""Run a sweep: find the runs that are left, start them, record how the sweep ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from runner.sweep.resume import archive, finished_search, load_status, plan_runs
 from runner.telemetry.sinks.console import print_line
 
 _RELEASED = 8
-"""Seconds in which the helpers of a killed sweep end and let go of its folder."""
+"""Seconds to wait until the processes of a killed sweep release its folder."""
 
 
 def run_sweep(
@@ -87,7 +87,7 @@ def run_sweep(
 
 
 def _left(request: Request, entries: Sequence[Entry]) -> list[Job]:
-    """The jobs that have to run; of a search that is not over, those that stand for them."""
+    """Return the jobs that have to run; representative jobs of a search that is not finished."""
     sweep = request.sweep
     assert sweep is not None
     if sweep.trials is not None:
@@ -98,7 +98,7 @@ def _left(request: Request, entries: Sequence[Entry]) -> list[Job]:
 
 @contextmanager
 def _claimed(sweep: Sweep) -> Iterator[None]:
-    """Keep other processes off a sweep. The claim ends with this process, however it ends."""
+    """Lock a sweep against other processes; the lock ends with this process."""
     try:
         with FileLock(sweep.folder / ".sweep.lock", timeout=_RELEASED):
             yield
@@ -108,7 +108,7 @@ def _claimed(sweep: Sweep) -> Iterator[None]:
 
 
 def _begin(request: Request, entries: list[Entry], typed: Sequence[str]) -> None:
-    """Clear the places of the runs that will run, and write the record."""
+    """Archive old files of the runs that will run, and write the record."""
     sweep = request.sweep
     assert sweep is not None
     settings = request.jobs[0].config.sweep
@@ -141,7 +141,7 @@ def _end(folder: Path, code: int, interrupted: bool, search: bool) -> SweepRecor
         for entry in record.entries:
             if entry.state == "running":
                 load_status(entry, folder, record.objective)
-            if entry.state == "running":  # its process ended without a word
+            if entry.state == "running":  # its process was killed
                 entry.state = "interrupted" if interrupted else "failed"
         states = {entry.state for entry in record.entries}
         if interrupted or "interrupted" in states:

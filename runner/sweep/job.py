@@ -1,4 +1,4 @@
-"""One run as a part of a sweep: announced, run, and noted in the record."""
+"""Run one job of a sweep, and note it in the record."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from runner.telemetry.sinks.console import print_line
 _LONGEST_TAG = 64  # wandb's own limit
 
 PAGE_SECONDS = 0.1
-"""Shortest time between two pages of a sweep for each run on them, several times what writing
-takes: a sweep of many short runs does not spend its time on pages."""
+"""Least time between two pages of a sweep, for each run on the page: several times what writing it
+takes."""
 
 
 def run_job(config: DictConfig) -> float | None:
@@ -120,7 +120,7 @@ def _gives_up(record: SweepRecord) -> bool:
 
 
 def _grouped(plain: dict[str, Any], name: str) -> dict[str, Any]:
-    """The configuration with the sweep as group and tag, where the user gave none."""
+    """Return the configuration with the sweep as group and tag, unless the user gave any."""
     tracker = dict(plain["tracker"])
     tracker["group"] = tracker.get("group") or name
     tracker["tags"] = tracker.get("tags") or [name[:_LONGEST_TAG]]

@@ -1,4 +1,4 @@
-"""What is printed of a sweep: a line before each run, one for each failure, a table at the end."""
+"""Text that a sweep prints: a line before each run, one for each failure, a table at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONGEST_ERROR = 80
 
 
 def resumed(entries: Sequence[Entry]) -> str:
-    """How many runs are done already; empty where none is."""
+    """Return how many runs are done already; empty if none is."""
     done = sum(entry.state == "finished" for entry in entries)
     if done == 0:
         return ""
@@ -23,7 +23,7 @@ def resumed(entries: Sequence[Entry]) -> str:
 
 
 def interruption(record: SweepRecord, search: bool) -> str:
-    """That the sweep was interrupted, how far it came, and what the same command would do."""
+    """Return how many runs an interrupted sweep finished, and what the same command does."""
     done = sum(entry.state == "finished" for entry in record.entries)
     again = "starts the search afresh" if search else "runs the rest"
     return (
@@ -33,7 +33,7 @@ def interruption(record: SweepRecord, search: bool) -> str:
 
 
 def beginning(record: SweepRecord, entry: Entry) -> str:
-    """Which run of how many begins, the best so far, and the time left."""
+    """Return which run begins, the best run so far, and the time left."""
     parts = [_title(record, entry)]
     leader = best(record.entries, record.maximizes)
     if leader is not None and leader.objective is not None:
@@ -48,7 +48,7 @@ def beginning(record: SweepRecord, entry: Entry) -> str:
 
 
 def failure(record: SweepRecord, entry: Entry) -> str:
-    """That a run failed, and why."""
+    """Return why a run failed."""
     return f"{_title(record, entry)}   failed: {entry.error or 'no message'}"
 
 

@@ -1,4 +1,4 @@
-"""What is left to do of a sweep that ran before."""
+"""Find the runs of a sweep that are not finished yet."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plan_runs(request: Request) -> list[Entry]:
 
 
 def recorded(folder: Path) -> list[Entry]:
-    """The runs in the record of a sweep; none where there is no record."""
+    """Return the runs in the record of a sweep; none if there is no record."""
     try:
         return SweepRecord.read(folder).entries
     except FileNotFoundError:
@@ -62,7 +62,7 @@ def recorded(folder: Path) -> list[Entry]:
 
 
 def finished_search(folder: Path) -> bool:
-    """Whether a sweeper that chooses jobs as it goes has come to its end."""
+    """Return whether a sweeper that chooses its jobs has finished."""
     try:
         return SweepRecord.read(folder).state == "finished"
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def archive(sweep: Path, folders: Iterable[str]) -> None:
 
 
 def _is_hydras(word: str) -> bool:
-    """Whether a word is about Hydra itself, and so the same for all jobs."""
+    """Return whether an override sets a key of Hydra, which is the same for all jobs."""
     return word.lstrip("+~").startswith(("hydra.", "hydra/"))
 
 

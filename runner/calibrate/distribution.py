@@ -16,20 +16,6 @@ from numpy.typing import NDArray
 
 POINTS = (50, 75, 90, 95, 99)
 
-CLIPPED = {"adaptive": (0.2, 0.5, 0.05), "value": (0.01, 0.1, 0.001)}
-"""Shares of units or elements that the suggested threshold and the ends of its range clip, by mode.
-
-No paper gives a rule. On ordinary models the studied thresholds of adaptive clipping (0.01 to 0.16)
-clip between a twentieth and more than half of the units. Clamping elements changes the direction of
-the gradient, so the shares of ``value`` are smaller."""
-
-STUDIED = {
-    "norm": (0.1, 0.25, 1.0, 2.0),
-    "value": (0.1, 0.25, 1.0, 2.0),
-    "adaptive": (0.01, 0.02, 0.04, 0.08, 0.16),
-}
-"""Thresholds of publications, by mode; those of ``value`` are a mere grid."""
-
 
 @dataclass(frozen=True)
 class Distribution:
@@ -136,9 +122,18 @@ def suggest(measured: Distribution) -> Suggestion | None:
     return Suggestion(*found) if all(math.isfinite(x) and x > 0 for x in found) else None
 
 
-def suggest_by_parts(mode: str, parts: Histogram) -> Suggestion | None:
-    """Suggest thresholds, to three digits, that clip the shares of `CLIPPED`; None if all are 0."""
-    found = [_rounded(parts.largest(share)) for share in CLIPPED[mode]]
+def suggest_by_parts(shares: Sequence[float], parts: Histogram) -> Suggestion | None:
+    """Return thresholds to three digits for a mode that clips elements, units or tensors.
+
+    Args:
+        shares: shares of the parts that the three thresholds clip, see
+            :class:`runner.config.modes.ModeInfo`.
+        parts: all parts of the measured steps.
+
+    Returns:
+        None if all parts are zero.
+    """
+    found = [_rounded(parts.largest(share)) for share in shares]
     return Suggestion(*found) if all(x > 0 for x in found) else None
 
 
@@ -156,16 +151,16 @@ def would_clip(peaks: Sequence[float], threshold: float) -> float:
 
 
 def candidates(
-    mode: str, suggestion: Suggestion | None, also: Iterable[float | None] = ()
+    studied: Iterable[float], suggestion: Suggestion | None, also: Iterable[float | None] = ()
 ) -> list[float]:
-    """Return the sorted thresholds whose shares are reported.
+    """Return the thresholds to compare, rising.
 
     Args:
-        mode: ``norm``, ``value`` or ``adaptive``.
-        suggestion: suggested thresholds.
-        also: further thresholds, such as ``clip.threshold``; None is left out.
+        studied: thresholds that publications use, see :class:`runner.config.modes.ModeInfo`.
+        suggestion: result of :func:`suggest` or :func:`suggest_by_parts`.
+        also: further thresholds, such as the request's own; None among them is left out.
     """
-    listed = [*STUDIED.get(mode, STUDIED["norm"]), *(x for x in also if x is not None)]
+    listed = [*studied, *(x for x in also if x is not None)]
     if suggestion is not None:
         listed += [suggestion.start, suggestion.low, suggestion.high]
     return sorted(set(listed))

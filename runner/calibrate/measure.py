@@ -54,9 +54,8 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
 def unclipped(config: RunConfig) -> ClipMode:
     """Make the clipping mode of ``config`` with a threshold that never clips."""
     if config.clip.threshold is None:
-        return build.make_mode(config)
-    clip = config.clip.model_copy(update={"threshold": NEVER})
-    return build.make_mode(config.model_copy(update={"clip": clip}))
+        return build.make_mode(config.clip)
+    return build.make_mode(config.clip.model_copy(update={"threshold": NEVER}))
 
 
 def end_of(config: RunConfig) -> Duration:

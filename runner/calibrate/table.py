@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runner.calibrate.distribution import CLIPPED, POINTS
+from runner.calibrate.distribution import POINTS
+from runner.config.modes import ModeInfo, info_of
 from runner.config.notation import percent, plural, rounded
-from runner.telemetry.guidance import FEWEST, PARTS, PEAKS
+from runner.telemetry.guidance import FEWEST
 
 COLUMNS = ("mean", "p50", "p75", "p90", "p95", "p99", "max")
 
@@ -26,9 +27,9 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _distributions(found)
     yield ""
     yield from _suggested(found)
-    parts, name = found.get("would_clip_parts"), PARTS.get(found["mode"])
+    parts = found.get("would_clip_parts")
     head = "threshold   share of the steps it would have clipped"
-    yield head + (f", and of their {name}" if parts else "")
+    yield head + (f", and of their {_info(found).parts}" if parts else "")
     for threshold, share in found["would_clip"].items():
         own = f"   {percent(parts[threshold]):>12}" if parts else ""
         yield f"{threshold:>9}   {percent(share):>12}{own}"
@@ -45,6 +46,10 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     if found["next"]:
         yield "Next"
         yield from (f"  {command}" for command in found["next"].values())
+
+
+def _info(found: Mapping[str, Any]) -> ModeInfo:
+    return info_of(found["mode"], found.get("mode_info"))
 
 
 def _trouble(found: Mapping[str, Any]) -> Iterator[str]:
@@ -65,7 +70,7 @@ def _distributions(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each distribution: ‖G‖, and the values that other modes compare with λ."""
     names = {"norm": "‖G‖"}
     if "peak" in found:
-        names["peak"] = f"largest {PEAKS.get(found['mode'], 'figure')}"
+        names["peak"] = f"largest {_info(found).stat}"
     rows = [
         (f"{name}, {when}", found[key][part])
         for key, name in names.items()
@@ -77,7 +82,7 @@ def _distributions(found: Mapping[str, Any]) -> Iterator[str]:
     for label, one in rows:
         yield f"{label:<{width}}" + "".join(f"{rounded(one[column]):>10}" for column in COLUMNS)
     if "parts" in found:
-        name, parts = PARTS[found["mode"]], found["parts"]
+        name, parts = _info(found).parts, found["parts"]
         points = "  ".join(f"p{point} {rounded(parts[f'p{point}'])}" for point in POINTS)
         share = percent(parts["nonzero"] / max(parts["total"], 1))
         yield f"all {name} whose gradient is not 0 ({share} of them): {points}"
@@ -94,9 +99,9 @@ def _suggested(found: Mapping[str, Any]) -> Iterator[str]:
         start, low, high = (f"{suggested[key]:g}" for key in ("start", "low", "high"))
         mode = found["mode"]
         why = ["the p90", "half to ten times the mean"]
-        if mode in CLIPPED:
-            clips = [percent(share) for share in CLIPPED[mode]]
-            why = [f"clips {clips[0]} of these {PARTS[mode]}", f"clips {clips[1]} to {clips[2]}"]
+        if (parts := _info(found).parts) is not None:
+            clips = [percent(share) for share in _info(found).shares]
+            why = [f"clips {clips[0]} of these {parts}", f"clips {clips[1]} to {clips[2]}"]
         yield f"clip.threshold to begin with, for clip={mode}: {start} ({why[0]})"
         yield f"range worth a sweep: {low} to {high} ({why[1]})"
     yield ""

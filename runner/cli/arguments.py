@@ -14,6 +14,7 @@ from hydra._internal.utils import get_args_parser
 
 from runner.compose.composer import Source
 from runner.compose.jobs import Job
+from runner.compose.overrides import with_own_mode
 from runner.compose.request import Request, request
 from runner.config.environment import joins, started_rank
 from runner.config.folders import CONFIG_NAME
@@ -63,6 +64,7 @@ def read(words: Sequence[str], purpose: str = "", also: Sequence[str] = ()) -> a
         ]
     # argparse takes overrides before or after a flag, not both.
     args.overrides += [word for word in rest if not word.startswith("-")]
+    args.overrides = with_own_mode(args.overrides)
     if problems:
         raise RequestError([*problems, *_wrong_overrides(args)])
     return args

@@ -29,6 +29,7 @@ from runner.cli.arguments import single
 from runner.cli.new_folder import new_folder
 from runner.compose.jobs import Job
 from runner.config.environment import joins
+from runner.config.modes import built_in
 from runner.telemetry.sinks.console import print_line
 
 FILE = "calibrate.json"
@@ -98,17 +99,19 @@ def describe(job: Job, measured: Mapping[str, Any], words: Sequence[str]) -> dic
         words: arguments of the command.
     """
     clip = job.config.clip
-    mode = "norm" if clip.mode == "none" else clip.mode
+    described = clip.described if clip.described.info.clips else built_in("norm")
+    mode, info = (clip.mode if described is clip.described else "norm"), described.info
     norms, peaks = measured["norms"], measured["peaks"]
     steps, first = len(norms), warm_up(len(norms), job.config.calibrate.warmup_steps)
-    parts = None if mode == "norm" else Histogram(**measured["parts"])
+    parts = None if info.parts is None else Histogram(**measured["parts"])
     measure = distribution(peaks[first:])
-    suggested = suggest(measure) if parts is None else suggest_by_parts(mode, parts)
-    listed = candidates(mode, suggested, (*clip.what_if, clip.threshold))
+    suggested = suggest(measure) if parts is None else suggest_by_parts(info.shares, parts)
+    listed = candidates(info.studied, suggested, (*clip.what_if, clip.threshold))
     near = nearest(mode, measured["kind"], suggested.start if suggested else None)
     found: dict[str, Any] = {
         "words": list(words),
         "mode": mode,
+        "mode_info": info.record(),
         "norm_type": clip.norm_type,
         "steps": steps,
         "warmup_steps": first,
@@ -116,8 +119,9 @@ def describe(job: Job, measured: Mapping[str, Any], words: Sequence[str]) -> dic
         "loss": measured["loss"],
         "norm": _apart(norms, first),
     }
-    if parts is not None:
+    if not info.limits_norm:
         found["peak"] = _apart(peaks, first)
+    if parts is not None:
         found["parts"] = {
             "total": parts.total,
             "nonzero": parts.nonzero,
@@ -157,7 +161,7 @@ def commands(words: Sequence[str], mode: str, start: float | None) -> dict[str, 
         if key not in settled and not key.startswith("calibrate.")
     ]
     grid = [float(f"{start * factor:.3g}") for factor in (0.25, 0.5, 1, 2, 4)]
-    base = [*kept, f"clip={mode}"]
+    base = kept if "clip._target_" in keys else [*kept, f"clip={mode}"]
     others = ",".join(f"{x:g}" for x in grid if x != start)
     run = ["python", "-m", "runner", *base, f"clip.threshold={start:g}", f"clip.what_if=[{others}]"]
     each = ",".join(f"{x:g}" for x in grid)

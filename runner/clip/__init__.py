@@ -6,6 +6,7 @@ from runner.clip.layout import Layout, Number, ParamShard
 from runner.clip.mode import ClipMode
 from runner.clip.norms import total_norm
 from runner.clip.units import Units
+from runner.config.modes import ModeInfo
 
 __all__ = [
     "ClipMode",
@@ -13,6 +14,7 @@ __all__ = [
     "GradStats",
     "GradientClipping",
     "Layout",
+    "ModeInfo",
     "Number",
     "ParamShard",
     "Parts",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -21,15 +22,17 @@ from runner.clip.decision import Decision, GradStats, Parts
 from runner.clip.layout import Layout, Number, ParamShard
 from runner.clip.mode import ClipMode
 from runner.clip.norms import SQUARES_OVERFLOW, combine
+from runner.config.modes.adaptive import Adaptive
 
 log = logging.getLogger(__name__)
 
 
-class AdaptiveClip(ClipMode):
+@dataclass(eq=False)
+class AdaptiveClip(Adaptive, ClipMode):
     """Scale each unit's gradient by its own coefficient."""
 
-    _layout: Layout | None = None
-    _shards: Sequence[ParamShard] = ()
+    _layout: Layout | None = field(default=None, init=False, repr=False)
+    _shards: Sequence[ParamShard] = field(default=(), init=False, repr=False)
 
     def bind(self, layout: Layout) -> None:
         """Resolve ``exclude`` and ``units`` against the parameters of ``layout``.
@@ -39,14 +42,16 @@ class AdaptiveClip(ClipMode):
         if self.exclude == "auto":
             excluded = set(layout.heads)
         else:
-            globs = (self.exclude,) if isinstance(self.exclude, str) else self.exclude
+            given: Sequence[str] = self.exclude
+            globs = [given] if isinstance(given, str) else given
             excluded = {name for glob in globs for name in layout.matching(glob, "exclude")}
-        shards = layout.with_units(self.units)
+        units = self.units or {}
+        shards = layout.with_units(units)
         self._shards = [shard for shard in shards if shard.name not in excluded]
         self._layout = layout
         if self.exclude == "auto":
             _log_once(layout, logging.INFO, _left_out(layout))
-        chosen = {name for glob in self.units for name in layout.matching(glob, "units")}
+        chosen = {name for glob in units for name in layout.matching(glob, "units")}
         assumed = [n for n, p in layout.parameters.items() if not p.known and n not in chosen]
         if left := [name for name in assumed if name not in excluded]:
             _log_once(layout, logging.WARNING, _unknown(layout, left))

@@ -1,15 +1,14 @@
-"""Clipping by one call, in anybody's training loop.
+"""Clipping by one call, in any training loop.
 
-The names and arguments are those of Composer's gradient clipping, so that its scripts run with
-their import lines changed.
+Names and arguments are those of Composer's gradient clipping, so that its scripts need only their
+import lines changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,26 +18,27 @@ from runner.clip.boosted import clip_boosted
 from runner.clip.decision import Decision
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
+from runner.config.modes import NAMES
+from runner.config.nearest import or_list
 
 
 def build(mode: str, **options: Any) -> ClipMode:
-    """The clipping mode called ``mode``: the file ``runner/clip/<mode>.py``.
+    """Make the clipping mode called ``mode``: the one in ``runner/clip/<mode>.py``.
 
     Args:
-        mode: ``norm``, ``value``, ``adaptive``, ``none``, or any further mode.
-        options: arguments of :class:`runner.clip.mode.ClipMode`.
+        mode: one of :data:`runner.config.modes.NAMES`.
+        options: options of the mode: ``threshold``, ``norm_type``, and its own.
 
     Raises:
-        ValueError: there is no such mode, or an option is out of range.
+        ValueError: there is no such mode, it has no such option, or an option is out of range.
     """
-    name = f"runner.clip.{mode}"
-    known = mode.isidentifier() and find_spec(name) is not None
-    kind = getattr(import_module(name), "MODE", None) if known else None
-    if kind is None:
-        raise ValueError(f"unknown clipping mode {mode!r}: use norm, value, adaptive or none")
-    built = kind(**options)
-    assert isinstance(built, ClipMode)
-    return built
+    if mode not in NAMES:
+        raise ValueError(f"unknown clipping mode {mode!r}: use {or_list(NAMES)}")
+    kind: type[ClipMode] = import_module(f"runner.clip.{mode}").MODE
+    known = [one.name for one in fields(kind) if one.init]
+    if unknown := [name for name in options if name not in known]:
+        raise ValueError(f"mode {mode} has no option {unknown[0]}: it has {', '.join(known)}")
+    return kind(**options)
 
 
 @torch.no_grad()
@@ -47,12 +47,13 @@ def apply_gradient_clipping(
     clipping_type: str,
     clipping_threshold: float,
     norm_type: float = 2.0,
-    units: Mapping[str, int | Sequence[int]] | None = None,
+    **options: Any,
 ) -> Decision:
     """Clip the gradients of ``parameters`` in place. Call it after ``backward``, before ``step``.
 
     A boosted model is clipped by its optimizer: gradients are synchronised and unscaled first, the
     norm is that of the whole model on all ranks, and a second clipping in one step is refused.
+    A gradient that is not finite is left as it is.
 
     Args:
         parameters: a module (whose layers and heads are then known), or parameters, or one tensor.
@@ -62,23 +63,20 @@ def apply_gradient_clipping(
         clipping_type: ``norm``, ``value`` or ``adaptive``.
         clipping_threshold: λ, above 0.
         norm_type: p of the total norm.
-        units: of ``adaptive``, for a module with layers that it does not know: patterns of
-            parameter names, and the dimension or dimensions of the parameter that index outputs,
-            such as ``{"experts.*": [0, 1]}``.
+        options: options of the mode, such as ``units={"experts.*": [0, 1]}`` of ``adaptive``: for
+            layers that it does not know, the dimensions of parameters that index outputs.
 
     Returns:
         What was done: the norm before and after, the coefficient, the share clipped.
 
     Raises:
-        ValueError: an unknown type, a threshold that is not above 0, no parameters at all,
-            parameters of a boosted model that cannot be clipped by themselves, or units that do
-            not fit the parameters.
+        ValueError: an unknown type or option, a threshold that is not above 0, no parameters,
+            some parameters of a boosted model that cannot be clipped alone, or options that do not
+            fit the parameters.
         StepOrderError: gradients of a boosted model are not final, or were clipped already.
         TypeError: parameters are sharded, and are not given as a module.
     """
-    mode = build(
-        clipping_type, threshold=clipping_threshold, norm_type=norm_type, units=units or {}
-    )
+    mode = build(clipping_type, threshold=clipping_threshold, norm_type=norm_type, **options)
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
     given = listed if isinstance(listed, nn.Module) else list(listed)
     if given == []:
@@ -108,7 +106,7 @@ class GradientClipping:
     Args:
         clipping_type: ``norm``, ``value`` or ``adaptive``.
         clipping_threshold: λ, above 0.
-        units: see :func:`apply_gradient_clipping`.
+        units: option ``units`` of ``adaptive``, see :func:`apply_gradient_clipping`.
     """
 
     clipping_type: str
@@ -116,5 +114,6 @@ class GradientClipping:
     units: Mapping[str, int | Sequence[int]] | None = None
 
     def mode(self) -> ClipMode:
-        """The clipping mode that this describes."""
-        return build(self.clipping_type, threshold=self.clipping_threshold, units=self.units or {})
+        """Make the clipping mode that this describes."""
+        options: dict[str, Any] = {} if self.units is None else {"units": self.units}
+        return build(self.clipping_type, threshold=self.clipping_threshold, **options)

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout, Number
 from runner.clip.tally import Tally
+from runner.config.modes import Mode
 
 
-@dataclass
-class ClipMode(ABC):
+@dataclass(eq=False)
+class ClipMode(Mode, ABC):
     """A rule of clipping.
 
     A subclass implements :meth:`decide_finite`, and :meth:`apply_parts` where it clips elements,
-    units or tensors instead of scaling the whole gradient.
-
-    Args:
-        threshold: λ, above 0. It may be changed between steps; each step logs the one in force.
-        norm_type: p of the total norm that is measured (and that mode ``norm`` limits).
-        exclude: globs of parameter names that the mode leaves alone, or ``"auto"``: the weights of
-            the model's heads. Used only by modes that clip parameter by parameter.
-        eps: lower bound of a weight's norm in adaptive clipping.
-        units: globs of parameter names, and the dimension or dimensions of these parameters that
-            index outputs, for layers that adaptive clipping does not know; of two globs that match
-            a parameter the last one counts. Without any dimension the whole tensor is one unit.
+    units or tensors instead of scaling the whole gradient. Its options and its ``info`` are
+    described in :class:`runner.config.modes.Mode`.
 
     Attributes:
         history: what the mode remembers of earlier steps, by name: floats, or tensors on the
@@ -39,37 +32,16 @@ class ClipMode(ABC):
             finite is dropped. Never write into a tensor of it in place.
         tally: counts the elements or units that the mode compares with λ, where it is set.
 
-    Raises:
-        ValueError: a threshold that is not above 0, a norm_type below 1, an eps not above 0, units
-            that are no dimensions.
     """
 
     initial_history: ClassVar[Mapping[str, Number]] = {}
-
-    threshold: float | None = None
-    norm_type: float = 2.0
-    exclude: tuple[str, ...] | str = "auto"
-    eps: float = 1e-3
-    units: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
 
     history: dict[str, Number] = field(init=False, repr=False)
     tally: Tally | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.history = dict(self.initial_history)
-        if self.threshold is not None and not self.threshold > 0:
-            raise ValueError(f"the clipping threshold must be above 0, not {self.threshold}")
-        if not self.norm_type >= 1:
-            raise ValueError(f"norm_type must be at least 1 (or inf), not {self.norm_type}")
-        if not self.eps > 0:
-            raise ValueError(f"eps must be above 0, not {self.eps}")
-        for pattern, dims in self.units.items():
-            listed = dims if isinstance(dims, list | tuple) else [dims]
-            if any(type(dim) is not int for dim in listed):
-                raise ValueError(
-                    f"units of {pattern} must be the dimension that indexes outputs, or a list of "
-                    f"dimensions, not {dims!r}"
-                )
 
     @property
     def limit(self) -> float:
@@ -82,7 +54,7 @@ class ClipMode(ABC):
             raise ValueError("this clipping mode needs a threshold")
         return self.threshold
 
-    def bind(self, layout: Layout) -> None:  # noqa: B027 (most modes have nothing to prepare)
+    def bind(self, layout: Layout) -> None:
         """Prepare for ``layout``, once, before the first step.
 
         Raises:
@@ -110,7 +82,7 @@ class ClipMode(ABC):
             return decision
         for name, value in self.history.items():
             if value is not before[name]:
-                self.history[name] = torch.where(stats.finite, value, before[name])
+                self.history[name] = _where(stats.finite, value, before[name])
         return decision.where(stats.finite)
 
     @abstractmethod
@@ -163,6 +135,16 @@ class ClipMode(ABC):
         """Load what :meth:`state_dict` returned."""
         self.threshold = state["threshold"]
         self.history |= state.get("history", {})
+
+
+def _where(finite: Tensor, new: Number, old: Number) -> Tensor:
+    """Return ``new`` where ``finite`` holds, else ``old``; floats in the widest type there is."""
+    wide, device = transfer.widest(finite.device), finite.device
+    new, old = (
+        value if isinstance(value, Tensor) else torch.full((), value, dtype=wide, device=device)
+        for value in (new, old)
+    )
+    return torch.where(finite, new, old)
 
 
 def _scale(layout: Layout, coef: Number) -> None:

@@ -3,9 +3,10 @@
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
+from runner.config.modes.none import Unclipped
 
 
-class NoClip(ClipMode):
+class NoClip(Unclipped, ClipMode):
     """Leave the gradients alone."""
 
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:

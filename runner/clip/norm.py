@@ -6,9 +6,10 @@ Pascanu, Mikolov and Bengio 2013 (arXiv 1211.5063, algorithm 1).
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
+from runner.config.modes.norm import Norm
 
 
-class NormClip(ClipMode):
+class NormClip(Norm, ClipMode):
     """Scale the whole gradient so that its norm is at most λ."""
 
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:

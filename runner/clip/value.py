@@ -13,9 +13,10 @@ from runner.clip.decision import Decision, GradStats, Parts
 from runner.clip.layout import Layout, Number
 from runner.clip.mode import ClipMode
 from runner.clip.norms import combine, power_sums
+from runner.config.modes.value import Value
 
 
-class ValueClip(ClipMode):
+class ValueClip(Value, ClipMode):
     """Clamp elements."""
 
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:

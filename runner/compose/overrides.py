@@ -10,6 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
+from runner.config.clip_section import Clip
 from runner.config.nearest import or_list
 from runner.config.problem import NOTHING, Problem
 
@@ -35,6 +36,28 @@ def read(words: Iterable[str], loader: ConfigLoader) -> tuple[list[Override], li
         except HydraException as error:
             problems.append(_unreadable(word, str(error), loader))
     return overrides, problems
+
+
+def with_own_mode(given: Sequence[str]) -> list[str]:
+    """Let ``clip._target_=package.Mode`` and the mode's options be given without ``+``.
+
+    Files of ``conf/clip`` have no place for them, so Hydra would ask for it.
+
+    Args:
+        given: overrides, as typed.
+
+    Returns:
+        The overrides with ``++`` before each key that only a user's mode has.
+    """
+    keys = [override.lstrip("+").partition("=")[0] for override in given]
+    if "clip._target_" not in keys:
+        return list(given)
+    return [
+        f"++{override.lstrip('+')}"
+        if key.startswith("clip.") and key.split(".")[1] not in Clip.model_fields
+        else override
+        for key, override in zip(keys, given, strict=True)
+    ]
 
 
 def jobs(

@@ -56,11 +56,12 @@ def _recipes() -> str:
 def _keys(*, _root_: Container) -> str:
     """The owned keys with the values they have in this composition, for ``--help``."""
     rows = []
-    for key in owned_keys().values():
+    clip = _plain(OmegaConf.select(_root_, "clip"))
+    for key in owned_keys({"clip": clip}).values():
         if key.name in _CHOSEN or key.name.endswith("._target_"):
             continue
         try:
-            value = OmegaConf.select(_root_, key.name, default=MISSING)
+            value = OmegaConf.select(_root_, key.name, default=key.default)
         except OmegaConfBaseException:
             value = MISSING
         rows.append((f"{key.name}={shown(_plain(value))}", key.meaning))

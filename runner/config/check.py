@@ -10,10 +10,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 from pydantic_core import ErrorDetails
 
 from runner.config.arguments import misfit, usual
+from runner.config.clip_section import (
+    Clip,
+    clip_section,
+    every_option,
+    lenient_clip_section,
+    owners,
+)
+from runner.config.modes import ModeError
 from runner.config.nearest import nearest_keys, nearest_name, or_list
 from runner.config.problem import MISSING, NOTHING, Problem, RequestError
 from runner.config.schema import RunConfig
@@ -27,6 +35,7 @@ class Key(NamedTuple):
     name: str  # dotted
     allowed: Allowed
     meaning: str
+    default: Any = MISSING  # that of an option of a user's clipping mode; files have all others
 
 
 def parse(plain: Mapping[str, Any]) -> RunConfig:
@@ -57,13 +66,16 @@ def examine(
             value is checked, but not whether the values exclude each other, or those of other
             sections.
     """
-    fields = RunConfig.model_fields
-    problems = list(_problems_of_arguments(plain))
+    problems = [*_problems_of_target(plain), *_problems_of_arguments(plain)]
+    schema = _schema(plain)
+    fields = schema.model_fields
     config = None
     try:
-        config = RunConfig.model_validate(
-            _without_missing(plain, RunConfig), context=_not_judged(unsettled)
+        checked = schema.model_validate(
+            _without_missing(plain, schema), context=_not_judged(schema, unsettled)
         )
+        # A class that was made for one mode could not travel to another process.
+        config = RunConfig.model_construct(**dict(checked))
     except ValidationError as error:
         for one in error.errors(include_url=False):
             problems += _problems(one, plain)
@@ -76,20 +88,32 @@ def examine(
     return config, problems
 
 
+def owned_keys(plain: Mapping[str, Any] | None = None) -> Mapping[str, Key]:
+    """Return the keys that this project owns by their dotted names, in the order of the schema.
+
+    Args:
+        plain: configuration whose clipping mode's options are among them; by default the options of
+            all modes of this project are.
+    """
+    return _keys(_schema_with(every_option()) if plain is None else _schema(plain))
+
+
 @cache
-def owned_keys() -> Mapping[str, Key]:
-    """Return every key that this project owns by its dotted name, in the order of the schema."""
-    return {key.name: key for key in _owned(RunConfig, "")}
+def _keys(schema: type[RunConfig]) -> Mapping[str, Key]:
+    return {key.name: key for key in _owned(schema, "")}
 
 
 def keys_of(plain: Mapping[str, Any]) -> set[str]:
     """Every dotted key that exists: the owned ones and those of the targets in ``plain``."""
-    return {*owned_keys()} | {key for key, _ in leaves("", plain) if key}
+    mine = {*owned_keys(), *owned_keys(plain)}
+    return mine | {key for key, _ in leaves("", plain) if key}
 
 
 def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem:
     """The problem of a key that does not exist, with the names that are near."""
     known = set(known)
+    if key.startswith("clip.") and (modes := owners(key.removeprefix("clip."))):
+        return Problem(key, value, f"is an option of {or_list(f'clip={one}' for one in modes)}")
     message = "unknown key"
     sections = {name.partition(".")[0] for name in known}
     near = nearest_keys(key, known | sections)
@@ -104,11 +128,21 @@ def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem
     return Problem(key, value, f"{message}  (keys: {', '.join(sorted(sections))})")
 
 
-def _not_judged(unsettled: Collection[str]) -> set[type[Section]]:
+def _schema(plain: Mapping[str, Any]) -> type[RunConfig]:
+    """Return the model of a configuration with the options of its clipping mode."""
+    return _schema_with(lenient_clip_section(plain.get("clip")))
+
+
+@cache
+def _schema_with(section: type[Clip]) -> type[RunConfig]:
+    return create_model("RunConfig", __base__=RunConfig, clip=(section, ...))
+
+
+def _not_judged(schema: type[RunConfig], unsettled: Collection[str]) -> set[type[Section]]:
     """Return the models whose conflicts are not looked for: the whole is one as soon as any is."""
-    fields = RunConfig.model_fields
+    fields = schema.model_fields
     sections = {section_of(fields[name]) for name in unsettled if name in fields}
-    return {cls for cls in sections if cls} | ({RunConfig} if unsettled else set())
+    return {cls for cls in sections if cls} | ({schema} if unsettled else set())
 
 
 def _without_missing(node: Mapping[str, Any], cls: type[Section]) -> dict[str, Any]:
@@ -133,7 +167,9 @@ def _problems(error: ErrorDetails, plain: Mapping[str, Any]) -> Iterator[Problem
             keys = [*place, *conflict.key.split(".")]
             yield Problem(_dotted(keys), _value(plain, keys), conflict.message)
     elif error["type"] in ("extra_forbidden", "invalid_key"):
-        known = keys_of({})  # the keys of a target are no help for a section of ours
+        # The keys of other targets are no help for a section of ours.
+        own = _value(plain, ("clip", "_target_")) != MISSING
+        known = {*owned_keys(plain if own else None)}
         for leaf, content in leaves(_dotted(place), _value(plain, place)):
             yield unknown_key(leaf, known, content)
     elif len(place) == 1 and (section := section_of(RunConfig.model_fields[str(place[0])])):
@@ -141,7 +177,8 @@ def _problems(error: ErrorDetails, plain: Mapping[str, Any]) -> Iterator[Problem
         message = f"must be a section with the keys {', '.join(names)}"
         yield Problem(_dotted(place), plain.get(str(place[0])), message)
     else:
-        key = owned_keys().get(_dotted(place[:1])) or owned_keys()[_dotted(place[:2])]
+        owned = owned_keys(plain)
+        key = owned.get(_dotted(place[:1])) or owned[_dotted(place[:2])]
         value = _value(plain, key.name.split("."))
         if value == MISSING:
             message = f"no value given; must be {key.allowed.text} ({key.meaning})"
@@ -152,6 +189,14 @@ def _problems(error: ErrorDetails, plain: Mapping[str, Any]) -> Iterator[Problem
             hint = f"; did you mean {near}?" if near else ""
             message = f"must be {key.allowed.text}{hint}"
         yield Problem(key.name, value, message)
+
+
+def _problems_of_target(plain: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield why the user's clipping mode cannot be used, if there is one and it cannot."""
+    try:
+        clip_section(plain.get("clip"))
+    except ModeError as error:
+        yield Problem("clip._target_", _value(plain, ("clip", "_target_")), str(error))
 
 
 def _problems_of_arguments(plain: Mapping[str, Any]) -> Iterator[Problem]:
@@ -191,7 +236,9 @@ def _owned(cls: type[Section], path: str) -> Iterator[Key]:
         if section := section_of(field):
             yield from _owned(section, f"{where}.")
         else:
-            yield Key(where, allowed(field.annotation, field.metadata), field.description or "")
+            default = MISSING if field.is_required() else field.get_default()
+            meaning = field.description or ""
+            yield Key(where, allowed(field.annotation, field.metadata), meaning, default)
 
 
 def leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:

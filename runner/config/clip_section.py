@@ -1,24 +1,34 @@
-"""Section ``clip``: how the gradient of each optimizer step is clipped."""
+"""Section ``clip``: how the gradient of each optimizer step is clipped.
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+All modes share the keys of :class:`Clip`. Each mode adds its own options, which it declares as
+fields of its description (see :mod:`runner.config.modes`).
+"""
 
-from pydantic import Field
+from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, create_model
+
+from runner.config.modes import NAMES, Mode, ModeError, built_in, load, options_of
 from runner.config.section import Conflict, Section
 from runner.config.values import (
     Allowed,
+    DottedName,
     NormOrder,
-    OutputDims,
     Positive,
     Positives,
-    Texts,
+    Text,
     option_of,
 )
 
 
 class Clip(Section):
     """How the gradient of each optimizer step is clipped."""
+
+    described: ClassVar[type[Mode]] = Mode
 
     mode: Annotated[str, option_of("clip")] = Field(
         description="choose what is clipped: the norm of the whole gradient, each element, each "
@@ -34,19 +44,6 @@ class Clip(Section):
         description="measure this norm of the gradient: 1, 2 or inf; change it only to reproduce "
         "a paper that does"
     )
-    exclude: Literal["auto"] | Texts = Field(
-        description="adaptive: do not clip these parameters, patterns of names, such as [head.*]; "
-        "auto: the weights of the model's heads"
-    )
-    units: OutputDims | None = Field(
-        description="adaptive: say which dimensions of a parameter index its outputs, by patterns "
-        "of names, where a warning asks for it"
-    )
-    eps: float = Field(
-        gt=0,
-        description="adaptive: count a weight's norm as at least this, so that weights of zero can "
-        "move",
-    )
     nonfinite: Literal["skip", "error", "ignore"] = Field(
         description="choose what to do with a step whose gradient is not finite: leave it out, end "
         "the run, or take it"
@@ -55,11 +52,133 @@ class Clip(Section):
         description="try further thresholds: log the share of steps that each would have clipped"
     )
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Values of the options that only this mode has."""
+        return {name: getattr(self, name) for name in options_of(self.described)}
+
+    @property
+    def own_target(self) -> str | None:
+        """Full name of the class, where the mode is a user's own."""
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The class of a mode is made when it is first asked for, so pickle cannot find it by name.
+        chosen = {"mode": self.mode, "_target_": self.own_target}
+        return _restore, (chosen, self.__getstate__())
+
     def conflicts(self) -> Iterator[Conflict]:
         """Yield a threshold that is not used, or that is missing."""
-        if self.mode == "none" and self.threshold is not None:
-            yield Conflict("threshold", "clip=none clips nothing, so it takes no threshold")
-        if self.mode != "none" and self.threshold is None:
+        nothing = self.described.info.clips is None
+        if nothing and self.threshold is not None:
+            message = f"clip={self.mode} clips nothing, so it takes no threshold"
+            yield Conflict("threshold", message)
+        if not nothing and self.threshold is None:
             yield Conflict(
                 "threshold", f"clip={self.mode} needs a finite number greater than 0; or clip=none"
             )
+
+
+class OwnClip(Clip):
+    """Clipping by a mode of the user's own."""
+
+    mode: Text = Field(description="name of the mode: that of its class")
+    target: Annotated[DottedName, Field(alias="_target_")] = Field(
+        alias="_target_", description="clip by this class, which derives from runner.clip.ClipMode"
+    )
+
+    @property
+    def own_target(self) -> str | None:
+        """Full name of the class."""
+        return self.target
+
+
+class _UnknownClip(Clip):
+    """Clipping by a mode that does not exist, so that nobody knows its options."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class _UnknownOwnClip(OwnClip):
+    """Clipping by a class that cannot be used."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def clip_section(plain: object) -> type[Clip]:
+    """Return the model of section ``clip`` for the mode that ``plain`` chooses.
+
+    Args:
+        plain: the section as composed.
+
+    Raises:
+        ModeError: its ``_target_`` is no clipping mode.
+    """
+    node = plain if isinstance(plain, Mapping) else {}
+    target, mode = node.get("_target_"), node.get("mode")
+    if target is not None:
+        named = isinstance(target, str) and "." in target
+        return _own(target) if named else _UnknownOwnClip
+    return _section(mode) if mode in NAMES else _UnknownClip
+
+
+def lenient_clip_section(plain: object) -> type[Clip]:
+    """Return the model, see :func:`clip_section`; for a wrong mode, one that takes any option."""
+    try:
+        return clip_section(plain)
+    except ModeError:
+        return _UnknownOwnClip
+
+
+def _restore(chosen: Mapping[str, Any], state: dict[Any, Any]) -> Clip:
+    section = clip_section(chosen)
+    made = section.__new__(section)
+    made.__setstate__(state)
+    return made
+
+
+@cache
+def every_option() -> type[Clip]:
+    """Return a model with the options of all modes of this project, for lists of keys."""
+    described = [options_of(built_in(name)) for name in NAMES]
+    fields: dict[str, Any] = {
+        name: (one.hint, ...) for each in described for name, one in each.items()
+    }
+    return create_model("Clip_all", __base__=Clip, __doc__=Clip.__doc__, **fields)
+
+
+def owners(option: str) -> list[str]:
+    """Return the names of the modes of this project that have an option."""
+    return [name for name in NAMES if option in options_of(built_in(name))]
+
+
+def with_mode_name(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the name of a user's mode in ``clip.mode``."""
+    clip = plain.get("clip")
+    target = clip.get("_target_") if isinstance(clip, Mapping) else None
+    if not isinstance(clip, Mapping) or not isinstance(target, str):
+        return dict(plain)
+    return {**plain, "clip": {**clip, "mode": target.rpartition(".")[2]}}
+
+
+@cache
+def _section(mode: str) -> type[Clip]:
+    """Return the model for a mode of this project, whose defaults are in its file of ``conf/``."""
+    described = built_in(mode)
+    fields: dict[str, Any] = {name: (one.hint, ...) for name, one in options_of(described).items()}
+    made = create_model(f"Clip_{mode}", __base__=Clip, **fields)
+    made.described = described
+    return made
+
+
+@cache
+def _own(target: str) -> type[Clip]:
+    """Return the model for a user's mode, whose defaults are those of its class."""
+    described = load(target)
+    fields: dict[str, Any] = dict(options_of(described))
+    try:
+        made = create_model("Clip_own", __base__=OwnClip, **fields)
+    except Exception as error:  # pydantic raises several kinds for types that it cannot check
+        raise ModeError(f"the types of its options cannot be checked: {error}") from error
+    made.described = described
+    return made

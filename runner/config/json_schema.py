@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from runner.config.clip_section import OwnClip, every_option
 from runner.config.schema import RunConfig
 from runner.config.section import section_of
 
@@ -33,12 +34,15 @@ def json_schema() -> dict[str, Any]:
         for name, field in RunConfig.model_fields.items()
         if (section := section_of(field))
     }
+    sections["clip"] = every_option()
     # Sections are described by themselves, so that a file of one option can refer to its own.
     whole = RunConfig.model_json_schema()["properties"]
     definitions = {
         name: _object(section.model_json_schema(), section.__doc__ or "")
         for name, section in sections.items()
     }
+    target = OwnClip.model_json_schema()["properties"]["_target_"]
+    definitions["clip"]["properties"]["_target_"] = _value(target)
     properties = {
         name: {"$ref": f"#/$defs/{name}"} if name in sections else schema
         for name, schema in whole.items()

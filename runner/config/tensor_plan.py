@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
 
+from runner.config.clip_section import with_mode_name
 from runner.config.nearest import nearest_name
 from runner.config.problem import shown
 from runner.config.values import Allowed, Refusal
@@ -53,17 +54,19 @@ def read_plan(value: Any) -> dict[str, str]:
 
 
 def settled(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """A composed configuration with the plan itself where it gives the path of one.
+    """Return a composed configuration with the plan in place of the path of its file.
 
-    A path that cannot be read stays, for the check to refuse.
+    A path that cannot be read stays, for the check to refuse. The name of a user's clipping mode
+    takes the place of the mode that it replaces, too.
     """
+    plain = with_mode_name(plain)
     section = plain.get("plugin")
     if isinstance(section, Mapping) and isinstance(section.get("tp_plan"), str):
         try:
             return {**plain, "plugin": {**section, "tp_plan": read_plan(section["tp_plan"])}}
         except Refusal:
             pass
-    return dict(plain)
+    return plain
 
 
 def _checked(plan: Mapping[Any, Any], where: str) -> dict[str, str]:

@@ -73,14 +73,22 @@ def allowed(hint: Any, metadata: Any = ()) -> Allowed:
     bounds = {
         words: getattr(one, name)
         for one in metadata
-        for name, words in (("ge", "of at least"), ("gt", "greater than"), ("le", "at most"))
+        for name, words in _BOUNDS
         if hasattr(one, name)
     }
-    assert hint in (int, float), hint
+    if hint not in (int, float):
+        return Allowed(getattr(hint, "__name__", str(hint)))
     kind = "an integer" if hint is int else "a finite number"
-    return Allowed(
-        f"{kind} {' and '.join(f'{words} {bound:.16g}' for words, bound in bounds.items())}"
-    )
+    limits = " and ".join(f"{words} {bound:.16g}" for words, bound in bounds.items())
+    return Allowed(f"{kind} {limits}".rstrip())
+
+
+_BOUNDS = (
+    ("ge", "of at least"),
+    ("gt", "greater than"),
+    ("le", "at most"),
+    ("lt", "less than"),
+)
 
 
 def _flat(metadata: tuple[Any, ...]) -> list[Any]:

@@ -90,7 +90,7 @@ def edge(found: Findings, key: str) -> str | None:
         )
     # Beyond the highest threshold lies no clipping: there is nothing more to try if that was tried,
     # or if the threshold clipped nothing.
-    unclipped = any(group.mode == "none" and found.scores(group) for group in found.groups)
+    unclipped = any(not group.clips and found.scores(group) for group in found.groups)
     if unclipped or not found.ratio(best):
         return None
     return (
@@ -229,7 +229,7 @@ def _remarks(summary: Mapping[str, object]) -> list[Mapping[str, object]]:
 
 def _scale_cancels(found: Findings, group: Group) -> bool:
     """Return whether nearly every step was clipped under an optimizer that cancels it."""
-    clips_whole = group.mode == "norm" and (found.ratio(group) or 0.0) > FULLY
+    clips_whole = group.info.parts is None and (found.ratio(group) or 0.0) > FULLY
     return clips_whole and "cancels" in _topics(group)
 
 
@@ -258,7 +258,7 @@ def _value(group: Group, key: str) -> float | None:
 
 def _named(found: Findings, best: Group, key: str) -> str:
     """Return the subject of a sentence on the best value of ``key``, and its other keys."""
-    modes = {group.mode for group in found.groups} - {"none"}
+    modes = {group.mode for group in found.groups if group.clips}
     name = "threshold" if key == THRESHOLD else key
     if key == THRESHOLD and len(modes) > 1:
         name = f"threshold of clip={best.mode}"

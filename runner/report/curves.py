@@ -20,14 +20,6 @@ _WINDOW, _FEWEST = 0.05, 20
 # A diverging run ends many decades above the others; the axis ends this factor above the start.
 _HEADROOM = 4.0
 
-_NORM_NOTES = {
-    "norm": "Dashed: the threshold of the same colour; norms above it are scaled down to it.",
-    "value": "A threshold of this mode bounds single elements, not ‖G‖, so none is drawn.",
-    "adaptive": "A threshold of this mode is a ratio to the norm of each unit's weights, not a "
-    "value of ‖G‖, so none is drawn.",
-    "none": "These runs clip nothing.",
-}
-
 
 def loss_charts(groups: Sequence[Group]) -> list[Markup]:
     """Return charts of the training loss, and of the evaluations that were recorded."""
@@ -96,16 +88,15 @@ def clip_charts(groups: Sequence[Group]) -> list[Markup]:
 
 
 def _norm_chart(facet: Facet) -> Markup | None:
-    # Only this mode's threshold is a value of ‖G‖ itself.
     levels = [
         Level(group.index, group.label, group.threshold, group.color)
         for group in facet.own
-        if facet.mode == "norm" and group.threshold is not None
+        if facet.info.limits_norm and group.threshold is not None
     ]
     return _chart(
         f"norm-{facet.mode}",
         f"Gradient norm ‖G‖{facet.suffix}",
-        f"Before clipping; bold: rolling mean. {_NORM_NOTES.get(facet.mode, '')}",
+        f"Before clipping; bold: rolling mean. {facet.info.note}",
         facet.groups,
         _norm,
         log=True,

@@ -85,9 +85,9 @@ class Findings:
 
     def clipped(self, group: Group) -> str | None:
         """Return how much a setting clipped, such as ``31 % of its steps``."""
-        if group.mode == "none":
+        if not group.clips:
             return None
-        parts = {"value": "elements", "adaptive": "units"}.get(group.mode)
+        parts = group.info.parts
         share = self.fraction(group)
         if parts is not None and share is not None:
             return f"{percent(share)} of the {parts} on average"
@@ -110,7 +110,7 @@ class Findings:
         recorded = [group for group in self.groups if len(norms(group))]
         if not recorded:
             return None
-        return min(recorded, key=lambda group: (group.mode != "none", self.ratio(group) or 0.0))
+        return min(recorded, key=lambda group: (group.clips, self.ratio(group) or 0.0))
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from runner.config.modes import NAMES, ModeInfo
 from runner.config.problem import shown
 from runner.report.notation import rounded
 from runner.report.palette import DASHES, NEUTRAL, OTHER_DASH, ordered
@@ -43,6 +44,16 @@ class Group:
         return self.runs[0].mode
 
     @property
+    def info(self) -> ModeInfo:
+        """Facts about the clipping mode."""
+        return self.runs[0].info
+
+    @property
+    def clips(self) -> bool:
+        """Whether the mode clips anything."""
+        return self.info.clips is not None
+
+    @property
     def threshold(self) -> float | None:
         """λ; None for ``clip=none``."""
         return self.runs[0].threshold
@@ -67,17 +78,27 @@ class Facet:
         """Settings of the mode itself."""
         return [group for group in self.groups if group.mode == self.mode]
 
+    @property
+    def info(self) -> ModeInfo:
+        """Facts about the mode."""
+        return next((group.info for group in self.own), ModeInfo())
+
+
+def clipping_modes(groups: Iterable[Group]) -> list[str]:
+    """Return the names of the modes that clip anything, sorted."""
+    return sorted({group.mode for group in groups if group.mode and group.clips})
+
 
 def facets(groups: Sequence[Group]) -> list[Facet]:
     """Return the settings by mode, because thresholds of two modes do not compare.
 
     Settings without clipping have a facet of their own if there are no others.
     """
-    modes = sorted({group.mode for group in groups} - {"none", ""}) or ["none"]
+    modes = clipping_modes(groups) or ["none"]
     return [
         Facet(
             mode,
-            tuple(group for group in groups if group.mode in (mode, "none")),
+            tuple(group for group in groups if group.mode == mode or not group.clips),
             f" · clip={mode}" if len(modes) > 1 else "",
         )
         for mode in modes
@@ -134,7 +155,7 @@ def differences(runs: Sequence[Run]) -> Differences:
 
 def choice(run: Run, key: str) -> str:
     """Return the text of a run in a column: the value of a key, or the option of a group."""
-    if key == "clip.threshold" and run.mode == "none":
+    if key == "clip.threshold" and run.info.clips is None:
         return "none"
     if key in run.config:
         return shown(run.config[key])
@@ -163,9 +184,9 @@ def grouped(runs: Sequence[Run], columns: Sequence[str]) -> list[Group]:
             label=label(members[0], columns),
             runs=tuple(members),
             color=NEUTRAL
-            if members[0].mode == "none" and len(palettes) > 1
+            if members[0].info.clips is None and len(palettes) > 1
             else next(palettes[members[0].mode]),
-            dash=DASHES.get(members[0].mode, OTHER_DASH),
+            dash=_dash(members[0]),
         )
         for index, members in enumerate(settings)
     ]
@@ -185,6 +206,10 @@ def label(run: Run, columns: Iterable[str]) -> str:
         if value != ABSENT
     ]
     return ", ".join([clip, *rest])
+
+
+def _dash(run: Run) -> str:
+    return DASHES.get(run.info.clips, OTHER_DASH) if run.mode in NAMES else OTHER_DASH
 
 
 def natural(text: str) -> tuple[float, str]:
@@ -230,4 +255,4 @@ def _setting(run: Run) -> str:
 def _order(run: Run, columns: Sequence[str]) -> tuple[object, ...]:
     rest = tuple(natural(choice(run, key)) for key in columns if key != "seed")
     threshold = math.inf if run.threshold is None else run.threshold
-    return (not run.config, run.mode == "none", run.mode, threshold, rest)
+    return (not run.config, run.info.clips is None, run.mode, threshold, rest)

@@ -30,7 +30,7 @@ def histogram(found: Findings) -> Markup | None:
     thresholds = {
         group.threshold: group
         for group in reversed(found.groups)
-        if group.mode == "norm" and group.threshold is not None
+        if group.info.limits_norm and group.threshold is not None
     }
     marked = sorted(thresholds.items(), key=lambda entry: entry[0])
     axis = covering([values, np.asarray(list(thresholds))], log=True, title="‖G‖ before clipping")
@@ -54,7 +54,7 @@ def histogram(found: Findings) -> Markup | None:
         note += "No threshold here is a value of ‖G‖, so none is marked."
     return framed(
         "histogram",
-        "Norms without clipping" if reference.mode == "none" else "Norms before clipping",
+        "Norms without clipping" if not reference.clips else "Norms before clipping",
         note,
         (axis, tall),
         join(bars),

@@ -22,8 +22,8 @@ _BRIGHTEST = 0.72
 # Colour of runs without clipping, which have no place in the order of thresholds.
 NEUTRAL = "#5b6470"
 
-# Dashes of the curves of each mode, for charts of several modes.
-DASHES = {"norm": "", "value": "6 3", "adaptive": "2 2.5", "none": ""}
+# Dashes of the curves of a mode, by what it clips, for charts of several modes.
+DASHES = {None: "", "steps": "", "elements": "6 3", "units": "2 2.5"}
 OTHER_DASH = "8 3 2 3"
 
 

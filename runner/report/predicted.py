@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runner.config.modes import info_of
 from runner.report.chart import across, dot, framed, path, upward
 from runner.report.findings import Findings, norms
 from runner.report.groups import Facet, facets
@@ -54,11 +55,12 @@ def ratio_charts(found: Findings) -> list[Markup]:
 def predict(found: Findings, mode: str) -> Prediction:
     """Predict from the runs which share of steps each threshold of a mode clips.
 
-    For ``norm`` that is the share of the reference's ‖G‖ strictly above a threshold. Other modes
-    measure elements or units, which only ``clip.what_if`` records.
+    If the mode limits ‖G‖, that is the share of the reference's ‖G‖ strictly above a threshold.
+    What other modes measure is recorded by ``clip.what_if`` only.
     """
     reference = found.reference()
-    if mode == "norm" and reference is not None:
+    info = next((group.info for group in found.groups if group.mode == mode), info_of(mode))
+    if info.limits_norm and reference is not None:
         measured = np.sort(norms(reference))
         tried = [g.threshold for g in found.groups if g.mode == mode and g.threshold is not None]
         some = np.linspace(0, len(measured) - 1, min(len(measured), _POINTS)).astype(int)

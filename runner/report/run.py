@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from runner.config.modes import ModeInfo, info_of
 from runner.report.series import EMPTY, Series, read_series
 from runner.run_folder import files, keys
 from runner.run_folder.state import elapsed, state_of
@@ -67,10 +68,16 @@ class Run:
             return str(self.config.get("clip.mode") or "")
         return self.typed.get("clip", "")
 
+    @cached_property
+    def info(self) -> ModeInfo:
+        """Facts about the clipping mode, as the run recorded them if the mode is a user's own."""
+        recorded = self.summary.get(keys.CLIP_MODE)
+        return info_of(self.mode, recorded if isinstance(recorded, dict) else None)
+
     @property
     def threshold(self) -> float | None:
         """Configured λ, or the override if there is no configuration; None without clipping."""
-        if self.mode == "none":
+        if self.info.clips is None:
             return None
         known = self.config or self.typed
         return _positive(known.get("clip.threshold"))

@@ -117,7 +117,7 @@ def _columns(found: Findings) -> Iterator[Column]:
         lambda _, of: of.ratio,
         percent,
     )
-    if any(group.mode not in ("norm", "none") for group in found.groups):
+    if any(group.info.parts for group in found.groups):
         yield Column(
             keys.CLIP_FRACTION,
             "clip fraction",

@@ -10,7 +10,6 @@ import numpy as np
 from runner.report.chart import INNER_WIDTH, TOP, across, cross, dot, framed, path, upward
 from runner.report.findings import Findings
 from runner.report.groups import Facet, Group, choice, facets
-from runner.report.literature import PUBLISHED
 from runner.report.markup import Markup, join, tag
 from runner.report.notation import percent, rounded
 from runner.report.run import Run
@@ -63,7 +62,8 @@ def _metric_chart(found: Findings, facet: Facet, scored: Sequence[Scored]) -> Ma
     note += "× diverged. " if not np.isfinite(scores).all() else ""
     if any(not found.counts(run) for group in groups for run in group.runs):
         note += "Hollow: did not finish, and is in no mean. "
-    published = [(x, who) for x, who in PUBLISHED.get(facet.mode, ()) if axis.low < x < axis.high]
+    # Published thresholds are of other losses, optimizers and batches: orders of magnitude.
+    published = [mark for mark in facet.info.published if axis.low < mark[0] < axis.high]
     return framed(
         f"metric-{facet.mode}",
         f"Best {found.metric} against threshold{facet.suffix}",

@@ -6,7 +6,7 @@ from collections import Counter
 
 from runner.report.advice import advice
 from runner.report.findings import Findings
-from runner.report.groups import Group
+from runner.report.groups import Group, clipping_modes
 from runner.report.notation import plural, rounded
 from runner.report.run import Run
 
@@ -79,7 +79,7 @@ def _score(found: Findings, group: Group) -> str:
 def _against(found: Findings, ranked: list[Group]) -> str:
     """Compare the best setting with no clipping, or else with the second best."""
     best = ranked[0]
-    unclipped = next((group for group in ranked if group.mode == "none"), None)
+    unclipped = next((group for group in ranked if not group.clips), None)
     other = unclipped if unclipped not in (None, best) else next(iter(ranked[1:]), None)
     if other is None:
         return ""
@@ -120,7 +120,7 @@ def _lost(found: Findings) -> str | None:
 
 
 def _modes(found: Findings) -> str | None:
-    modes = sorted({group.mode for group in found.groups} - {"none", ""})
+    modes = clipping_modes(found.groups)
     if len(modes) < 2:
         return None
     return (

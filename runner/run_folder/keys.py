@@ -47,6 +47,9 @@ LAYER_NORM = f"{GRAD_NORM}/"
 WHAT_IF = "clip/what_if/"
 """Prefix of the share of steps so far that another threshold would have clipped."""
 
+CLIP_MODE = "clip/mode"
+"""Facts about a clipping mode that is not one of this project's own (summary only)."""
+
 WALL_SECONDS = "wall_s"
 """Wall time of the run (summary only)."""
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from runner.config.modes import ModeInfo
 from runner.config.notation import percent, rounded
 from runner.optim.effects import PLAIN, Effect
 from runner.run_folder import keys
@@ -27,16 +28,6 @@ MOSTLY = 0.5
 FULLY = 0.95
 """Share of clipped steps above which a threshold is practically always exceeded."""
 
-PEAKS = {
-    "norm": "‖G‖",
-    "value": "gradient element",
-    "adaptive": "‖G_u‖/‖W_u‖ of a unit",
-}
-"""What each mode compares with its threshold."""
-
-PARTS = {"norm": "steps", "value": "elements", "adaptive": "units"}
-"""What each mode clips."""
-
 Topic = Literal["nonfinite", "few", "never", "limits", "cancels", "weighs", "nothing"]
 
 
@@ -45,13 +36,13 @@ class Setting:
     """How a run was clipped.
 
     Attributes:
-        mode: clipping mode.
+        mode: facts about the clipping mode.
         threshold: λ, None where the mode has none.
         nonfinite: what was done with a step whose gradient is not finite.
         effect: how a step of the optimizer depends on the size of the gradient.
     """
 
-    mode: str
+    mode: ModeInfo
     threshold: float | None
     nonfinite: Literal["skip", "error", "ignore"] = "skip"
     effect: Effect = PLAIN
@@ -97,7 +88,7 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
     ratio = summary[keys.CLIP_RATIO_TOTAL]
     if ratio == 0:
         return [*found, _never(peak, setting)]
-    share = ratio if setting.mode == "norm" else summary[keys.CLIP_FRACTION]
+    share = ratio if setting.mode.parts is None else summary[keys.CLIP_FRACTION]
     if share > MOSTLY:
         found.append(_mostly(share, peak, setting))
     return found
@@ -129,13 +120,13 @@ def _few(steps: int) -> Remark:
 
 
 def _never(peak: Mapping[str, float], setting: Setting) -> Remark:
-    what = PEAKS.get(setting.mode, "value that is compared with it")
     text = (
-        f"The threshold {setting.threshold:g} clipped nothing: the largest {what} was "
+        f"The threshold {setting.threshold:g} clipped nothing: the largest {setting.mode.stat} was "
         f"{rounded(peak['max'])}. "
     )
-    if setting.mode == "norm":
-        text += f"To clip the largest tenth of the steps, set clip.threshold to {_start(peak)}."
+    if setting.mode.parts is None:
+        start = _start(peak, setting)
+        text += f"To clip the largest tenth of the steps, set clip.threshold to {start}."
     else:
         text += _calibrate(setting)
     return Remark("never", text, ("clip.threshold",))
@@ -151,10 +142,10 @@ def _nothing(effect: Effect) -> Remark:
 
 def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark:
     """Return the remark on a threshold that clips most steps, elements or units."""
-    effect, whole = setting.effect, setting.mode == "norm"
-    parts = "steps" if whole else f"{PARTS.get(setting.mode, 'gradient')} on average"
+    effect, whole = setting.effect, setting.mode.parts is None
+    parts = "steps" if whole else f"{setting.mode.parts} on average"
     text = f"The threshold {setting.threshold:g} clipped {percent(share)} of the {parts}. "
-    spikes = f"To clip spikes alone, raise clip.threshold to {_start(peak)}."
+    spikes = f"To clip spikes alone, raise clip.threshold to {_start(peak, setting)}."
     remedy = spikes if whole else _calibrate(setting)
     if effect.scales:
         if effect.floor:
@@ -187,13 +178,13 @@ def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark
     return Remark("cancels", text + remedy, ("clip.threshold",), effect.name)
 
 
-def _start(peak: Mapping[str, float]) -> str:
-    return f"about {rounded(peak['p90'])}, the 90th percentile of ‖G‖"
+def _start(peak: Mapping[str, float], setting: Setting) -> str:
+    return f"about {rounded(peak['p90'])}, the 90th percentile of {setting.mode.stat}"
 
 
 def _calibrate(setting: Setting) -> str:
     """Refer to ``calibrate``: a run keeps only the largest element or unit of each step."""
     return (
         "python -m runner calibrate with the same overrides shows which threshold clips how large "
-        f"a share of the {PARTS.get(setting.mode, 'gradient')}."
+        f"a share of the {setting.mode.parts}."
     )

@@ -25,6 +25,7 @@ from runner.booster import LossScale, Plugin
 from runner.clip import ClipMode
 from runner.clip import build as build_mode
 from runner.config import sizes
+from runner.config.clip_section import Clip
 from runner.config.duration import Duration
 from runner.config.environment import started_rank
 from runner.config.schema import DataSection, RunConfig
@@ -131,17 +132,14 @@ def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> A
     return make(optimizer, total_steps=steps)
 
 
-def make_mode(config: RunConfig) -> ClipMode:
-    """Make the clipping mode."""
-    clip = config.clip
-    return build_mode(
-        clip.mode,
-        threshold=clip.threshold,
-        norm_type=clip.norm_type,
-        exclude=clip.exclude if isinstance(clip.exclude, str) else tuple(clip.exclude),
-        eps=clip.eps,
-        units=clip.units or {},
-    )
+def make_mode(clip: Clip) -> ClipMode:
+    """Make the clipping mode of a configuration, which may be a user's own."""
+    options = {"threshold": clip.threshold, "norm_type": clip.norm_type, **clip.options}
+    if clip.own_target is None:
+        return build_mode(clip.mode, **options)
+    made = clip.described(**options)
+    assert isinstance(made, ClipMode)
+    return made
 
 
 def make_loss_scale(config: RunConfig) -> LossScale | None:

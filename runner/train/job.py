@@ -13,6 +13,7 @@ import torch
 
 from runner.clip import ClipMode
 from runner.config.duration import Duration
+from runner.config.modes import NAMES
 from runner.config.nearest import or_list
 from runner.config.notation import plural
 from runner.config.schema import RunConfig
@@ -52,14 +53,20 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     summary = trainer.fit()
     clip = config.clip
     effect = effect_of(trainer.optimizer.optimizers, clip.threshold, trainer.parameters)
-    setting = guidance.Setting(clip.mode, clip.threshold, clip.nonfinite, effect)
-    return summary | {
-        "remarks": [asdict(remark) for remark in guidance.remarks(summary, setting)],
-        keys.WALL_SECONDS: time.perf_counter() - started,
-        "parameters": trainer.parameters,
-        "world_size": trainer.plugin.world_size,
-        "device": str(trainer.device),
-    }
+    info = trainer.state.mode.info
+    setting = guidance.Setting(info, clip.threshold, clip.nonfinite, effect)
+    own = {} if clip.mode in NAMES else {keys.CLIP_MODE: info.record()}
+    return (
+        summary
+        | own
+        | {
+            "remarks": [asdict(remark) for remark in guidance.remarks(summary, setting)],
+            keys.WALL_SECONDS: time.perf_counter() - started,
+            "parameters": trainer.parameters,
+            "world_size": trainer.plugin.world_size,
+            "device": str(trainer.device),
+        }
+    )
 
 
 def _log_setup(config: RunConfig, trainer: Trainer) -> None:
@@ -135,7 +142,7 @@ def make_trainer(
             data.train, shuffle=True, drop_last=config.data.drop_last, **loader_options
         ),
         max_duration or config.train.max_duration,
-        algorithms=mode or build.make_mode(config),
+        algorithms=mode or build.make_mode(config.clip),
         eval_dataloader=held_out,
         optimizers=optimizer,
         schedulers=build.make_scheduler(config.scheduler, optimizer, steps),

@@ -21,13 +21,14 @@ from torch.utils.data import IterableDataset
 
 from runner.clip import Layout
 from runner.clip.layout import OptionError
+from runner.config.clip_section import Clip
 from runner.config.problem import Problem, RequestError
 from runner.config.schema import DataSection, RunConfig
 from runner.config.section import Target
 from runner.config.sizes import SizeError, joined_ranks, sizes
 from runner.data import Data
 from runner.train import build, fit
-from runner.train.refused import to_blame, unknown, wrong_kinds
+from runner.train.refused import first_line, to_blame, unknown, wrong_kinds
 
 T = TypeVar("T")
 
@@ -56,14 +57,23 @@ def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
                 problems.append(Problem(f"plugin.{key}", value, message))
         if data is not None:
             problems += fit.check(config, model, data)
-        try:
-            build.make_mode(config).bind(Layout.of_model(model))
-        except OptionError as error:
-            given = getattr(config.clip, error.option)
-            problems.append(Problem(f"clip.{error.option}", given, str(error)))
+        problems += _mode(config.clip, model)
     _optimizer_and_scheduler(config, data, problems)
     if problems:
         raise RequestError(problems)
+
+
+def _mode(clip: Clip, model: nn.Module) -> list[Problem]:
+    """Whether the options of the clipping mode fit the model."""
+    try:
+        build.make_mode(clip).bind(Layout.of_model(model))
+    except OptionError as error:
+        return [Problem(f"clip.{error.option}", getattr(clip, error.option), str(error))]
+    except Exception as error:
+        if clip.own_target is None:
+            raise
+        return [Problem("clip._target_", clip.own_target, f"cannot be used: {first_line(error)}")]
+    return []
 
 
 def _machine(config: RunConfig) -> list[Problem]:

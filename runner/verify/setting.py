@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 from runner.booster.loss import WindowLoss
 from runner.clip import ClipMode
+from runner.clip import build as build_mode
+from runner.config.modes import built_in
 from runner.config.schema import RunConfig
 from runner.data.dataset import collate_pairs
 from runner.train import build
@@ -57,12 +59,11 @@ def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
     ``clip.threshold`` applies to ``clip.mode`` only, because modes have different units.
     """
     chosen = config.clip
-    derived = name not in ("none", chosen.mode)
-    threshold = NEVER if derived else chosen.threshold
-    clip = chosen.model_copy(
-        update={"mode": name, "threshold": None if name == "none" else threshold}
-    )
-    return build.make_mode(config.model_copy(update={"clip": clip})), derived
+    if name == chosen.mode:
+        return build.make_mode(chosen), False
+    derived = built_in(name).info.clips is not None
+    threshold = NEVER if derived else None
+    return build_mode(name, threshold=threshold, norm_type=chosen.norm_type), derived
 
 
 def make_optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:

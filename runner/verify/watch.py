@@ -40,7 +40,7 @@ class Watched(ClipMode):
     """
 
     def __init__(self, mode: ClipMode, trainer: Trainer, seen: Seen) -> None:
-        super().__init__(mode.threshold, mode.norm_type, mode.exclude, mode.eps)
+        super().__init__(mode.threshold, mode.norm_type)
         self._mode = mode
         self._trainer = trainer
         self._seen = seen

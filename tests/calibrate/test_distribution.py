@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from runner.calibrate.distribution import (
-    CLIPPED,
     Histogram,
     candidates,
     distribution,
@@ -15,6 +14,7 @@ from runner.calibrate.distribution import (
     suggest_by_parts,
     would_clip,
 )
+from runner.config.modes import info_of
 
 POINTS = {"p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
@@ -76,8 +76,16 @@ def test_suggestions_have_three_digits():
 
 def test_candidates_are_those_studied_for_the_mode_those_suggested_and_ones_own():
     suggested = suggest(distribution([1.0] * 5))
-    assert candidates("norm", suggested, [0.3, None, 0.25]) == [0.1, 0.25, 0.3, 0.5, 1, 2, 10]
-    assert candidates("adaptive", None) == [0.01, 0.02, 0.04, 0.08, 0.16]
+    assert candidates(info_of("norm").studied, suggested, [0.3, None, 0.25]) == [
+        0.1,
+        0.25,
+        0.3,
+        0.5,
+        1,
+        2,
+        10,
+    ]
+    assert candidates(info_of("adaptive").studied, None) == [0.01, 0.02, 0.04, 0.08, 0.16]
 
 
 def histogram(values: np.ndarray, zeros: int = 0) -> Histogram:
@@ -98,15 +106,15 @@ def test_a_histogram_gives_shares_and_quantiles_back():
 @pytest.mark.parametrize("mode", ["adaptive", "value"])
 def test_the_start_clips_the_same_share_of_units_whatever_the_largest_is(mode):
     values, _, _ = stream("lognormal", 2000)
-    start, low, high = CLIPPED[mode]
-    suggested = suggest_by_parts(mode, histogram(values))
+    shares = start, low, high = info_of(mode).shares
+    suggested = suggest_by_parts(shares, histogram(values))
     for threshold, share in zip(
         (suggested.start, suggested.low, suggested.high), (start, low, high), strict=True
     ):
         assert np.mean(values > threshold) == pytest.approx(share, abs=0.02)
-    spoiled = suggest_by_parts(mode, histogram(np.append(values, [1560.0])))
+    spoiled = suggest_by_parts(shares, histogram(np.append(values, [1560.0])))
     assert spoiled.start == pytest.approx(suggested.start, rel=0.03)
 
 
 def test_units_without_any_gradient_suggest_nothing():
-    assert suggest_by_parts("adaptive", Histogram([0.0] * 400, 30.0, -6, 4)) is None
+    assert suggest_by_parts((0.2, 0.5, 0.05), Histogram([0.0] * 400, 30.0, -6, 4)) is None

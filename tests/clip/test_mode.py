@@ -33,12 +33,12 @@ from runner.clip.mode import ClipMode
 )
 def test_options_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError) as raised:  # noqa: PT011
-        build("norm", **options)
+        build("adaptive", **options)
     assert str(raised.value) == message
 
 
 def test_options_at_the_edge_of_their_range_are_taken():
-    mode = build("norm", threshold=1e-300, norm_type=1.0, eps=1e-300)
+    mode = build("adaptive", threshold=1e-300, norm_type=1.0, eps=1e-300)
     assert (mode.limit, mode.norm_type, mode.eps) == (1e-300, 1.0, 1e-300)
     assert build("norm", threshold=math.inf, norm_type=math.inf).limit == math.inf
 
@@ -54,7 +54,7 @@ def test_an_unknown_mode_lists_those_there_are():
         with pytest.raises(ValueError, match=r"^unknown clipping mode '") as raised:
             build(name)
         assert str(raised.value) == (
-            f"unknown clipping mode {name!r}: use norm, value, adaptive or none"
+            f"unknown clipping mode {name!r}: use adaptive, none, norm or value"
         )
 
 

@@ -193,7 +193,7 @@ def test_a_model_that_is_only_checked_is_not_warned_about(caplog):
 def test_the_config_hands_units_over():
     from runner.train.build import make_mode
 
-    clip = {"mode": "adaptive", "threshold": 0.1, "norm_type": 2.0, "exclude": [], "eps": 1e-3}
-    for given, wanted in ((None, {}), ({"w": [0, 1]}, {"w": [0, 1]})):
-        config = SimpleNamespace(clip=SimpleNamespace(**clip, units=given))
-        assert make_mode(config).units == wanted
+    clip = {"mode": "adaptive", "threshold": 0.1, "norm_type": 2.0, "own_target": None}
+    for given in (None, {"w": [0, 1]}):
+        options = {"exclude": [], "eps": 1e-3, "units": given}
+        assert make_mode(SimpleNamespace(**clip, options=options)).units == given

@@ -25,6 +25,12 @@ def plain(whole):
     return copy.deepcopy(whole)
 
 
+@pytest.fixture(scope="module")
+def adaptive():
+    """Section ``clip`` of a mode with options of its own."""
+    return request(["clip=adaptive"], writes=False).jobs[0].plain["clip"]
+
+
 def problems(plain):
     with pytest.raises(RequestError) as error:
         parse(plain)
@@ -126,14 +132,17 @@ def test_infinity_may_be_a_word_or_a_number(plain, value):
         ("sweep", "name", ".."),
     ],
 )
-def test_a_wrong_value_is_named_with_what_is_allowed(plain, section, key, value):
+def test_a_wrong_value_is_named_with_what_is_allowed(plain, adaptive, section, key, value):
+    if section == "clip" and key in ("exclude", "units", "eps"):
+        plain["clip"] = dict(adaptive)
     plain[section][key] = value
     found = problems(plain)
     assert list(found) == [f"{section}.{key}"]
     assert "must be " in found[f"{section}.{key}"]
 
 
-def test_units_are_dimensions(plain):
+def test_units_are_dimensions(plain, adaptive):
+    plain["clip"] = dict(adaptive)
     for given in (None, {"w": 1}, {"*.w": [0, 1], "b": [], "v": -1}):
         plain["clip"]["units"] = given
         assert parse(plain).clip.units == given
@@ -164,7 +173,8 @@ def test_every_problem_is_reported_at_once(plain):
     assert "no value given" in found["device"]
 
 
-def test_question_marks_are_a_missing_value_wherever_they_stand(plain):
+def test_question_marks_are_a_missing_value_wherever_they_stand(plain, adaptive):
+    plain["clip"] = dict(adaptive)
     plain["clip"]["eps"] = "???"
     plain["model"]["deep"] = {"width": "???"}
     plain["train"] = "???"
@@ -192,7 +202,8 @@ def test_an_unknown_section_names_its_keys(plain):
     ("mode", "threshold", "fits"),
     [("none", None, True), ("none", 1.0, False), ("norm", None, False), ("adaptive", 0.1, True)],
 )
-def test_a_threshold_belongs_to_a_mode_that_clips(plain, mode, threshold, fits):
+def test_a_threshold_belongs_to_a_mode_that_clips(plain, adaptive, mode, threshold, fits):
+    plain["clip"] = dict(adaptive) if mode == "adaptive" else plain["clip"]
     plain["clip"] |= {"mode": mode, "threshold": threshold}
     if fits:
         assert parse(plain).clip.threshold == threshold
@@ -232,6 +243,11 @@ def test_every_owned_key_says_what_it_means():
         assert key.name == name
         assert key.meaning
         assert key.allowed.text
+
+
+def test_an_option_of_another_mode_is_named_with_its_mode(plain):
+    plain["clip"]["eps"] = 1e-3
+    assert problems(plain) == {"clip.eps": "is an option of clip=adaptive"}
 
 
 def test_keys_of_targets_are_known_where_they_exist():

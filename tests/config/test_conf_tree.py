@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from runner.compose.request import request
 from runner.config.folders import find, options
+from runner.config.modes import NAMES, built_in, options_of
 from runner.config.plugin_section import USES
 
 FILES = sorted(find("conf").glob("*/*.yaml"))
@@ -48,11 +49,18 @@ def test_a_file_opens_with_its_purpose(file):
 
 @pytest.mark.parametrize("group", OWNED)
 def test_options_of_a_group_have_the_same_keys(group):
-    keys = {
-        tuple(request([f"{group}={option}"], writes=False).jobs[0].plain[group])
-        for option in options(group)
-    }
+    """A clipping mode has its own options besides, and no others."""
+    keys = set()
+    for option in options(group):
+        found = request([f"{group}={option}"], writes=False).jobs[0].plain[group]
+        own = options_of(built_in(option)) if group == "clip" else {}
+        assert set(own) <= set(found)
+        keys.add(tuple(key for key in found if key not in own))
     assert len(keys) == 1
+
+
+def test_every_mode_has_a_file_and_every_file_a_mode():
+    assert options("clip") == NAMES
 
 
 @pytest.mark.parametrize("group", ["clip", "plugin", "precision", "tracker"])
@@ -122,4 +130,5 @@ def test_the_index_gives_the_promised_defaults():
         "modes": None,
     }
     assert (plain["seed"], plain["device"], plain["recipe"]) == (0, "auto", "none")
-    assert plain["clip"]["eps"] == 1e-3
+    adaptive = request(["clip=adaptive"], writes=False).jobs[0].plain
+    assert adaptive["clip"]["eps"] == 1e-3

@@ -99,7 +99,8 @@ class Loop:
     def clip(self, clip: Clip, exclude: Any = "auto") -> Decision:
         """Clip by a mode that is bound to the layout."""
         name, threshold, norm_type = clip
-        mode = build(name, threshold=threshold, norm_type=norm_type, exclude=exclude)
+        options = {"exclude": exclude} if name == "adaptive" else {}
+        mode = build(name, threshold=threshold, norm_type=norm_type, **options)
         mode.bind(self.layout)
         return self.optimizer.clip(mode)
 

@@ -99,7 +99,8 @@ def everything():
 
 def figures_of(layout, clip):
     name, threshold, norm_type = clip
-    mode = build(name, threshold=threshold, norm_type=norm_type, exclude=())
+    options = {"exclude": ()} if name == "adaptive" else {}
+    mode = build(name, threshold=threshold, norm_type=norm_type, **options)
     mode.bind(layout)
     return [float(f) for f in mode.clip(layout).metrics]
 

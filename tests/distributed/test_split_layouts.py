@@ -47,7 +47,8 @@ def clip_split(mode: str, norm_type: float, silent: str | None) -> tuple[Any, di
         num_replicas = world if name == "bias" else 1
         shards.append(ParamShard(name, part, units_of(part), num_replicas, cut))
     layout = Layout(shards, group=dist.group.WORLD)
-    clipper = build(mode, threshold=THRESHOLDS[mode], norm_type=norm_type, exclude=())
+    options: dict[str, Any] = {"exclude": ()} if mode == "adaptive" else {}
+    clipper = build(mode, threshold=THRESHOLDS[mode], norm_type=norm_type, **options)
     clipper.bind(layout)
     outcome = clipper.clip(layout)
     return outcome.metrics, {shard.name: shard.param.grad for shard in shards}
@@ -63,7 +64,8 @@ def clip_whole(mode: str, norm_type: float, silent: str | None, world: int):
             parameters[silent].grad[len(parameters[silent]) - len(missing) :] = 0
     shards = [ParamShard(name, p, units_of(p)) for name, p in parameters.items()]
     layout = Layout(shards)
-    clipper = build(mode, threshold=THRESHOLDS[mode], norm_type=norm_type, exclude=())
+    options: dict[str, Any] = {"exclude": ()} if mode == "adaptive" else {}
+    clipper = build(mode, threshold=THRESHOLDS[mode], norm_type=norm_type, **options)
     clipper.bind(layout)
     outcome = clipper.clip(layout)
     return outcome, {name: p.grad for name, p in parameters.items()}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from runner.config.modes import info_of
 from runner.optim.effects import PLAIN, Effect
 from runner.report import read
 from runner.report.advice import advice
@@ -60,7 +61,7 @@ def page(folder: Path, *trials: Trial, **changes: Any) -> Findings:
             "clip/fraction": one.ratio if one.fraction is None else one.fraction,
             "clip/peak": {"p90": 1.25, "max": 3.2},
         }
-        setting = guidance.Setting(one.mode, one.threshold, "skip", one.effect)
+        setting = guidance.Setting(info_of(one.mode), one.threshold, "skip", one.effect)
         summary["remarks"] = [asdict(remark) for remark in guidance.remarks(summary, setting)]
         summary["guidance"] = guidance.sentences(summary["remarks"])
         file.write_text(json.dumps(summary))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from runner import GradientClipping, Trainer
+from runner.config.modes import info_of
 from runner.optim.effects import Effect, effect_of
 from runner.telemetry.guidance import Setting, remarks, sentences
 from tests.train.test_trainer import parts
@@ -46,14 +47,14 @@ def texts(found, setting):
 
 
 SITUATIONS = {
-    "clips now and then": (summary(0.2), Setting("norm", 1.0), []),
-    "clips now and then, Adam": (summary(0.2), Setting("norm", 1.0, effect=ADAM), []),
-    "clips half": (summary(0.5), Setting("norm", 1.0), []),
-    "no clipping": (summary(0.0), Setting("none", None), []),
-    "no clipping, one step": (summary(0.0, steps=1), Setting("none", None), []),
+    "clips now and then": (summary(0.2), Setting(info_of("norm"), 1.0), []),
+    "clips now and then, Adam": (summary(0.2), Setting(info_of("norm"), 1.0, effect=ADAM), []),
+    "clips half": (summary(0.5), Setting(info_of("norm"), 1.0), []),
+    "no clipping": (summary(0.0), Setting(info_of("none"), None), []),
+    "no clipping, one step": (summary(0.0, steps=1), Setting(info_of("none"), None), []),
     "never": (
         summary(0.0),
-        Setting("norm", 10.0),
+        Setting(info_of("norm"), 10.0),
         [
             "The threshold 10 clipped nothing: the largest ‖G‖ was 3.2. To clip the largest tenth "
             "of the steps, set clip.threshold to about 1.25, the 90th percentile of ‖G‖."
@@ -61,7 +62,7 @@ SITUATIONS = {
     ),
     "never, elements": (
         summary(0.0),
-        Setting("value", 10.0),
+        Setting(info_of("value"), 10.0),
         [
             "The threshold 10 clipped nothing: the largest gradient element was 3.2. "
             f"{CALIBRATE}elements."
@@ -69,7 +70,7 @@ SITUATIONS = {
     ),
     "never, units": (
         summary(0.0),
-        Setting("adaptive", 10.0),
+        Setting(info_of("adaptive"), 10.0),
         [
             "The threshold 10 clipped nothing: the largest ‖G_u‖/‖W_u‖ of a unit was 3.2. "
             f"{CALIBRATE}units."
@@ -77,7 +78,7 @@ SITUATIONS = {
     ),
     "most steps, SGD": (
         summary(0.62),
-        Setting("norm", 0.1),
+        Setting(info_of("norm"), 0.1),
         [
             "The threshold 0.1 clipped 62 % of the steps. A threshold that clips so many steps "
             f"acts like a lower learning rate, not as a limit on spikes. {UNSTABLE}"
@@ -85,17 +86,17 @@ SITUATIONS = {
     ),
     "every step has a few units clipped": (
         summary(1.0, fraction=0.03),
-        Setting("adaptive", 0.1),
+        Setting(info_of("adaptive"), 0.1),
         [],
     ),
     "every step has a few elements clipped": (
         summary(0.9, fraction=0.03),
-        Setting("value", 0.1),
+        Setting(info_of("value"), 0.1),
         [],
     ),
     "most units, SGD": (
         summary(1.0, fraction=0.8),
-        Setting("adaptive", 0.001),
+        Setting(info_of("adaptive"), 0.001),
         [
             "The threshold 0.001 clipped 80 % of the units on average. It changes ordinary "
             f"gradients, not only outliers. {CALIBRATE}units."
@@ -103,7 +104,7 @@ SITUATIONS = {
     ),
     "most elements, SGD": (
         summary(1.0, fraction=0.8),
-        Setting("value", 0.001),
+        Setting(info_of("value"), 0.001),
         [
             "The threshold 0.001 clipped 80 % of the elements on average. It changes ordinary "
             f"gradients, not only outliers. {CALIBRATE}elements."
@@ -111,7 +112,7 @@ SITUATIONS = {
     ),
     "most steps, Adam": (
         summary(0.7),
-        Setting("norm", 0.1, effect=ADAM),
+        Setting(info_of("norm"), 0.1, effect=ADAM),
         [
             "The threshold 0.1 clipped 70 % of the steps. AdamW divides by the size of earlier "
             f"gradients, so this does not make its steps smaller. {SPIKES}"
@@ -119,7 +120,7 @@ SITUATIONS = {
     ),
     "every step, Adam": (
         summary(0.96),
-        Setting("norm", 0.1, effect=ADAM),
+        Setting(info_of("norm"), 0.1, effect=ADAM),
         [
             "The threshold 0.1 clipped 96 % of the steps. AdamW divides by the size of earlier "
             "gradients, so this does not make its steps smaller: thresholds this low train nearly "
@@ -128,7 +129,7 @@ SITUATIONS = {
     ),
     "every step, so low that eps matters": (
         summary(1.0),
-        Setting("norm", 1e-6, effect=TINY),
+        Setting(info_of("norm"), 1e-6, effect=TINY),
         [
             "The threshold 1e-06 clipped 100 % of the steps. eps of AdamW is not negligible for "
             "gradients this small, so clipping makes the steps smaller. A threshold that clips so "
@@ -137,7 +138,7 @@ SITUATIONS = {
     ),
     "most units, Adam": (
         summary(1.0, fraction=0.99),
-        Setting("adaptive", 0.001, effect=ADAM),
+        Setting(info_of("adaptive"), 0.001, effect=ADAM),
         [
             "The threshold 0.001 clipped 99 % of the units on average. AdamW divides by the size "
             "of earlier gradients, so this does not make its steps smaller. "
@@ -146,7 +147,7 @@ SITUATIONS = {
     ),
     "every step, Lion": (
         summary(0.97),
-        Setting("norm", 0.1, effect=LION),
+        Setting(info_of("norm"), 0.1, effect=LION),
         [
             "The threshold 0.1 clipped 97 % of the steps. Lion steps by the sign of a mean of "
             "gradients: clipping does not make its steps smaller, it lowers the weight of clipped "
@@ -155,7 +156,7 @@ SITUATIONS = {
     ),
     "every step, Muon": (
         summary(1.0),
-        Setting("norm", 0.1, effect=MUON),
+        Setting(info_of("norm"), 0.1, effect=MUON),
         [
             "The threshold 0.1 clipped 100 % of the steps. Muon orthogonalizes its updates, so "
             f"this does not make its steps smaller: thresholds this low train nearly alike. "
@@ -164,23 +165,23 @@ SITUATIONS = {
     ),
     "some steps, Rprop": (
         summary(0.1),
-        Setting("norm", 0.1, effect=RPROP),
+        Setting(info_of("norm"), 0.1, effect=RPROP),
         ["Clipping has no effect with Rprop: it uses the sign of each gradient element alone."],
     ),
     "one step": (
         summary(1.0, steps=1),
-        Setting("norm", 0.1),
+        Setting(info_of("norm"), 0.1),
         ["1 step is too few to tell whether the threshold suits this training."],
     ),
     "49 steps": (
         summary(0.0, steps=49),
-        Setting("adaptive", 0.1, effect=ADAM),
+        Setting(info_of("adaptive"), 0.1, effect=ADAM),
         ["49 steps are too few to tell whether the threshold suits this training."],
     ),
-    "50 steps": (summary(0.2, steps=50), Setting("norm", 1.0), []),
+    "50 steps": (summary(0.2, steps=50), Setting(info_of("norm"), 1.0), []),
     "one step that was not finite": (
         summary(0.2, nonfinite=1),
-        Setting("norm", 1.0),
+        Setting(info_of("norm"), 1.0),
         [
             "1 of 300 steps had a gradient that was NaN or inf and was skipped; no threshold mends "
             "that: look at the learning rate, the loss and the precision."
@@ -188,7 +189,7 @@ SITUATIONS = {
     ),
     "steps that were not finite and were taken": (
         summary(0.2, nonfinite=3),
-        Setting("none", None, "ignore"),
+        Setting(info_of("none"), None, "ignore"),
         [
             "3 of 300 steps had a gradient that was NaN or inf and were taken all the same; no "
             "threshold mends that: look at the learning rate, the loss and the precision."
@@ -196,7 +197,7 @@ SITUATIONS = {
     ),
     "all but some steps were skipped": (
         summary(0.02, nonfinite=280),
-        Setting("norm", 0.1),
+        Setting(info_of("norm"), 0.1),
         [
             "280 of 300 steps had a gradient that was NaN or inf and were skipped; no threshold "
             "mends that: look at the learning rate, the loss and the precision.",
@@ -205,7 +206,7 @@ SITUATIONS = {
     ),
     "the loss is lost": (
         summary(0.9, nonfinite=3, loss=float("nan")),
-        Setting("norm", 0.1),
+        Setting(info_of("norm"), 0.1),
         [
             "3 of 300 steps had a gradient that was NaN or inf and were skipped; no threshold "
             "mends that: look at the learning rate, the loss and the precision."
@@ -224,15 +225,17 @@ def test_a_largest_unit_or_element_is_never_a_recommendation():
     """Quantiles of the largest unit of each step say nothing about the units."""
     for mode in ("value", "adaptive"):
         for ratio, fraction in ((0.0, 0.0), (1.0, 0.9)):
-            for effect in (ADAM, LION, MUON, Setting("norm", 1.0).effect):
-                [said] = texts(summary(ratio, fraction=fraction), Setting(mode, 0.1, effect=effect))
+            for effect in (ADAM, LION, MUON, Setting(info_of("norm"), 1.0).effect):
+                [said] = texts(
+                    summary(ratio, fraction=fraction), Setting(info_of(mode), 0.1, effect=effect)
+                )
                 assert "1.25" not in said
                 assert "optimizer.lr" not in said
 
 
 def test_a_run_without_a_finite_gradient():
     empty = summary(0.0, nonfinite=300) | {"clip/peak": {}}
-    assert len(texts(empty, Setting("norm", 1.0))) == 1
+    assert len(texts(empty, Setting(info_of("norm"), 1.0))) == 1
 
 
 @pytest.mark.parametrize(
@@ -240,9 +243,9 @@ def test_a_run_without_a_finite_gradient():
     [((), 1), (("seed", "clip"), 1), (("optimizer.lr",), 0), (("seed", "clip.threshold"), 0)],
 )
 def test_a_run_leaves_to_its_sweep_what_that_varies(swept, count):
-    found = [asdict(one) for one in remarks(summary(0.9), Setting("norm", 0.1))]
+    found = [asdict(one) for one in remarks(summary(0.9), Setting(info_of("norm"), 0.1))]
     assert len(sentences(found, swept)) == count
-    bad = [asdict(one) for one in remarks(summary(0.2, nonfinite=1), Setting("norm", 0.1))]
+    bad = [asdict(one) for one in remarks(summary(0.2, nonfinite=1), Setting(info_of("norm"), 0.1))]
     assert len(sentences(bad, swept)) == 1
 
 
@@ -341,12 +344,12 @@ def test_what_is_said_of_an_optimizer_is_what_it_does(optimizer):
 def test_the_metrics_of_a_real_run_are_read():
     model, loader = parts()
     found = Trainer(model, loader, "10ep", [GradientClipping("norm", 1e-3)]).fit()
-    [said] = texts(found, Setting("norm", 1e-3))
+    [said] = texts(found, Setting(info_of("norm"), 1e-3))
     assert "100 % of the steps" in said
-    assert texts(Trainer(model, []).state.meter.summary(), Setting("norm", 1.0)) == []
+    assert texts(Trainer(model, []).state.meter.summary(), Setting(info_of("norm"), 1.0)) == []
 
 
 def test_a_sign_optimizer_is_never_told_to_change_its_threshold():
     for ratio in (0.0, 0.6):
-        found = remarks(summary(ratio), Setting("norm", 1000.0, effect=RPROP))
+        found = remarks(summary(ratio), Setting(info_of("norm"), 1000.0, effect=RPROP))
         assert [one.topic for one in found] == ["nothing"]

@@ -1,0 +1,84 @@
+"""What mode ``adaptive`` says about itself, and its options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from runner.config.modes.mode import Mode, ModeInfo
+from runner.config.values import OutputDims, Positive, Texts
+
+
+@dataclass(eq=False)
+class Adaptive(Mode):
+    """Each unit's gradient is limited to threshold times the norm of the unit's weight.
+
+    No paper gives a rule for a first threshold. On ordinary models the published ones clip from a
+    twentieth to more than half of the units.
+
+    Args:
+        exclude: globs of parameter names that the mode leaves alone, or ``"auto"``: the weights of
+            the model's heads.
+        units: globs of parameter names, and the dimension or dimensions of these parameters that
+            index outputs, for layers that the mode does not know; of two globs that match a
+            parameter the last one counts. Without any dimension the whole tensor is one unit.
+        eps: lower bound of a weight's norm.
+
+    Raises:
+        ValueError: an eps that is not above 0, units that are no dimensions.
+    """
+
+    info = ModeInfo(
+        clips="units",
+        stat="‖G_u‖/‖W_u‖ of a unit",
+        unit="‖W_u‖",
+        note="A threshold of this mode is a ratio to the norm of each unit's weights, not a value "
+        "of ‖G‖, so none is drawn.",
+        published=(
+            (0.01, "NFNet at batch 4096 (Brock 2021)"),
+            (0.02, "NF-ResNet ablation (Brock 2021)"),
+            (0.04, "NF-ResNet ablation (Brock 2021)"),
+            (0.08, "NF-ResNet ablation (Brock 2021)"),
+            (0.16, "NF-ResNet ablation (Brock 2021); batch 128 to 256 (Thakur)"),
+        ),
+        shares=(0.2, 0.5, 0.05),
+        sources=("Brock, De, Smith and Simonyan 2021, arXiv 2102.06171, section 4",),
+    )
+
+    exclude: Annotated[
+        Literal["auto"] | Texts,
+        Field(
+            description="do not clip these parameters, patterns of names, such as [head.*]; "
+            "auto: the weights of the model's heads"
+        ),
+    ] = "auto"
+    units: Annotated[
+        OutputDims | None,
+        Field(
+            description="say which dimensions of a parameter index its outputs, by patterns of "
+            "names, where a warning asks for it"
+        ),
+    ] = None
+    eps: Annotated[
+        Positive,
+        Field(
+            description="count a weight's norm as at least this, so that weights of zero can move"
+        ),
+    ] = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.eps > 0:
+            raise ValueError(f"eps must be above 0, not {self.eps}")
+        for pattern, dims in (self.units or {}).items():
+            listed = dims if isinstance(dims, list | tuple) else [dims]
+            if any(type(dim) is not int for dim in listed):
+                raise ValueError(
+                    f"units of {pattern} must be the dimension that indexes outputs, or a list of "
+                    f"dimensions, not {dims!r}"
+                )
+
+
+MODE = Adaptive

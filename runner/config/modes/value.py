@@ -1,0 +1,28 @@
+"""What mode ``value`` says about itself."""
+
+from dataclasses import dataclass
+
+from runner.config.modes.mode import Mode, ModeInfo
+
+
+@dataclass(eq=False)
+class Value(Mode):
+    """Every element of the gradient is clamped to [-threshold, threshold].
+
+    It has a grid of thresholds instead of published ones: the cutoff of 15 in Mikolov's RNNLM
+    limits errors at hidden units, which is no threshold for gradients of weights. Clamping elements
+    changes the direction of the gradient, so thresholds that clip few of them are suggested.
+    """
+
+    info = ModeInfo(
+        clips="elements",
+        stat="gradient element",
+        unit="|g|",
+        note="A threshold of this mode bounds single elements, not ‖G‖, so none is drawn.",
+        grid=(0.1, 0.25, 1.0, 2.0),
+        shares=(0.01, 0.1, 0.001),
+        sources=("Mikolov 2012, Statistical Language Models Based on Neural Networks",),
+    )
+
+
+MODE = Value

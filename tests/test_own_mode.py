@@ -1,0 +1,177 @@
+"""A user's own clipping mode, in a module outside of the package, by ``clip._target_``."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+MODULE = '''
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from runner.clip import ClipMode, Decision, GradStats, Layout, ModeInfo
+
+
+@dataclass
+class RunningMean(ClipMode):
+    """Limit the norm to threshold times its running mean, this step included."""
+
+    info = ModeInfo(stat="‖G‖ ÷ its running mean", unit="mean", note="The threshold is a factor.")
+    initial_history = {"total": 0.0, "weight": 0.0}
+
+    decay: Annotated[float, Field(ge=0, lt=1, description="weigh the steps before")] = 0.9
+
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        for name, value in (("total", stats.norm), ("weight", 1.0)):
+            self.history[name] = self.decay * self.history[name] + (1 - self.decay) * value
+        mean = self.history["total"] / self.history["weight"]
+        return Decision.limit_norm(
+            stats.norm, self.limit * mean, max_stat=stats.norm / mean, threshold=self.limit
+        )
+
+
+class Unfinished(ClipMode):
+    pass
+
+
+class Undeclared(RunningMean):
+    power: float = 2.0
+'''
+TARGET = "clip._target_=own_clipping.RunningMean"
+SMALL = "model=gpt model.context=32 model.width=32 data=text data.sequence_length=32"
+SMALL += " data.max_bytes=60000 train.max_duration=5ba eval.interval=1000ba tracker=none device=cpu"
+PLUGINS = {
+    "single": "data.batch_size=8",
+    "ddp": "plugin=ddp plugin.nproc=2 data.batch_size=4",
+    "fsdp": "plugin=fsdp plugin.nproc=2 data.batch_size=4",
+    "pipeline": "plugin=pipeline plugin.nproc=2 data.batch_size=8",
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_clipping.py").write_text(MODULE, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def own(home, monkeypatch):
+    monkeypatch.syspath_prepend(str(home))
+    from own_clipping import RunningMean
+
+    return RunningMean
+
+
+def answer(home, *overrides):
+    path = os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "runner", *overrides]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=220, env=environment, check=False
+    )
+
+
+def rows_of(home, plugin):
+    folder = home / plugin
+    words = [TARGET, "clip.decay=0.5", "clip.threshold=0.9", *SMALL.split()]
+    done = answer(home, *words, *PLUGINS[plugin].split(), f"hydra.run.dir={folder}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_it_clips_alike_under_every_plugin_and_shows_its_threshold(home):
+    wanted = rows_of(home, "single")
+    total = weight = 0.0
+    for row in wanted:
+        total, weight = (total + row["grad/norm"]) / 2, (weight + 1.0) / 2
+        limit = 0.9 * total / weight
+        assert row["grad/norm_clipped"] == pytest.approx(min(row["grad/norm"], limit), rel=1e-9)
+        assert row["clip/threshold"] == 0.9
+    assert {row["clip/clipped"] for row in wanted} == {0, 1}
+    for plugin in list(PLUGINS)[1:]:
+        for row, alone in zip(rows_of(home, plugin), wanted, strict=True):
+            assert row["clip/clipped"] == alone["clip/clipped"], (plugin, row)
+            for key in ("grad/norm", "grad/norm_clipped", "clip/coef"):
+                assert row[key] == pytest.approx(alone[key], rel=2e-3), (plugin, row)
+    page = (home / "single" / "report.html").read_text()
+    assert "RunningMean 0.9" in page
+    assert "The threshold is a factor." in page
+
+
+def test_its_options_are_in_the_help(home):
+    for given, shown in ((), "clip.decay=0.9 "), (("+clip.decay=0.5",), "clip.decay=0.5 "):
+        done = answer(home, TARGET, *given, "--help")
+        assert done.returncode == 0, done.stderr
+        [line] = [
+            line for line in done.stdout.splitlines() if line.strip().startswith("clip.decay")
+        ]
+        assert line.strip().startswith(shown)
+        assert line.endswith("weigh the steps before")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ([TARGET, "clip.decay=1"], ["clip.decay=1 ", "must be", "less than 1"]),
+        ([TARGET, "clip.decay=half"], ["clip.decay=half", "must be", "finite number"]),
+        ([TARGET, "clip.decai=0.5"], ["clip.decai=0.5", "unknown key", "mean clip.decay?"]),
+        ([TARGET, "+clip.decai=0.5"], ["clip.decai=0.5", "unknown key", "mean clip.decay?"]),
+        ([TARGET, "clip.eps=1"], ["clip.eps=1", "is an option of clip=adaptive"]),
+        ([TARGET, "clip.threshold=0"], ["clip.threshold=0 ", "finite number greater than 0"]),
+        (["clip._target_=own_cliping.RunningMean"], ["there is no module own_cliping"]),
+        (
+            ["clip._target_=own_clipping.RuningMean"],
+            ["own_clipping has no class RuningMean", "mean own_clipping.RunningMean?"],
+        ),
+        (["clip._target_=json.JSONDecoder"], ["is no clipping mode", "runner.clip.ClipMode"]),
+        (["clip._target_=runner.config.modes.Mode"], ["is no clipping mode"]),
+        (["clip._target_=own_clipping.Unfinished"], ["is abstract", "implement decide_finite"]),
+        (["clip._target_=own_clipping.Undeclared"], ["put @dataclass above the class", "power"]),
+        (["clip._target_=own"], ["clip._target_=own", "full name of a class"]),
+    ],
+)
+def test_what_is_wrong_is_one_message(own, overrides, parts, capsys):
+    from runner.cli.main import main
+
+    assert main(overrides) == 2
+    message = capsys.readouterr().err
+    assert "this request cannot be run (1 problem)" in message
+    for part in parts:
+        assert part in message
+
+
+def test_a_history_survives_a_restart(own):
+    from runner.clip import GradStats, Layout
+
+    layout = Layout([])
+    one, other = own(threshold=1.0), own(threshold=2.0)
+    for norm in (1.0, 3.0):
+        one.decide(layout, GradStats(norm, True))
+    other.load_state_dict(one.state_dict())
+    assert (other.threshold, other.history) == (1.0, one.history)
+    assert one.decide(layout, GradStats(9.0, True)) == other.decide(layout, GradStats(9.0, True))
+
+
+def test_a_history_holds_finite_steps_only(own):
+    import torch
+
+    from runner.clip import GradStats, Layout
+
+    layout, nan = Layout([]), float("nan")
+    host, device = own(threshold=1.0), own(threshold=1.0)
+    for norm in (1.0, nan, 3.0):
+        known = GradStats(norm, norm == norm)
+        kept = GradStats(torch.tensor(norm, dtype=torch.float64), torch.tensor(norm == norm))
+        on_host, on_device = host.decide(layout, known), device.decide(layout, kept)
+        assert bool(on_device.finite) is on_host.finite is (norm == norm)
+        wanted = pytest.approx(on_host.metrics, nan_ok=True)
+        assert tuple(map(float, on_device.metrics)) == wanted
+    assert {name: float(one) for name, one in device.history.items()} == host.history

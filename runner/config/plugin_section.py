@@ -72,62 +72,49 @@ class PluginSection(Section):
         description="start this many ranks on this machine; null: the product of the sizes"
     )
     find_unused_parameters: bool = Field(
-        description="ddp: set it if some parameters take no part in the loss; costs a walk over "
-        "the graph"
+        description="ddp: set it if some parameters take no part in the loss"
     )
     reshard_after_forward: bool = Field(
-        description="fsdp, zero_stage 3: false keeps parameters gathered until the backward pass: "
-        "more memory, less traffic"
+        description="fsdp, zero_stage 3: false takes more memory and less traffic"
     )
     dp_replicate: int = Field(
-        ge=1,
-        description="fsdp: keep this many replicas, each sharded over its share of the ranks; one "
-        "for each machine saves traffic",
+        ge=1, description="fsdp: number of replicas, each sharded over its share of the ranks"
     )
-    dp_size: Count | None = Field(
-        description="data-parallel size; null: what the other sizes leave of the ranks"
-    )
+    dp_size: Count | None = Field(description="data-parallel size; null: world size / other sizes")
     tp_size: Count | None = Field(
-        description="split each weight over this many ranks; null: over all that dp_size leaves"
+        description="split each weight over this many ranks; null: world size / dp_size"
     )
     pp_size: Count | None = Field(
-        description="split the layers over this many ranks; null: over all that dp_size leaves"
+        description="split the layers over this many ranks; null: world size / dp_size"
     )
     ep_size: Count | None = Field(
-        description="spread the experts over this many data-parallel ranks; null: over all"
+        description="spread the experts over this many data-parallel ranks; null: all"
     )
     zero_stage: int = Field(
         ge=0,
         le=3,
-        description="partition over data-parallel ranks: 1 optimizer state, 2 gradients too, 3 "
-        "parameters too; raise it if out of memory",
+        description="partition 1 optimizer state, 2 gradients too, 3 parameters too",
     )
     sequence_parallel: bool = Field(
-        description="tensor: split norms and dropout along the sequence too, to save activations"
+        description="tensor: split norms and dropout along the sequence, to save memory"
     )
     schedule: Annotated[str, OneOf(tuple(SCHEDULES))] = Field(
-        description="pipeline: order of forward and backward passes; 1f1b needs the least memory, "
-        "zero_bubble waits least"
+        description="pipeline: order of forward and backward passes"
     )
     num_microbatches: Count | None = Field(
-        description="pipeline: send a batch through in this many parts; more: shorter waits; null: "
-        "as many as stages"
+        description="pipeline: split a batch into this many; null: one for each stage"
     )
     split: Texts | None = Field(
-        description="pipeline: begin the further stages at these modules; null: the model's own "
-        "cuts, or by size"
+        description="pipeline: begin further stages at these modules; null: the model's cuts"
     )
     tp_plan: TensorPlan | None = Field(
-        description="tensor: split these modules, patterns of names with a style each, or a YAML "
-        "file of them; null: the model's own plan"
+        description="tensor: modules to split, as patterns with styles or a file; null: the model's"
     )
     param_dtype: Literal["bf16", "fp16"] | None = Field(
-        description="fsdp, zero_stage 2, 3: gather and compute parameters in this type; gradients "
-        "are reduced in float32"
+        description="fsdp, zero_stage 2, 3: gather and compute parameters in this type"
     )
     cpu_offload: bool = Field(
-        description="fsdp, zero_stage 2, 3: keep shards in host memory between uses: slower, for "
-        "models that do not fit"
+        description="fsdp, zero_stage 2, 3: keep shards in host memory, to fit larger models"
     )
     sync_batchnorm: bool = Field(
         description="GPUs: compute batch norm over all data-parallel ranks, for small batches"

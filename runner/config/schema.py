@@ -33,8 +33,7 @@ class Accumulation(Section):
 
     steps: int = Field(
         ge=1,
-        description="accumulate this many microbatches to one optimizer step; raise it, and lower "
-        "data.batch_size, if out of memory",
+        description="microbatches of one optimizer step; raise it if a batch does not fit",
     )
 
 
@@ -45,8 +44,7 @@ class Precision(Section):
         description="choose the data type of the forward pass"
     )
     initial_scale: float = Field(
-        gt=0,
-        description="fp16: begin with this loss scale; lower it if the first steps are skipped",
+        gt=0, description="fp16: first loss scale; lower it if the first steps are skipped"
     )
     growth_interval: int = Field(
         ge=1, description="fp16: double the loss scale after this many finite steps in a row"
@@ -58,15 +56,13 @@ class DataSection(Target):
 
     batch_size: int = Field(
         ge=1,
-        description="samples in one microbatch of one data-parallel rank; lower it if "
-        "out of memory",
+        description="samples in a microbatch of a data-parallel rank; lower it if out of memory",
     )
     num_workers: int = Field(
-        ge=0,
-        description="processes that read ahead; raise it if training waits for data; 0: none",
+        ge=0, description="processes that read ahead; raise it if training waits for data; 0: none"
     )
     drop_last: bool = Field(
-        description="leave out the last, shorter microbatch of an epoch, so that all have one size"
+        description="leave out the last microbatch of an epoch if it is shorter"
     )
 
 
@@ -75,11 +71,10 @@ class Tracker(Section):
 
     name: Annotated[str, option_of("tracker")] = Field(description="choose the tracker")
     mode: Literal["auto", "online", "offline", "disabled"] = Field(
-        description="auto: online where a key is configured, else offline; offline keeps the files "
-        "for `wandb sync`"
+        description="auto: online where a key is configured, else offline for `wandb sync`"
     )
     project: Text = Field(description="file runs under this project")
-    group: Text | None = Field(description="group runs by this name; null: by the sweep's name")
+    group: Text | None = Field(description="group runs by this name; null: by their sweep")
     tags: Texts = Field(description="tag runs, to find them again")
     job_type: Text = Field(description="say what kind of run this is, such as train")
 
@@ -94,21 +89,17 @@ class Eval(Section):
     """When to evaluate on held-out data."""
 
     interval: DurationText = Field(
-        description="evaluate this often on held-out data; raise it if evaluation takes long"
+        description="evaluate this often; raise it if evaluation takes long"
     )
 
 
 class Log(Section):
     """When metrics are logged."""
 
-    interval: int = Field(
-        ge=1,
-        description="log a row of metrics every so many optimizer steps",
-    )
+    interval: int = Field(ge=1, description="log a row of metrics every so many optimizer steps")
     flush: int = Field(
         ge=1,
-        description="copy metrics from the device every so many optimizer steps; 1 shows them at "
-        "once, and makes the device wait",
+        description="copy metrics from the device every so many optimizer steps",
     )
 
 
@@ -116,12 +107,10 @@ class Telemetry(Section):
     """What is measured besides the usual metrics."""
 
     per_layer: bool = Field(
-        description="log the gradient norm of each parameter too, to find the layer that spikes"
+        description="log the gradient norm of each parameter, to find the layer that spikes"
     )
     probe: int = Field(
-        ge=0,
-        description="print this many elements of the first parameter after each microbatch, to see "
-        "accumulation at work",
+        ge=0, description="print this many elements of the first parameter after each microbatch"
     )
 
 
@@ -130,8 +119,7 @@ class Launch(Section):
 
     timeout: float = Field(
         gt=0,
-        description="end the run if one collective takes longer than this many seconds; raise it "
-        "for slow networks and disks",
+        description="end the run if a collective takes more seconds; raise it for slow networks",
     )
 
 
@@ -139,19 +127,16 @@ class SweepSection(Section):
     """A sweep: several runs of one command."""
 
     name: FolderName | None = Field(
-        description="name the sweep's folder, to find it or to continue it; null: named after what "
-        "varies"
+        description="name the folder, to find or continue it; null: named after what varies"
     )
     objective: Text = Field(description="compare runs by the best value of this metric")
     direction: Literal["minimize", "maximize"] | None = Field(
         description="say which objective is better; null: the lower, of an accuracy the higher"
     )
     max_failures: Natural | None = Field(
-        description="stop after more failed runs than this: 0 stops at the first; null: never"
+        description="stop after more failed runs than this; null: never"
     )
-    zip: Texts = Field(
-        description="advance the lists of these keys together, instead of trying all combinations"
-    )
+    zip: Texts = Field(description="advance the lists of these keys together, not as a product")
 
     @property
     def maximizes(self) -> bool:
@@ -169,10 +154,10 @@ class Calibrate(Section):
         description="measure this many optimizer steps without clipping",
     )
     warmup_steps: Natural | None = Field(
-        description="describe the first steps apart, whose gradients are larger; null: a tenth"
+        description="describe so many first steps separately; null: a tenth"
     )
     output: Text | None = Field(
-        description="write calibrate.json to this folder; null: a new one in outputs/calibrations"
+        description="write to this folder; null: a new one in outputs/calibrations"
     )
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -186,7 +171,7 @@ class Verify(Section):
 
     steps: int = Field(ge=1, description="compare this many optimizer steps")
     dtype: Literal["float64", "float32"] = Field(
-        description="compute both sides in this data type; float64 shows the smallest differences"
+        description="compute both sides in this type; float64 shows the smallest errors"
     )
     tolerance: Positive | None = Field(
         description="accept relative errors up to this; null: 1e-9 in float64, 1e-5 in float32"

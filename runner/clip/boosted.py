@@ -1,7 +1,7 @@
-"""Which modules and parameters belong to a boosted model, so that one call can clip it.
+"""Which optimizer clips which boosted model, so that one call can clip any model.
 
-A boosted model is spread over ranks, and its gradients may be neither synchronised nor unscaled
-when they are to be clipped. Its optimizer does both; it registers here what it looks after.
+Gradients of a boosted model have to be synchronised and unscaled before they are clipped. Its
+optimizer does both, and registers here the modules and parameters that it clips.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runner.clip.mode import ClipMode
 
 
 class Clipper(Protocol):
-    """Clips the whole gradient of what was boosted together."""
+    """Clips the gradients of all modules that were boosted together."""
 
     layout: Layout
 
@@ -28,7 +28,7 @@ class Clipper(Protocol):
         """Synchronise and unscale the gradients."""
 
     def clip(self, mode: ClipMode) -> Decision:
-        """Do that, and clip by ``mode``."""
+        """Synchronise and unscale the gradients, and clip them by ``mode``."""
 
 
 _clippers = WeakIdKeyDictionary()
@@ -36,12 +36,12 @@ _clippers = WeakIdKeyDictionary()
 
 
 def register(clipper: Clipper | None, owned: Iterable[nn.Module | Tensor]) -> None:
-    """Note who clips modules and parameters.
+    """Register which clipper clips modules and parameters.
 
     Args:
-        clipper: kept by a weak reference; None for a model whose gradients nobody synchronises,
-            because it was boosted without an optimizer.
-        owned: the modules that users may name, and the parameters, also those that were replaced.
+        clipper: the clipper, of which a weak reference is kept; None for a model that was boosted
+            without an optimizer, so that nothing synchronises its gradients.
+        owned: modules that users may pass, and parameters, including those that were replaced.
     """
     known = None if clipper is None else ref(clipper)
     for each in owned:
@@ -49,11 +49,14 @@ def register(clipper: Clipper | None, owned: Iterable[nn.Module | Tensor]) -> No
 
 
 def clip_boosted(given: nn.Module | list[Tensor], mode: ClipMode) -> Decision | None:
-    """Clip what belongs to a boosted model; None where it belongs to none and nothing was done.
+    """Clip a module or parameters of a boosted model.
 
     Args:
         given: a module, or parameters.
-        mode: how to clip.
+        mode: clipping mode.
+
+    Returns:
+        What was done; None if nothing was clipped, because the caller has to clip.
 
     Raises:
         ValueError: the gradients cannot be clipped as asked; the message says what to write.
@@ -102,7 +105,7 @@ def clip_boosted(given: nn.Module | list[Tensor], mode: ClipMode) -> Decision | 
 
 
 def _known(owned: nn.Module | Tensor) -> tuple[bool, Clipper | None]:
-    """Whether it belongs to a boosted model, and who clips it."""
+    """Return whether ``owned`` belongs to a boosted model, and its clipper."""
     if owned not in _clippers:
         return False, None
     known: ReferenceType[Clipper] | None = _clippers[owned]

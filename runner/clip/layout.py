@@ -1,8 +1,8 @@
 """Where every gradient element of a model lives.
 
-Clipping knows no plugin. A plugin hands it a :class:`Layout`: for each parameter the part this rank
-holds, how that part falls into units, which ranks share a unit that a shard boundary cuts, and on
-how many ranks the same elements are held. The modes work on that alone.
+Clipping does not depend on plugins. A plugin describes its model by a :class:`Layout`: for each
+parameter the shard on this rank, how the shard is divided into units, which ranks share a unit that
+a shard boundary cuts, and how many ranks hold the same elements. Modes use nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runner.clip.head import head_weights
 from runner.clip.units import Units, owned_parameters, units_of
 
 Number = float | Tensor
-"""A figure on the host where looking is free (CPU), a 0-dimensional tensor elsewhere."""
+"""A float on a CPU, a 0-dimensional tensor on an accelerator."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,8 +31,8 @@ class ParamShard:
 
     Attributes:
         name: the parameter's qualified name in the user's model.
-        param: the parameter; of a DTensor only the part on this rank is ever worked on.
-        units: how the local part falls into units.
+        param: the parameter; only the local shard of a DTensor is used.
+        units: how the local shard is divided into units.
         num_replicas: ranks of the layout's group that hold these same elements (replicas).
         shard_groups: groups of ranks over which each unit of this shard is split, one for each mesh
             axis that splits units; empty where every unit is whole on this rank. All ranks of these
@@ -50,36 +50,36 @@ class ParamShard:
 
     @property
     def weight(self) -> Tensor:
-        """The part of the weight on this rank, a plain tensor without a history."""
+        """Local shard of the weight, a plain tensor without autograd history."""
         return local(self.param.detach())
 
     @property
     def gradient(self) -> Tensor | None:
-        """The part of the gradient on this rank, a plain tensor; None where there is none."""
+        """Local shard of the gradient, a plain tensor; None if there is no gradient."""
         gradient = self.param.grad
         return None if gradient is None else local(gradient)
 
     def with_units(self, units: Units) -> ParamShard:
-        """The same part with other units; where a shard boundary cuts them follows from it."""
+        """Return the same shard with other units, and the shard groups that follow from them."""
         groups = _cut(self.param, units) if isinstance(self.param, DTensor) else self.shard_groups
         return replace(self, units=units, shard_groups=groups, sharded_vector=False)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of ``tensor`` lies on this rank."""
+    """Return the local shard of a DTensor, and any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this rank holds but a part of ``tensor``."""
+    """Return whether ``tensor`` is a DTensor that is not a replica on all mesh axes."""
     return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
 
 
 class Whole(NamedTuple):
-    """What every rank knows of a parameter, wherever it lies.
+    """What every rank knows of a parameter, whichever ranks hold it.
 
     Attributes:
-        shape: of the whole parameter.
+        shape: shape of the whole parameter.
         sharded_vector: see :class:`ParamShard`.
         known: see :class:`Units`.
     """
@@ -90,7 +90,7 @@ class Whole(NamedTuple):
 
     @classmethod
     def of(cls, shard: ParamShard) -> Whole:
-        """What a rank knows of the parameter that it has a part of."""
+        """Return the description of the parameter that ``shard`` belongs to."""
         return cls(tuple(shard.param.shape), shard.sharded_vector, shard.units.known)
 
 
@@ -102,7 +102,7 @@ class OptionError(ValueError):
     """An option of a mode that does not fit the model.
 
     Args:
-        option: its name.
+        option: name of the option.
         message: what is wrong, with the value.
     """
 
@@ -112,17 +112,17 @@ class OptionError(ValueError):
 
 
 class Layout:
-    """All parts on this rank, and the ranks that together hold the whole model.
+    """All shards on this rank, and the ranks that together hold the whole model.
 
     Args:
-        shards: one for each parameter; the same parameter twice counts once.
-        group: ranks over which figures are added up. None where this rank holds everything
-            (one process, or data-parallel replicas whose gradients were averaged).
+        shards: one shard for each parameter; a parameter that is given twice counts once.
+        group: ranks whose values are summed. None if this rank holds the whole model (one process,
+            or data-parallel replicas whose gradients were averaged).
         heads: names of the weights of the model's heads, which adaptive clipping leaves out by
             default.
         parameters: all parameters of the model by name, also those that lie on other ranks alone,
             in one order for all ranks; by default those of ``shards``.
-        elsewhere: type of device on which the other ranks have theirs, for a rank without shards.
+        elsewhere: device type of the other ranks, for a rank without shards.
 
     Raises:
         TypeError: a parameter is complex.
@@ -154,14 +154,14 @@ class Layout:
 
     @property
     def sharded_vector(self) -> list[str]:
-        """Names of all parameters of the model that are one unit spread over ranks, likewise."""
+        """Names of all sharded vectors of the model, in one order for all ranks."""
         return [name for name, whole in self.parameters.items() if whole.sharded_vector]
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Layout:
-        """Every parameter whole on this rank; tied parameters once, under their first name.
+        """Return the layout of a model that is whole on this rank; tied parameters count once.
 
-        Of a model whose parameters are sharded, as :meth:`of_sharded` over all ranks.
+        For a model whose parameters are sharded, this is :meth:`of_sharded` over all ranks.
         """
         if any(is_sharded(parameter) for parameter in model.parameters()):
             assert dist.group.WORLD is not None
@@ -182,19 +182,19 @@ class Layout:
         renamed: Mapping[str, str] | None = None,
         heads: Sequence[str] | None = None,
     ) -> Layout:
-        """Every parameter where its DTensor placements say; a plain one is whole where it is.
+        """Return the layout that DTensor placements describe; a plain parameter is whole.
 
-        One collective, once: all ranks compare what they hold, and every element of the model has
-        to be accounted for exactly once.
+        One collective: all ranks compare what they hold, and every element of the model has to be
+        accounted for exactly once.
 
         Args:
-            model: what this rank holds of the model, its parameters already spread.
+            model: the modules on this rank, with sharded parameters.
             group: all ranks that hold any part of it.
-            whole: elements of each parameter of the whole model, by name; by default those of
-                ``model``.
-            ranks: on how many ranks a parameter, by its name, lies at all, in parts or repeated;
-                by default on all of ``group``.
-            renamed: the name of a tied parameter by that of its copy, where it has copies.
+            whole: number of elements of each parameter of the whole model, by name; by default
+                those of ``model``.
+            ranks: function that returns how many ranks hold a shard or a replica of a parameter,
+                by its name; by default all of ``group``.
+            renamed: name of a tied parameter, by the name of its copy.
             heads: see :class:`Layout`; by default those of ``model``.
 
         Raises:
@@ -216,7 +216,7 @@ class Layout:
 
     @classmethod
     def of_parameters(cls, parameters: Iterable[Tensor] | Tensor) -> Layout:
-        """Whole tensors of unknown owners: dimension 0 of each is taken as the output unit.
+        """Return the layout of whole tensors; dimension 0 of each is taken to index outputs.
 
         Raises:
             TypeError: one is sharded: only a whole model can be accounted for.
@@ -229,7 +229,7 @@ class Layout:
 
     @classmethod
     def union(cls, layouts: Mapping[str, Layout]) -> Layout:
-        """The layout of several modules together: one norm over all their gradients.
+        """Return the layout of several modules together: one norm over all their gradients.
 
         Args:
             layouts: the layout of each module, by the prefix that its parameters' names get. One
@@ -263,11 +263,11 @@ class Layout:
 
     @property
     def device(self) -> torch.device:
-        """Where figures are added up: the same type of device on all ranks."""
+        """Device on which values are summed; its type is the same on all ranks."""
         return self.shards[0].param.device if self.shards else torch.device(self._elsewhere)
 
     def gradients(self) -> tuple[list[ParamShard], list[Tensor]]:
-        """Parts that have a gradient (of at least one element), and these gradients.
+        """Return the shards that have a gradient of at least one element, and these gradients.
 
         Raises:
             TypeError: a gradient is sparse.
@@ -293,13 +293,13 @@ class Layout:
 
     @torch.no_grad()
     def separate_gradients(self) -> bool:
-        """Give each gradient memory of its own.
+        """Give each gradient its own memory.
 
-        Autograd may give two parameters one gradient, as behind ``torch.stack([a, b]).sum(0)``.
-        What is done to it in place would be done twice.
+        Autograd may give two parameters the same gradient tensor, as for
+        ``torch.stack([a, b]).sum(0)``. An in-place operation would then be applied twice.
 
         Returns:
-            Whether any gradients had the same memory.
+            Whether any gradients shared memory.
         """
         seen: set[int] = set()
         shared = False
@@ -341,11 +341,11 @@ class Layout:
         return torch.stack(rows)
 
     def matching(self, pattern: str, option: str) -> list[str]:
-        """Names that match the glob ``pattern``.
+        """Return the names of parameters that match the glob ``pattern``.
 
         Args:
-            pattern: as :mod:`fnmatch` takes it.
-            option: of the mode that the pattern was given to, for the message.
+            pattern: pattern in the syntax of :mod:`fnmatch`.
+            option: option of the mode that has the pattern, for the message.
 
         Raises:
             OptionError: it matches nothing; the message lists some names.
@@ -358,7 +358,7 @@ class Layout:
         return hits
 
     def with_units(self, units: Mapping[str, int | Sequence[int]]) -> list[ParamShard]:
-        """The shards of this layout with the units that a user names.
+        """Return the shards of this layout with the units that a user names.
 
         Args:
             units: globs of parameter names, and the dimensions of each parameter that index
@@ -385,7 +385,7 @@ class Layout:
 
 
 def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> ParamShard:
-    """The part of ``parameter`` on this rank, as its placements say, if it lies on ``ranks`` ranks.
+    """Return the shard of ``parameter`` on this rank, if ``ranks`` ranks hold the parameter.
 
     Raises:
         TypeError: its placements leave open where its elements, or its units, lie.
@@ -414,14 +414,14 @@ def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Param
 
 
 def _shards(parameter: DTensor) -> Iterator[tuple[int, Any]]:
-    """Mesh axes of more than one rank along which ``parameter`` is no replica."""
+    """Yield the mesh axes of several ranks along which ``parameter`` is not a replica."""
     for axis, placement in enumerate(parameter.placements):
         if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1:
             yield axis, placement
 
 
 def _cut(parameter: DTensor, units: Units) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks over which units are spread: one for each axis that cuts them."""
+    """Return the groups of ranks that share units: one for each mesh axis that cuts units."""
     return tuple(
         parameter.device_mesh.get_group(axis)
         for axis, placement in _shards(parameter)
@@ -432,10 +432,13 @@ def _cut(parameter: DTensor, units: Units) -> tuple[dist.ProcessGroup, ...]:
 def _account(
     shards: Sequence[ParamShard], group: dist.ProcessGroup, whole: Mapping[str, int]
 ) -> tuple[dict[str, Whole], str]:
-    """All parameters, if the parts add up to ``whole``; and the type of device that they are on.
+    """Check that the shards of all ranks add up to ``whole``.
+
+    Returns:
+        All parameters by name, and the type of device that they are on.
 
     Raises:
-        LayoutError: they do not.
+        LayoutError: they do not add up.
     """
     here = [(p.name, p.weight.numel() / p.num_replicas, Whole.of(p)) for p in shards]
     mine = (shards[0].param.device.type if shards else None, here)

@@ -29,7 +29,7 @@ SQUARES_OVERFLOW = 1e30
 
 
 def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
-    """‖G‖ of all gradients of ``layout``; one small collective where it spans ranks.
+    """Return ‖G‖ of all gradients of ``layout``; one small collective if it spans ranks.
 
     Args:
         layout: where the gradients live. A rank without gradients takes part with 0.
@@ -44,7 +44,7 @@ def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
 
 
 def combine(powers: Sequence[Number], norm_type: float) -> Number:
-    """The norm, from one figure of :func:`local_power` a rank."""
+    """Return the norm, given :func:`local_power` of each rank."""
     device = next((power.device for power in powers if isinstance(power, Tensor)), None)
     if device is not None:
         every = transfer.on_device(powers, device)
@@ -53,14 +53,14 @@ def combine(powers: Sequence[Number], norm_type: float) -> Number:
         norm: Tensor = every.sum() ** (1.0 / norm_type)
         return norm
     if math.isinf(norm_type):
-        # max() is not to be trusted with NaN: its answer depends on the order.
+        # The result of max() with NaN depends on the order.
         return math.nan if any(map(math.isnan, powers)) else max(powers)
     total: float = float(sum(powers)) ** (1.0 / norm_type)
     return total
 
 
 def local_power(layout: Layout, norm_type: float) -> Number:
-    """This rank's share of ‖G‖^p (Σ|g|^p ÷ num_replicas), or its largest |g| for p = inf."""
+    """Return this rank's share of ‖G‖^p (Σ|g|^p ÷ num_replicas), or its largest |g| for p = inf."""
     shards, gradients = layout.gradients()
     powers = power_sums(gradients, norm_type)
     if math.isinf(norm_type):
@@ -117,7 +117,7 @@ def parameter_norms(layout: Layout, shares: Tensor, norm_type: float = 2.0) -> T
 
 
 def power_sums(gradients: Sequence[Tensor], norm_type: float) -> list[Number]:
-    """Σ|g|^p (max|g| for inf) of each: floats on a CPU, 0-dimensional tensors elsewhere."""
+    """Return Σ|g|^p (max|g| for inf) of each gradient."""
     if not gradients or transfer.can_read(gradients[0].device):
         return [_power_sum(g, norm_type) for g in gradients]
     dtype = transfer.widest(gradients[0].device)
@@ -155,9 +155,9 @@ def _combined(parts: Iterable[Tensor], norm_type: float, dtype: torch.dtype) -> 
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """All elements in memory order: a view for any dense tensor (channels-last too), else a copy.
+    """Return all elements in memory order: a view of any dense tensor (channels-last too).
 
-    The order of the elements is that of the memory, so it means nothing to a caller but a sum.
+    A tensor that is not dense is copied. The order of elements is only fit for sums.
     """
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda d: -strides[d])

@@ -7,6 +7,7 @@ from typing import Any
 
 from runner.calibrate.distribution import warm_up
 from runner.clip import ClipMode
+from runner.clip import build as build_mode
 from runner.clip.tally import HIGHEST, LOWEST, Tally
 from runner.config.duration import Duration
 from runner.config.schema import RunConfig
@@ -53,9 +54,9 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
 
 def unclipped(config: RunConfig) -> ClipMode:
     """Make the clipping mode of ``config`` with a threshold that never clips."""
-    if config.clip.threshold is None:
-        return build.make_mode(config.clip)
-    return build.make_mode(config.clip.model_copy(update={"threshold": NEVER}))
+    clip = config.clip
+    threshold = None if clip.threshold is None else NEVER
+    return build_mode(clip.kind, **{**clip.options, "threshold": threshold})
 
 
 def end_of(config: RunConfig) -> Duration:

@@ -25,8 +25,8 @@ from runner.calibrate.distribution import (
 )
 from runner.calibrate.published import nearest
 from runner.calibrate.table import lines
-from runner.cli.arguments import single
 from runner.cli.new_folder import new_folder
+from runner.cli.run import single
 from runner.compose.jobs import Job
 from runner.config.environment import joins
 from runner.config.modes import built_in

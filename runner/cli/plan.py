@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runner.cli.arguments import check_jobs, note, read, source_of
+from runner.cli.run import check_jobs, note, read, source_of
 from runner.compose.jobs import Job
 from runner.compose.request import Request, request
 from runner.config.check import leaves

@@ -1,20 +1,34 @@
 """``python -m runner [OVERRIDES]``: check the overrides, and run what they ask for.
 
-torch is imported only after the overrides are validated, so that a typing error, ``--help`` and
-``--cfg`` cost no more than Python and Hydra do.
+The commands ``plan``, ``calibrate`` and ``verify`` read and check their overrides by the functions
+of this module too. torch is imported only after the overrides are validated, so that a wrong key,
+``--help`` and ``--cfg`` cost no more than Python and Hydra do.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from runner.cli.arguments import check_jobs, note, read, source_of
+from hydra._internal.utils import get_args_parser
+
 from runner.cli.main import WRONG_REQUEST
-from runner.compose.request import answer, help_text, request
+from runner.compose.composer import Source
+from runner.compose.jobs import Job
+from runner.compose.overrides import with_own_mode
+from runner.compose.request import Request, answer, help_text, request
 from runner.config.environment import joins, started_rank
+from runner.config.folders import CONFIG_NAME
 from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.sizes import may_grow
+from runner.run_folder import files
 from runner.run_folder.earlier import earlier_record
+from runner.telemetry.sinks.console import announce, print_line
 
 
 def main(words: Sequence[str]) -> int:
@@ -68,3 +82,172 @@ def _show(args: argparse.Namespace) -> int:
         return 0
     request(args.overrides, source=source, writes=False)
     return WRONG_REQUEST if answer(args, source) else 0
+
+
+def read(words: Sequence[str], purpose: str = "", also: Sequence[str] = ()) -> argparse.Namespace:
+    """Read overrides and Hydra's flags, which may stand in any order.
+
+    Args:
+        words: arguments of a command.
+        purpose: what the command makes, if it takes only the flags that say where the configuration
+            is read; for the message about other flags.
+        also: further flags that it takes.
+
+    Raises:
+        RequestError: a flag is wrong; it names every wrong flag and override.
+    """
+    parser = get_args_parser()
+    parser.exit_on_error = False  # an error goes into the one message
+    spelled = []
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        spelled.append(word)
+        if word in ("--info", "-i") and "=" in following:
+            spelled.append("all")  # its default; argparse would take the override for its value
+    try:
+        args, rest = parser.parse_known_args(spelled)
+    except argparse.ArgumentError as error:
+        name = error.argument_name or "flags"
+        raise RequestError([Problem(name, NOTHING, error.message)]) from None
+    problems = [
+        Problem(word, NOTHING, "unknown flag; --help and --hydra-help list the flags")
+        for word in rest
+        if word.startswith("-")
+    ]
+    problems += _flag_problems(args)
+    if purpose:
+        allowed = ("config_path", "config_name", "config_dir", "overrides", *also)
+        problems += [
+            Problem("--" + name.replace("_", "-"), NOTHING, f"does not go with {purpose}")
+            for name, value in vars(args).items()
+            if value not in (None, False) and name not in allowed
+        ]
+    # argparse takes overrides before or after a flag, not both.
+    args.overrides += [word for word in rest if not word.startswith("-")]
+    args.overrides = with_own_mode(args.overrides)
+    if problems:
+        raise RequestError([*problems, *_wrong_overrides(args)])
+    return args
+
+
+def single(words: Sequence[str], purpose: str) -> Request:
+    """Read and check a request for one run; nothing is created.
+
+    Args:
+        words: overrides, and flags that say where the configuration is read.
+        purpose: what the run is for, for the message about a sweep.
+
+    Raises:
+        RequestError: anything is wrong; it names everything that is.
+    """
+    args = read(words, purpose)
+    wanted = request(args.overrides, source=source_of(args), writes=False)
+    if wanted.sweep is not None:
+        message = f"{purpose} is of one run: leave out what makes a sweep of it"
+        raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
+    note(wanted.notes)
+    check_jobs(wanted.jobs)
+    return wanted
+
+
+def source_of(args: argparse.Namespace) -> Source:
+    """Return where the flags say that the configuration is read."""
+    path, extra = (
+        None if text is None else Path(text).absolute()
+        for text in (args.config_path, args.config_dir)
+    )
+    return Source(path, args.config_name or CONFIG_NAME, extra)
+
+
+def check_jobs(jobs: Sequence[Job]) -> None:
+    """Check what needs torch: targets, data and device of each distinct job.
+
+    Raises:
+        RequestError: anything is wrong; it names everything that is.
+    """
+    from runner.launch import local_ranks
+
+    if "torch" not in sys.modules:
+        announce("clip-runner: importing torch, then checking model and data")
+    started = started_rank()
+    if started is None or started.world_size == 1:
+        for job in jobs:
+            local_ranks.prepare(job.config)  # ranks import torch while this process does
+    from runner.train import preflight
+
+    problems: list[Problem] = []
+    seen: list[dict[str, Any]] = []
+    for job in jobs:
+        if job.plain in seen:
+            continue
+        seen.append(job.plain)
+        try:
+            preflight.check(job.config, job.plain)
+        except RequestError as error:
+            problems += (replace(problem, job=job.label) for problem in error.problems)
+    if problems:
+        raise RequestError(problems)
+    note(_one_rank(jobs))
+
+
+def note(sentences: Iterable[str]) -> None:
+    """Print ``sentences`` to standard error, on the first rank alone."""
+    for sentence in () if joins() else sentences:
+        print_line(f"clip-runner: note: {sentence}", sys.stderr)
+
+
+def _one_rank(jobs: Sequence[Job]) -> list[str]:
+    """Return a sentence for each plugin that could use several ranks, but has one."""
+    growing = [job.config for job in jobs if may_grow(job.config.plugin)]
+    if started_rank() is not None or not growing:
+        return []
+    from runner.train import build
+
+    names = {config.plugin.name for config in growing if build.ranks_of(config) == 1}
+    return [
+        f"plugin={name} runs on one rank: plugin.nproc is not given, and this run uses at most one "
+        "GPU. plugin.nproc=2 starts two ranks."
+        for name in sorted(names)
+    ]
+
+
+def _wrong_overrides(args: argparse.Namespace) -> Sequence[Problem]:
+    """Return the problems of the overrides beside a wrong flag."""
+    try:
+        request(
+            args.overrides,
+            multirun=args.multirun,
+            source=source_of(args),
+            earlier=earlier_record,
+        )
+    except RequestError as error:
+        return error.problems
+    return ()
+
+
+def _flag_problems(args: argparse.Namespace) -> list[Problem]:
+    """Return a problem for flags that exclude each other, or whose value is wrong.
+
+    A wrong value is reset to None.
+    """
+    problems = []
+    modes = {
+        "-m": args.multirun,
+        "--run": args.run,
+        "--cfg": args.cfg is not None,
+        "--info": args.info is not None,
+    }
+    chosen = [flag for flag, is_set in modes.items() if is_set]
+    if len(chosen) > 1:
+        problems.append(Problem(" ".join(chosen), NOTHING, "only one of these flags can be given"))
+    if args.resolve and args.cfg is None and not args.help:
+        problems.append(Problem("--resolve", NOTHING, "goes with --cfg or --help"))
+    if args.experimental_rerun is not None:
+        message = f"is not supported; the overrides of a run are in its {files.OVERRIDES}"
+        problems.append(Problem("--experimental-rerun", args.experimental_rerun, message))
+    for name in ("config_dir", "config_path"):
+        folder = getattr(args, name)
+        if folder is not None and not os.path.isdir(folder):
+            flag = "--" + name.replace("_", "-")
+            problems.append(Problem(flag, folder, "must be a folder that exists"))
+            setattr(args, name, None)
+    return problems

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.cli.arguments import single
 from runner.cli.new_folder import new_folder
+from runner.cli.run import single
 from runner.compose.jobs import Job
 from runner.compose.request import Request
 from runner.config.environment import joins

@@ -1,9 +1,9 @@
 """Gradient clipping over layouts: where gradients live, what they measure, and one file a mode."""
 
 from runner.clip.decision import Decision, GradStats, Parts
-from runner.clip.functional import GradientClipping, apply_gradient_clipping, build
+from runner.clip.functional import GradientClipping, apply_gradient_clipping
 from runner.clip.layout import Layout, Number, ParamShard
-from runner.clip.mode import ClipMode
+from runner.clip.mode import ClipMode, build
 from runner.clip.norms import total_norm
 from runner.clip.units import Units
 from runner.config.modes import ModeInfo

@@ -7,8 +7,7 @@ import lines changed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from importlib import import_module
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,28 +16,7 @@ from torch import Tensor, nn
 from runner.clip.boosted import clip_boosted
 from runner.clip.decision import Decision
 from runner.clip.layout import Layout
-from runner.clip.mode import ClipMode
-from runner.config.modes import NAMES
-from runner.config.nearest import or_list
-
-
-def build(mode: str, **options: Any) -> ClipMode:
-    """Make the clipping mode called ``mode``: the one in ``runner/clip/<mode>.py``.
-
-    Args:
-        mode: one of :data:`runner.config.modes.NAMES`.
-        options: options of the mode: ``threshold``, ``norm_type``, and its own.
-
-    Raises:
-        ValueError: there is no such mode, it has no such option, or an option is out of range.
-    """
-    if mode not in NAMES:
-        raise ValueError(f"unknown clipping mode {mode!r}: use {or_list(NAMES)}")
-    kind: type[ClipMode] = import_module(f"runner.clip.{mode}").MODE
-    known = [one.name for one in fields(kind) if one.init]
-    if unknown := [name for name in options if name not in known]:
-        raise ValueError(f"mode {mode} has no option {unknown[0]}: it has {', '.join(known)}")
-    return kind(**options)
+from runner.clip.mode import ClipMode, build
 
 
 @torch.no_grad()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,8 @@ from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout, Number
 from runner.clip.tally import Tally
-from runner.config.modes import Mode
+from runner.config.modes import NAMES, Mode
+from runner.config.problem import or_list
 
 
 @dataclass(eq=False)
@@ -31,7 +33,6 @@ class ClipMode(Mode, ABC):
             :meth:`decide_finite` replaces values, and what it derives from a gradient that is not
             finite is dropped. Never write into a tensor of it in place.
         tally: counts the elements or units that the mode compares with λ, where it is set.
-
     """
 
     initial_history: ClassVar[Mapping[str, Number]] = {}
@@ -135,6 +136,28 @@ class ClipMode(Mode, ABC):
         """Load what :meth:`state_dict` returned."""
         self.threshold = state["threshold"]
         self.history |= state.get("history", {})
+
+
+def build(mode: str | type[Mode], **options: Any) -> ClipMode:
+    """Make a clipping mode.
+
+    Args:
+        mode: one of :data:`runner.config.modes.NAMES`, made by ``runner/clip/<mode>.py``; or a
+            class of your own.
+        options: options of the mode: ``threshold``, ``norm_type``, and its own.
+
+    Raises:
+        ValueError: there is no such mode, it has no such option, or an option is out of range.
+    """
+    if isinstance(mode, str) and mode not in NAMES:
+        raise ValueError(f"unknown clipping mode {mode!r}: use {or_list(NAMES)}")
+    kind: Any = import_module(f"runner.clip.{mode}").MODE if isinstance(mode, str) else mode
+    known = [one.name for one in fields(kind) if one.init]
+    if unknown := [name for name in options if name not in known]:
+        name = mode if isinstance(mode, str) else mode.__name__
+        raise ValueError(f"mode {name} has no option {unknown[0]}: it has {', '.join(known)}")
+    made: ClipMode = kind(**options)
+    return made
 
 
 def _where(finite: Tensor, new: Number, old: Number) -> Tensor:

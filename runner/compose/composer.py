@@ -34,8 +34,7 @@ from runner.compose import diagnose, recipes, resolvers
 from runner.compose import overrides as words
 from runner.config.check import examine
 from runner.config.folders import CONFIG_NAME, find, obstacle, outputs
-from runner.config.nearest import nearest_name
-from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.problem import NOTHING, Problem, RequestError, nearest_name
 from runner.config.schema import RunConfig
 from runner.config.tensor_plan import settled
 

@@ -12,8 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.compose.overrides import plain_word
 from runner.config.check import keys_of, leaves, unknown_key
-from runner.config.nearest import nearest_name
-from runner.config.problem import NOTHING, Problem
+from runner.config.problem import NOTHING, Problem, nearest_name
 
 Compose = Callable[[Sequence[str]], DictConfig]
 Attempt = Callable[[Sequence[str]], DictConfig | None]

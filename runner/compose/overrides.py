@@ -11,8 +11,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
 from runner.config.clip_section import Clip
-from runner.config.nearest import or_list
-from runner.config.problem import NOTHING, Problem
+from runner.config.problem import NOTHING, Problem, or_list
 
 SWEEP_WITHOUT_FLAG = (
     "a list of values is a sweep: add -m; a list as one value goes in brackets, [a,b], and text "

@@ -22,8 +22,15 @@ from runner.config.clip_section import (
     owners,
 )
 from runner.config.modes import ModeError
-from runner.config.nearest import nearest_keys, nearest_name, or_list
-from runner.config.problem import MISSING, NOTHING, Problem, RequestError
+from runner.config.problem import (
+    MISSING,
+    NOTHING,
+    Problem,
+    RequestError,
+    nearest_keys,
+    nearest_name,
+    or_list,
+)
 from runner.config.schema import RunConfig
 from runner.config.section import ConflictError, Section, Target, section_of
 from runner.config.values import Allowed, Refusal, allowed

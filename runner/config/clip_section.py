@@ -53,9 +53,15 @@ class Clip(Section):
     )
 
     @property
+    def kind(self) -> str | type[Mode]:
+        """Name of the mode, or the user's own class."""
+        return self.mode if self.own_target is None else self.described
+
+    @property
     def options(self) -> dict[str, Any]:
-        """Values of the options that only this mode has."""
-        return {name: getattr(self, name) for name in options_of(self.described)}
+        """Arguments that make the mode: the threshold, the norm, and options of its own."""
+        own = {name: getattr(self, name) for name in options_of(self.described)}
+        return {"threshold": self.threshold, "norm_type": self.norm_type, **own}
 
     @property
     def own_target(self) -> str | None:

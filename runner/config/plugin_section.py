@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from runner.config.nearest import or_list
+from runner.config.problem import or_list
 from runner.config.schedules import SCHEDULES, refused_microbatches, stages_text
 from runner.config.section import Conflict, Section
 from runner.config.sizes import MeshSizes, SizeError, least_ranks, may_grow, sizes

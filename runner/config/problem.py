@@ -1,9 +1,10 @@
-"""What is wrong with a request, and the one message that says all of it."""
+"""Say what is wrong with a request: one message for all problems, with the nearest right names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 from runner.config.notation import plural
@@ -108,3 +109,97 @@ def _block(problems: tuple[Problem, ...]) -> str:
         place = f"  (in the job {problem.job})" if problem.job else ""
         lines.append(f"  {problem.word:<{width}}  {problem.message}{place}")
     return "\n".join(lines)
+
+
+# What other programs call it. Spelling would not lead there, or would lead astray (gpu: cpu).
+_ELSEWHERE = {
+    "3d": "hybrid",
+    "agc": "adaptive",
+    "bfloat16": "bf16",
+    "column": "colwise",
+    "deepspeed": "zero",
+    "double": "float64",
+    "ep": "moe",
+    "float16": "fp16",
+    "float32": "fp32",
+    "fp32": "float32",
+    "fp64": "float64",
+    "gpu": "cuda",
+    "half": "fp16",
+    "off": "none",
+    "pp": "pipeline",
+    "row": "rowwise",
+    "tp": "tensor",
+    "data_parallel_size": "plugin.dp_size",
+    "epochs": "train.max_duration",
+    "expert_parallel_size": "plugin.ep_size",
+    "grad_clip": "clip.threshold",
+    "gradient_accumulation_steps": "accumulation.steps",
+    "gradient_clip_val": "clip.threshold",
+    "learning_rate": "optimizer.lr",
+    "lr": "optimizer.lr",
+    "max_epochs": "train.max_duration",
+    "max_grad_norm": "clip.threshold",
+    "max_norm": "clip.threshold",
+    "max_steps": "train.max_duration",
+    "microbatches": "plugin.num_microbatches",
+    "nproc_per_node": "plugin.nproc",
+    "pipeline_parallel_size": "plugin.pp_size",
+    "tensor_parallel_size": "plugin.tp_size",
+    "world_size": "plugin.nproc",
+}
+
+
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` that ``name`` most likely means, or None where none is near."""
+    by_lower = {other.lower(): other for other in names}
+    if (meant := _ELSEWHERE.get(name.lower())) in by_lower:
+        return meant
+    found = get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
+    """The dotted ``keys`` that ``key`` most likely means, best first, at most three.
+
+    A key whose last part is right but whose section is missing or wrong (``threshold`` for
+    ``clip.threshold``), and one that is cut short (``verify.tol``), come before one that is merely
+    spelled alike.
+    """
+    keys = sorted(set(keys) - {key})
+    last = _last(key)
+    here = [other for other in keys if _last(other) == last]
+    # What other programs mean by a name counts where nothing else in ``key`` tells.
+    if (meant := _ELSEWHERE.get(last)) in keys and ("." not in key or not here):
+        return [meant]
+    if here:
+        return sorted(here, key=lambda other: -_likeness(key, other))[:3]
+    if begun := [other for other in keys if _begins(key, other)]:
+        return sorted(begun, key=lambda other: -_likeness(key, other))[:3]
+    scored = [(max(_likeness(key, other), _tail_likeness(key, other)), other) for other in keys]
+    best = max(scored, default=(0.0, ""))[0]
+    return [other for score, other in scored if score == best >= 0.6][:3]
+
+
+def or_list(names: Iterable[str]) -> str:
+    """``a``, ``a or b``, ``a, b or c``."""
+    names = list(names)
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _begins(key: str, other: str) -> bool:
+    whole = other if "." in key else _last(other)
+    return len(_last(key)) > 1 and whole.lower().startswith(key.lower())
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2].lower()
+
+
+def _likeness(one: str, other: str) -> float:
+    return SequenceMatcher(None, one.lower(), other.lower()).ratio()
+
+
+def _tail_likeness(key: str, other: str) -> float:
+    # A slip in the last part alone; a little less than the same likeness of the whole key.
+    return 0.95 * _likeness(_last(key), _last(other))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from runner.config.nearest import or_list
+from runner.config.problem import or_list
 
 
 class Schedule(NamedTuple):

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from runner.config.environment import started_rank
-from runner.config.nearest import or_list
+from runner.config.problem import or_list
 
 if TYPE_CHECKING:
     from runner.config.plugin_section import PluginSection

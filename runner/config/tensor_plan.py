@@ -14,8 +14,7 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, WithJsonSchema
 
 from runner.config.clip_section import with_mode_name
-from runner.config.nearest import nearest_name
-from runner.config.problem import shown
+from runner.config.problem import nearest_name, shown
 from runner.config.values import Allowed, Refusal
 
 STYLES: Mapping[str, str] = {

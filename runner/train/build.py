@@ -22,10 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from runner.booster import LossScale, Plugin
-from runner.clip import ClipMode
-from runner.clip import build as build_mode
 from runner.config import sizes
-from runner.config.clip_section import Clip
 from runner.config.duration import Duration
 from runner.config.environment import started_rank
 from runner.config.schema import DataSection, RunConfig
@@ -130,16 +127,6 @@ def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> A
             "of this data: give train.max_duration in ep, ba or sp"
         )
     return make(optimizer, total_steps=steps)
-
-
-def make_mode(clip: Clip) -> ClipMode:
-    """Make the clipping mode of a configuration, which may be a user's own."""
-    options = {"threshold": clip.threshold, "norm_type": clip.norm_type, **clip.options}
-    if clip.own_target is None:
-        return build_mode(clip.mode, **options)
-    made = clip.described(**options)
-    assert isinstance(made, ClipMode)
-    return made
 
 
 def make_loss_scale(config: RunConfig) -> LossScale | None:

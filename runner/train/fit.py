@@ -17,8 +17,7 @@ from torch.utils.data import default_collate
 from runner.booster.batch import BatchError, targets_of
 from runner.booster.loss import WindowLoss
 from runner.config.folders import CONFIG_NAME, find, options
-from runner.config.nearest import nearest_name, or_list
-from runner.config.problem import DataMismatch, Problem
+from runner.config.problem import DataMismatch, Problem, nearest_name, or_list
 from runner.config.schema import RunConfig
 from runner.data import Data
 from runner.run_folder import keys

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from runner.clip import ClipMode
+from runner.clip import build as build_mode
 from runner.config.duration import Duration
 from runner.config.modes import NAMES
-from runner.config.nearest import or_list
 from runner.config.notation import plural
+from runner.config.problem import or_list
 from runner.config.schema import RunConfig
 from runner.config.sizes import sizes
 from runner.optim.effects import effect_of
@@ -142,7 +143,7 @@ def make_trainer(
             data.train, shuffle=True, drop_last=config.data.drop_last, **loader_options
         ),
         max_duration or config.train.max_duration,
-        algorithms=mode or build.make_mode(config.clip),
+        algorithms=mode or build_mode(config.clip.kind, **config.clip.options),
         eval_dataloader=held_out,
         optimizers=optimizer,
         schedulers=build.make_scheduler(config.scheduler, optimizer, steps),

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from runner.clip import Layout
+from runner.clip import build as build_mode
 from runner.clip.layout import OptionError
 from runner.config.clip_section import Clip
 from runner.config.problem import Problem, RequestError
@@ -66,7 +67,7 @@ def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
 def _mode(clip: Clip, model: nn.Module) -> list[Problem]:
     """Whether the options of the clipping mode fit the model."""
     try:
-        build.make_mode(clip).bind(Layout.of_model(model))
+        build_mode(clip.kind, **clip.options).bind(Layout.of_model(model))
     except OptionError as error:
         return [Problem(f"clip.{error.option}", getattr(clip, error.option), str(error))]
     except Exception as error:

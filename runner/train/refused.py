@@ -13,8 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from torch import Tensor
 
 from runner.config.arguments import usual
-from runner.config.nearest import or_list
-from runner.config.problem import Problem
+from runner.config.problem import Problem, or_list
 from runner.config.section import Target
 from runner.data import DataUnavailable
 from runner.train import build

@@ -60,7 +60,7 @@ def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
     """
     chosen = config.clip
     if name == chosen.mode:
-        return build.make_mode(chosen), False
+        return build_mode(chosen.kind, **chosen.options), False
     derived = built_in(name).info.clips is not None
     threshold = NEVER if derived else None
     return build_mode(name, threshold=threshold, norm_type=chosen.norm_type), derived

@@ -1,7 +1,6 @@
 """Which dimensions of a parameter index outputs, by the layer that owns it."""
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from runner import GradientClipping, apply_gradient_clipping
 from runner.clip import GradStats, Layout, Units, build
 from runner.clip.layout import OptionError
 from runner.clip.units import units_of
+from runner.config.clip_section import clip_section
 
 
 class Conv1D(nn.Module):
@@ -191,9 +191,8 @@ def test_a_model_that_is_only_checked_is_not_warned_about(caplog):
 
 
 def test_the_config_hands_units_over():
-    from runner.train.build import make_mode
-
-    clip = {"mode": "adaptive", "threshold": 0.1, "norm_type": 2.0, "own_target": None}
+    clip = {"mode": "adaptive", "threshold": 0.1, "norm_type": 2.0, "nonfinite": "skip"}
+    clip |= {"what_if": [], "exclude": [], "eps": 1e-3}
     for given in (None, {"w": [0, 1]}):
-        options = {"exclude": [], "eps": 1e-3, "units": given}
-        assert make_mode(SimpleNamespace(**clip, options=options)).units == given
+        section = clip_section(clip).model_validate(clip | {"units": given})
+        assert build(section.kind, **section.options).units == given

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from runner.config.modes.mode import Mode, ModeInfo
-from runner.config.nearest import nearest_name
+from runner.config.problem import nearest_name
 
 __all__ = ["NAMES", "Mode", "ModeError", "ModeInfo", "built_in", "info_of", "load", "options_of"]
 

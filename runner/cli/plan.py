@@ -49,7 +49,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _states(wanted: Request) -> list[tuple[str, str]]:
-    """Number and state of each job."""
+    """Return the number and the state of each job."""
     if wanted.sweep is None or wanted.sweep.trials is not None:
         return [("" if wanted.sweep else "0", "to run")] * len(wanted.jobs)
     entries = plan_runs(wanted)
@@ -62,7 +62,7 @@ def _states(wanted: Request) -> list[tuple[str, str]]:
 
 
 def _steps(job: Job) -> int | None:
-    """Optimizer steps of a run; None where its duration and data do not tell."""
+    """Return the optimizer steps of a run; None if its duration and data do not give them."""
     from runner.train import build
 
     data = build.make_data(job.config.data)
@@ -70,7 +70,7 @@ def _steps(job: Job) -> int | None:
 
 
 def _others(jobs: Sequence[Job]) -> list[str]:
-    """For each job, the keys that no word names but whose values differ between jobs."""
+    """Return, for each job, the keys that differ between jobs and that no override names."""
     flat = [
         {
             key: shown(value)
@@ -84,11 +84,14 @@ def _others(jobs: Sequence[Job]) -> list[str]:
     named = {
         word.lstrip("+~").partition("=")[0].partition("@")[0] for job in jobs for word in job.apart
     }
-    # A word that chooses an option has named the key that says which was chosen.
+    # An override that chooses an option names the key that says which was chosen.
     named |= {f"{group}.{key}" for group in set(named) for key in ("name", "mode", "_target_")}
-    differing = [
-        key for key in keys if key not in named and len({values.get(key) for values in flat}) > 1
-    ]
+    # A mode has options that others lack: the choice of the mode implies them.
+    counted = {
+        key: {one.get(key) for one in flat if key in one or not key.startswith("clip.")}
+        for key in keys
+    }
+    differing = [key for key in keys if key not in named and len(counted[key]) > 1]
     return [
         " ".join(f"{key}={values[key]}" for key in differing if key in values) for values in flat
     ]
@@ -96,7 +99,7 @@ def _others(jobs: Sequence[Job]) -> list[str]:
 
 def _summary(wanted: Request, states: Sequence[str], steps: Sequence[int | None]) -> str:
     if wanted.sweep is None:
-        return "a run of its own folder in outputs/runs"
+        return "one run, in a folder of its own in outputs/runs"
     if wanted.sweep.trials is not None:
         return (
             f"{plural(wanted.sweep.trials, 'run')} that the sweeper chooses as it goes, of the "

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from runner.booster import joint
 from runner.booster.loss import WindowLoss
-from runner.booster.optimizer import Nonfinite, OptimizerWrapper, nothing
+from runner.booster.optimizer import Nonfinite, OptimizerWrapper
 from runner.booster.optimizers import require_safe
 from runner.booster.plugin import ParallelModel, Plugin, SinglePlugin, TorchDDPPlugin
 from runner.booster.precision import LossScale, dtype_of
@@ -21,7 +21,7 @@ from runner.booster.wrapper import ModelWrapper, names_of, require_new, wrappers
 from runner.clip import Layout
 from runner.clip.boosted import register
 from runner.parallel.full_state_dict import gathered, load
-from runner.parallel.gradient_sync import in_turn
+from runner.parallel.gradient_sync import in_turn, nothing
 from runner.parallel.sharding import reshard
 
 

@@ -15,12 +15,9 @@ from runner.booster.precision import LossScale
 from runner.booster.step_order import StepOrder, StepOrderError, StepState
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, build, total_norm, transfer
 from runner.clip.norms import norms
+from runner.parallel.gradient_sync import nothing
 
 Nonfinite = Literal["skip", "error", "ignore"]
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 class NonFiniteGradient(FloatingPointError):

@@ -85,12 +85,19 @@ def broadcast_buffers(
     return broadcast_all
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 def in_turn(*calls: Callable[[], None]) -> Callable[[], None]:
     """Return a function that calls all ``calls`` in order, without recording gradients."""
+    given = [call for call in calls if call is not nothing]
+    if not given:
+        return nothing
 
     @torch.no_grad()
     def call_all() -> None:
-        for call in calls:
+        for call in given:
             call()
 
     return call_all

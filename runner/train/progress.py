@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from runner.config.duration import Duration
 
+_COUNTS = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens"}
+"""The count of :class:`Progress` that a unit of durations is measured by."""
+
 
 class Progress(NamedTuple):
     """Counts since the start of a run, and the position in the data.
@@ -44,8 +47,8 @@ class Progress(NamedTuple):
 
     def of(self, unit: str) -> int:
         """Return the count that durations of ``unit`` are measured by."""
-        counts = {"ep": self.epoch, "ba": self.step, "sp": self.samples, "tok": self.tokens}
-        return counts[unit]
+        count: int = getattr(self, _COUNTS[unit])
+        return count
 
     def reached(self, duration: Duration) -> bool:
         """Return whether ``duration`` has passed since the start of the run."""

@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import runner.booster.optimizer as optimizer_module
 import runner.booster.plugin.hybrid as hybrid
-from runner.booster.optimizer import OptimizerWrapper, nothing
+from runner.booster.optimizer import OptimizerWrapper
 from runner.clip import Decision, Layout, Number, ParamShard, adaptive, layout, norm, norms
 from runner.clip.mode import ClipMode
 from runner.parallel import gradient_sync as sync
 from runner.parallel import tensor
+from runner.parallel.gradient_sync import nothing
 from runner.parallel.replica_check import ReplicaCheck
 
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from runner.booster.optimizer import nothing
 from runner.clip import Layout
 from runner.data.dataset import collate_pairs
 from runner.data.order import PartitionedBatches
+from runner.parallel.gradient_sync import nothing
 from runner.parallel.pipeline import Pipeline
 
 SHARD_BY_HAND = (

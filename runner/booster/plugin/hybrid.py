@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from runner.booster.optimizer import nothing
 from runner.booster.plugin.base import ParallelModel, Plugin, require_process_group
 from runner.booster.plugin.problems import expert_problems, pipeline_problems, tensor_problems
 from runner.booster.precision import dtype_of
@@ -32,6 +31,7 @@ from runner.parallel.gradient_sync import (
     broadcast_buffers,
     broadcast_model,
     in_turn,
+    nothing,
     replicas_of,
     sum_partial,
     synchronise_batch_norm,

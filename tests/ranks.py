@@ -41,7 +41,7 @@ def run_ranks(
         world: ranks.
         args: picklable.
         timeout: seconds after which every rank dumps its stacks and the test fails.
-        backend: of the process group; with nccl each rank has a GPU of its own.
+        backend: backend of the process group; with nccl each rank has a GPU of its own.
 
     Raises:
         AssertionError: with the traceback of the first rank that failed.

@@ -24,8 +24,8 @@ def on_a_terminal(
     """Run a command as the foreground job of a terminal of its own.
 
     Args:
-        words: of the command.
-        environment: of the command.
+        words: the command and its arguments.
+        environment: environment variables of the command.
         columns: width of the terminal.
         interrupt: told what was written so far; once it is true, Ctrl-C is typed.
         limit: seconds until the command is killed.

@@ -22,11 +22,11 @@ INTERRUPTED = 130
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Save the workspace where a key is configured, else write it to a file, and say which.
+    """Save the workspace to wandb if an API key is configured, else to a file; print where.
 
     Returns:
-        0; 2 where the words are wrong, wandb-workspaces is missing, or the file cannot be written;
-        130 where it was interrupted.
+        0; 2 if an argument is wrong, wandb-workspaces is missing, or the file cannot be written;
+        130 if interrupted.
     """
     asked = _parser().parse_args(words)
     if importlib.util.find_spec(EXTRA) is None:

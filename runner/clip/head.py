@@ -1,4 +1,4 @@
-"""The output layers of a model, which adaptive clipping leaves out unless told otherwise.
+"""Find the output layers of a model, which adaptive clipping leaves out by default.
 
 Brock et al. 2021 (arXiv 2102.06171, section 4.1) do not clip the final linear layer.
 """
@@ -14,21 +14,21 @@ from torch import nn
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 _ASK = ("get_classifier", "get_output_embeddings")
-"""Methods by which timm's and transformers' models name their output layer."""
+"""Methods of timm's and transformers' models that return the output layer."""
 
 _HEAD = {"head", "heads", "classif", "classifier", "logits", "aux"}
-"""First or last part of the names that heads go by."""
+"""First or last words in names of heads."""
 
 
 def head_weights(model: nn.Module) -> tuple[str, ...]:
-    """Names of the weights of the model's heads, in the order of its parameters.
+    """Return the names of the weights of the model's heads, in the order of its parameters.
 
-    A model that answers ``get_classifier`` or ``get_output_embeddings`` names its heads itself.
-    Otherwise the head is the last linear layer, or the last convolution where there is no linear
-    layer or where its name says so. Further heads (a distilled one, auxiliary classifiers) are the
-    layers of as many outputs that end a module whose name says that it is a head.
+    If the model has a method ``get_classifier`` or ``get_output_embeddings``, its answer is used.
+    Otherwise the head is the last linear layer, or the last convolution if there is no linear layer
+    or if its name is that of a head. Further heads (a distilled one, auxiliary classifiers) are the
+    last layers of modules with the name of a head, if they have the same number of outputs.
 
-    Where a head is tied to an embedding the name is that of the embedding, because the two are one
+    A head that is tied to an embedding has the name of the embedding, because the two are one
     parameter.
     """
     weights = {id(p) for layer in _heads(_unwrapped(model)) for p in _weights(layer)}
@@ -46,7 +46,7 @@ def _heads(model: nn.Module) -> list[Layer]:
 
 
 def _modules_in(answer: Any) -> Iterator[nn.Module]:
-    """The modules of an answer: one, or several in a tuple, a list or a mapping."""
+    """Yield the modules of an answer: one, or several in a tuple, a list or a mapping."""
     if isinstance(answer, Mapping | nn.ModuleDict):
         answer = list(answer.values())
     if isinstance(answer, Sequence | nn.ModuleList):
@@ -57,7 +57,7 @@ def _modules_in(answer: Any) -> Iterator[nn.Module]:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, out of modules that hold nothing else."""
+    """Return the model inside wrappers that have no parameters of their own."""
     while not any(callable(getattr(model, question, None)) for question in _ASK):
         within = [m for m in model.children() if next(m.parameters(), None) is not None]
         if len(within) != 1 or next(model.parameters(recurse=False), None) is not None:
@@ -67,7 +67,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _last_layers(model: nn.Module) -> list[Layer]:
-    """The output layer of ``model``, and those of its further heads."""
+    """Return the output layer of ``model``, and those of its further heads."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
     if not layers:
         return []
@@ -83,7 +83,7 @@ def _last_layers(model: nn.Module) -> list[Layer]:
 
 
 def _head_of(name: str) -> str | None:
-    """The innermost module on the path ``name`` whose name says that it is a head."""
+    """Return the innermost module on the path ``name`` that has the name of a head, or None."""
     path = name.split(".")
     for depth in range(len(path), 0, -1):
         # AuxLogits, aux1, head_dist, distillation_classifier.
@@ -98,6 +98,6 @@ def _outputs(layer: Layer) -> int:
 
 
 def _weights(layer: Layer) -> list[nn.Parameter]:
-    """The weight, or the matrices that it is computed from."""
+    """Return the weight, or the matrices that it is computed from."""
     weight = layer._parameters.get("weight")
     return [p for p in layer.parameters() if p.ndim > 1] if weight is None else [weight]

@@ -1,7 +1,7 @@
 """A histogram of what a mode compares with λ, over all elements or units of a model.
 
-The largest element or unit of a step says nothing about the others: one row of an embedding that
-starts near zero may exceed its weight a thousandfold where most units stay below a hundredth.
+The maximum of a step does not describe the other values: the gradient of one embedding row that
+starts near zero may be 1000 times its weight, while most units stay below 0.01.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from runner.clip import transfer
 from runner.clip.layout import Layout, Number
 
 LOWEST, HIGHEST = -16, 12
-"""Decimal exponents of the bounds; what lies outside counts in the total alone, as zeros do."""
+"""Decimal exponents of the bounds; values outside, such as zeros, count in the total alone."""
 
 PER_DECADE = 40
 """Bins of one decade: each is 6 % wide."""
@@ -25,10 +25,10 @@ CHUNK = 2**24
 
 
 class Tally:
-    """Counts elements or units in bins, on their device; the host is never waited for.
+    """Counts elements or units in bins, on their device, without waiting for the host.
 
     Args:
-        skip: first steps to leave out.
+        skip: number of steps to leave out at the start.
     """
 
     def __init__(self, skip: int = 0) -> None:
@@ -43,7 +43,7 @@ class Tally:
 
         Args:
             values: at least 0, of any shape; NaN is not counted.
-            weight: of each, 1 ÷ the number of ranks of the layout's group that count it too.
+            weight: weight of each value: 1 ÷ the number of ranks in the group that count it.
         """
         if self._skip > 0 or values.numel() == 0:
             return
@@ -60,7 +60,7 @@ class Tally:
         """Keep the counts of the current step, unless its gradient was not finite.
 
         Args:
-            norm: of the whole gradient.
+            norm: norm of the whole gradient.
         """
         self._skip -= 1
         step, total = self._step, self._step_total

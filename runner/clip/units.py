@@ -1,8 +1,8 @@
-"""What adaptive clipping measures: units, the groups of weights that feed one output.
+"""Units of adaptive clipping: the weights that feed one output.
 
-Most layers keep their outputs in dimension 0. Those that do not are recognised by their class, by
-the sizes that they declare, or by the shapes of their parameters, without importing the libraries
-that they come from. For all others the option ``units`` of the mode names the dimensions.
+Dimension 0 indexes the outputs of most layers. Other layers are recognised by their class, their
+size attributes, or the shapes of their parameters, without importing the libraries that define
+them. For all others the option ``units`` of the mode gives the dimensions.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _OUTPUTS_FIRST = (nn.modules.conv._ConvNd, nn.Bilinear, nn.MultiheadAttention)
 """Owners of parameters of three or more dimensions whose dimension 0 indexes outputs."""
 
 _SIZES = (("in_features", "out_features"), ("input_size", "output_size"))
-"""What layers call the numbers of their inputs and outputs."""
+"""Attributes of layers for the number of inputs and of outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """How a tensor falls into units, the groups of weights that feed one output.
+    """How a tensor is divided into units, each the weights that feed one output.
 
     Brock et al. 2021 (arXiv 2102.06171, section 4): a row of a matrix, the fan-in of one output
     channel of a convolution. A transposed convolution keeps its output channels in dimension 1, and
@@ -41,15 +41,15 @@ class Units:
 
     @classmethod
     def of_outputs(cls, ndim: int, outputs: Iterable[int], known: bool = True) -> Units:
-        """Units of a tensor of ``ndim`` dimensions, of which ``outputs`` index outputs.
+        """Return the units of a tensor of ``ndim`` dimensions, given those that index outputs.
 
-        Without any the whole tensor is one unit.
+        Without such a dimension the whole tensor is one unit.
         """
         kept = {dim % ndim for dim in outputs}
         return cls(tuple(dim for dim in range(ndim) if dim not in kept), known=known)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """``tensor`` with its groups split off; shares memory whatever the strides."""
+        """Return a view of ``tensor`` in which the groups have a dimension of their own."""
         if not self.groups:
             return tensor
         inputs, *rest = tensor.shape
@@ -57,11 +57,11 @@ class Units:
 
 
 def units_of(parameter: Tensor, module: nn.Module | None = None) -> Units:
-    """Units of ``parameter``.
+    """Return the units of ``parameter``.
 
     Args:
-        parameter: the whole parameter, or a DTensor, whose shape is that of the whole.
-        module: its owner, where known.
+        parameter: whole parameter, or a DTensor, which has the shape of the whole parameter.
+        module: module that owns it; None if unknown.
     """
     n = parameter.ndim
     if n < 2:
@@ -92,11 +92,11 @@ def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.M
 
 
 def _outputs(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | None:
-    """Dimensions that index outputs, as the owner tells; None where it does not.
+    """Return the dimensions that index outputs; None if the owner does not show them.
 
     Args:
-        parameter: of two or more dimensions.
-        module: its owner.
+        parameter: parameter with two or more dimensions.
+        module: module that owns it.
     """
     n, shape = parameter.ndim, tuple(parameter.shape)
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
@@ -120,7 +120,7 @@ def _outputs(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | None:
 
 
 def _stacked_experts(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | None:
-    """Dimensions that index outputs of weights [experts, ...], one matrix for each expert.
+    """Return the dimensions that index outputs of weights [experts, ...]; None if unknown.
 
     transformers stores [experts, out, in] (Mixtral, Qwen), some of its models [experts, in, out],
     for ``torch.bmm``. ``gate_up_proj`` has the outputs of two projections side by side, so its
@@ -143,5 +143,5 @@ def _stacked_experts(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | 
 
 
 def _is_called(module: nn.Module, name: str) -> bool:
-    """Whether ``name`` is the module's class or one that it derives from (as sharding makes it)."""
+    """Return whether the module's class, or a base class of it, is called ``name``."""
     return any(kind.__name__ == name for kind in type(module).__mro__)

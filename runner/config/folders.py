@@ -1,4 +1,4 @@
-"""Where the configuration and the recipes lie, and where runs are written."""
+"""Folders of the configuration, of the recipes and of the outputs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from functools import cache
 from pathlib import Path
 
 CONFIG_NAME = "config"
-"""Name of the configuration in ``conf`` that all groups are chosen in."""
+"""Name of the main configuration file in ``conf``, which chooses an option of each group."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def find(name: str) -> Path:
-    """The folder ``conf`` or ``recipes``: inside the package in a wheel, beside it elsewhere."""
+    """Return the folder ``conf`` or ``recipes``: inside the package in a wheel, else beside it."""
     bundled = _PACKAGE / f"_{name}"
     return bundled if bundled.is_dir() else _PACKAGE.parent / name
 
 
 @cache
 def options(group: str) -> tuple[str, ...]:
-    """The options of a group of the configuration: the names of the files in its folder."""
+    """Return the options of a configuration group: the names of the files in its folder."""
     return tuple(sorted(file.stem for file in (find("conf") / group).glob("*.yaml")))
 
 
 def outputs() -> Path:
-    """The folder that holds all runs and sweeps.
+    """Return the folder that holds all runs and sweeps.
 
     ``$RUNNER_OUTPUTS`` where it is set, else ``outputs`` in the checkout this runs from, else
     ``outputs`` in the working directory.
@@ -41,10 +41,10 @@ def outputs() -> Path:
 
 
 def obstacle(folder: Path) -> str | None:
-    """Why ``folder`` cannot be created and written, or None where it can.
+    """Return why ``folder`` cannot be created and written; None if it can.
 
-    Nothing stays behind: an entry is made in the nearest folder that exists, and removed at once.
-    To ask for permissions is not enough, since an administrator has them on a read-only disk too.
+    A temporary entry is created in the nearest folder that exists, and removed at once. Permissions
+    alone do not answer the question: root has them on a read-only disk too.
     """
     for parent in (folder, *folder.parents):
         if not os.path.lexists(parent):

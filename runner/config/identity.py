@@ -1,4 +1,4 @@
-"""What makes two jobs, and two sweeps, the same."""
+"""Hashes that tell whether two jobs, or two sweeps, are the same."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 NOT_HASHED = ("tracker", "log", "sweep", "calibrate", "verify")
-"""Sections of a config that decide where figures go, how often, and what is done about a failure,
-never what is trained; two runs that differ in these alone are the same experiment."""
+"""Sections that do not change what is trained: where metrics go, how often, and how failures are
+handled. Two runs that differ in these sections alone are the same experiment."""
 
 _LONGEST_NAME = 48
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits that name what a resolved config asks for.
+    """Return 16 hexadecimal digits that identify a resolved configuration.
 
     SHA-256 of canonical JSON (sorted keys, no spaces) without the sections in ``NOT_HASHED``, so
     the order of keys does not matter.
@@ -25,22 +25,22 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 
 def request_hash(hashes: Iterable[str], search: Sequence[str] = ()) -> str:
-    """16 hexadecimal digits that name a sweep: the set of its jobs, in whatever order.
+    """Return 16 hexadecimal digits that identify a sweep: the set of its jobs, in any order.
 
     Args:
-        hashes: what :func:`config_hash` made of each job.
-        search: where a sweeper chooses the jobs as it goes, the words that tell it how.
+        hashes: hashes of the jobs, from :func:`config_hash`.
+        search: overrides of the search space, for a sweeper that chooses jobs by results.
     """
     return _digest([sorted(hashes), sorted(search)])
 
 
 def sweep_name(recipe: str, keys: Iterable[str], identity: str) -> str:
-    """The name of a sweep that nobody named: what one would look for, then which one it is.
+    """Return the default name of a sweep: its recipe, the keys that vary, and its hash.
 
     Args:
-        recipe: the recipe of all its jobs, or ``none``.
-        keys: what varies by words that were typed.
-        identity: what :func:`request_hash` made of it.
+        recipe: recipe of all jobs, or ``none``.
+        keys: keys with several values in the overrides.
+        identity: hash of the sweep, from :func:`request_hash`.
     """
     parts = [recipe] if recipe != "none" else []
     parts += keys

@@ -26,7 +26,7 @@ NOTHING = _Nothing()
 
 
 def shown(value: Any) -> str:
-    """``value`` as one would type it; text that would be read as something else is in quotes."""
+    """Return ``value`` as a user types it; text that YAML would read as another type is quoted."""
     match value:
         case None:
             return "null"
@@ -59,10 +59,10 @@ class Problem:
     """One thing that is wrong with a request.
 
     Attributes:
-        key: the dotted key, or the word, that is wrong.
-        value: what it was given; `NOTHING` where there is no value to show.
-        message: what is allowed, and the nearest right name where one is near.
-        job: the words of the job it was found in; empty where it concerns the whole request.
+        key: the dotted key, or the argument, that is wrong.
+        value: its value; `NOTHING` where there is no value to show.
+        message: what is allowed, and the nearest right name if there is one.
+        job: overrides of the job that has the problem; empty if the whole request has it.
     """
 
     key: str
@@ -72,7 +72,7 @@ class Problem:
 
     @property
     def word(self) -> str:
-        """The key and its value, as one would type them."""
+        """The key and its value, as a user types them."""
         return self.key if self.value is NOTHING else f"{self.key}={shown(self.value)}"
 
 
@@ -82,10 +82,10 @@ class DataMismatch(Problem):
 
 
 class RequestError(Exception):
-    """A request that cannot be run; its text names every problem.
+    """A request cannot be run; the text of the exception names every problem.
 
     Args:
-        problems: what is wrong, at least one.
+        problems: all problems, at least one.
     """
 
     def __init__(self, problems: Iterable[Problem]) -> None:
@@ -98,7 +98,7 @@ class RequestError(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, on the way out of the program after the user was told what it ended."""
+    """Ctrl-C was pressed, and a message about what it ended has been printed."""
 
 
 def _block(problems: tuple[Problem, ...]) -> str:
@@ -151,7 +151,7 @@ _ELSEWHERE = {
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
-    """The one of ``names`` that ``name`` most likely means, or None where none is near."""
+    """Return the name of ``names`` that ``name`` most likely means; None if none is near."""
     by_lower = {other.lower(): other for other in names}
     if (meant := _ELSEWHERE.get(name.lower())) in by_lower:
         return meant
@@ -160,11 +160,11 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
 
 
 def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
-    """The dotted ``keys`` that ``key`` most likely means, best first, at most three.
+    """Return the dotted ``keys`` that ``key`` most likely means, best first, at most three.
 
-    A key whose last part is right but whose section is missing or wrong (``threshold`` for
-    ``clip.threshold``), and one that is cut short (``verify.tol``), come before one that is merely
-    spelled alike.
+    A key with the right last part and a missing or wrong section (``threshold`` for
+    ``clip.threshold``), and an abbreviated key (``verify.tol``), come before keys with a similar
+    spelling.
     """
     keys = sorted(set(keys) - {key})
     last = _last(key)

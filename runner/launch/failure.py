@@ -1,4 +1,4 @@
-"""How a run ends that does not finish: a failed rank, an interrupt, a signal."""
+"""Reasons why a run does not finish: a failed rank, an interrupt, a signal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Terminated(BaseException):
 
 
 class RankFailed(Exception):
-    """A local rank failed; carries the rank and its own traceback or signal."""
+    """A local rank failed; the exception has its number, and its traceback or signal."""
 
     def __init__(self, rank: int, error: str) -> None:
         super().__init__(rank, error)
@@ -36,7 +36,7 @@ class RankFailed(Exception):
 
 
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
-    """What ``work`` returns, or why it did not get there; SIGTERM ends it like any failure."""
+    """Return what ``work`` returns, or why it failed; SIGTERM counts as a failure."""
     try:
         with _terminated_by_sigterm():
             return work()
@@ -62,7 +62,7 @@ def _why(error: BaseException) -> Failure:
 
 @contextmanager
 def _terminated_by_sigterm() -> Iterator[None]:
-    """Raise :class:`Terminated` inside on SIGTERM; all handlers are put back afterwards."""
+    """Raise :class:`Terminated` on SIGTERM in this block; restore all handlers afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

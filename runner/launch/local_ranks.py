@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]
-"""What a rank does with the configuration; rows go to the sinks, which the first rank has."""
+"""Function that a rank runs: it takes the configuration and the sinks (none but on rank 0)."""
 
 ENDING = 5
 """Seconds that the other ranks have to end after one has failed, before they are killed."""
 
 
 def prepare(config: RunConfig) -> None:
-    """Start the fork server, if the run will need one, while this process goes on.
+    """Start the fork server in the background, if the run has several local ranks.
 
-    It imports torch in a process of its own; ranks then start in milliseconds.
+    The server imports torch in its own process; ranks then start in milliseconds.
     """
     if least_ranks(config.plugin) > 1:
         multiprocessing.set_forkserver_preload(["runner.launch.rank"])
@@ -52,10 +52,10 @@ def prepare(config: RunConfig) -> None:
 def train_on_local_ranks(
     config: RunConfig, folder: Path, ranks: int, shown: Sequence[Sink], work: Work | None
 ) -> dict[str, Any]:
-    """Start ranks by torch elastic, follow the first one's rows, and wait for all.
+    """Start ranks by torch elastic, show the rows of the first rank, and wait for all ranks.
 
     Raises:
-        RankFailed: the first rank that failed. No rank is left behind.
+        RankFailed: a rank failed; it names the first one. All ranks have ended by then.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -106,11 +106,11 @@ def _launch_config(ranks: int, logs: str) -> LaunchConfig:
 
 
 def _rank_error(failed: ProcessFailure, logs: Path) -> str:
-    """Return a rank's traceback; where it left none, what it printed and how it ended."""
+    """Return the traceback of a rank; without one, its last lines and how it ended."""
     message: Any = failed.message  # torch declares it as text
     if isinstance(message, dict):
-        words = message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
-        return str(words).strip()
+        text = message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
+        return str(text).strip()
     printed: list[str] = []
     for file in logs.glob(f"*/attempt_*/{failed.local_rank}/stderr.log"):
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -132,7 +132,7 @@ def _feed(file: Path, stopped: threading.Event, sinks: Sequence[Sink]) -> None:
 
 @contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """Let processes that are started inside ignore Ctrl-C: this one ends them by SIGTERM."""
+    """Make processes that are started in this block ignore Ctrl-C; they are ended by SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -145,7 +145,7 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """Silence torch elastic's own report of a failure: ours is shorter, and in the record."""
+    """Silence torch elastic's report of a failure, because ours is shorter and is recorded."""
     about = ("torch.distributed", "torch.multiprocessing")
     known = [name for name in logging.root.manager.loggerDict if name.startswith(about)]
     loggers = [logging.getLogger(name) for name in known]

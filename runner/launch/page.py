@@ -11,11 +11,11 @@ log = logging.getLogger(__name__)
 def write_page(folder: Path, left: int = 0) -> Path | None:
     """Write ``report.html`` into the folder of a run or sweep.
 
-    Whatever goes wrong with it is a warning: a run is what its record says, page or none.
+    An error is logged as a warning: a run that finished does not fail because of its page.
 
     Args:
-        folder: of the run or sweep.
-        left: runs that the sweep, which is still running, has yet to finish.
+        folder: folder of the run or sweep.
+        left: number of runs that a running sweep has not finished yet.
 
     Returns:
         The file; None where it could not be written.

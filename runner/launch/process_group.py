@@ -1,4 +1,4 @@
-"""Joining the ranks that torchrun, Slurm or this program's launcher started."""
+"""Join the process group of ranks that torchrun, Slurm or this program started."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def launch_from_torch(
     GPU by nccl.
 
     Args:
-        backend: of all tensors, instead of the above.
-        seed: of torch's random numbers on this rank.
-        verbose: say so in the log, once.
-        timeout: seconds that one collective may take.
+        backend: backend of all tensors; by default as above.
+        seed: seed of torch's random numbers on this rank.
+        verbose: whether rank 0 logs the number of ranks and the backend.
+        timeout: maximum duration of one collective, in seconds.
 
     Raises:
         RuntimeError: the environment describes no process group.
@@ -57,7 +57,7 @@ def launch_from_torch(
 
 
 def stand_alone() -> None:
-    """A process group of this process alone, for a data-parallel run on one rank."""
+    """Create a process group of this process alone, for a data-parallel run on one rank."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
         backend,

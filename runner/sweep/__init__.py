@@ -1,7 +1,7 @@
-"""A sweep: its record, what is left of it to do, and what is said while it runs.
+"""A sweep: its record, the runs still to do, and the live table.
 
-The record, ``sweep.json``, and the folders of the runs are the only truth, so that a sweep that was
-killed, and runs that a launcher starts in other processes, are understood alike.
+All state is in ``sweep.json`` and in the folders of the runs. So a sweep that was killed, and runs
+that a launcher starts in other processes, are handled in the same way.
 """
 
 from runner.run_folder.objective import objective_of

@@ -20,17 +20,17 @@ class Entry:
     """One run of a sweep.
 
     Attributes:
-        number: from 0, as in the name of its folder.
-        folder: relative to that of the sweep.
-        overrides: the words that set it apart from the other runs.
-        words: all the words that make it.
-        config_hash: what it asks for.
+        number: number of the run, from 0, as in the name of its folder.
+        folder: folder of the run, relative to the folder of the sweep.
+        overrides: overrides in which it differs from the other runs.
+        words: all its overrides.
+        config_hash: hash of its configuration.
         state: waiting, running, finished, failed or interrupted.
         exit_code: 0 finished, 1 failed, 130 interrupted, 143 terminated; None before the end.
-        error: the last line of what went wrong.
-        objective: what runs are compared by; may be NaN or infinite.
+        error: last line of the error message.
+        objective: value of the metric by which runs are compared; may be NaN or infinite.
         clip_ratio: share of its steps that were clipped.
-        seconds: wall time from its beginning to its end.
+        seconds: wall time from start to end.
     """
 
     number: int
@@ -47,7 +47,7 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """The words that set it apart, as one line."""
+        """The overrides in which it differs from the other runs, on one line."""
         return " ".join(self.overrides)
 
 
@@ -56,17 +56,17 @@ class SweepRecord:
     """The content of ``sweep.json``.
 
     Attributes:
-        name: of the sweep.
-        words: what was typed.
-        request: what names the set of its jobs.
-        objective: the metric runs are compared by.
-        maximizes: whether the higher one is better.
-        max_failures: failed runs it goes on after; None for any number.
-        keys: what its lists vary.
-        total: how many runs there will be.
+        name: name of the sweep.
+        words: arguments of the command.
+        request: hash of the set of its jobs.
+        objective: metric by which runs are compared.
+        maximizes: whether a higher value is better.
+        max_failures: number of failed runs after which the sweep still continues; None: any.
+        keys: keys that have several values.
+        total: number of runs.
         state: running, finished, failed or interrupted.
         entries: its runs, in the order of their numbers.
-        failures: runs that failed since the command was typed.
+        failures: number of runs that failed since the command was started.
     """
 
     name: str

@@ -16,11 +16,11 @@ from runner.sweep.record import Entry, SweepRecord
 
 
 def plan_runs(request: Request) -> list[Entry]:
-    """The runs of a sweep, each with the state that its folder records; the disk is only read.
+    """Return the runs of a sweep, each with the state in its folder; nothing is written.
 
-    Runs that were recorded before keep their number and folder, whatever the order of the words is
-    now: they are known by the hash of their configuration. A sweep whose sweeper chooses the jobs
-    as it goes has no runs before it starts.
+    Runs that were recorded before keep their number and folder, in whatever order the overrides are
+    given now: they are found by the hash of their configuration. A sweep whose sweeper chooses jobs
+    by results has no runs before it starts.
     """
     sweep = request.sweep
     assert sweep is not None

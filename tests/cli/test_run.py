@@ -32,7 +32,7 @@ class Outcome:
 
 
 class Fakes:
-    """Stand-ins for what the command calls once the words are right."""
+    """Replaces the functions that the command calls after its overrides are checked."""
 
     def __init__(self):
         self.checked, self.prepared, self.runs, self.joined = [], [], [], 0

@@ -21,11 +21,11 @@ def noise(seed):
 
 
 def said_of(*steps, dtype=torch.float32):
-    """Of each step, the collectives and which gradients differed.
+    """Return, for each step, the collectives and the gradients that differed.
 
     Args:
-        steps: of each, the gradients of the parameters ``p0``, ``p1`` and so on.
-        dtype: of the parameters.
+        steps: for each step, the gradients of the parameters ``p0``, ``p1`` and so on.
+        dtype: data type of the parameters.
     """
     parameters = [nn.Parameter(torch.zeros(64, dtype=dtype)) for _ in steps[0]]
     agree = ReplicaCheck({f"p{i}": p for i, p in enumerate(parameters)}, dist.group.WORLD)

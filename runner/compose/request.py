@@ -177,7 +177,8 @@ def answer(args: argparse.Namespace, source: Source) -> int:
     Returns:
         The exit code: 0, or what Hydra exits with.
     """
-    composer, printed, code = Composer(source), io.StringIO(), 0
+    given = None if args.shell_completion else args.overrides  # completion lists all recipes
+    composer, printed, code = Composer(source, given), io.StringIO(), 0
     hydra, name, overrides = composer.hydra, source.name, list(args.overrides)
     with composer.active(), _logging_restored(), redirect_stdout(printed):
         try:

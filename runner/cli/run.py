@@ -18,7 +18,7 @@ from typing import Any
 from hydra._internal.utils import get_args_parser
 
 from runner.cli.main import WRONG_REQUEST
-from runner.compose.composer import Source
+from runner.compose.composer import Composer, Source
 from runner.compose.jobs import Job
 from runner.compose.overrides import with_own_mode
 from runner.compose.request import Request, answer, help_text, request
@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     if args.help or args.cfg is not None or args.info is not None:
         return _show(args)
     if args.shell_completion or args.hydra_help:
-        return answer(args, source_of(args))
+        return answer(args, Composer(source_of(args)))
     wanted = request(
         args.overrides,
         multirun=args.multirun,
@@ -80,8 +80,8 @@ def _show(args: argparse.Namespace) -> int:
     if args.help:
         print(help_text(args.overrides, source))
         return 0
-    request(args.overrides, source=source, writes=False)
-    return WRONG_REQUEST if answer(args, source) else 0
+    wanted = request(args.overrides, source=source, writes=False)
+    return WRONG_REQUEST if answer(args, wanted.composer) else 0
 
 
 def read(words: Sequence[str], purpose: str = "", also: Sequence[str] = ()) -> argparse.Namespace:

@@ -168,7 +168,7 @@ def help_text(given: Sequence[str], source: Source | None = None) -> str:
         return Template(composed.hydra.help.template).safe_substitute()
 
 
-def answer(args: argparse.Namespace, source: Source) -> int:
+def answer(args: argparse.Namespace, composer: Composer) -> int:
     """Print Hydra's answer to ``--cfg``, ``--info``, ``--hydra-help`` or ``--shell-completion``.
 
     Hydra prints into memory, and this process to the terminal: Hydra would report a reader that
@@ -177,9 +177,8 @@ def answer(args: argparse.Namespace, source: Source) -> int:
     Returns:
         The exit code: 0, or what Hydra exits with.
     """
-    given = None if args.shell_completion else args.overrides  # completion lists all recipes
-    composer, printed, code = Composer(source, given), io.StringIO(), 0
-    hydra, name, overrides = composer.hydra, source.name, list(args.overrides)
+    printed, code = io.StringIO(), 0
+    hydra, name, overrides = composer.hydra, composer.source.name, list(args.overrides)
     with composer.active(), _logging_restored(), redirect_stdout(printed):
         try:
             if args.hydra_help:

@@ -15,6 +15,7 @@ from runner.booster.precision import LossScale
 from runner.booster.step_order import StepOrder, StepOrderError, StepState
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, build, total_norm, transfer
 from runner.clip.norms import norms
+from runner.config.notation import first_few
 from runner.parallel.gradient_sync import nothing
 
 Nonfinite = Literal["skip", "error", "ignore"]
@@ -348,5 +349,4 @@ class OptimizerWrapper(StepOrder):
 
     def _culprits(self) -> str:
         names = [name for name, norm in norms(self.layout).items() if not math.isfinite(norm)]
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        return f"{', '.join(names[:5])}{more}"
+        return first_few(names)

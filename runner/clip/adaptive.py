@@ -23,6 +23,7 @@ from runner.clip.layout import Layout, Number, ParamShard
 from runner.clip.mode import ClipMode
 from runner.clip.norms import SQUARES_OVERFLOW, combine
 from runner.config.modes.adaptive import Adaptive
+from runner.config.notation import first_few
 
 log = logging.getLogger(__name__)
 
@@ -126,9 +127,8 @@ def _left_out(layout: Layout) -> str:
 
 def _unknown(layout: Layout, names: Sequence[str]) -> str:
     shapes = [f"{name} {list(layout.parameters[name].shape)}" for name in names]
-    more = f" and {len(shapes) - 5} more" if len(shapes) > 5 else ""
     return (
-        f"adaptive clipping takes dimension 0 for the outputs of {', '.join(shapes[:5])}{more}, "
+        f"adaptive clipping takes dimension 0 for the outputs of {first_few(shapes)}, "
         f"because it does not know their layer: set clip.units={{{names[0]}:D}} to the dimension "
         "that indexes outputs, or to a list of dimensions"
     )

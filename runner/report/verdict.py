@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from runner.config.notation import first_few
 from runner.report.advice import advice
 from runner.report.findings import Findings
 from runner.report.groups import Group, clipping_modes
@@ -115,8 +116,8 @@ def _lost(found: Findings) -> str | None:
     ]
     if not lost:
         return None
-    shown = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
-    return f"The loss diverged in {len(lost)} of {plural(len(found.sweep.runs), 'run')}: {shown}."
+    runs = plural(len(found.sweep.runs), "run")
+    return f"The loss diverged in {len(lost)} of {runs}: {first_few(lost)}."
 
 
 def _modes(found: Findings) -> str | None:

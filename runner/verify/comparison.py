@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from runner.clip import Decision
+from runner.config.notation import first_few
 from runner.run_folder import keys
 
 FLOOR = 1e-3
@@ -163,7 +164,7 @@ class Compared:
         if not self.weight_error <= bound:
             yield f"the weights after the last step are off by {self.weight_error:.2g}"
         if self.drifted:
-            yield f"replicas no longer hold the same bits: {_names(self.drifted)}"
+            yield f"replicas no longer hold the same bits: {first_few(self.drifted, WORST)}"
 
 
 def relative(ours: float, reference: float) -> float:
@@ -208,7 +209,7 @@ def presence(step: int, ours: Iterable[str], reference: Iterable[str]) -> list[s
         (set(reference) - set(ours), "in one process, but none under the plugin"),
     )
     return [
-        f"in step {step}, {_names(sorted(names))}: a gradient {where}"
+        f"in step {step}, {first_few(sorted(names), WORST)}: a gradient {where}"
         for names, where in sides
         if names
     ]
@@ -226,11 +227,6 @@ def disagreements(step: int, ranks: Sequence[SideMetrics]) -> list[str]:
                 )
                 break
     return found
-
-
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - WORST} more" if len(names) > WORST else ""
-    return ", ".join(names[:WORST]) + more
 
 
 def _size(tensor: Tensor | None) -> float:

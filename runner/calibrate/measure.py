@@ -8,6 +8,7 @@ from typing import Any
 from runner.calibrate.distribution import warm_up
 from runner.clip import ClipMode
 from runner.clip import build as build_mode
+from runner.clip.mode import NEVER
 from runner.clip.tally import HIGHEST, LOWEST, Tally
 from runner.config.duration import Duration
 from runner.config.schema import RunConfig
@@ -15,9 +16,6 @@ from runner.run_folder import keys
 from runner.telemetry.sinks.sink import Sink
 from runner.train import build
 from runner.train.job import make_trainer
-
-NEVER = 1e30
-"""A finite float32 threshold that no gradient reaches."""
 
 
 def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import yaml
 
+from runner.cli.main import INTERRUPTED, WRONG_REQUEST
 from runner.config.folders import find, outputs
 from runner.dashboard import EXTRA
 from runner.dashboard.saving import NotSavedError, WorkspaceRequest, save
 from runner.run_folder import files
 from runner.run_folder.atomic import write_text
-
-WRONG_REQUEST = 2
-INTERRUPTED = 130
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+from runner.cli.main import WRONG_REQUEST
 from runner.report import NoRunError, write
 from runner.run_folder import files
 
@@ -29,10 +30,10 @@ def main(words: Sequence[str] | None = None) -> int:
         page = write(asked.folder)
     except NoRunError as error:
         print(error, file=sys.stderr)
-        return 2
+        return WRONG_REQUEST
     except OSError as error:
         print(f"{asked.folder}: the page cannot be written: {error}", file=sys.stderr)
-        return 2
+        return WRONG_REQUEST
     print(page)
     if asked.open and not webbrowser.open(page.as_uri()):
         print("no browser here; open the file above in one", file=sys.stderr)

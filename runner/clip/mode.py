@@ -18,6 +18,9 @@ from runner.clip.tally import Tally
 from runner.config.modes import NAMES, Mode
 from runner.config.problem import or_list
 
+NEVER = 1e30
+"""A finite float32 threshold that no gradient reaches."""
+
 
 @dataclass(eq=False)
 class ClipMode(Mode, ABC):

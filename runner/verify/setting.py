@@ -13,13 +13,11 @@ from torch.utils._pytree import tree_map_only
 from runner.booster.loss import WindowLoss
 from runner.clip import ClipMode
 from runner.clip import build as build_mode
+from runner.clip.mode import NEVER
 from runner.config.modes import built_in
 from runner.config.schema import RunConfig
 from runner.data.dataset import collate_pairs
 from runner.train import build
-
-NEVER = 1e30
-"""A finite float32 threshold that no gradient reaches."""
 
 
 @dataclass(frozen=True)

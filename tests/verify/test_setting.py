@@ -3,9 +3,10 @@ import torch
 import torchvision
 from torch import nn
 
+from runner.clip.mode import NEVER
 from runner.config.check import parse
 from runner.models.gpt import GPT
-from runner.verify.setting import NEVER, Collate, make_mode, notes, switch_off_dropout
+from runner.verify.setting import Collate, make_mode, notes, switch_off_dropout
 from tests.verify.requests import IMAGES, plain_of
 
 

@@ -91,6 +91,7 @@ def _rank(
     body: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    faulthandler.enable(file=sys.__stderr__)  # a rank that crashes shows where
     faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch.distributed as dist

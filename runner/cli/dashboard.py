@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from runner.cli.main import INTERRUPTED, WRONG_REQUEST
+from runner.cli import INTERRUPTED, WRONG_REQUEST
 from runner.config.folders import find, outputs
 from runner.dashboard import EXTRA
 from runner.dashboard.saving import NotSavedError, WorkspaceRequest, save

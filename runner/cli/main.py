@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
+from runner.cli import FAILED, INTERRUPTED, WRONG_REQUEST
 from runner.config.environment import joins, started_rank
 from runner.config.problem import Interrupted, RequestError
 from runner.telemetry.sinks.console import announce, leave_unread, print_line
@@ -25,8 +26,6 @@ does not answer ``--help`` itself has a text ``USAGE``."""
 
 PARSED_BY_ARGPARSE = ("dashboard", "report", "schema")
 """Commands that take no overrides."""
-
-FAILED, WRONG_REQUEST, INTERRUPTED = 1, 2, 130
 
 LISTENING = 5.0
 """Seconds that a rank delays its exit while another one prints why the request is wrong."""

@@ -8,7 +8,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.cli.main import WRONG_REQUEST
+from runner.cli import WRONG_REQUEST
 from runner.report import NoRunError, write
 from runner.run_folder import files
 

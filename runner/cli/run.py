@@ -17,7 +17,7 @@ from typing import Any
 
 from hydra._internal.utils import get_args_parser
 
-from runner.cli.main import WRONG_REQUEST
+from runner.cli import WRONG_REQUEST
 from runner.compose.composer import Composer, Source
 from runner.compose.jobs import Job
 from runner.compose.overrides import with_own_mode

@@ -1,4 +1,4 @@
-"""Compose overrides with Hydra, resolve the result, and check it."""
+"""Compose overrides with Hydra, and find the folder that the result is written to."""
 
 from __future__ import annotations
 
@@ -19,23 +19,20 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.compose import diagnose, recipes, resolvers
-from runner.compose import overrides as words
-from runner.config.check import examine
+from runner.compose import recipes, resolvers
 from runner.config.folders import CONFIG_NAME, find, obstacle, outputs
 from runner.config.problem import NOTHING, Problem, RequestError, nearest_name
-from runner.config.schema import RunConfig
 from runner.config.tensor_plan import settled
 
 Earlier: TypeAlias = Callable[[Path, str | None], str | None]
@@ -55,15 +52,24 @@ class Source:
 
 
 class _Repository(ConfigRepository):
-    """Configuration sources that all compositions share.
+    """Configuration sources that all compositions share, and the files that were read from them.
 
-    For each composition Hydra deep-copies its sources with everything in its ConfigStore, which
-    takes as long as the rest of a check. A composition can only replace the list of sources
-    (``hydra.searchpath``), so that list alone is copied.
+    For each composition Hydra deep-copies its sources with everything in its ConfigStore, and reads
+    each file again, which takes as long as the rest of a check. A composition can only replace the
+    list of sources (``hydra.searchpath``), so that list alone is copied.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Repository:
         return copy.copy(self)
+
+    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
+        super().initialize_sources(config_search_path)
+        self._loaded: dict[str, ConfigResult | None] = {}
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        if config_path not in self._loaded:
+            self._loaded[config_path] = super().load_config(config_path)
+        return copy.deepcopy(self._loaded[config_path])
 
 
 def register(given: Sequence[str] | None = None) -> dict[str, str]:
@@ -96,7 +102,7 @@ class Composer:
 
     def __init__(self, source: Source, given: Sequence[str] | None = None) -> None:
         self.source = source
-        self._broken_recipes = register(given if source == Source() else None)
+        self.broken_recipes = register(given if source == Source() else None)
         version.setbase("1.3")
         folder = source.path or find("conf")
         search_path = create_config_search_path(str(folder.absolute()))
@@ -140,48 +146,6 @@ class Composer:
                 traceback.print_exc()
             return None
 
-    def check(
-        self, overrides: Sequence[Override], config: DictConfig | None, number: int | None = None
-    ) -> tuple[RunConfig | None, dict[str, Any], list[Problem]]:
-        """Check the job of ``overrides``.
-
-        Args:
-            overrides: overrides of one job.
-            config: their composition; None where they do not compose.
-            number: number of the job in its sweep; None for a run.
-
-        Returns:
-            The typed configuration (None if anything is wrong), the same as plain containers, and
-            everything that is wrong.
-        """
-        found = diagnose.Diagnosis()
-        if config is None or diagnose.misuses_group(overrides, self.loader):
-            found = diagnose.examine(overrides, self.attempt, self.compose, self.loader)
-            config = self.attempt(found.good)
-            if config is None:
-                return None, {}, found.problems or [self._failure(found.good)]
-        plain, unresolved = _resolved(config, number)
-        typed, wrong = examine(plain, found.unsettled)
-        known = {problem.key for problem in (*found.problems, *unresolved)}
-        problems = found.problems + unresolved
-        problems += [problem for problem in wrong if problem.key not in known]
-        if error := self._broken_recipes.get(str(plain.get("recipe"))):
-            problems.append(Problem("recipe", plain["recipe"], error))
-        return typed, plain, problems
-
-    def refuse(self, word: str) -> Problem | None:
-        """Return the problem of an override that chooses an option which does not exist."""
-        [override], _ = words.read([word], self.loader)
-        return diagnose.wrong_choice(override, self.loader)
-
-    def _failure(self, given: Sequence[str]) -> Problem:
-        """Say why ``given`` does not compose, where the fault is in a file."""
-        try:
-            self.compose(given)
-        except Exception as error:  # as above
-            return Problem("configuration", NOTHING, diagnose.reason(error))
-        raise AssertionError("composed at the second attempt")
-
     def _require_index(self, folder: Path) -> None:
         """Raise a RequestError if the file that ``--config-name`` names does not exist."""
         if self.loader.repository.config_exists(self.source.name):
@@ -218,7 +182,7 @@ def destination(
     try:
         folder = Path(str(OmegaConf.select(config, key, throw_on_missing=True))).absolute()
     except (OmegaConfBaseException, ValueError) as error:
-        return None, [Problem(key, NOTHING, f"cannot be resolved: {diagnose.reason(error)}")]
+        return None, [Problem(key, NOTHING, f"cannot be resolved: {reason(error)}")]
     if overrides is None:
         return folder, []
     if message := obstacle(folder):
@@ -231,45 +195,22 @@ def destination(
     return folder, []
 
 
+def reason(error: BaseException) -> str:
+    """Return Hydra's message on one line, without its advice to add ``+``, which hides typos."""
+    texts = [str(error), str(error.__cause__ or "")]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    kept = [
+        line
+        for line in lines
+        if line
+        and "append to your" not in line
+        and not line.startswith(("full_key", "object_type"))
+    ]
+    return " ".join(kept[:3]) or type(error).__name__
+
+
 def plain_config(config: DictConfig, resolve: bool = True) -> dict[str, Any]:
     """Return a job's configuration as plain containers, with the tensor plan read from its file."""
     content = OmegaConf.to_container(config, resolve=resolve)
     assert isinstance(content, dict)
     return settled({str(key): value for key, value in content.items()})
-
-
-def _resolved(config: DictConfig, number: int | None) -> tuple[dict[str, Any], list[Problem]]:
-    """Resolve the job's part of a composition.
-
-    Returns:
-        The configuration as plain containers, and what cannot be resolved in it.
-    """
-    folder = None if number is not None else destination(config, "run")[0]
-    with read_write(config), open_dict(config), read_write(config.hydra):
-        if number is not None:  # as the launcher of a sweep does
-            config.hydra.job.num, config.hydra.job.id = number, number
-        config.hydra.runtime.output_dir = str(folder or outputs())
-    HydraConfig.instance().set_config(config)
-    job = copy.deepcopy(config)
-    with read_write(job), open_dict(job):
-        del job["hydra"]
-    try:
-        return plain_config(job), []
-    except OmegaConfBaseException:
-        return plain_config(job, resolve=False), list(_unresolved(job, ""))
-
-
-def _unresolved(node: Any, path: str) -> Iterator[Problem]:
-    """Yield each value below ``node`` that refers to something which does not exist."""
-    raw: Any = OmegaConf.to_container(node, resolve=False)
-    items = raw.items() if isinstance(raw, dict) else enumerate(raw or ())
-    for key, value in items:
-        where = f"{path}.{key}" if path else str(key)
-        try:
-            content = node[key]
-        except (OmegaConfBaseException, HydraException, ValueError, TypeError) as error:
-            if not OmegaConf.is_missing(node, key):
-                yield Problem(where, value, f"cannot be resolved: {diagnose.reason(error)}")
-            continue
-        if OmegaConf.is_config(content):
-            yield from _unresolved(content, where)

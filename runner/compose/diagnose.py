@@ -1,21 +1,26 @@
-"""Find every override that a composition fails on; Hydra names only the first."""
+"""Check the overrides of one job, and find everything that is wrong; Hydra names only one thing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
-from runner.compose.overrides import plain_word
-from runner.config.check import keys_of, leaves, unknown_key
-from runner.config.problem import NOTHING, Problem, nearest_name
-
-Compose = Callable[[Sequence[str]], DictConfig]
-Attempt = Callable[[Sequence[str]], DictConfig | None]
+from runner.compose.composer import Composer, destination, plain_config, reason
+from runner.compose.overrides import plain_word, read
+from runner.config.check import examine, keys_of, leaves
+from runner.config.clip_section import choices_with
+from runner.config.folders import outputs
+from runner.config.problem import NOTHING, Problem, nearest_name, unknown_key
+from runner.config.schema import RunConfig
 
 # Sections that pass any key to their target.
 _OPEN = ("model", "data", "optimizer", "scheduler")
@@ -24,8 +29,42 @@ _OPEN = ("model", "data", "optimizer", "scheduler")
 _EXTRAS = {("hydra/sweeper", "optuna"): "pip install 'clip-runner[optuna]'"}
 
 
+def check(
+    composer: Composer,
+    overrides: Sequence[Override],
+    config: DictConfig | None,
+    number: int | None = None,
+) -> tuple[RunConfig | None, dict[str, Any], list[Problem]]:
+    """Check the job of ``overrides``.
+
+    Args:
+        composer: Hydra, which composed them.
+        overrides: overrides of one job, without lists of values.
+        config: their composition; None where they do not compose.
+        number: number of the job in its sweep; None for a run.
+
+    Returns:
+        The typed configuration (None if anything is wrong), the same as plain containers, and
+        everything that is wrong.
+    """
+    found = _Diagnosis()
+    if config is None or _misuses_group(overrides, composer.loader):
+        found = _diagnose(overrides, composer)
+        config = composer.attempt(found.good)
+        if config is None:
+            return None, {}, found.problems or [_failure(composer, found.good)]
+    plain, unresolved = _resolved(config, number)
+    typed, wrong = examine(plain, found.unsettled)
+    known = {problem.key for problem in (*found.problems, *unresolved)}
+    problems = found.problems + unresolved
+    problems += [problem for problem in wrong if problem.key not in known]
+    if error := composer.broken_recipes.get(str(plain.get("recipe"))):
+        problems.append(Problem("recipe", plain["recipe"], error))
+    return typed, plain, problems
+
+
 @dataclass
-class Diagnosis:
+class _Diagnosis:
     """Wrong and right overrides of one job.
 
     Attributes:
@@ -39,28 +78,19 @@ class Diagnosis:
     unsettled: set[str] = field(default_factory=set)
 
 
-def examine(
-    overrides: Sequence[Override], attempt: Attempt, compose: Compose, loader: ConfigLoader
-) -> Diagnosis:
-    """Check overrides that choose options, then those that give values, then each one alone.
-
-    Args:
-        overrides: overrides of one job, without lists of values.
-        attempt: composes overrides; returns None if that fails.
-        compose: composes overrides; raises if that fails.
-        loader: Hydra's loader, which lists groups and their options.
-    """
-    found = Diagnosis()
+def _diagnose(overrides: Sequence[Override], composer: Composer) -> _Diagnosis:
+    """Check overrides that choose options, then those that give values, then each one alone."""
+    found = _Diagnosis()
     values = []
     for override in overrides:
-        if not _chooses(override, loader):
+        if not _chooses(override, composer.loader):
             values.append(override)
-        elif problem := wrong_choice(override, loader):
+        elif problem := _wrong_choice(override, composer.loader):
             found.problems.append(problem)
             found.unsettled.add(override.key_or_group)
         else:
             found.good.append(plain_word(override))
-    composed = attempt(found.good)
+    composed = composer.attempt(found.good)
     base = None if composed is None else _content(composed)
     for override in values:
         section = override.key_or_group.partition(".")[0]
@@ -72,31 +102,23 @@ def examine(
         else:
             found.problems.append(problem)
     # If not even an empty list of overrides composes, a file is at fault.
-    if attempt(found.good) is None and attempt([]) is not None:
-        _try_each(found, compose)
+    if composer.attempt(found.good) is None and composer.attempt([]) is not None:
+        _try_each(found, composer)
     return found
 
 
-def misuses_group(overrides: Sequence[Override], loader: ConfigLoader) -> bool:
+def refuse(composer: Composer, word: str) -> Problem | None:
+    """Return the problem of an override that chooses an option which does not exist."""
+    [override], _ = read([word], composer.loader)
+    return _wrong_choice(override, composer.loader)
+
+
+def _misuses_group(overrides: Sequence[Override], loader: ConfigLoader) -> bool:
     """Return whether an override removes a group or chooses two options, which Hydra allows."""
     return any(
         (override.is_delete() or isinstance(override.value(), list)) and _chooses(override, loader)
         for override in overrides
     )
-
-
-def reason(error: BaseException) -> str:
-    """Return Hydra's message on one line, without its advice to add ``+``, which hides typos."""
-    texts = [str(error), str(error.__cause__ or "")]
-    lines = [line.strip() for text in texts for line in text.splitlines()]
-    kept = [
-        line
-        for line in lines
-        if line
-        and "append to your" not in line
-        and not line.startswith(("full_key", "object_type"))
-    ]
-    return " ".join(kept[:3]) or type(error).__name__
 
 
 def _content(config: DictConfig) -> dict[str, Any]:
@@ -111,8 +133,8 @@ def _chooses(override: Override, loader: ConfigLoader) -> bool:
     return bool(loader.get_group_options(key)) and not isinstance(override.value(), dict)
 
 
-def wrong_choice(override: Override, loader: ConfigLoader) -> Problem | None:
-    """Return the problem of an override that chooses an option; None if it is right, or another."""
+def _wrong_choice(override: Override, loader: ConfigLoader) -> Problem | None:
+    """Return the problem of a choice of an option; None if it is right, or no choice."""
     if not _chooses(override, loader):
         return None
     group = override.key_or_group
@@ -157,7 +179,7 @@ def _unknown(override: Override, key: str, value: Any, base: dict[str, Any]) -> 
     if override.is_hydra_override():
         return Problem(key, value, "Hydra has no such key; --cfg hydra prints those it has")
     ours = {name: base[name] for name in base if name != "hydra"}
-    problem = unknown_key(key, keys_of(ours), value)
+    problem = unknown_key(key, keys_of(ours), value, choices_with(key))
     section, _, rest = key.partition(".")
     if section in _OPEN and rest:
         advice = f"; a further argument of its _target_ is +{key}=VALUE"
@@ -177,13 +199,59 @@ def _look_up(node: Any, key: str) -> tuple[bool, Any]:
     return True, node
 
 
-def _try_each(found: Diagnosis, compose: Compose) -> None:
+def _try_each(found: _Diagnosis, composer: Composer) -> None:
     """Keep overrides that compose with those before them; report the others."""
     words, found.good = found.good, []
     for word in words:
         try:
-            compose([*found.good, word])
+            composer.compose([*found.good, word])
         except Exception as error:  # Hydra and OmegaConf raise ValueError, AssertionError and more
             found.problems.append(Problem(word, NOTHING, reason(error)))
         else:
             found.good.append(word)
+
+
+def _failure(composer: Composer, given: Sequence[str]) -> Problem:
+    """Say why ``given`` does not compose, where the fault is in a file."""
+    try:
+        composer.compose(given)
+    except Exception as error:  # as above
+        return Problem("configuration", NOTHING, reason(error))
+    raise AssertionError("composed at the second attempt")
+
+
+def _resolved(config: DictConfig, number: int | None) -> tuple[dict[str, Any], list[Problem]]:
+    """Resolve the job's part of a composition.
+
+    Returns:
+        The configuration as plain containers, and what cannot be resolved in it.
+    """
+    folder = None if number is not None else destination(config, "run")[0]
+    with read_write(config), open_dict(config), read_write(config.hydra):
+        if number is not None:  # as the launcher of a sweep does
+            config.hydra.job.num, config.hydra.job.id = number, number
+        config.hydra.runtime.output_dir = str(folder or outputs())
+    HydraConfig.instance().set_config(config)
+    job = copy.deepcopy(config)
+    with read_write(job), open_dict(job):
+        del job["hydra"]
+    try:
+        return plain_config(job), []
+    except OmegaConfBaseException:
+        return plain_config(job, resolve=False), list(_unresolved(job, ""))
+
+
+def _unresolved(node: Any, path: str) -> Iterator[Problem]:
+    """Yield each value below ``node`` that refers to something which does not exist."""
+    raw: Any = OmegaConf.to_container(node, resolve=False)
+    items = raw.items() if isinstance(raw, dict) else enumerate(raw or ())
+    for key, value in items:
+        where = f"{path}.{key}" if path else str(key)
+        try:
+            content = node[key]
+        except (OmegaConfBaseException, HydraException, ValueError, TypeError) as error:
+            if not OmegaConf.is_missing(node, key):
+                yield Problem(where, value, f"cannot be resolved: {reason(error)}")
+            continue
+        if OmegaConf.is_config(content):
+            yield from _unresolved(content, where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from pydantic import TypeAdapter, ValidationError
 
+from runner.compose import diagnose
 from runner.compose import overrides as words
 from runner.compose.composer import Composer, Earlier, destination
 from runner.config.identity import config_hash, request_hash, sweep_name
@@ -135,7 +136,7 @@ def jobs(composer: Composer, lists: Lists) -> tuple[list[Job], list[Problem]]:
     wanted, found = words.jobs(
         [*listed, *lists.overrides],
         composer.loader,
-        composer.refuse,
+        partial(diagnose.refuse, composer),
         together=lists.together,
         enumerated=lists.enumerated,
     )
@@ -145,7 +146,7 @@ def jobs(composer: Composer, lists: Lists) -> tuple[list[Job], list[Problem]]:
     by_job: list[list[Problem]] = []
     for number, job in enumerate(wanted):
         parsed, _ = words.read(job.words, composer.loader)
-        typed, plain, found = composer.check(parsed, composer.attempt(job.words), number)
+        typed, plain, found = diagnose.check(composer, parsed, composer.attempt(job.words), number)
         by_job.append([replace(problem, job=job.label) for problem in found])
         if typed is not None:
             made.append(Job(job.label, typed, plain, tuple(job.words), tuple(job.apart)))

@@ -19,6 +19,7 @@ from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, read_write
 
+from runner.compose import diagnose
 from runner.compose import jobs as sweeps
 from runner.compose import overrides as words
 from runner.compose.composer import Composer, Earlier, Source, destination
@@ -162,7 +163,7 @@ def help_text(given: Sequence[str], source: Source | None = None) -> str:
         wanted = request(given, source=source, writes=False)
         composer, composed = wanted.composer, wanted.composed
     else:
-        composer, composed = Composer(source or Source()), None
+        composer, composed = Composer(source or Source(), given), None
     with composer.active():
         composed = composed or composer.compose(given)
         return Template(composed.hydra.help.template).safe_substitute()
@@ -219,7 +220,7 @@ def _single(
         for override in lists
     ]
     rest = [override for override in overrides if not override.is_sweep_override()]
-    typed, plain, found = composer.check(rest, config)
+    typed, plain, found = diagnose.check(composer, rest, config)
     jobs = [Job("", typed, plain)] if typed is not None else []
     return jobs, problems + found
 

@@ -16,20 +16,18 @@ from pydantic_core import ErrorDetails
 from runner.config.arguments import misfit, usual
 from runner.config.clip_section import (
     Clip,
+    choices_with,
     clip_section,
     every_option,
     lenient_clip_section,
-    owners,
 )
 from runner.config.modes import ModeError
 from runner.config.problem import (
     MISSING,
-    NOTHING,
     Problem,
     RequestError,
-    nearest_keys,
     nearest_name,
-    or_list,
+    unknown_key,
 )
 from runner.config.schema import RunConfig
 from runner.config.section import ConflictError, Section, Target, section_of
@@ -116,25 +114,6 @@ def keys_of(plain: Mapping[str, Any]) -> set[str]:
     return mine | {key for key, _ in leaves("", plain) if key}
 
 
-def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem:
-    """The problem of a key that does not exist, with the names that are near."""
-    known = set(known)
-    if key.startswith("clip.") and (modes := owners(key.removeprefix("clip."))):
-        return Problem(key, value, f"is an option of {or_list(f'clip={one}' for one in modes)}")
-    message = "unknown key"
-    sections = {name.partition(".")[0] for name in known}
-    near = nearest_keys(key, known | sections)
-    if not near and (section := nearest_name(key.partition(".")[0], sections - {key})):
-        near = [section]
-    if near:
-        message += f"; did you mean {or_list(near)}?"
-    section = key.rpartition(".")[0]
-    beside = sorted({name[len(section) + 1 :] for name in known if name.startswith(f"{section}.")})
-    if section and beside:
-        return Problem(key, value, f"{message}  (keys of {section}: {', '.join(beside)})")
-    return Problem(key, value, f"{message}  (keys: {', '.join(sorted(sections))})")
-
-
 def _schema(plain: Mapping[str, Any]) -> type[RunConfig]:
     """Return the model of a configuration with the options of its clipping mode."""
     return _schema_with(lenient_clip_section(plain.get("clip")))
@@ -178,7 +157,7 @@ def _problems(error: ErrorDetails, plain: Mapping[str, Any]) -> Iterator[Problem
         own = _value(plain, ("clip", "_target_")) != MISSING
         known = {*owned_keys(plain if own else None)}
         for leaf, content in leaves(_dotted(place), _value(plain, place)):
-            yield unknown_key(leaf, known, content)
+            yield unknown_key(leaf, known, content, choices_with(leaf))
     elif len(place) == 1 and (section := section_of(RunConfig.model_fields[str(place[0])])):
         names = (field.alias or name for name, field in section.model_fields.items())
         message = f"must be a section with the keys {', '.join(names)}"

@@ -153,9 +153,12 @@ def every_option() -> type[Clip]:
     return create_model("Clip_all", __base__=Clip, __doc__=Clip.__doc__, **fields)
 
 
-def owners(option: str) -> list[str]:
-    """Return the names of the modes of this project that have an option."""
-    return [name for name in NAMES if option in options_of(built_in(name))]
+def choices_with(key: str) -> list[str]:
+    """Return the choices, such as ``clip=adaptive``, of this project's modes that have a key."""
+    section, _, option = key.partition(".")
+    if section != "clip":
+        return []
+    return [f"clip={name}" for name in NAMES if option in options_of(built_in(name))]
 
 
 def with_mode_name(plain: Mapping[str, Any]) -> dict[str, Any]:

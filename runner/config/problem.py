@@ -181,6 +181,34 @@ def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
     return [other for score, other in scored if score == best >= 0.6][:3]
 
 
+def unknown_key(
+    key: str, known: Iterable[str], value: Any = NOTHING, choices: Iterable[str] = ()
+) -> Problem:
+    """Return the problem of a key that does not exist, with the names that are near.
+
+    Args:
+        key: the dotted key.
+        known: dotted keys that exist.
+        value: value that was given to it.
+        choices: choices that would have the key, such as ``clip=adaptive``.
+    """
+    if choices := [*choices]:
+        return Problem(key, value, f"is an option of {or_list(choices)}")
+    known = set(known)
+    message = "unknown key"
+    sections = {name.partition(".")[0] for name in known}
+    near = nearest_keys(key, known | sections)
+    if not near and (section := nearest_name(key.partition(".")[0], sections - {key})):
+        near = [section]
+    if near:
+        message += f"; did you mean {or_list(near)}?"
+    section = key.rpartition(".")[0]
+    beside = sorted({name[len(section) + 1 :] for name in known if name.startswith(f"{section}.")})
+    if section and beside:
+        return Problem(key, value, f"{message}  (keys of {section}: {', '.join(beside)})")
+    return Problem(key, value, f"{message}  (keys: {', '.join(sorted(sections))})")
+
+
 def or_list(names: Iterable[str]) -> str:
     """``a``, ``a or b``, ``a, b or c``."""
     names = list(names)

@@ -136,3 +136,13 @@ def test_a_file_at_fault_is_not_blamed_on_the_words(tmp_path):
     found = problems("seed=1", source=Source(path=Path(tmp_path)))
     assert [p.key for p in found] == ["configuration"]
     assert "clip/norm" in found[0].message
+
+
+def test_another_search_path_finds_its_own_files(tmp_path):
+    (tmp_path / "clip").mkdir()
+    (tmp_path / "clip" / "mine.yaml").write_text("defaults: [norm]\nthreshold: 0.7\n")
+    found = [f"hydra.searchpath=[{tmp_path.as_uri()}]", "clip=mine"]
+    assert one(*found).config.clip.threshold == 0.7
+    assert problems("clip=mine")[0].key == "clip"
+    (tmp_path / "clip" / "mine.yaml").write_text("defaults: [norm]\nthreshold: 0.8\n")
+    assert one(*found).config.clip.threshold == 0.8

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 import runner
 from runner.compose.request import request
-from runner.config.check import examine, keys_of, owned_keys, parse, unknown_key
+from runner.config.check import examine, keys_of, owned_keys, parse
 from runner.config.duration import Duration
-from runner.config.problem import RequestError
+from runner.config.problem import RequestError, unknown_key
 
 
 @pytest.fixture(scope="module")

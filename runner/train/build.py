@@ -21,7 +21,7 @@ from hydra.utils import instantiate
 from torch import nn
 from torch.optim import Optimizer
 
-from runner.booster import LossScale, Plugin
+from runner.booster import Plugin
 from runner.config import sizes
 from runner.config.duration import Duration
 from runner.config.environment import started_rank
@@ -127,14 +127,6 @@ def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> A
             "of this data: give train.max_duration in ep, ba or sp"
         )
     return make(optimizer, total_steps=steps)
-
-
-def make_loss_scale(config: RunConfig) -> LossScale | None:
-    """Make the fp16 loss scale; None for another precision."""
-    if config.precision.name != "fp16":
-        return None
-    precision = config.precision
-    return LossScale(precision.initial_scale, precision.growth_interval)
 
 
 def make_plugin(config: RunConfig) -> Plugin:

@@ -16,21 +16,14 @@ from torch.utils.data import default_collate
 
 from runner.booster.batch import BatchError, targets_of
 from runner.booster.loss import WindowLoss
+from runner.clip import Decision
 from runner.config.folders import CONFIG_NAME, find, options
 from runner.config.problem import DataMismatch, Problem, nearest_name, or_list
 from runner.config.schema import RunConfig
 from runner.data import Data
 from runner.run_folder import keys
+from runner.telemetry.meter import Meter, StepMetrics
 from runner.train.refused import first_line
-
-LOGGED = (
-    *(keys.EVAL_LOSS, keys.TRAIN_LOSS, keys.TRAIN_LR, keys.TRAIN_SAMPLES),
-    *(keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED, keys.GRAD_NORM_MEAN, keys.GRAD_NORM_MAX),
-    *(keys.GRAD_NONFINITE, keys.CLIP_COEF, keys.CLIP_CLIPPED, keys.CLIP_FRACTION),
-    *(keys.CLIP_RATIO, keys.CLIP_RATIO_TOTAL, keys.TIME_STEP, keys.THROUGHPUT),
-    keys.WALL_SECONDS,
-)
-"""Metrics that every run logs."""
 
 _COMMAND = "# python -m runner "
 """Start of the lines in an option's file that show how to use it."""
@@ -83,22 +76,8 @@ def _shape(samples: object) -> str:
 def _objective(
     config: RunConfig, model: nn.Module, data: Data, graded: bool | None
 ) -> list[Problem]:
-    """Return a problem if the run does not log ``sweep.objective``.
-
-    Args:
-        config: the whole configuration.
-        model: names the parameters whose norms may be logged.
-        data: says whether there are tokens.
-        graded: whether the outputs of the model have an accuracy; None if that is not known.
-    """
-    key, clip = config.sweep.objective, config.clip
-    names = [*LOGGED, *map(keys.what_if, clip.what_if)]
-    if graded is not False:
-        names.insert(1, keys.EVAL_ACCURACY)
-    if clip.threshold is not None:
-        names.append(keys.CLIP_THRESHOLD)
-    if data.tokens_per_sample is not None:
-        names.append(keys.TRAIN_TOKENS)
+    """Return a problem if the run does not log ``sweep.objective``."""
+    key, names = config.sweep.objective, logged(config, data, graded)
     layers = [keys.layer_norm(name) for name, _ in model.named_parameters()]
     if key in names or (config.telemetry.per_layer and key in layers):
         return []
@@ -106,6 +85,21 @@ def _objective(
     mean = "" if near is None else f"; did you mean {near}?"
     message = f"is not logged by this run{mean} (it logs {', '.join(names)})"
     return [Problem("sweep.objective", key, message)]
+
+
+def logged(config: RunConfig, data: Data, graded: bool | None) -> list[str]:
+    """Return the metrics that a run logs, apart from norms of layers.
+
+    Args:
+        config: the whole configuration.
+        data: data of ``config``.
+        graded: whether evaluations have an accuracy; None, if that is not known, counts as yes.
+    """
+    evaluation = [keys.EVAL_LOSS] if graded is False else [keys.EVAL_LOSS, keys.EVAL_ACCURACY]
+    meter = Meter(what_if=config.clip.what_if)
+    decision = Decision.untouched(0.0, config.clip.threshold, 0.0)
+    meter.push(StepMetrics(1, 0.0, decision, 0.0, 1, data.tokens_per_sample or 0, 0.0), {})
+    return [*evaluation, *meter.summary()["final"], keys.WALL_SECONDS]
 
 
 def _what_fits(config: RunConfig) -> Iterator[str]:

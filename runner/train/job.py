@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from runner.booster import LossScale
 from runner.clip import ClipMode
 from runner.clip import build as build_mode
 from runner.config.duration import Duration
 from runner.config.modes import NAMES
 from runner.config.notation import plural
-from runner.config.problem import or_list
 from runner.config.schema import RunConfig
 from runner.config.sizes import sizes
 from runner.optim.effects import effect_of
@@ -50,7 +50,6 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     trainer = make_trainer(config, sinks)
     if trainer.plugin.rank == 0:
         _log_setup(config, trainer)
-    _require_objective(trainer, config.sweep.objective)
     summary = trainer.fit()
     clip = config.clip
     effect = effect_of(trainer.optimizer.optimizers, clip.threshold, trainer.parameters)
@@ -88,22 +87,6 @@ def _log_setup(config: RunConfig, trainer: Trainer) -> None:
     log.info("parameters: %s", f"{trainer.parameters:,}")
 
 
-def _require_objective(trainer: Trainer, key: str) -> None:
-    """Raise an error on every rank after the first evaluation if it lacks the sweep's objective.
-
-    The preflight check refuses an objective that is known to be missing before the run starts.
-    """
-    evaluate = trainer.evaluate
-
-    def checked() -> dict[str, float]:
-        metrics = evaluate()
-        if key.startswith(keys.EVAL) and metrics and key not in metrics:
-            raise ValueError(f"sweep.objective={key} is not logged; there is {or_list(metrics)}")
-        return metrics
-
-    trainer.evaluate = checked  # type: ignore[method-assign]
-
-
 def make_trainer(
     config: RunConfig,
     sinks: Sequence[Sink],
@@ -136,6 +119,10 @@ def make_trainer(
         "seed": config.seed,
         "pin_memory": device.type == "cuda",
     }
+    precision = config.precision
+    loss_scale = None
+    if precision.name == "fp16":
+        loss_scale = LossScale(precision.initial_scale, precision.growth_interval)
     held_out = plugin.prepare_dataloader(data.test, **loader_options) if evaluates else None
     return Trainer(
         model,
@@ -148,16 +135,17 @@ def make_trainer(
         optimizers=optimizer,
         schedulers=build.make_scheduler(config.scheduler, optimizer, steps),
         plugin=plugin,
-        precision=config.precision.name,
+        precision=precision.name,
         accumulation_steps=config.accumulation.steps,
         eval_interval=config.eval.interval,
         nonfinite=config.clip.nonfinite,
-        loss_scale=build.make_loss_scale(config),
+        loss_scale=loss_scale,
         sinks=sinks,
         log_interval=config.log.interval,
         log_flush=config.log.flush,
         what_if=config.clip.what_if,
         per_layer=config.telemetry.per_layer,
+        objective=config.sweep.objective,
         probe=config.telemetry.probe,
         say=_say,
     )

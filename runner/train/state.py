@@ -9,6 +9,7 @@ from typing import Any
 from runner.booster import OptimizerWrapper
 from runner.booster.step_order import StepOrderError, StepState
 from runner.clip import ClipMode
+from runner.config.notation import plural
 from runner.telemetry.meter import Meter
 from runner.train.progress import Progress
 from runner.train.windows import Windows
@@ -80,15 +81,21 @@ class TrainState:
         Call this before the first step, when the model has the weights of that time.
 
         Raises:
-            ValueError: the state is that of another number of ranks, optimizers or schedulers.
+            ValueError: the state is that of another number of ranks, optimizers or schedulers;
+                nothing was loaded.
         """
         own = f"rank{self.rank}"
         if own not in state["random"]:
             raise ValueError(f"the training state has no random state of {own}")
+        if (given := len(state["schedulers"])) != len(self.schedulers):
+            raise ValueError(
+                f"the training state is that of {plural(given, 'scheduler')}, this run has "
+                f"{len(self.schedulers)}"
+            )
+        self.optimizer.load_state_dict(dict(state))  # refuses another number before it loads one
         self.progress = Progress(**state["progress"])
         self.meter.load_state_dict(state["meter"])
         self.mode.load_state_dict(state["clip"])
-        self.optimizer.load_state_dict(dict(state))
         for scheduler, each in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(each)
         self._schedulers_behind = False

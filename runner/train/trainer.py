@@ -20,6 +20,8 @@ from runner.booster.optimizer import Nonfinite
 from runner.clip import ClipMode, GradientClipping, build
 from runner.clip.layout import local
 from runner.config.duration import Duration
+from runner.config.problem import or_list
+from runner.run_folder import keys
 from runner.telemetry.layer_norms import LayerNorms
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.telemetry.sinks.sink import Sink
@@ -61,6 +63,8 @@ class Trainer:
         what_if: thresholds for which ``clip/what_if/<λ>`` is logged: the share of the steps so far
             that each would have clipped, in the units of the clipping mode.
         per_layer: also log each parameter's gradient norm.
+        objective: metric that runs are compared by. If it begins with ``eval/``, an evaluation that
+            lacks it raises a ValueError on every rank.
         probe: number of elements of the first parameter to print after each microbatch; 0 for none.
         say: prints for ``probe``.
         device: the model, the criterion and each batch are moved there; by default the model's own.
@@ -97,6 +101,7 @@ class Trainer:
         log_flush: int = 50,
         what_if: Sequence[float] = (),
         per_layer: bool = False,
+        objective: str = "",
         probe: int = 0,
         say: Callable[[str], None] = print,
         device: torch.device | str | None = None,
@@ -109,7 +114,7 @@ class Trainer:
         self.plugin = SinglePlugin() if plugin is None else plugin
         self.train_dataloader, self.eval_dataloader = train_dataloader, eval_dataloader
         self.max_duration, self.eval_interval = _duration(max_duration), _duration(eval_interval)
-        self.probe, self.say = probe, say
+        self.objective, self.probe, self.say = objective, probe, say
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         if accumulation_steps > 1:
             _warn_of_batch_norm(model, accumulation_steps)
@@ -169,8 +174,19 @@ class Trainer:
         return meter.summary()
 
     def evaluate(self) -> dict[str, float]:
-        """Compute loss and accuracy of the held-out data, see :meth:`Passes.evaluate`."""
-        return {} if self.eval_dataloader is None else self.passes.evaluate(self.eval_dataloader)
+        """Compute loss and accuracy of the held-out data, see :meth:`Passes.evaluate`.
+
+        Raises:
+            ValueError: the objective is a metric of evaluations that this one lacks.
+        """
+        if self.eval_dataloader is None:
+            return {}
+        metrics = self.passes.evaluate(self.eval_dataloader)
+        if metrics and self.objective.startswith(keys.EVAL) and self.objective not in metrics:
+            raise ValueError(
+                f"sweep.objective={self.objective} is not logged; there is {or_list(metrics)}"
+            )
+        return metrics
 
     def _step(self, window: Window, started: float) -> None:
         """Take one optimizer step.

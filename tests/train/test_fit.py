@@ -4,9 +4,17 @@ import pytest
 
 from runner.compose.request import request
 from runner.run_folder.objective import objective_of
-from runner.train import fit
+from runner.train import build, fit
 from runner.train.job import execute
 from tests.distributed.training import Rows
+
+ALWAYS = {
+    *("eval/loss", "train/loss", "train/lr", "train/samples"),
+    *("grad/norm", "grad/norm_clipped", "grad/norm_mean", "grad/norm_max", "grad/nonfinite"),
+    *("clip/coef", "clip/clipped", "clip/fraction", "clip/ratio", "clip/ratio_total"),
+    *("time/step_s", "throughput/samples_per_s", "wall_s"),
+}
+"""Metrics of every run."""
 
 SMALL = ["train.max_duration=1ba", "tracker=none", "device=cpu"]
 
@@ -32,10 +40,13 @@ def config(*overrides):
 )
 def test_the_metrics_that_an_objective_may_name_are_those_of_a_run(overrides, more):
     rows = Rows()
-    summary = execute(config(*overrides), [rows])
+    asked = config(*overrides)
+    summary = execute(asked, [rows])
     logged = {key for key in rows.rows[-1] if not key.startswith("grad/norm/")} - {"train/step"}
-    assert logged | {"wall_s"} == {*fit.LOGGED, *more}
-    for key in (*fit.LOGGED, *more):
+    assert logged | {"wall_s"} == ALWAYS | more
+    names = fit.logged(asked, build.make_data(asked.data), graded=True)
+    assert sorted(names) == sorted(ALWAYS | more)
+    for key in names:
         assert objective_of(summary, key) is not None, key
 
 

@@ -299,6 +299,18 @@ def test_the_state_of_another_number_of_ranks_is_refused():
         made.state.load_state_dict(state)
 
 
+@pytest.mark.parametrize("part", ["schedulers", "optimizer"])
+def test_the_state_of_another_number_of_schedulers_or_optimizers_changes_nothing(part):
+    made = trainer(Rows(), partitioned)
+    made.fit()
+    state, other = made.state.state_dict(), trainer(Rows(), partitioned)
+    before = timeless(copy.deepcopy(other.state.state_dict()))
+    one = state[part][0] if part == "schedulers" else state[part]
+    with pytest.raises(ValueError, match=part):
+        other.state.load_state_dict(state | {part: [one, one]})
+    assert timeless(other.state.state_dict()) == before
+
+
 def test_a_run_that_is_made_longer_goes_on_inside_the_epoch():
     whole, parts = Rows(), Rows()
     plain = trainer(whole, partitioned, eval_dataloader=None, log_interval=1)

@@ -1,4 +1,4 @@
-"""Flat buffers, so that many tensors travel in few collectives."""
+"""Collectives of many tensors in few flat buffers, and of flags."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int =
         dist.broadcast(flat, group=group, group_src=source)
         if group.rank() != source:
             _copy_back(flat, bucket)
+
+
+def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
+    """Return for each flag whether a rank of ``group`` sets it; without a group, the flags.
+
+    On the host, so that no accelerator is waited for.
+    """
+    found = torch.tensor(flags, dtype=torch.int32)
+    if group is not None and group.size() > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found.bool().tolist()
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

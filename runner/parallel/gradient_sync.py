@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from runner.clip.layout import local
-from runner.parallel.buckets import all_reduce, broadcast
+from runner.parallel.buckets import all_reduce, broadcast, on_any_rank
 from runner.parallel.experts import split_parameters
 from runner.parallel.mesh import Axes
 
@@ -117,13 +118,9 @@ def average(replicas: Replicas) -> None:
         return
     if not parameters:
         return
-    # On the host, so that no accelerator is waited for.
-    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
-    dist.all_reduce(present, group=replicas.group)
     gradients = []
-    for parameter, ranks in zip(parameters, present.tolist(), strict=True):
-        if not ranks:
-            continue
+    present = on_any_rank([p.grad is not None for p in parameters], replicas.group)
+    for parameter in compress(parameters, present):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(local(parameter.grad))

@@ -9,7 +9,8 @@ Schedules: GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B and interleaved 1F1
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from runner.config.schedules import SCHEDULES
-from runner.parallel.forward_pass import ForwardPass, Stage
+from runner.parallel.buckets import on_any_rank
+from runner.parallel.sharding import reshard
+from runner.parallel.stages import Stage, stage_to_rank
 
 LossOf = Callable[[Tensor, slice], Tensor]
 """Returns the summed loss of some samples, given their outputs and their slice of the batch."""
@@ -31,12 +34,17 @@ _SCHEDULES = {
 }
 _KEPT = 4
 """Number of cached schedules, one per shape of a batch. Each has buffers for its microbatches."""
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+"""Dtypes of tensors that are sent between stages outside of a schedule."""
+_SHAPE = 10
+"""Length of the message that precedes such a tensor: index of the dtype, dimensions, padding."""
 
 
+@dataclass(eq=False)
 class Pipeline:
     """The stages of this rank, and the schedules that run them.
 
-    Args:
+    Attributes:
         stages: stages of this rank, by number.
         count: number of stages of the pipeline.
         schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b`` or ``zero_bubble``.
@@ -46,28 +54,19 @@ class Pipeline:
         across: data-parallel ranks, if they communicate in forward passes.
     """
 
-    def __init__(
-        self,
-        stages: dict[int, Stage],
-        count: int,
-        schedule: str,
-        microbatches: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        across: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.stages = stages
-        self.count = count
-        self.schedule = schedule
-        self.microbatches = microbatches
-        self.group = group
-        self.device = device
-        self.across = across
-        self._forward_pass = ForwardPass(stages, count, schedule, group, device)
+    stages: dict[int, Stage]
+    count: int
+    schedule: str
+    microbatches: int
+    group: dist.ProcessGroup
+    device: torch.device
+    across: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
         self._made: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._loss_of: LossOf | None = None
         if self.last:
-            stages[count - 1].ends = True
+            self.stages[self.count - 1].ends = True
 
     @property
     def first(self) -> bool:
@@ -130,7 +129,7 @@ class Pipeline:
             for name, buffer in module._buffers.items()
         ]
         try:
-            passed = self._forward_pass(padded.chunk(self.microbatches))
+            passed = self._forward(padded.chunk(self.microbatches))
         finally:
             for held, name, buffer, value in before:
                 held[name] = buffer  # A forward pass may have replaced the buffer.
@@ -168,11 +167,12 @@ class Pipeline:
         """Return the schedule for batches of this shape, and earlier gradients to add to its own.
 
         Stages of torch take one shape each. In its first run a stage drops the gradients of
-        sharded parameters.
+        sharded parameters. Building one runs the model, in which data-parallel ranks may
+        communicate, so all of them build one if any of them needs it.
         """
         key = (tuple(inputs.shape), inputs.dtype)
         before: list[tuple[nn.Parameter, Tensor]] = []
-        if self._on_any(key not in self._made):
+        if any(on_any_rank([key not in self._made], self.across)):
             self._made[key] = self._new_run(inputs)
             sharded = [s for s in self.stages.values() if isinstance(s, FSDPModule)]
             for parameter in (p for stage in sharded for p in stage.parameters()):
@@ -183,18 +183,6 @@ class Pipeline:
         while len(self._made) > _KEPT:
             self._made.popitem(last=False)
         return self._made[key], before
-
-    def _on_any(self, new: bool) -> bool:
-        """Return whether a data-parallel rank needs a new schedule.
-
-        Building one runs the model, in which data-parallel ranks communicate, so all of them build
-        one. On the host, so that no accelerator is waited for.
-        """
-        if self.across is None or self.across.size() == 1:
-            return new
-        on_any = torch.tensor([new], dtype=torch.int32)
-        dist.all_reduce(on_any, dist.ReduceOp.MAX, group=self.across)
-        return bool(on_any)
 
     def _new_run(self, inputs: Tensor) -> Any:
         # Imported here, because the import takes as long as that of the rest of this package.
@@ -234,7 +222,7 @@ class Pipeline:
             for stage in self.stages.values():
                 stage.eval()  # Without dropout, and without updates of running statistics.
             with torch.no_grad():
-                passed = self._forward_pass([inputs[: len(inputs) // self.microbatches]])
+                passed = self._forward([inputs[: len(inputs) // self.microbatches]])
         finally:
             for module, training in modes.items():
                 module.training = training
@@ -243,3 +231,47 @@ class Pipeline:
             before, after = (half.to("meta") for half in passed[number][0])
             shapes.append((before.requires_grad_(number > 0), after.requires_grad_()))
         return shapes
+
+    def _forward(self, chunks: Sequence[Tensor]) -> dict[int, list[tuple[Tensor, Tensor]]]:
+        """Return the input and the output of each stage of this rank, for each microbatch.
+
+        Outside of torch's schedules: one stage after the other.
+        """
+        passed: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        sent: list[tuple[Tensor, dist.Work | None]] = []
+        for number in sorted(self.stages):
+            if number == 0:
+                arriving: Iterable[Tensor] = chunks
+            elif number - 1 in self.stages:
+                arriving = [out for _, out in passed[number - 1]]
+            else:
+                arriving = (self._receive(number - 1) for _ in chunks)
+            passed[number] = []
+            for hidden in arriving:
+                out = self.stages[number](hidden)
+                passed[number].append((hidden, out))
+                if number + 1 < self.count and number + 1 not in self.stages:
+                    sent += self._send(out, number + 1)
+        for _, work in sent:
+            if work is not None:
+                work.wait()
+        # There is no backward pass to reshard parameters before the next batch.
+        reshard(self.stages.values())
+        return passed
+
+    def _send(self, hidden: Tensor, stage: int) -> list[tuple[Tensor, dist.Work | None]]:
+        """Send shape and elements to the rank of ``stage``; return both with their work."""
+        home = stage_to_rank(stage, self.group.size(), self.schedule)
+        shape = [_DTYPES.index(hidden.dtype), hidden.ndim, *hidden.shape]
+        padded = torch.tensor(shape + [0] * (_SHAPE - len(shape)), device=self.device)
+        parts = (padded, hidden.contiguous())
+        return [(part, dist.isend(part, group=self.group, group_dst=home)) for part in parts]
+
+    def _receive(self, stage: int) -> Tensor:
+        home = stage_to_rank(stage, self.group.size(), self.schedule)
+        shape = torch.zeros(_SHAPE, dtype=torch.int64, device=self.device)
+        dist.recv(shape, group=self.group, group_src=home)
+        kind, n, *sizes = shape.tolist()
+        hidden = torch.empty(sizes[:n], dtype=_DTYPES[kind], device=self.device)
+        dist.recv(hidden, group=self.group, group_src=home)
+        return hidden

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 
@@ -47,17 +45,12 @@ class Sharding:
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of ``fully_shard``."""
-        policy = MixedPrecisionPolicy()
+        given: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward}
         if self.param_dtype is not None:
-            policy = MixedPrecisionPolicy(self.param_dtype, reduce_dtype=torch.float32)
-        offload: OffloadPolicy = OffloadPolicy()
+            given["mp_policy"] = MixedPrecisionPolicy(self.param_dtype, torch.float32)
         if self.cpu_offload:
-            offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        return {
-            "reshard_after_forward": self.reshard_after_forward,
-            "mp_policy": policy,
-            "offload_policy": offload,
-        }
+            given["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        return given
 
 
 def shard_model(
@@ -104,8 +97,7 @@ def shard_model(
                 fully_shard(block, mesh=mesh, **options)
     if ends and sharding.param_dtype is not None:
         # Losses are computed in full precision.
-        policy = options["mp_policy"]
-        options["mp_policy"] = dataclasses.replace(policy, output_dtype=torch.float32)
+        options["mp_policy"] = replace(options["mp_policy"], output_dtype=torch.float32)
     fully_shard(root, mesh=mesh, **options)
     # Otherwise ranks that use different parameters would sum gradients of different parameters.
     # `usage` sets the gradients of parameters that no rank used back to None.

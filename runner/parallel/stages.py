@@ -8,8 +8,12 @@ keeps only the parameters of its own stages (:mod:`runner.parallel.own_stages`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 
+import torch
 from torch import Tensor, nn
 
 from runner.config.notation import first_few
@@ -31,6 +35,36 @@ class Part:
 
     modules: tuple[str, ...]
     run: Callable[[Tensor], Tensor]
+
+
+class Stage(nn.Module):
+    """Consecutive parts of a model.
+
+    Args:
+        model: model that the parts belong to.
+        parts: parts of this stage, in order.
+
+    Attributes:
+        dtype: half-precision dtype of autocast, or None.
+        ends: whether this is the last stage, whose outputs are in full precision.
+    """
+
+    def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
+        super().__init__()
+        self.parts = [part.run for part in parts]
+        names = [name for part in parts for name in part.modules]
+        self.held = nn.ModuleList(model.get_submodule(name) for name in names)
+        self.dtype: torch.dtype | None = None
+        self.ends = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the output of the stage, given inputs of the model or the output before it."""
+        device = hidden.device.type
+        with torch.autocast(device, self.dtype) if self.dtype is not None else nullcontext():
+            for part in self.parts:
+                hidden = part(hidden)
+        half = hidden.dtype in (torch.float16, torch.bfloat16)
+        return hidden.float() if self.ends and half else hidden
 
 
 def parts_of(model: nn.Module) -> list[Part]:
@@ -111,22 +145,18 @@ def _named(parts: Sequence[Part], stages: int, starts: Sequence[str]) -> list[in
 def _balanced(model: nn.Module, parts: Sequence[Part], stages: int) -> list[int]:
     """Return the starts of the stages that minimise the parameters of the largest stage."""
     costs = [1 + sum(p.numel() for _, p in named_parameters(model, [part])) for part in parts]
-    n = len(costs)
-    sums = [0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # best[k][i]: parameters of the largest of k stages over the first i parts, start of the last.
-    best = [[(float(sums[i]), 0) for i in range(n + 1)]]
-    for k in range(2, stages + 1):
-        row = [(float("inf"), 0)] * (n + 1)
-        for i in range(k, n + 1):
-            row[i] = min((max(best[-1][j][0], sums[i] - sums[j]), j) for j in range(k - 1, i))
-        best.append(row)
-    bounds, end = [], n
-    for row in reversed(best[1:]):
-        end = row[end][1]
-        bounds.append(end)
-    return bounds[::-1]
+    sums = [0, *accumulate(costs)]
+
+    @cache
+    def best(count: int, end: int) -> tuple[int, list[int]]:
+        """Return the largest stage of the best ``count`` of ``end`` parts, and where stages start."""
+        if count == 1:
+            return sums[end], []
+        last = range(count - 1, end)
+        largest, start = min((max(best(count - 1, j)[0], sums[end] - sums[j]), j) for j in last)
+        return largest, [*best(count - 1, start)[1], start]
+
+    return best(stages, len(parts))[1]
 
 
 def stages_on(rank: int, ranks: int, schedule: str) -> list[int]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.clip.layout import local
+from runner.parallel.buckets import on_any_rank
 from runner.parallel.mesh import Axes
 
 
@@ -61,10 +62,7 @@ def sum_copies(tied: Tied) -> None:
     copies = [p for p in tied.copies if p.requires_grad]
     if not copies:
         return
-    used = torch.tensor([any(p.grad is not None for p in copies)], dtype=torch.int32)
-    if tied.group is not None:
-        dist.all_reduce(used, group=tied.group)
-    if not used.item():
+    if not any(on_any_rank([any(p.grad is not None for p in copies)], tied.group)):
         return
     for parameter in copies:
         if parameter.grad is None:

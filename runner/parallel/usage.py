@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from runner.parallel.buckets import on_any_rank
 from runner.parallel.experts import split_parameters
 from runner.parallel.hooks import HookError, Hooks, carry_over, register
 from runner.parallel.mesh import Axes
@@ -38,16 +39,27 @@ class Usage:
             root: sharded model, or a sharded stage of it.
             hooks: the user's hooks by owner of the parameter and its name there.
         """
-        for block, owned in _owned_by_block(root).items():
+        seen: set[int] = set()
+        # Innermost first: a block gathers the parameters that are not in blocks inside it.
+        for block in reversed(list(root.modules())):
+            if not isinstance(block, FSDPModule):
+                continue
+            slots = {
+                id(parameter): (module, key)
+                for module in block.modules()
+                for key, parameter in module._parameters.items()
+                if parameter is not None and id(parameter) not in seen
+            }
+            seen.update(slots)
             block.unshard()
-            for (module, key), sharded in owned:
+            for sharded, (module, key) in slots.items():
                 gathered = module._parameters[key]
                 assert gathered is not None
                 if (found := hooks.get((module, key))) is not None:
                     carry_over(found, gathered)
                 # Not a post-accumulate hook: zero-bubble schedules call autograd.grad, which runs
                 # none.
-                register(partial(self._note, id(sharded)), gathered)
+                register(partial(self._note, sharded), gathered)
             block.reshard()
 
     def _note(self, parameter: int, gradient: Tensor) -> None:
@@ -90,11 +102,8 @@ class Usage:
                 f"{hooked[0]}: a hook was registered after boost, on a shard that no backward pass "
                 "reaches: register it on the model before boost, which carries it over"
             )
-        # On the host, so that no accelerator is waited for.
-        used = torch.tensor([id(p) in self._used for p in parameters.values()], dtype=torch.int32)
-        if group.size() > 1:
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
-        for parameter, by_any in zip(parameters.values(), used.tolist(), strict=True):
+        used = on_any_rank([id(p) in self._used for p in parameters.values()], group)
+        for parameter, by_any in zip(parameters.values(), used, strict=True):
             kept = self._kept.pop(id(parameter), None)
             if parameter.grad is None:
                 continue
@@ -103,19 +112,3 @@ class Usage:
             else:
                 parameter.grad = None
         self._used.difference_update(id(p) for p in parameters.values())
-
-
-def _owned_by_block(
-    root: nn.Module,
-) -> dict[FSDPModule, list[tuple[tuple[nn.Module, str], nn.Parameter]]]:
-    """Return the parameters that each sharded block gathers, with owner and name of each."""
-    block_of: dict[nn.Module, FSDPModule] = {}
-    for block in root.modules():  # outermost first, so the innermost block counts
-        if isinstance(block, FSDPModule):
-            block_of.update(dict.fromkeys(block.modules(), block))
-    owned: dict[FSDPModule, dict[int, tuple[tuple[nn.Module, str], nn.Parameter]]] = {}
-    for module, owner in block_of.items():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                owned.setdefault(owner, {}).setdefault(id(parameter), ((module, key), parameter))
-    return {block: list(slots.values()) for block, slots in owned.items()}

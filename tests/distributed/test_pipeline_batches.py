@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from runner.booster.plugin import HybridParallelPlugin
-from runner.parallel.forward_pass import Stage
 from runner.parallel.pipeline import Pipeline
-from runner.parallel.stages import Part
+from runner.parallel.stages import Part, Stage
 from tests.distributed.by_hand import NORM, Loop, cross_entropy, unlike
 from tests.distributed.cases import MODELS
 from tests.distributed.odd_models import batch_for

@@ -25,7 +25,6 @@ from runner.clip.head import head_weights
 from runner.config.schedules import SCHEDULES, refused_microbatches
 from runner.config.sizes import MeshSizes, SizeError
 from runner.parallel.experts import of_experts, spread_experts
-from runner.parallel.forward_pass import Stage
 from runner.parallel.gradient_sync import (
     average,
     broadcast_buffers,
@@ -43,7 +42,7 @@ from runner.parallel.partition import Partition
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.replica_check import ReplicaCheck, replicated
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
-from runner.parallel.stages import cut, stages_on
+from runner.parallel.stages import Stage, cut, stages_on
 from runner.parallel.tensor import parallelize
 from runner.parallel.tensor_styles import check_heads, check_sequence, plan_of
 from runner.parallel.tied import sum_copies, tied_copies

@@ -149,7 +149,7 @@ def _balanced(model: nn.Module, parts: Sequence[Part], stages: int) -> list[int]
 
     @cache
     def best(count: int, end: int) -> tuple[int, list[int]]:
-        """Return the largest stage of the best ``count`` of ``end`` parts, and where stages start."""
+        """Return the size of the largest of ``count`` stages, and the starts of all but one."""
         if count == 1:
             return sums[end], []
         last = range(count - 1, end)

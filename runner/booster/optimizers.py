@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 
 from runner.booster.optimizer_trial import TOLERANCE, error_on_shards, steps_by_others
 from runner.booster.plugin import ParallelModel, Plugin
-from runner.clip.layout import is_sharded
+from runner.clip.shard import is_sharded
 
 ELEMENTWISE = frozenset(
     {

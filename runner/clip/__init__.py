@@ -2,9 +2,11 @@
 
 from runner.clip.decision import Decision, GradStats, Parts
 from runner.clip.functional import GradientClipping, apply_gradient_clipping
-from runner.clip.layout import Layout, Number, ParamShard
+from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode, build
 from runner.clip.norms import total_norm
+from runner.clip.shard import ParamShard
+from runner.clip.transfer import Number
 from runner.clip.units import Units
 from runner.config.modes import ModeInfo
 

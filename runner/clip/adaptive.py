@@ -19,9 +19,11 @@ from torch import Tensor
 
 from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats, Parts
-from runner.clip.layout import Layout, Number, ParamShard
+from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
 from runner.clip.norms import SQUARES_OVERFLOW, combine
+from runner.clip.shard import ParamShard
+from runner.clip.transfer import Number
 from runner.config.modes.adaptive import Adaptive
 from runner.config.notation import first_few
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from runner.clip import transfer
-from runner.clip.layout import Layout, Number
+from runner.clip.layout import Layout
 from runner.clip.norms import combine, local_power, total_norm
+from runner.clip.transfer import Number
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,16 +62,10 @@ def apply_gradient_clipping(
     decision = clip_boosted(given, mode)
     if decision is not None:
         return decision
-    layout = _layout_of(given)
+    layout = Layout.of_model(given) if isinstance(given, nn.Module) else Layout.of_parameters(given)
     mode.bind(layout)
     layout.separate_gradients()
     return mode.clip(layout)
-
-
-def _layout_of(given: nn.Module | list[Tensor]) -> Layout:
-    if isinstance(given, nn.Module):
-        return Layout.of_model(given)
-    return Layout.of_parameters(given)
 
 
 @dataclass(frozen=True)

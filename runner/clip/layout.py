@@ -8,9 +8,10 @@ a shard boundary cuts, and how many ranks hold the same elements. Modes use noth
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,83 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from runner.clip import transfer
 from runner.clip.head import head_weights
+from runner.clip.shard import LayoutError, ParamShard, Whole, is_sharded, placed
+from runner.clip.transfer import Number
 from runner.clip.units import Units, owned_parameters, units_of
-
-Number = float | Tensor
-"""A float on a CPU, a 0-dimensional tensor on an accelerator."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ParamShard:
-    """The part of one parameter that lies on this rank.
-
-    Attributes:
-        name: the parameter's qualified name in the user's model.
-        param: the parameter; only the local shard of a DTensor is used.
-        units: how the local shard is divided into units.
-        num_replicas: ranks of the layout's group that hold these same elements (replicas).
-        shard_groups: groups of ranks over which each unit of this shard is split, one for each mesh
-            axis that splits units; empty where every unit is whole on this rank. All ranks of these
-            groups see the same number of units.
-        sharded_vector: whether the parameter is one unit (a vector) whose elements lie on several
-            ranks of the layout's group. Its metrics are added up under its name.
-    """
-
-    name: str
-    param: Tensor
-    units: Units
-    num_replicas: int = 1
-    shard_groups: tuple[dist.ProcessGroup, ...] = ()
-    sharded_vector: bool = False
-
-    @property
-    def weight(self) -> Tensor:
-        """Local shard of the weight, a plain tensor without autograd history."""
-        return local(self.param.detach())
-
-    @property
-    def gradient(self) -> Tensor | None:
-        """Local shard of the gradient, a plain tensor; None if there is no gradient."""
-        gradient = self.param.grad
-        return None if gradient is None else local(gradient)
-
-    def with_units(self, units: Units) -> ParamShard:
-        """Return the same shard with other units, and the shard groups that follow from them."""
-        groups = _cut(self.param, units) if isinstance(self.param, DTensor) else self.shard_groups
-        return replace(self, units=units, shard_groups=groups, sharded_vector=False)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, and any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a DTensor that is not a replica on all mesh axes."""
-    return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
-
-
-class Whole(NamedTuple):
-    """What every rank knows of a parameter, whichever ranks hold it.
-
-    Attributes:
-        shape: shape of the whole parameter.
-        sharded_vector: see :class:`ParamShard`.
-        known: see :class:`Units`.
-    """
-
-    shape: tuple[int, ...]
-    sharded_vector: bool
-    known: bool
-
-    @classmethod
-    def of(cls, shard: ParamShard) -> Whole:
-        """Return the description of the parameter that ``shard`` belongs to."""
-        return cls(tuple(shard.param.shape), shard.sharded_vector, shard.units.known)
-
-
-class LayoutError(ValueError):
-    """A layout that does not account for every element of a model exactly once."""
 
 
 class OptionError(ValueError):
@@ -243,9 +170,8 @@ class Layout:
         if len(listed) == 1 and not listed[0][0]:
             return listed[0][1]
         group = next((layout.group for _, layout in listed if layout.group is not None), None)
-        names = [prefix + name for prefix, layout in listed for name in layout.names]
-        if len(set(names)) < len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
+        names = Counter(prefix + name for prefix, layout in listed for name in layout.names)
+        if twice := sorted(name for name, count in names.items() if count > 1):
             raise LayoutError(f"{', '.join(twice)}: two modules have a parameter of this name")
         shards = []
         for prefix, layout in listed:
@@ -314,15 +240,15 @@ class Layout:
             seen.add(gradient.data_ptr())
         return shared
 
-    def gather(self, figures: Sequence[Number]) -> list[list[Number]]:
-        """Figures of all ranks, one column a figure; no collective where all is here.
+    def gather(self, values: Sequence[Number]) -> list[list[Number]]:
+        """Gather, for each value, those of all ranks; no collective where all is on this rank.
 
         A gather rather than a sum: sums and maxima travel together, and every rank adds the same
         rows in the same order, so that all get the same bits.
         """
         if self.group is None:
-            return [[figure] for figure in figures]
-        columns = self.rows_of_ranks(transfer.on_device(figures, self.device)).T
+            return [[value] for value in values]
+        columns = self.rows_of_ranks(transfer.on_device(values, self.device)).T
         return columns.tolist() if transfer.can_read(columns.device) else [list(c) for c in columns]
 
     def rows_of_ranks(self, row: Tensor) -> Tensor:
@@ -351,11 +277,10 @@ class Layout:
             OptionError: it matches nothing; the message lists some names.
         """
         names = self.names
-        hits = fnmatch.filter(names, pattern)
-        if not hits:
-            some = ", ".join([*names[:3], "...", *names[-3:]] if len(names) > 7 else names)
-            raise OptionError(option, f"clip.{option}={pattern} matches no parameter of: {some}")
-        return hits
+        if hits := fnmatch.filter(names, pattern):
+            return hits
+        some = ", ".join([*names[:3], "...", *names[-3:]] if len(names) > 7 else names)
+        raise OptionError(option, f"clip.{option}={pattern} matches no parameter of: {some}")
 
     def with_units(self, units: Mapping[str, int | Sequence[int]]) -> list[ParamShard]:
         """Return the shards of this layout with the units that a user names.
@@ -384,51 +309,6 @@ class Layout:
         return [p.with_units(chosen[p.name]) if p.name in chosen else p for p in self.shards]
 
 
-def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> ParamShard:
-    """Return the shard of ``parameter`` on this rank, if ``ranks`` ranks hold the parameter.
-
-    Raises:
-        TypeError: its placements leave open where its elements, or its units, lie.
-        LayoutError: its parts do not divide ``ranks``.
-    """
-    units = units_of(parameter, module)
-    if not isinstance(parameter, DTensor):
-        return ParamShard(name, parameter, units, num_replicas=ranks)
-    parts = 1
-    for axis, placement in _shards(parameter):
-        if not hasattr(placement, "dim"):
-            raise TypeError(f"{name} is placed {placement}: neither a replica nor a shard")
-        if units.groups and placement.dim == 0:
-            raise TypeError(
-                f"{name} belongs to a transposed convolution with groups and is sharded along "
-                "them: shard it along dimension 1"
-            )
-        parts *= parameter.device_mesh.size(axis)
-    if ranks % parts:
-        raise LayoutError(f"{name} is split in {parts}, which does not divide its {ranks} ranks")
-    if parameter.ndim < 2:
-        return ParamShard(
-            name, parameter, units, num_replicas=ranks // parts, sharded_vector=parts > 1
-        )
-    return ParamShard(name, parameter, units, ranks // parts, _cut(parameter, units))
-
-
-def _shards(parameter: DTensor) -> Iterator[tuple[int, Any]]:
-    """Yield the mesh axes of several ranks along which ``parameter`` is not a replica."""
-    for axis, placement in enumerate(parameter.placements):
-        if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1:
-            yield axis, placement
-
-
-def _cut(parameter: DTensor, units: Units) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups of ranks that share units: one for each mesh axis that cuts units."""
-    return tuple(
-        parameter.device_mesh.get_group(axis)
-        for axis, placement in _shards(parameter)
-        if placement.dim + bool(units.groups) in units.dims
-    )
-
-
 def _account(
     shards: Sequence[ParamShard], group: dist.ProcessGroup, whole: Mapping[str, int]
 ) -> tuple[dict[str, Whole], str]:
@@ -444,21 +324,20 @@ def _account(
     mine = (shards[0].param.device.type if shards else None, here)
     everywhere: list[Any] = [None] * group.size()
     dist.all_gather_object(everywhere, mine, group=group)
-    found: dict[str, float] = {}
+    found: defaultdict[str, float] = defaultdict(float)
     parameters: dict[str, Whole] = {}
     for _, rank in everywhere:
         for name, share, each in rank:
-            found[name] = found.get(name, 0.0) + share
+            found[name] += share
             if name not in parameters or each.sharded_vector:
                 parameters[name] = each
-    unknown = sorted(found.keys() - whole.keys())
-    if unknown:
+    if unknown := sorted(found.keys() - whole.keys()):
         raise LayoutError(
             f"{', '.join(unknown)}: no such parameter in the whole model (a weight that was tied "
             "is tied no longer, or ranks hold different models)"
         )
     for name, elements in whole.items():
-        counted = found.get(name, 0.0)
+        counted = found[name]
         if abs(counted - elements) > 1e-6 * max(elements, 1):
             raise LayoutError(
                 f"{name} has {elements} elements, but the ranks account for {counted:g}: its parts "

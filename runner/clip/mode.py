@@ -13,8 +13,9 @@ from torch import Tensor
 
 from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
-from runner.clip.layout import Layout, Number
+from runner.clip.layout import Layout
 from runner.clip.tally import Tally
+from runner.clip.transfer import Number
 from runner.config.modes import NAMES, Mode
 from runner.config.problem import or_list
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from runner.clip import transfer
-from runner.clip.layout import Layout, Number
+from runner.clip.layout import Layout
+from runner.clip.transfer import Number
 
 ROW = 2_048
 SHORT = 65_536

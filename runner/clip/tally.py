@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from runner.clip import transfer
-from runner.clip.layout import Layout, Number
+from runner.clip.layout import Layout
+from runner.clip.transfer import Number
 
 LOWEST, HIGHEST = -16, 12
 """Decimal exponents of the bounds; values outside, such as zeros, count in the total alone."""
 
 PER_DECADE = 40
 """Bins of one decade: each is 6 % wide."""
+
+BINS = (HIGHEST - LOWEST) * PER_DECADE
 
 CHUNK = 2**24
 """Elements that a float32 bin can count one by one."""
@@ -48,12 +51,11 @@ class Tally:
         if self._skip > 0 or values.numel() == 0:
             return
         wide = transfer.widest(values.device)
-        bins = (HIGHEST - LOWEST) * PER_DECADE
         if self._step is None:
-            self._step = torch.zeros(bins, dtype=wide, device=values.device)
+            self._step = torch.zeros(BINS, dtype=wide, device=values.device)
         for chunk in torch.split(values.detach().reshape(-1), CHUNK):
             logs = chunk.float().log10() if chunk.dtype.itemsize < 4 else chunk.log10()
-            self._step += torch.histc(logs, bins, LOWEST, HIGHEST).to(wide) * weight
+            self._step += torch.histc(logs, BINS, LOWEST, HIGHEST).to(wide) * weight
         self._step_total = self._step_total + (values == values).sum().to(wide) * weight
 
     def end_step(self, norm: Number) -> None:
@@ -78,8 +80,7 @@ class Tally:
 
         One collective where ranks share the model; every one of them has to call it.
         """
-        bins = (HIGHEST - LOWEST) * PER_DECADE
-        counts = [0.0] * bins if self._counts is None else self._counts.tolist()
+        counts = [0.0] * BINS if self._counts is None else self._counts.tolist()
         columns = layout.gather([*counts, float(self._total)])
         *everywhere, total = (math.fsum(float(part) for part in column) for column in columns)
         return everywhere, total

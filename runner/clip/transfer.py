@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+Number = float | Tensor
+"""A float on a CPU, a 0-dimensional tensor on an accelerator."""
+
 
 def can_read(device: torch.device) -> bool:
     """Return whether the host may read values on ``device`` without waiting for it.
@@ -26,7 +29,7 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def read(value: Tensor) -> float | Tensor:
+def read(value: Tensor) -> Number:
     """Return a 0-dimensional tensor as a float where the host can read it, else as it is."""
     return float(value) if can_read(value.device) else value
 
@@ -52,7 +55,7 @@ def read_later(value: Tensor) -> Callable[[], float]:
     return wait
 
 
-def count(mask: Tensor) -> float | Tensor:
+def count(mask: Tensor) -> Number:
     """Return how many elements of ``mask`` are true: a float where the host can read it.
 
     In the widest type: a count that is divided by its replicas in float32 is wrong beyond 2^24.
@@ -60,7 +63,7 @@ def count(mask: Tensor) -> float | Tensor:
     return read(mask.sum() if can_read(mask.device) else mask.sum(dtype=widest(mask.device)))
 
 
-def on_device(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
+def on_device(values: Sequence[Number], device: torch.device) -> Tensor:
     """Return one vector of ``values`` on ``device``, in its widest type, without waiting for it."""
     dtype = widest(device)
     if any(isinstance(value, Tensor) for value in values):

@@ -92,18 +92,14 @@ def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.M
 
 
 def _outputs(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | None:
-    """Return the dimensions that index outputs; None if the owner does not show them.
-
-    Args:
-        parameter: parameter with two or more dimensions.
-        module: module that owns it.
-    """
+    """Return the dimensions that index outputs; None if the owner does not show them."""
     n, shape = parameter.ndim, tuple(parameter.shape)
+    is_conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return ()  # A vector of gains, in the shape of what is normalised.
     if isinstance(module, _OUTPUTS_FIRST):
         return None
-    if n == 2 and _is_called(module, "Conv1D") and getattr(module, "nf", shape[1]) == shape[1]:
+    if n == 2 and is_conv1d and getattr(module, "nf", shape[1]) == shape[1]:
         return (1,)  # transformers' linear layer of GPT-2: [in, out].
     if n == 3 and (stacked := _stacked_experts(parameter, module)) is not None:
         return stacked
@@ -140,8 +136,3 @@ def _stacked_experts(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | 
         case False:
             return (0, 1)
     return None
-
-
-def _is_called(module: nn.Module, name: str) -> bool:
-    """Return whether the module's class, or a base class of it, is called ``name``."""
-    return any(kind.__name__ == name for kind in type(module).__mro__)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats, Parts
-from runner.clip.layout import Layout, Number
+from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
 from runner.clip.norms import combine, power_sums
+from runner.clip.transfer import Number
 from runner.config.modes.value import Value
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from runner.clip.layout import local
+from runner.clip.shard import local
 from runner.parallel.buckets import all_reduce, broadcast, on_any_rank
 from runner.parallel.experts import split_parameters
 from runner.parallel.mesh import Axes

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runner.clip.layout import local
+from runner.clip.shard import local
 from runner.parallel.buckets import broadcast
 from runner.parallel.gradient_sync import Replicas
 

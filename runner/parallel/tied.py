@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runner.clip.layout import local
+from runner.clip.shard import local
 from runner.parallel.buckets import on_any_rank
 from runner.parallel.mesh import Axes
 

@@ -18,7 +18,7 @@ from runner.booster.criterion import Criterion
 from runner.booster.loss import WindowLoss
 from runner.booster.optimizer import Nonfinite
 from runner.clip import ClipMode, GradientClipping, build
-from runner.clip.layout import local
+from runner.clip.shard import local
 from runner.config.duration import Duration
 from runner.config.problem import or_list
 from runner.run_folder import keys

@@ -56,7 +56,7 @@ def execute(
 
     Raises:
         runner.booster.NonFiniteGradient: a gradient is not finite.
-        runner.clip.layout.LayoutError: the plugin's layout does not account for the model.
+        runner.clip.shard.LayoutError: the plugin's layout does not account for the model.
     """
     device = build.device_of(config.device)
     try:

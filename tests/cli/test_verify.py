@@ -118,7 +118,7 @@ def test_a_layout_that_does_not_add_up_ends_with_exit_code_1(outputs, capsys, mo
     assert main(["verify", *TOKENS, "plugin=ddp", "plugin.nproc=1"]) == 1
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == "verify: FAILED"
-    assert "rank 0: runner.clip.layout.LayoutError: " in out
+    assert "rank 0: runner.clip.shard.LayoutError: " in out
     assert "Traceback" not in out
     found = written(outputs)
     assert not found["ok"]

@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from runner.clip import Layout, ParamShard, Units, build, total_norm
-from runner.clip.layout import LayoutError, OptionError, Whole, placed
+from runner.clip.layout import OptionError
 from runner.clip.norms import norms
+from runner.clip.shard import LayoutError, Whole, placed
 from runner.clip.units import units_of
 from tests.clip.threads import Ranks
 from tests.on_device import kept_on_device

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from runner.clip import GradStats, Layout, build, total_norm
-from runner.clip.layout import local
+from runner.clip.shard import local
 from tests.distributed.by_hand import NORM, Loop, assert_one_process
 from tests.distributed.odd_models import BATCH, SHAPE, batch_for, make
 from tests.ranks import run_ranks

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from runner.clip import Layout, build, total_norm
-from runner.clip.layout import LayoutError
+from runner.clip.shard import LayoutError
 from tests.distributed.by_hand import NORM, Loop, assert_one_process, one_step
 from tests.distributed.odd_models import MODELS, batch_for, make
 from tests.ranks import run_ranks

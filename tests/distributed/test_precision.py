@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from runner.booster import LossScale
 from runner.clip import ClipMode, Decision, build
-from runner.clip.layout import local
+from runner.clip.shard import local
 from runner.data.dataset import IGNORED
 from runner.parallel.full_state_dict import gathered
 from tests.distributed import cases

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.clip import Layout, ParamShard, build
-from runner.clip.layout import units_of
+from runner.clip.units import units_of
 from tests.ranks import run_ranks
 
 SHAPES = {"rows": (5, 3), "one_row": (1, 3), "columns": (4, 5), "vector": (7,), "bias": (4,)}

@@ -1,0 +1,129 @@
+"""The part of one parameter that lies on this rank, and what DTensor placements say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from runner.clip.units import Units, units_of
+
+
+class LayoutError(ValueError):
+    """A layout that does not account for every element of a model exactly once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParamShard:
+    """The part of one parameter that lies on this rank.
+
+    Attributes:
+        name: the parameter's qualified name in the user's model.
+        param: the parameter; only the local shard of a DTensor is used.
+        units: how the local shard is divided into units.
+        num_replicas: ranks of the layout's group that hold these same elements (replicas).
+        shard_groups: groups of ranks over which each unit of this shard is split, one for each mesh
+            axis that splits units; empty where every unit is whole on this rank. All ranks of these
+            groups see the same number of units.
+        sharded_vector: whether the parameter is one unit (a vector) whose elements lie on several
+            ranks of the layout's group. Its metrics are added up under its name.
+    """
+
+    name: str
+    param: Tensor
+    units: Units
+    num_replicas: int = 1
+    shard_groups: tuple[dist.ProcessGroup, ...] = ()
+    sharded_vector: bool = False
+
+    @property
+    def weight(self) -> Tensor:
+        """Local shard of the weight, a plain tensor without autograd history."""
+        return local(self.param.detach())
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Local shard of the gradient, a plain tensor; None if there is no gradient."""
+        gradient = self.param.grad
+        return None if gradient is None else local(gradient)
+
+    def with_units(self, units: Units) -> ParamShard:
+        """Return the same shard with other units, and the shard groups that follow from them."""
+        groups = _cut(self.param, units) if isinstance(self.param, DTensor) else self.shard_groups
+        return replace(self, units=units, shard_groups=groups, sharded_vector=False)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the local shard of a DTensor, and any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a DTensor that is not a replica on all mesh axes."""
+    return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
+
+
+class Whole(NamedTuple):
+    """What every rank knows of a parameter, whichever ranks hold it.
+
+    Attributes:
+        shape: shape of the whole parameter.
+        sharded_vector: see :class:`ParamShard`.
+        known: see :class:`Units`.
+    """
+
+    shape: tuple[int, ...]
+    sharded_vector: bool
+    known: bool
+
+    @classmethod
+    def of(cls, shard: ParamShard) -> Whole:
+        """Return the description of the parameter that ``shard`` belongs to."""
+        return cls(tuple(shard.param.shape), shard.sharded_vector, shard.units.known)
+
+
+def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> ParamShard:
+    """Return the shard of ``parameter`` on this rank, if ``ranks`` ranks hold the parameter.
+
+    Raises:
+        TypeError: its placements leave open where its elements, or its units, lie.
+        LayoutError: its parts do not divide ``ranks``.
+    """
+    units = units_of(parameter, module)
+    if not isinstance(parameter, DTensor):
+        return ParamShard(name, parameter, units, num_replicas=ranks)
+    parts = 1
+    for axis, placement in _shards(parameter):
+        if not hasattr(placement, "dim"):
+            raise TypeError(f"{name} is placed {placement}: neither a replica nor a shard")
+        if units.groups and placement.dim == 0:
+            raise TypeError(
+                f"{name} belongs to a transposed convolution with groups and is sharded along "
+                "them: shard it along dimension 1"
+            )
+        parts *= parameter.device_mesh.size(axis)
+    if ranks % parts:
+        raise LayoutError(f"{name} is split in {parts}, which does not divide its {ranks} ranks")
+    if parameter.ndim < 2:
+        return ParamShard(name, parameter, units, ranks // parts, sharded_vector=parts > 1)
+    return ParamShard(name, parameter, units, ranks // parts, _cut(parameter, units))
+
+
+def _shards(parameter: DTensor) -> Iterator[tuple[int, Any]]:
+    """Yield the mesh axes of several ranks along which ``parameter`` is not a replica."""
+    for axis, placement in enumerate(parameter.placements):
+        if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1:
+            yield axis, placement
+
+
+def _cut(parameter: DTensor, units: Units) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups of ranks that share units: one for each mesh axis that cuts units."""
+    return tuple(
+        parameter.device_mesh.get_group(axis)
+        for axis, placement in _shards(parameter)
+        if placement.dim + bool(units.groups) in units.dims
+    )

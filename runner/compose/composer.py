@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose import recipes, resolvers
 from runner.config.folders import CONFIG_NAME, find, obstacle, outputs
-from runner.config.problem import NOTHING, Problem, RequestError, nearest_name
+from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
 from runner.config.tensor_plan import settled
 
 Earlier: TypeAlias = Callable[[Path, str | None], str | None]
@@ -153,8 +153,7 @@ class Composer:
         listed = self.loader.get_group_options("", ObjectType.CONFIG)
         files = [file for file in listed if file[0] != "_"]
         name = self.source.name.removesuffix(".yaml")
-        near = nearest_name(name, files)
-        hint = f"; did you mean {near}?" if near else ""
+        hint = did_you_mean(name, files)
         message = f"there is no {name}.yaml in {folder}{hint}  (files: {', '.join(files)})"
         raise RequestError([Problem("--config-name", self.source.name, message)])
 

@@ -19,7 +19,7 @@ from runner.compose.overrides import plain_word, read
 from runner.config.check import examine, keys_of, leaves
 from runner.config.clip_section import choices_with
 from runner.config.folders import outputs
-from runner.config.problem import NOTHING, Problem, nearest_name, unknown_key
+from runner.config.problem import NOTHING, Problem, did_you_mean, unknown_key
 from runner.config.schema import RunConfig
 
 # Sections that pass any key to their target.
@@ -153,9 +153,7 @@ def _wrong_choice(override: Override, loader: ConfigLoader) -> Problem | None:
         return None
     if isinstance(value, str) and (group, value) in _EXTRAS:
         return Problem(group, value, f"needs {_EXTRAS[group, value]}  {allowed}")
-    near = nearest_name(value, options) if isinstance(value, str) else None
-    hint = f"; did you mean {near}?" if near else ""
-    return Problem(group, value, f"unknown option{hint}  {allowed}")
+    return Problem(group, value, f"unknown option{did_you_mean(value, options)}  {allowed}")
 
 
 def _wrong_value(override: Override, base: dict[str, Any]) -> Problem | None:

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.folders import find
+from runner.config.values import Refusal
+from runner.config.yaml_file import read_yaml
 
 NONE = "none"
 
@@ -114,17 +113,10 @@ def choices(defaults: Any) -> dict[str, str]:
 
 def _read(file: Path) -> Recipe:
     try:
-        text = file.read_text(encoding="utf-8")
-        content = OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else {}
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        return Recipe(file.stem, error=f"{file} cannot be read: {place}{error.problem}")
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        first = str(error).partition("\n")[0]
-        return Recipe(file.stem, error=f"{file} cannot be read: {first}")
-    if not isinstance(content, dict):
-        return Recipe(file.stem, error=f"{file} cannot be read: it must hold keys and values")
-    header = text.partition("\n")[0].lstrip("# ")
-    _, _, purpose = header.partition(":")
-    return Recipe(file.stem, purpose.strip(), {str(key): content[key] for key in content})
+        content = read_yaml(file)
+        if not isinstance(content, dict):
+            raise Refusal(f"{file} cannot be read: it must hold keys and values")
+    except Refusal as error:
+        return Recipe(file.stem, error=str(error))
+    header = file.read_text(encoding="utf-8").partition("\n")[0]
+    return Recipe(file.stem, header.partition(":")[2].strip(), content)

@@ -1,9 +1,9 @@
-"""What an argument of a ``_target_`` may be, judged by the value that its file of ``conf/`` has.
+"""Check an argument of a ``_target_`` against its usual value, the one in the file of ``conf/``.
 
-The files of ``conf/`` show a usual value for every argument of the targets they name. A text where
-the file has a number, or a negative number where it has none, is a mistake that the target itself
-would answer late, under another name, or not at all. A target that no file names is judged by its
-own signature once torch is imported (`runner.train.refused`).
+The files of ``conf/`` give a usual value to every argument of the targets they name. A text where
+the file has a number, or a negative number where the file has another, is a mistake that the target
+itself would report late, under another name, or not at all. A target that no file names is judged
+by its own signature once torch is imported (`runner.train.refused`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
-
-import yaml
 
 from runner.config.folders import find
 from runner.config.problem import shown
@@ -26,12 +24,13 @@ def usual(group: str, target: str) -> Mapping[str, Any]:
     Returns:
         Empty where no file names the target. References (``${seed}``) are left out.
     """
+    from runner.config.yaml_file import read_yaml  # a rank that checks nothing needs no reader
+
     found: dict[str, Any] = {}
     for file in sorted((find("conf") / group).glob("*.yaml"), reverse=True):
-        content = file.read_text(encoding="utf-8")
-        if f"_target_: {target}\n" in content:
-            found |= {key: _plain(value) for key, value in yaml.safe_load(content).items()}
-    return {key: value for key, value in found.items() if not _refers(value)}
+        if f"_target_: {target}\n" in file.read_text(encoding="utf-8"):
+            found |= read_yaml(file)
+    return {key: value for key, value in found.items() if "${" not in str(value)}
 
 
 def misfit(example: Any, value: Any) -> str | None:
@@ -57,17 +56,3 @@ def misfit(example: Any, value: Any) -> str | None:
             fits = isinstance(value, list) and all(misfit(first, one) is None for one in value)
             return None if fits else f"a list such as {shown(example)}, each {text}"
     return None
-
-
-def _plain(value: Any) -> Any:
-    """Read numbers such as 1e-3, which YAML 1.1 takes for text, as Hydra does."""
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _refers(value: Any) -> bool:
-    return isinstance(value, str) and "${" in value

@@ -22,13 +22,7 @@ from runner.config.clip_section import (
     lenient_clip_section,
 )
 from runner.config.modes import ModeError
-from runner.config.problem import (
-    MISSING,
-    Problem,
-    RequestError,
-    nearest_name,
-    unknown_key,
-)
+from runner.config.problem import MISSING, Problem, RequestError, did_you_mean, unknown_key
 from runner.config.schema import RunConfig
 from runner.config.section import ConflictError, Section, Target, section_of
 from runner.config.values import Allowed, Refusal, allowed
@@ -171,9 +165,7 @@ def _problems(error: ErrorDetails, plain: Mapping[str, Any]) -> Iterator[Problem
         elif isinstance(cause, Refusal):
             message = str(cause)
         else:
-            near = nearest_name(value, key.allowed.names) if isinstance(value, str) else None
-            hint = f"; did you mean {near}?" if near else ""
-            message = f"must be {key.allowed.text}{hint}"
+            message = f"must be {key.allowed.text}{did_you_mean(value, key.allowed.names)}"
         yield Problem(key.name, value, message)
 
 

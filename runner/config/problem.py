@@ -111,7 +111,7 @@ def _block(problems: tuple[Problem, ...]) -> str:
     return "\n".join(lines)
 
 
-# What other programs call it. Spelling would not lead there, or would lead astray (gpu: cpu).
+# Names of other programs, whose spelling is not near ours, or is nearer to a wrong one (gpu: cpu).
 _ELSEWHERE = {
     "3d": "hybrid",
     "agc": "adaptive",
@@ -157,6 +157,12 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
         return meant
     found = get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
+
+
+def did_you_mean(name: Any, names: Iterable[str]) -> str:
+    """Return ``; did you mean NAME?`` to end a message; empty if no name is near."""
+    near = nearest_name(name, names) if isinstance(name, str) else None
+    return f"; did you mean {near}?" if near else ""
 
 
 def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
@@ -210,7 +216,7 @@ def unknown_key(
 
 
 def or_list(names: Iterable[str]) -> str:
-    """``a``, ``a or b``, ``a, b or c``."""
+    """Format at least one name: ``a``, ``a or b``, ``a, b or c``."""
     names = list(names)
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 

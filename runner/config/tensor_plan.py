@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, WithJsonSchema
 
 from runner.config.clip_section import with_mode_name
-from runner.config.problem import nearest_name, shown
+from runner.config.problem import did_you_mean, shown
 from runner.config.values import Allowed, Refusal
 
 STYLES: Mapping[str, str] = {
@@ -34,7 +34,7 @@ EXAMPLE = "{blocks.*.up:colwise}"
 
 
 def read_plan(value: Any) -> dict[str, str]:
-    """The plan that ``value`` is, or that the file of that path holds.
+    """Return the plan ``value``, or the plan in the file with this path.
 
     Raises:
         Refusal: there is no such file, it holds something else, or a style is unknown; it names
@@ -43,7 +43,10 @@ def read_plan(value: Any) -> dict[str, str]:
     """
     if isinstance(value, str):
         file = Path(value).expanduser()
-        content = _load(file)
+        # A plan that is given as such, as to every rank, needs no reader of YAML.
+        from runner.config.yaml_file import read_yaml
+
+        content = read_yaml(file)
         if not isinstance(content, Mapping):
             raise Refusal(f"{file} must hold patterns of module names with their styles")
         return _checked(content, f"{file}: ")
@@ -76,34 +79,11 @@ def _checked(plan: Mapping[Any, Any], where: str) -> dict[str, str]:
         if not isinstance(pattern, str) or not pattern.strip():
             wrong.append(f"{shown(pattern)} is no pattern of module names")
         elif not isinstance(style, str) or style not in STYLES:
-            near = nearest_name(style, STYLES) if isinstance(style, str) else None
-            hint = f"; did you mean {near}?" if near else ""
+            hint = did_you_mean(style, STYLES)
             wrong.append(f"{pattern} has the unknown style {shown(style)}{hint}")
     if wrong:
         raise Refusal(f"{where}{', '.join(wrong)}  (styles: {', '.join(STYLES)})")
     return {str(pattern): str(style) for pattern, style in plan.items()}
-
-
-def _load(file: Path) -> Any:
-    # Where a plan is given as such, as to every rank, none of these has to be imported.
-    import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        # OmegaConf's reader refuses a key that stands twice; yaml's own takes the last one.
-        return OmegaConf.to_container(OmegaConf.load(file))
-    except FileNotFoundError:
-        raise Refusal(f"there is no file {file.absolute()}") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise Refusal(f"{file} cannot be read: {place}{error.problem}") from None
-    except OSError as error:
-        raise Refusal(f"{file} cannot be read: {error.strerror or error}") from None
-    except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        first = str(error).partition("\n")[0]
-        raise Refusal(f"{file} cannot be read: {first}") from None
 
 
 TensorPlan = Annotated[

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
@@ -70,25 +69,19 @@ def allowed(hint: Any, metadata: Any = ()) -> Allowed:
         parts = [allowed(arg) for arg in args]
         names = tuple(name for part in parts for name in part.names)
         return Allowed(", or ".join(part.text for part in parts), names)
-    bounds = {
-        words: getattr(one, name)
-        for one in metadata
-        for name, words in _BOUNDS
-        if hasattr(one, name)
-    }
     if hint not in (int, float):
         return Allowed(getattr(hint, "__name__", str(hint)))
     kind = "an integer" if hint is int else "a finite number"
-    limits = " and ".join(f"{words} {bound:.16g}" for words, bound in bounds.items())
+    limits = " and ".join(
+        f"{words} {getattr(one, name):.16g}"
+        for one in metadata
+        for name, words in _BOUNDS.items()
+        if hasattr(one, name)
+    )
     return Allowed(f"{kind} {limits}".rstrip())
 
 
-_BOUNDS = (
-    ("ge", "of at least"),
-    ("gt", "greater than"),
-    ("le", "at most"),
-    ("lt", "less than"),
-)
+_BOUNDS = {"ge": "of at least", "gt": "greater than", "le": "at most", "lt": "less than"}
 
 
 def _flat(metadata: tuple[Any, ...]) -> list[Any]:
@@ -135,28 +128,10 @@ def list_of_some(names: tuple[str, ...]) -> Allowed:
     return Allowed(f"a list of some of {', '.join(names)}, such as [{names[0]}]")
 
 
-def _not_blank(text: str) -> str:
-    if not text.strip():
-        raise ValueError
-    return text
-
-
-def _folder_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][\w.\-]{0,99}", name):
-        raise ValueError
-    return name
-
-
-def _dotted_name(name: str) -> str:
-    if "." not in name or not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError
-    return name
-
-
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-Text = Annotated[str, AfterValidator(_not_blank)]
+Text = Annotated[str, Field(pattern=r"\S")]
 Texts = Annotated[list[Text], Allowed("a list of texts, such as [a,b]")]
 Positives = Annotated[
     list[Positive], Allowed("a list of finite numbers greater than 0, such as [0.1,1.0]")
@@ -184,7 +159,7 @@ OutputDims = Annotated[
 ]
 FolderName = Annotated[
     str,
-    AfterValidator(_folder_name),
+    Field(pattern=r"^[A-Za-z0-9][\w.\-]*$", max_length=100),
     Allowed(
         "the name of a folder: letters, digits, '_', '-' and '.', the first a letter or a digit, "
         "at most 100 of them"
@@ -192,7 +167,7 @@ FolderName = Annotated[
 ]
 DottedName = Annotated[
     str,
-    AfterValidator(_dotted_name),
+    Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)+$"),
     Allowed("the full name of a class or function, such as torch.optim.SGD"),
 ]
 DurationText = Annotated[

@@ -22,10 +22,9 @@ from runner.launch.failure import Failure, attempt
 from runner.launch.local_ranks import Work, train_on_local_ranks
 from runner.launch.page import write_page
 from runner.run_folder import files, keys
-from runner.run_folder.objective import objective_of
 from runner.run_folder.provenance import provenance
 from runner.run_folder.rows import JsonlSink, Row
-from runner.run_folder.status import Record
+from runner.run_folder.status import Record, objective_of
 from runner.telemetry.guidance import sentences
 from runner.telemetry.run_log import RunLog
 from runner.telemetry.sinks.console import print_line

@@ -14,7 +14,7 @@ import yaml
 from runner.config.modes import ModeInfo, info_of
 from runner.report.series import EMPTY, Series, read_series
 from runner.run_folder import files, keys
-from runner.run_folder.state import elapsed, state_of
+from runner.run_folder.status import elapsed, state_of
 from runner.run_folder.strict_json import number, read_object
 
 try:

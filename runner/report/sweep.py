@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from runner.report.run import NoRunError, Run, is_run, read_run, read_yaml
 from runner.run_folder import files
-from runner.run_folder.strict_json import read_object
+from runner.run_folder.sweep_record import Entry, SweepRecord
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class SweepRuns:
     """The runs of one page.
 
     Attributes:
-        folder: folder of the page, which its links are relative to.
+        folder: folder of the page; links in the page are relative to it.
         name: heading of the page.
         runs: runs by number.
         single: whether the folder is that of one run, not of a sweep.
@@ -63,18 +62,14 @@ def read_sweep(folder: Path) -> SweepRuns:
             f"{folder}: holds no run (a run's folder has {files.STATUS}; "
             f"a sweep's has numbered folders or {files.SWEEP})"
         )
-    record = read_object(folder / files.SWEEP)
-    listed = record.get("runs")
-    planned = {
-        str(entry.get("number")): entry
-        for entry in (listed if isinstance(listed, list) else [])
-        if isinstance(entry, dict)
-    }
-    runs = [_completed(read_run(one), planned.pop(one.name, {})) for one in found]
-    runs += [_planned(number, entry) for number, entry in planned.items()]
-    runs.sort(key=lambda run: (not run.number.isdecimal(), run.number.zfill(9)))
-    name = str(record.get("name") or folder.name)
-    return SweepRuns(folder, name, tuple(runs), command=_typed(folder, record))
+    record = _record(folder)
+    planned = {str(entry.number): entry for entry in record.entries} if record else {}
+    runs = [_completed(read_run(one), planned.pop(one.name, None)) for one in found]
+    runs += [_planned(entry) for entry in planned.values()]
+    runs.sort(key=lambda run: int(run.number))
+    if record is None:
+        return SweepRuns(folder, folder.name, tuple(runs), command=_composed_command(folder))
+    return SweepRuns(folder, record.name, tuple(runs), command=command_of(record.words))
 
 
 def command_of(overrides: Iterable[object]) -> str:
@@ -82,40 +77,38 @@ def command_of(overrides: Iterable[object]) -> str:
     return shlex.join(["python", "-m", "runner", *map(str, overrides)])
 
 
-def _completed(run: Run, entry: Mapping[str, Any]) -> Run:
+def _record(folder: Path) -> SweepRecord | None:
+    """Return the record of a sweep; None if it is missing or damaged."""
+    try:
+        return SweepRecord.find(folder)
+    except (OSError, ValueError):
+        return None
+
+
+def _completed(run: Run, entry: Entry | None) -> Run:
     """Add what the sweep recorded about a run whose own record is incomplete."""
+    if entry is None:
+        return run
     if not run.overrides:
-        run = replace(run, overrides=_overrides(entry))
+        run = replace(run, overrides=tuple(entry.overrides))
     if run.state == "unknown":
         # The sweep alone records the cause if a process ended before it wrote anything.
-        run = replace(run, state=str(entry.get("state") or "unknown"), error=_error(entry))
+        run = replace(run, state=entry.state, error=entry.error)
     return run
 
 
-def _planned(number: str, entry: Mapping[str, Any]) -> Run:
-    state = entry.get("state")
+def _planned(entry: Entry) -> Run:
     return Run(
         folder=None,
-        number=number,
-        state=str(state) if state in ("failed", "interrupted") else "not started",
-        error=_error(entry),
-        overrides=_overrides(entry),
+        number=str(entry.number),
+        state=entry.state if entry.state in ("failed", "interrupted") else "not started",
+        error=entry.error,
+        overrides=tuple(entry.overrides),
     )
 
 
-def _overrides(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    words = entry.get("overrides")
-    return tuple(map(str, words)) if isinstance(words, list) else ()
-
-
-def _error(entry: Mapping[str, Any]) -> str | None:
-    return str(entry["error"]) if entry.get("error") else None
-
-
-def _typed(folder: Path, record: Mapping[str, Any]) -> str | None:
-    words = record.get("words")
-    if isinstance(words, list):
-        return command_of(words)
+def _composed_command(folder: Path) -> str | None:
+    """Return the command of a sweep from what Hydra wrote; None if it wrote nothing."""
     multirun = read_yaml(folder / files.MULTIRUN)
     try:
         return command_of(["-m", *multirun["hydra"]["overrides"]["task"]])  # type: ignore[index]

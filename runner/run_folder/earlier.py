@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from runner.run_folder import files
+from runner.run_folder.sweep_record import SweepRecord
 
 
 def earlier_record(folder: Path, request: str | None = None) -> str | None:
@@ -25,20 +25,18 @@ def earlier_record(folder: Path, request: str | None = None) -> str | None:
 
 
 def _other_sweep(folder: Path, request: str) -> str | None:
-    record = folder / files.SWEEP
     try:
-        content = json.loads(record.read_text(encoding="utf-8"))
-        held, command = content.get("request"), " ".join(content.get("words") or ())
-    except FileNotFoundError:
+        record = SweepRecord.find(folder)
+    except (OSError, ValueError):
+        return (
+            f"{folder / files.SWEEP} cannot be read; choose another sweep.name or remove the folder"
+        )
+    if record is None:
         # A sweep that ended before it wrote anything leaves its lock files.
         if not folder.is_dir() or all(one.suffix == ".lock" for one in folder.iterdir()):
             return None
         return f"{folder} holds something that is no sweep; choose another sweep.name or remove it"
-    except (OSError, ValueError, AttributeError, TypeError):
-        return f"{record} cannot be read; choose another sweep.name or remove the folder"
-    if held == request:
+    if record.request == request:
         return None
-    return (
-        f"{folder} holds another request ({command or 'of an unknown command'}); "
-        "choose another sweep.name"
-    )
+    command = " ".join(record.words) or "of an unknown command"
+    return f"{folder} holds another request ({command}); choose another sweep.name"

@@ -1,10 +1,12 @@
-"""Write the files of a run folder that hold its configuration, its state and its summary."""
+"""Write and read the files of a run that hold its configuration, its state and its summary."""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +14,7 @@ import yaml
 
 from runner.run_folder import files
 from runner.run_folder.atomic import write_text
-from runner.run_folder.state import now
-from runner.run_folder.strict_json import write_object
+from runner.run_folder.strict_json import number, write_object
 
 PROGRESS_SECONDS = 1.0
 """Shortest time between two writes of the step to ``status.json``."""
@@ -93,3 +94,62 @@ class Record:
     def _write_status(self) -> None:
         write_object(self._folder / files.STATUS, self._status)
         self._written = time.monotonic()
+
+
+def now() -> str:
+    """Return the current time as records store it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def elapsed(status: Mapping[str, Any]) -> float | None:
+    """Return the seconds between start and end of a run; None if one of them is not recorded."""
+    began, ended = (_moment(status.get(key)) for key in ("started", "ended"))
+    return (ended - began).total_seconds() if began and ended else None
+
+
+def state_of(status: Mapping[str, Any]) -> str:
+    """Return the recorded state of a run, or ``unknown``.
+
+    A run that is recorded as running but whose process on this machine is gone was ``killed``.
+    """
+    state = str(status.get("state") or "unknown")
+    pid, host = status.get("pid"), status.get("host")
+    here = isinstance(pid, int) and pid > 0 and host in (None, socket.gethostname())
+    return "killed" if state == "running" and here and not is_alive(int(pid or 0)) else state
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process of this machine runs; a zombie does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    try:
+        # The state follows the command name, which may itself hold blanks and parentheses.
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[:1] not in (["Z"], ["X"])
+
+
+def objective_of(summary: Mapping[str, Any], key: str) -> float | None:
+    """Return the metric ``key`` of a run's summary, or None if the run did not record it.
+
+    That is its best value if the summary keeps one (losses and accuracies), else the last one.
+    """
+    for part in (summary.get("best"), summary.get("final"), summary):
+        value = number(part.get(key)) if isinstance(part, Mapping) else None
+        if value is not None:
+            return value
+    return None
+
+
+def _moment(value: object) -> datetime | None:
+    try:
+        moment = datetime.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+    # Times without a zone cannot be subtracted from times with one.
+    return moment.replace(tzinfo=UTC) if moment and moment.tzinfo is None else moment

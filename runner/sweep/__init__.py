@@ -4,9 +4,8 @@ All state is in ``sweep.json`` and in the folders of the runs. So a sweep that w
 that a launcher starts in other processes, are handled in the same way.
 """
 
-from runner.run_folder.objective import objective_of
+from runner.run_folder.sweep_record import Entry, SweepRecord
 from runner.sweep.control import run_sweep
-from runner.sweep.record import Entry, SweepRecord
 from runner.sweep.resume import plan_runs
 
-__all__ = ["Entry", "SweepRecord", "objective_of", "plan_runs", "run_sweep"]
+__all__ = ["Entry", "SweepRecord", "plan_runs", "run_sweep"]

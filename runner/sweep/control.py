@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -19,11 +19,11 @@ from runner.compose.request import Request
 from runner.config.problem import Interrupted, Problem, RequestError
 from runner.launch.page import write_page
 from runner.run_folder import files
-from runner.run_folder.state import now
+from runner.run_folder.status import now
+from runner.run_folder.sweep_record import Entry, SweepRecord, changed
 from runner.sweep import live
 from runner.sweep.job import run_job
-from runner.sweep.record import Entry, SweepRecord, changed
-from runner.sweep.resume import archive, finished_search, load_status, plan_runs
+from runner.sweep.resume import archive, load_status, plan_runs
 from runner.telemetry.sinks.console import print_line
 
 _RELEASED = 8
@@ -53,17 +53,17 @@ def run_sweep(
     """
     sweep = request.sweep
     assert sweep is not None
-    if left := _left(request, plan_runs(request)):
+    search = sweep.trials is not None
+    if left := _left(request, sweep, plan_runs(request)):
         check(left)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     with _claimed(sweep):
         entries = plan_runs(request)
-        left = _left(request, entries)
-        if told := live.resumed(entries):
-            print_line(told, sys.stderr)
-        if not left:
+        if done := live.resumed(entries):
+            print_line(done, sys.stderr)
+        if not _left(request, sweep, entries):
             return _show(sweep.folder, SweepRecord.read(sweep.folder))
-        _begin(request, entries, typed)
+        _begin(request, sweep, entries, typed)
         code, interrupted = 1, True
         try:
             with _terminable():
@@ -78,7 +78,6 @@ def run_sweep(
             traceback.print_exc()
             interrupted = False
         finally:
-            search = sweep.trials is not None
             record = _end(sweep.folder, code, interrupted, search)
             if record.state == "interrupted":
                 print_line(live.interruption(record, search), sys.stderr)
@@ -86,12 +85,11 @@ def run_sweep(
         return max(code, failed)
 
 
-def _left(request: Request, entries: Sequence[Entry]) -> list[Job]:
+def _left(request: Request, sweep: Sweep, entries: Sequence[Entry]) -> list[Job]:
     """Return the jobs that have to run; representative jobs of a search that is not finished."""
-    sweep = request.sweep
-    assert sweep is not None
     if sweep.trials is not None:
-        return [] if finished_search(sweep.folder) else list(request.jobs)
+        record = SweepRecord.find(sweep.folder)
+        return [] if record and record.state == "finished" else list(request.jobs)
     waiting = [entry.config_hash for entry in entries if entry.state == "waiting"]
     return [job for job in request.jobs if job.hash in waiting]
 
@@ -107,10 +105,9 @@ def _claimed(sweep: Sweep) -> Iterator[None]:
         raise RequestError([Problem("sweep.name", sweep.name, message)]) from None
 
 
-def _begin(request: Request, entries: list[Entry], typed: Sequence[str]) -> None:
+def _begin(request: Request, sweep: Sweep, entries: list[Entry], typed: Sequence[str]) -> None:
     """Archive old files of the runs that will run, and write the record."""
-    sweep = request.sweep
-    assert sweep is not None
+    before = SweepRecord.find(sweep.folder)
     settings = request.jobs[0].config.sweep
     if sweep.trials is not None:  # a search learns from its first run on, so it starts afresh
         begun = [
@@ -127,11 +124,9 @@ def _begin(request: Request, entries: list[Entry], typed: Sequence[str]) -> None
         max_failures=settings.max_failures,
         keys=list(sweep.keys),
         total=len(entries) if sweep.trials is None else sweep.trials,
-        started=now(),
+        started=before.started if before else now(),
         entries=entries,
     )
-    with suppress(FileNotFoundError):
-        record.started = SweepRecord.read(sweep.folder).started
     record.write(sweep.folder)
 
 
@@ -146,7 +141,7 @@ def _end(folder: Path, code: int, interrupted: bool, search: bool) -> SweepRecor
         states = {entry.state for entry in record.entries}
         if interrupted or "interrupted" in states:
             record.state = "interrupted"
-        elif (search and code == 0) or (states <= {"finished"} and code == 0):
+        elif code == 0 and (search or states <= {"finished"}):
             record.state = "finished"
         else:
             record.state = "failed"
@@ -155,7 +150,7 @@ def _end(folder: Path, code: int, interrupted: bool, search: bool) -> SweepRecor
 
 
 def _show(folder: Path, record: SweepRecord) -> int:
-    """Write the page, print the table; 1 where a run failed, else 0."""
+    """Write the page and print the table; return 1 if a run failed, else 0."""
     page = write_page(folder)
     print_line(live.table(record))
     print_line(str(page or folder))
@@ -164,7 +159,7 @@ def _show(folder: Path, record: SweepRecord) -> int:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """End with 143 on SIGTERM between runs too, so that the record says so."""
+    """Exit with 143 on SIGTERM between runs too, so that the end is recorded."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

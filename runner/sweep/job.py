@@ -1,4 +1,4 @@
-"""Run one job of a sweep, and note it in the record."""
+"""Run one job of a sweep, and record how it ended."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from runner.config.check import parse
 from runner.config.identity import config_hash
 from runner.launch.page import write_page
 from runner.run_folder import files
+from runner.run_folder.sweep_record import Entry, SweepRecord, changed
 from runner.sweep import live
-from runner.sweep.record import Entry, SweepRecord, changed
 from runner.sweep.resume import load_status
 from runner.telemetry.sinks.console import print_line
 
 _LONGEST_TAG = 64  # wandb's own limit
 
 PAGE_SECONDS = 0.1
-"""Least time between two pages of a sweep, for each run on the page: several times what writing it
-takes."""
+"""Shortest time between two pages of a sweep, for each run on the page: several times the time to
+write it."""
 
 
 def run_job(config: DictConfig) -> float | None:
@@ -72,7 +72,7 @@ def run_job(config: DictConfig) -> float | None:
     finally:
         load_status(entry, sweep, record.objective)
         record = _note(sweep, entry)
-        ended_runs = sum(one.state not in ("waiting", "running") for one in record.entries)
+        ended_runs = sum(one.ended for one in record.entries)
         left = record.total - ended_runs  # after the last run the sweep itself writes the page
         if left and _page_age(sweep) > PAGE_SECONDS * ended_runs:
             write_page(sweep, left)
@@ -89,7 +89,7 @@ def run_job(config: DictConfig) -> float | None:
 
 
 def _entry(record: SweepRecord, number: int, plain: dict[str, Any], words: Sequence[str]) -> Entry:
-    """The run's place in the record; a sweeper that chooses jobs as it goes has none before."""
+    """Return the entry of a run; one is added if the sweeper chooses jobs as it goes."""
     try:
         return record.of(number)
     except KeyError:
@@ -100,7 +100,7 @@ def _entry(record: SweepRecord, number: int, plain: dict[str, Any], words: Seque
 
 
 def _note(sweep: Path, entry: Entry) -> SweepRecord:
-    """Put ``entry`` in the place of the run's in the record."""
+    """Replace the run's entry in the record."""
     with changed(sweep) as record:
         record.entries = [entry if one.number == entry.number else one for one in record.entries]
         record.failures += entry.state == "failed"
@@ -108,7 +108,7 @@ def _note(sweep: Path, entry: Entry) -> SweepRecord:
 
 
 def _page_age(sweep: Path) -> float:
-    """Seconds since the page of a sweep was written; infinite where there is none."""
+    """Return the seconds since the page of a sweep was written; infinite if there is none."""
     try:
         return time.time() - (sweep / files.PAGE).stat().st_mtime
     except FileNotFoundError:

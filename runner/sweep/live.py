@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import mean
 
 from runner.config.notation import clock, percent, plural, rounded
-from runner.sweep.record import Entry, SweepRecord, best
+from runner.run_folder.sweep_record import Entry, SweepRecord, best
 
 _LONGEST_ERROR = 80
 
@@ -42,8 +42,8 @@ def beginning(record: SweepRecord, entry: Entry) -> str:
         )
     seconds = [one.seconds for one in record.entries if one.state == "finished" and one.seconds]
     if seconds:
-        begun = sum(one.state not in ("waiting", "running") for one in record.entries)
-        parts.append(f"about {clock(mean(seconds) * max(record.total - begun, 1))} left")
+        left = record.total - sum(one.ended for one in record.entries)
+        parts.append(f"about {clock(mean(seconds) * max(left, 1))} left")
     return "   ".join(parts)
 
 
@@ -53,7 +53,7 @@ def failure(record: SweepRecord, entry: Entry) -> str:
 
 
 def table(record: SweepRecord) -> str:
-    """Every run: what sets it apart, how it ended, its figures."""
+    """Return a table of all runs: their overrides, how they ended, and their results."""
     leader = best(record.entries, record.maximizes)
     rows = [("run", "", "state", record.objective, "clipped", "seconds", "error")]
     for entry in record.entries:
@@ -73,7 +73,7 @@ def table(record: SweepRecord) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text as aligned columns; a column that is empty throughout is left out."""
+    """Return rows of text as aligned columns; a column without any text is left out."""
     kept = [column for column in zip(*rows, strict=True) if any(column[1:]) or len(rows) == 1]
     widths = [max(map(len, column)) for column in kept]
     lines = zip(*kept, strict=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 from runner.compose.request import Request
 from runner.run_folder import files, keys
-from runner.run_folder.objective import objective_of
-from runner.run_folder.state import elapsed
+from runner.run_folder.status import elapsed, objective_of
 from runner.run_folder.strict_json import read_object
-from runner.sweep.record import Entry, SweepRecord
+from runner.run_folder.sweep_record import Entry, SweepRecord
 
 
 def plan_runs(request: Request) -> list[Entry]:
@@ -26,51 +26,28 @@ def plan_runs(request: Request) -> list[Entry]:
     assert sweep is not None
     if sweep.trials is not None:
         return []
+    record = SweepRecord.find(sweep.folder)
     before: dict[str, list[Entry]] = defaultdict(list)
-    for entry in recorded(sweep.folder):
+    for entry in record.entries if record else ():
         before[entry.config_hash].append(entry)
-    made = []
-    homeless = []
-    for job in request.jobs:
-        own = [word for word in job.words if not _is_hydras(word)]
-        entry = Entry(-1, "", list(job.apart), own, job.hash)
-        if before[job.hash]:
-            known = before[job.hash].pop(0)
-            entry.number, entry.folder = known.number, known.folder
-        else:
-            homeless.append(entry)
-        made.append(entry)
-    taken = {entry.number for entry in made}
+    known = [before[job.hash].pop(0) if before[job.hash] else None for job in request.jobs]
+    taken = {entry.number for entry in known if entry}
     free = (number for number in count() if number not in taken)
-    for entry in homeless:
-        entry.number = next(free)
-        entry.folder = str(entry.number)
-    made.sort(key=lambda entry: entry.number)
-    for entry in made:
-        load_status(entry, sweep.folder, request.jobs[0].config.sweep.objective)
-        if entry.state != "finished":
-            _forget(entry)
-    return made
-
-
-def recorded(folder: Path) -> list[Entry]:
-    """Return the runs in the record of a sweep; none if there is no record."""
-    try:
-        return SweepRecord.read(folder).entries
-    except FileNotFoundError:
-        return []
-
-
-def finished_search(folder: Path) -> bool:
-    """Return whether a sweeper that chooses its jobs has finished."""
-    try:
-        return SweepRecord.read(folder).state == "finished"
-    except FileNotFoundError:
-        return False
+    objective = request.jobs[0].config.sweep.objective
+    planned = []
+    for job, old in zip(request.jobs, known, strict=True):
+        number = old.number if old else next(free)
+        folder = old.folder if old else str(number)
+        words = [word for word in job.words if not _sets_hydra(word)]
+        waiting = Entry(number, folder, list(job.apart), words, job.hash)
+        entry = replace(waiting)
+        load_status(entry, sweep.folder, objective)
+        planned.append(entry if entry.state == "finished" else waiting)
+    return sorted(planned, key=lambda entry: entry.number)
 
 
 def load_status(entry: Entry, sweep: Path, objective: str) -> None:
-    """Take over what a run's own folder says of it; nothing where it says nothing of this run."""
+    """Copy state and results from the folder of a run, if that folder holds this configuration."""
     folder = sweep / entry.folder
     status = read_object(folder / files.STATUS)
     if status.get("config_hash") != entry.config_hash:
@@ -88,7 +65,7 @@ def load_status(entry: Entry, sweep: Path, objective: str) -> None:
 
 
 def archive(sweep: Path, folders: Iterable[str]) -> None:
-    """Move what unfinished runs left to ``earlier/<number>-<k>``, so that they start afresh."""
+    """Move old folders of runs that start again to ``earlier/<number>-<k>``."""
     for name in folders:
         folder = sweep / name
         if not folder.exists():
@@ -99,11 +76,6 @@ def archive(sweep: Path, folders: Iterable[str]) -> None:
         folder.rename(next(place for place in free if not place.exists()))
 
 
-def _is_hydras(word: str) -> bool:
+def _sets_hydra(word: str) -> bool:
     """Return whether an override sets a key of Hydra, which is the same for all jobs."""
     return word.lstrip("+~").startswith(("hydra.", "hydra/"))
-
-
-def _forget(entry: Entry) -> None:
-    entry.state = "waiting"
-    entry.exit_code = entry.error = entry.objective = entry.seconds = entry.clip_ratio = None

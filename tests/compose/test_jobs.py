@@ -45,7 +45,9 @@ def test_other_jobs_have_another_folder(word):
 def test_a_name_that_holds_another_request_is_refused(outputs):
     made = sweep("sweep.name=mine", "seed=1,2")
     made.folder.mkdir(parents=True)
-    record = {"request": made.identity, "words": ["-m", "seed=1,2"]}
+    record = {"name": "mine", "request": made.identity, "words": ["-m", "seed=1,2"]}
+    record |= {"objective": "eval/loss", "maximizes": False, "max_failures": None}
+    record |= {"keys": ["seed"], "total": 2, "runs": []}
     (made.folder / "sweep.json").write_text(json.dumps(record))
     assert sweep("sweep.name=mine", "seed=1,2").folder == made.folder
     found = problem("sweep.name=mine", "seed=1,3")

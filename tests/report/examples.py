@@ -224,6 +224,16 @@ def strict(value: Any) -> Any:
             return value
 
 
+REQUEST = {
+    "request": "fedcba9876543210",
+    "objective": "eval/loss",
+    "maximizes": False,
+    "max_failures": None,
+    "keys": ["clip", "clip.threshold"],
+}
+"""What ``sweep.json`` holds besides name, command and runs."""
+
+
 def sweep(
     folder: Path,
     settings: list[tuple[str, float | None]],
@@ -254,6 +264,7 @@ def sweep(
                     "number": number,
                     "folder": str(number),
                     "overrides": words,
+                    "words": words,
                     "state": "finished",
                     "exit_code": 0,
                     "error": None,
@@ -266,6 +277,8 @@ def sweep(
     record = {
         "name": folder.name,
         "words": ["-m", "clip=norm", "clip.threshold=0.1,0.25,1.0,2.0"],
+        **REQUEST,
+        "total": number,
         "runs": entries,
         "started": "2026-11-21T04:00:00+00:00",
         "ended": "2026-11-21T04:02:00+00:00",
@@ -318,8 +331,9 @@ def troubled(folder: Path) -> Path:
         overrides=("clip.threshold=2.0",),
     )
     record = json.loads((folder / "sweep.json").read_text())
-    planned = {"number": 9, "folder": "9", "overrides": ["clip.threshold=16.0"], "state": "planned"}
-    record["runs"].append(planned)
+    words = ["clip.threshold=16.0"]
+    planned = {"number": 9, "folder": "9", "overrides": words, "words": words}
+    record["runs"].append({**planned, "config_hash": "", "state": "waiting"})
     (folder / "sweep.json").write_text(json.dumps(record))
     return folder
 
@@ -337,7 +351,8 @@ def main(folder: Path) -> None:
         remarks=(remark("limits", "The threshold 1 clipped 62 % of the steps.", "SGD"),),
     )
     (folder / "none").mkdir()
-    (folder / "none" / "sweep.json").write_text(json.dumps({"name": "none", "runs": []}))
+    empty = {"name": "none", "words": [], **REQUEST, "total": 0, "runs": []}
+    (folder / "none" / "sweep.json").write_text(json.dumps(empty))
 
 
 if __name__ == "__main__":

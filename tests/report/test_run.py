@@ -10,7 +10,7 @@ import pytest
 
 from runner.report import NoRunError, read_run
 from runner.report.run import flat
-from runner.run_folder.state import is_alive
+from runner.run_folder.status import is_alive
 from tests.report.examples import NO_SUCH_PROCESS, config, rows, write_run
 
 

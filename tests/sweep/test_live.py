@@ -2,8 +2,9 @@ import math
 
 import pytest
 
-from runner.sweep import live, objective_of
-from runner.sweep.record import Entry, SweepRecord, best
+from runner.run_folder.status import objective_of
+from runner.run_folder.sweep_record import Entry, SweepRecord, best
+from runner.sweep import live
 
 
 def entry(number, state="finished", objective=None, seconds=10.0, error=None):

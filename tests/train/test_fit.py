@@ -3,7 +3,7 @@
 import pytest
 
 from runner.compose.request import request
-from runner.run_folder.objective import objective_of
+from runner.run_folder.status import objective_of
 from runner.train import build, fit
 from runner.train.job import execute
 from tests.distributed.training import Rows

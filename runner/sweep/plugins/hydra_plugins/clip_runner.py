@@ -1,7 +1,7 @@
-"""Hydra's sweeper for a sweep whose jobs are already known: it runs those its record waits for.
+"""Sweeper of Hydra that runs the jobs that wait in the record of a sweep.
 
-Hydra's own can neither leave out jobs that are done, nor advance two lists together. It is chosen
-by the command, not by hand: ``hydra/sweeper=clip_runner``.
+Hydra's own sweeper can neither leave out jobs that are done nor advance two lists together. The
+command chooses this one: ``hydra/sweeper=clip_runner``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 Waiting = tuple[int, Sequence[str]]
+"""Number and overrides of a run."""
 
-
-# What Hydra's own sweeper takes; the jobs were made of it before.
+# A configuration may hold the options of Hydra's own sweeper. The jobs were made with `params`.
 ConfigStore.instance().store(
     group="hydra/sweeper",
     name="clip_runner",
@@ -35,32 +35,31 @@ ConfigStore.instance().store(
 
 
 class RecordSweeper(Sweeper):  # type: ignore[misc, unused-ignore]
-    """Launches the runs that wait in the ``sweep.json`` of ``hydra.sweep.dir``."""
+    """Launch the runs that wait in the ``sweep.json`` of ``hydra.sweep.dir``."""
+
+    config: DictConfig
+    launcher: Launcher
 
     def __init__(
         self, max_batch_size: int | None = None, params: dict[str, str] | None = None
     ) -> None:
         self.max_batch_size = max_batch_size
-        self.config: DictConfig | None = None
-        self.launcher: Launcher | None = None
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Called by Hydra."""
+        """Make the launcher."""
         self.config = config
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: list[str]) -> Any:
-        """Called by Hydra; what the jobs returned."""
+        """Launch the runs that wait, and return what their jobs returned."""
         from runner.run_folder import files
         from runner.run_folder.atomic import replacing
-        from runner.sweep.record import SweepRecord
+        from runner.run_folder.sweep_record import SweepRecord
 
-        assert self.config is not None
-        assert self.launcher is not None
         folder = Path(self.config.hydra.sweep.dir)
         with replacing(folder / files.MULTIRUN) as temporary:
             OmegaConf.save(self.config, temporary)
@@ -74,7 +73,7 @@ class RecordSweeper(Sweeper):  # type: ignore[misc, unused-ignore]
 
 
 def _batches(waiting: Sequence[Waiting], largest: int | None) -> Iterator[list[Waiting]]:
-    """Runs to launch at once: Hydra numbers those of one launch without a gap."""
+    """Yield the runs of each launch: Hydra numbers the runs of one launch without a gap."""
     batch: list[Waiting] = list(waiting[:1])
     for before, job in pairwise(waiting):
         if job[0] != before[0] + 1 or len(batch) == largest:

@@ -1,13 +1,12 @@
-"""``sweep.json``: what a sweep was asked for, and how each of its runs stands."""
+"""Read and write ``sweep.json``: what a sweep was asked for, and the state of each of its runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
@@ -50,6 +49,11 @@ class Entry:
         """The overrides in which it differs from the other runs, on one line."""
         return " ".join(self.overrides)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the run neither waits nor runs."""
+        return self.state not in ("waiting", "running")
+
 
 @dataclass
 class SweepRecord:
@@ -65,8 +69,10 @@ class SweepRecord:
         keys: keys that have several values.
         total: number of runs.
         state: running, finished, failed or interrupted.
-        entries: its runs, in the order of their numbers.
+        started: time at which the sweep was first started.
+        ended: time at which its last command ended; None before the end.
         failures: number of runs that failed since the command was started.
+        entries: its runs, in the order of their numbers; ``runs`` in the file.
     """
 
     name: str
@@ -85,29 +91,39 @@ class SweepRecord:
 
     @classmethod
     def read(cls, folder: Path) -> SweepRecord:
-        """The record in the folder of a sweep.
+        """Return the record in the folder of a sweep.
 
         Raises:
             FileNotFoundError: there is none.
-            ValueError: it is no record of a sweep.
+            ValueError: the file is not the record of a sweep.
         """
         content = decode((folder / files.SWEEP).read_bytes())
-        known = {one.name for one in fields(cls)} - {"entries"}
-        listed: Any = content.pop("runs", [])
         try:
-            entries = [Entry(**run) for run in listed]
-            return cls(**{key: content[key] for key in known if key in content}, entries=entries)
+            entries = [Entry(**run) for run in content.pop("runs")]
+            return cls(**content, entries=entries)
         except (TypeError, KeyError) as error:
             raise ValueError(f"{folder / files.SWEEP} is no record of a sweep: {error}") from None
 
+    @classmethod
+    def find(cls, folder: Path) -> SweepRecord | None:
+        """Return the record in the folder of a sweep, or None if there is none.
+
+        Raises:
+            ValueError: the file is not the record of a sweep.
+        """
+        try:
+            return cls.read(folder)
+        except FileNotFoundError:
+            return None
+
     def write(self, folder: Path) -> None:
-        """Put the record in place, as a whole."""
+        """Replace the record in the folder of a sweep."""
         content = asdict(self)
         content["runs"] = content.pop("entries")
         write_object(folder / files.SWEEP, content)
 
     def of(self, number: int) -> Entry:
-        """The run with a number.
+        """Return the run with a number.
 
         Raises:
             KeyError: there is none.
@@ -120,7 +136,7 @@ class SweepRecord:
 
 @contextmanager
 def changed(folder: Path) -> Iterator[SweepRecord]:
-    """The record of a sweep, to change: it is written when the block ends.
+    """Yield the record of a sweep to change it; it is written when the block ends.
 
     Other processes wait meanwhile, since a launcher may run several jobs at once.
     """
@@ -131,7 +147,7 @@ def changed(folder: Path) -> Iterator[SweepRecord]:
 
 
 def best(entries: Iterable[Entry], maximizes: bool) -> Entry | None:
-    """The finished run whose objective is best; None where none has a finite one."""
+    """Return the finished run with the best finite objective; None if no run has one."""
     known = [
         (entry.objective, entry)
         for entry in entries

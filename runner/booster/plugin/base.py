@@ -27,17 +27,22 @@ SHARD_BY_HAND = (
 """How to shard a data set without an index over data-parallel ranks."""
 
 
-def require_process_group(plugin: str) -> None:
-    """Raise an error if there is no process group.
+Misfit = tuple[str, Any, str]
+"""Argument of a plugin's constructor, its value, and why it does not fit the model or the ranks."""
+
+
+def require_process_group(plugin: str) -> dist.ProcessGroup:
+    """Return the process group of all ranks.
 
     Raises:
         RuntimeError: there is none; the message says how to start one.
     """
-    if not dist.is_initialized():
+    if dist.group.WORLD is None:
         raise RuntimeError(
             f"{plugin} needs a process group: call runner.launch_from_torch() first, "
             "and start the script by torchrun"
         )
+    return dist.group.WORLD
 
 
 @dataclass(frozen=True)
@@ -82,18 +87,13 @@ class Plugin(ABC):
     """If above 0, each step clips the norm of a gradient that was not clipped before."""
 
     @classmethod
-    def problems(
-        cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
-    ) -> list[tuple[str, Any, str]]:
+    def problems(cls, model: nn.Module, ranks: int, options: Mapping[str, Any]) -> list[Misfit]:
         """Return what would not work, before any rank starts.
 
         Args:
             model: the whole model, on any device, including ``meta``.
             ranks: world size.
             options: arguments of the constructor.
-
-        Returns:
-            Argument, its value, and what is wrong with it.
         """
         return []
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,7 +36,7 @@ class TorchDDPPlugin(Plugin):
         static_graph: bool = False,
         sync_batchnorm: bool = False,
     ) -> None:
-        require_process_group("TorchDDPPlugin")
+        self.world = require_process_group("TorchDDPPlugin")
         self.sync_batchnorm = sync_batchnorm
         self.ddp_kwargs: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
@@ -52,8 +51,7 @@ class TorchDDPPlugin(Plugin):
     def configure(self, model: nn.Module) -> ParallelModel:
         """Wrap the model in DDP; every rank holds all gradients."""
         if self.sync_batchnorm:
-            assert dist.group.WORLD is not None
-            synchronise_batch_norm(model, dist.group.WORLD)
+            synchronise_batch_norm(model, self.world)
         device = next(model.parameters()).device
         ids = [device.index] if device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids=ids, **self.ddp_kwargs)

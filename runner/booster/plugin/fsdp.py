@@ -11,10 +11,9 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
-from runner.booster.plugin.base import ParallelModel, Plugin, require_process_group
+from runner.booster.plugin.base import Misfit, ParallelModel, Plugin, require_process_group
 from runner.booster.precision import dtype_of
 from runner.clip import Layout
 from runner.parallel.gradient_sync import (
@@ -55,7 +54,7 @@ class TorchFSDPPlugin(Plugin):
         cpu_offload: bool = False,
         sync_batchnorm: bool = False,
     ) -> None:
-        require_process_group("TorchFSDPPlugin")
+        self.world = require_process_group("TorchFSDPPlugin")
         if self.world_size % dp_replicate:
             raise ValueError(f"{dp_replicate} replicas do not divide {self.world_size} ranks")
         self.sharding = Sharding(reshard_after_forward, dtype_of(param_dtype), cpu_offload)
@@ -63,9 +62,7 @@ class TorchFSDPPlugin(Plugin):
         self.sync_batchnorm = sync_batchnorm
 
     @classmethod
-    def problems(
-        cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
-    ) -> list[tuple[str, Any, str]]:
+    def problems(cls, model: nn.Module, ranks: int, options: Mapping[str, Any]) -> list[Misfit]:
         """Return a problem if ``dp_replicate`` does not divide the world size."""
         replicas = options.get("dp_replicate", 1)
         if ranks % replicas:
@@ -74,29 +71,25 @@ class TorchFSDPPlugin(Plugin):
 
     def configure(self, model: nn.Module) -> ParallelModel:
         """Shard each block (each element of a ModuleList), then the rest of the model."""
-        world = dist.group.WORLD
-        assert world is not None
         if self.sync_batchnorm:
-            synchronise_batch_norm(model, world)
+            synchronise_batch_norm(model, self.world)
         why = "fsdp computes with temporary copies of parameters"
         require_no_post_accumulate(model.named_parameters(), why)
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        broadcast_model(model, world)
+        broadcast_model(model, self.world)
         device = next(model.parameters()).device.type
-        shape: tuple[int, ...] = (self.world_size,)
-        names: tuple[str, ...] = ("dp_shard",)
-        if self.dp_replicate > 1:
-            shape = (self.dp_replicate, self.world_size // self.dp_replicate)
-            names = ("dp_replicate", "dp_shard")
+        axes = {"dp_replicate": self.dp_replicate} if self.dp_replicate > 1 else {}
+        axes["dp_shard"] = self.world_size // self.dp_replicate
         usage = Usage()
-        shard_model(model, grid(device, shape, names), self.sharding, usage)
-        sync = in_turn(
-            partial(usage.drop_unused, dict(model.named_parameters()), world),
-            broadcast_buffers(model, world),
-        )
-        layout = Layout.of_sharded(model, world, whole)
+        shard_model(model, grid(device, tuple(axes.values()), tuple(axes)), self.sharding, usage)
         return ParallelModel(
-            model, layout, sync_grads=sync, broadcast_params=partial(reshard, [model])
+            model,
+            Layout.of_sharded(model, self.world, whole),
+            sync_grads=in_turn(
+                partial(usage.drop_unused, dict(model.named_parameters()), self.world),
+                broadcast_buffers(model, self.world),
+            ),
+            broadcast_params=partial(reshard, [model]),
         )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

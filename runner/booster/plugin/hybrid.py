@@ -13,11 +13,10 @@ from inspect import signature
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from runner.booster.plugin.base import ParallelModel, Plugin, require_process_group
+from runner.booster.plugin.base import Misfit, ParallelModel, Plugin, require_process_group
 from runner.booster.plugin.problems import expert_problems, pipeline_problems, tensor_problems
 from runner.booster.precision import dtype_of
 from runner.clip import Layout
@@ -108,7 +107,7 @@ class HybridParallelPlugin(Plugin):
         initial_scale: float | None = None,
         max_norm: float = 0.0,
     ) -> None:
-        require_process_group(type(self).__name__)
+        self.world = require_process_group(type(self).__name__)
         if schedule not in SCHEDULES:
             raise ValueError(f"unknown schedule {schedule!r}: use {', '.join(SCHEDULES)}")
         if zero_stage not in range(4):
@@ -162,9 +161,7 @@ class HybridParallelPlugin(Plugin):
         return MeshSizes.of(ranks, **{key: options.get(key, given[key]) for key in given})
 
     @classmethod
-    def problems(
-        cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
-    ) -> list[tuple[str, Any, str]]:
+    def problems(cls, model: nn.Module, ranks: int, options: Mapping[str, Any]) -> list[Misfit]:
         """Return sizes that do not fit the ranks, and what does not fit the model."""
         try:
             sizes = cls.sizes_of(ranks, options)
@@ -178,8 +175,6 @@ class HybridParallelPlugin(Plugin):
 
     def configure(self, model: nn.Module) -> ParallelModel:
         """Split into stages, distribute experts, shard weights, then shard over data ranks."""
-        world = dist.group.WORLD
-        assert world is not None
         sizes = self.sizes
         device = next(model.parameters()).device
         axes = Axes.of(device.type, sizes)
@@ -191,7 +186,7 @@ class HybridParallelPlugin(Plugin):
         styles = self._styles(model)
         stages = cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
         self._check_hooks(model)
-        broadcast_model(model, world)
+        broadcast_model(model, self.world)
 
         own = keep_own(model, stages, self.pp_rank, sizes.pp, self.schedule, sharded=self.sharded)
         if sizes.ep > 1:
@@ -212,9 +207,13 @@ class HybridParallelPlugin(Plugin):
             replicas = sizes.dp // (sizes.ep if name in experts else 1)
             return replicas * sizes.tp * len(own.copies.get(own.renamed.get(name, name), [0]))
 
-        layout = Layout.of_sharded(model, world, whole, ranks, own.renamed, heads)
+        layout = Layout.of_sharded(model, self.world, whole, ranks, own.renamed, heads)
         replicas = replicas_of(model, axes, experts, sharded=self.sharded)
-        partition = Partition(replicas) if self.zero_stage == 1 else None
+        broadcast_params: Callable[[], None] = partial(reshard, roots) if self.sharded else nothing
+        steps = None
+        if self.zero_stage == 1:
+            partition = Partition(replicas)
+            steps, broadcast_params = partition.mine, partition.broadcast_params
         tied = tied_copies(model, own.copies, own.renamed, axes)
         return ParallelModel(
             model,
@@ -228,8 +227,8 @@ class HybridParallelPlugin(Plugin):
                 broadcast_buffers(model, axes.edp.get_group(), lambda name: name in experts),
                 ReplicaCheck(replicated(model), axes.tp.get_group()) if sizes.tp > 1 else nothing,
             ),
-            broadcast_params=self._broadcast_params(partition, roots),
-            steps=None if partition is None else partition.mine,
+            broadcast_params=broadcast_params,
+            steps=steps,
             pipeline=self._pipeline(modules, axes, device) if stages else None,
             renamed=own.renamed,
         )
@@ -242,13 +241,6 @@ class HybridParallelPlugin(Plugin):
         if self.sequence_parallel:
             check_sequence(styles)
         return styles
-
-    def _broadcast_params(
-        self, partition: Partition | None, roots: Sequence[nn.Module]
-    ) -> Callable[[], None]:
-        if partition is not None:
-            return partition.broadcast_params
-        return partial(reshard, roots) if self.sharded else nothing
 
     def _check_hooks(self, model: nn.Module) -> None:
         """Refuse post-accumulate hooks that would not run; warn about those that run too often.

@@ -8,20 +8,10 @@ from runner.booster.plugin.hybrid import HybridParallelPlugin
 
 
 class MoeHybridParallelPlugin(HybridParallelPlugin):
-    """Expert parallelism, with the other arguments of :class:`HybridParallelPlugin`.
+    """Expert parallelism, and data parallelism for all other weights.
 
-    Args:
-        ep_size: number of data-parallel ranks that share one set of experts; by default all.
-        tp_size: tensor-parallel size.
-        pp_size: pipeline-parallel size.
-        dp_size: data-parallel size; by default the ranks that the other sizes leave.
-        zero_stage: see :class:`HybridParallelPlugin`.
-        sync_batchnorm: see :class:`~runner.booster.TorchFSDPPlugin`.
-        kwargs: further arguments of :class:`HybridParallelPlugin`.
-
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: the sizes do not multiply to the number of ranks.
+    Arguments and errors are those of :class:`~runner.booster.HybridParallelPlugin`. By default all
+    data-parallel ranks share one set of experts.
     """
 
     def __init__(

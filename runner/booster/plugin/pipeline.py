@@ -10,19 +10,8 @@ from runner.booster.plugin.hybrid import HybridParallelPlugin
 class PipelineParallelPlugin(HybridParallelPlugin):
     """Pipeline parallelism, and data parallelism over the remaining ranks.
 
-    Args:
-        pp_size: pipeline-parallel size; by default all ranks.
-        dp_size: data-parallel size; by default the ranks that ``pp_size`` leaves.
-        schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b`` or ``zero_bubble``; the last two have
-            two stages per rank.
-        num_microbatches: microbatches of one batch; by default the number of stages.
-        split: names of the modules with which the second and each further stage starts; by default
-            stages have about equal numbers of parameters.
-        sync_batchnorm: see :class:`~runner.booster.TorchFSDPPlugin`.
-
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: the sizes do not multiply to the number of ranks.
+    Arguments and errors are those of :class:`~runner.booster.HybridParallelPlugin`. By default
+    ``pp_size`` is the number of ranks; ``dp_size`` is what ``pp_size`` leaves of them.
     """
 
     def __init__(

@@ -8,19 +8,15 @@ from typing import Any
 
 from torch import nn
 
+from runner.booster.plugin.base import Misfit
 from runner.config.schedules import SCHEDULES
 from runner.config.sizes import MeshSizes
 from runner.parallel.experts import mixtures
 from runner.parallel.stages import CutError, cut
 from runner.parallel.tensor_styles import PlanError, check_heads, check_sequence, plan_of
 
-PluginProblem = tuple[str, Any, str]
-"""Argument of a plugin's constructor, its value, and what is wrong with it."""
 
-
-def tensor_problems(
-    model: nn.Module, sizes: MeshSizes, options: Mapping[str, Any]
-) -> list[PluginProblem]:
+def tensor_problems(model: nn.Module, sizes: MeshSizes, options: Mapping[str, Any]) -> list[Misfit]:
     """Return what is wrong with the plan for tensor parallelism.
 
     Args:
@@ -38,7 +34,7 @@ def tensor_problems(
     checks = [("tp_size", sizes.tp, partial(check_heads, model, styles, sizes.tp))]
     if sizes.tp > 1 and options.get("sequence_parallel"):
         checks.append(("sequence_parallel", True, partial(check_sequence, styles)))
-    found: list[PluginProblem] = []
+    found: list[Misfit] = []
     for argument, value, check in checks:
         try:
             check()
@@ -49,11 +45,11 @@ def tensor_problems(
 
 def pipeline_problems(
     model: nn.Module, sizes: MeshSizes, options: Mapping[str, Any]
-) -> list[PluginProblem]:
+) -> list[Misfit]:
     """Return why the model cannot be split into stages; arguments as in :func:`tensor_problems`."""
     if sizes.pp == 1:
         return []
-    found: list[PluginProblem] = []
+    found: list[Misfit] = []
     starts = options.get("split")
     try:
         cut(model, sizes.pp * SCHEDULES[options.get("schedule", "1f1b")].stages_per_rank, starts)
@@ -65,7 +61,7 @@ def pipeline_problems(
     return found
 
 
-def expert_problems(model: nn.Module, options: Mapping[str, Any]) -> list[PluginProblem]:
+def expert_problems(model: nn.Module, options: Mapping[str, Any]) -> list[Misfit]:
     """Return a problem if experts are to be distributed but the model has none."""
     asked = options.get("ep_size")
     if not asked or asked == 1 or any(mixtures(model)):

@@ -10,17 +10,8 @@ from runner.booster.plugin.hybrid import HybridParallelPlugin
 class TensorParallelPlugin(HybridParallelPlugin):
     """Tensor parallelism, and data parallelism over the remaining ranks.
 
-    Args:
-        tp_size: tensor-parallel size; by default all ranks.
-        dp_size: data-parallel size; by default the ranks that ``tp_size`` leaves.
-        sequence_parallel: shard activations between sharded layers along the sequence.
-        tp_plan: style by name pattern (see :mod:`runner.parallel.tensor_styles`); by default the
-            model's own.
-        sync_batchnorm: see :class:`~runner.booster.TorchFSDPPlugin`.
-
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: the sizes do not multiply to the number of ranks.
+    Arguments and errors are those of :class:`~runner.booster.HybridParallelPlugin`. By default
+    ``tp_size`` is the number of ranks; ``dp_size`` is what ``tp_size`` leaves of them.
     """
 
     def __init__(

@@ -7,10 +7,7 @@ forward and backward pass, stage 3 reshards it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
-
-from torch import nn
 
 from runner.booster.plugin.hybrid import HybridParallelPlugin
 
@@ -21,16 +18,9 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
     Args:
         stage: ZeRO stage 1, 2 or 3; Colossal-AI's name of ``zero_stage``.
         zero_stage: the same; it overrides ``stage``.
-        reshard_after_forward: with stage 3, reshard parameters after the forward pass.
-        param_dtype: with stages 2 and 3, see :class:`~runner.booster.TorchFSDPPlugin`.
-        cpu_offload: with stages 2 and 3, see :class:`~runner.booster.TorchFSDPPlugin`.
-        sync_batchnorm: see :class:`~runner.booster.TorchFSDPPlugin`.
-        kwargs: ``precision``, ``initial_scale`` and ``max_norm`` of
-            :class:`~runner.booster.HybridParallelPlugin`.
 
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: the stage is not 1, 2 or 3.
+    The other arguments, also ``precision``, ``initial_scale`` and ``max_norm``, and the errors are
+    those of :class:`~runner.booster.HybridParallelPlugin`. The stage cannot be 0.
     """
 
     def __init__(
@@ -54,13 +44,6 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
             sync_batchnorm=sync_batchnorm,
             **kwargs,
         )
-
-    @classmethod
-    def problems(
-        cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
-    ) -> list[tuple[str, Any, str]]:
-        """Return no problems: any model fits any number of ranks."""
-        return []
 
 
 PLUGIN = LowLevelZeroPlugin

@@ -6,8 +6,8 @@ A trial builds a new optimizer of the same class and options over small float64 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from runner.parallel.placements import full, sharded
 
@@ -24,6 +25,9 @@ TRIAL_STEPS = 3
 TOLERANCE = 1e-6
 """Largest relative difference of two float64 updates that should be equal."""
 
+Groups = list[list[Tensor]]
+"""The tensors of each parameter group."""
+
 
 def steps_by_others(optimizer: Optimizer) -> bool:
     """Return whether the updates of some tensors change if the optimizer holds other tensors too.
@@ -31,31 +35,30 @@ def steps_by_others(optimizer: Optimizer) -> bool:
     Also False if the class cannot be built from its options, because then nothing is known.
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    device = held[0].device if held else None
-    few: list[list[Tensor]] = []
-    more: list[list[Tensor]] = []
+    # On the device of the parameters: some options (capturable) need an accelerator.
+    device = held[0].device if held else torch.device("cpu")
+    few: Groups = []
     for group in optimizer.param_groups:
         dims = sorted({parameter.ndim for parameter in group["params"]}) or [2]
-        # On the device of the parameters: some options (capturable) need an accelerator.
         few.append(
             [torch.ones((4, 3, *[2] * n)[:n], dtype=torch.float64, device=device) for n in dims]
         )
-        more.append([*few[-1], *few[-1]])
-
-    def gradients(groups: Sequence[Sequence[Tensor]], step: int) -> list[list[Tensor]]:
-        # Gradients of the other tensors are larger, and grow with each step.
-        return [
+    more = [[*group, *group] for group in few]
+    # Gradients of the other tensors are larger, and grow with each step.
+    steps = [
+        [
             [
-                _random(tensor.shape, 100 * step + i).to(tensor.device)
-                * (1.0 if i < len(own) else 10.0**step)
+                _random(tensor, 100 * step + i, device) * (1.0 if i < len(own) else 10.0**step)
                 for i, tensor in enumerate(group)
             ]
-            for group, own in zip(groups, few, strict=True)
+            for group, own in zip(more, few, strict=True)
         ]
-
+        for step in range(1, TRIAL_STEPS + 1)
+    ]
+    own_steps = [[group[: len(group) // 2] for group in step] for step in steps]
     try:
-        alone = _updates(optimizer, few, partial(gradients, few))
-        together = _updates(optimizer, more, partial(gradients, more))
+        alone = _updates(optimizer, few, own_steps)
+        together = _updates(optimizer, more, steps)
         return any(
             _difference(a, b) > TOLERANCE
             for one, both in zip(alone, together, strict=True)
@@ -78,31 +81,22 @@ def error_on_shards(optimizer: Optimizer, mesh: DeviceMesh) -> float:
         Exception: whatever the optimizer raises on sharded tensors.
     """
     groups = [_examples(group["params"], mesh) for group in optimizer.param_groups]
+    device = torch.device(mesh.device_type)
     # The values of the parameters, then the gradients of each step.
     whole = [
-        [
-            [_random(p.shape, 100 * step + i).to(mesh.device_type) for i, p in enumerate(group)]
-            for group in groups
-        ]
+        [[_random(p, 100 * step + i, device) for i, p in enumerate(group)] for group in groups]
         for step in range(TRIAL_STEPS + 1)
     ]
     parts = [
-        [
-            [sharded(t, mesh, p.placements) for t, p in zip(values, group, strict=True)]
-            for values, group in zip(drawn, groups, strict=True)
-        ]
+        tree_map(lambda values, p: sharded(values, mesh, p.placements), drawn, groups)
         for drawn in whole
     ]
     try:
-        wanted = _updates(optimizer, whole[0], lambda step: whole[step])
+        wanted = _updates(optimizer, whole[0], whole[1:])
     except Exception:
         return 0.0
-    found = _updates(optimizer, parts[0], lambda step: parts[step])
-    return max(
-        _difference(a, full(b))
-        for one, other in zip(wanted, found, strict=True)
-        for a, b in zip(one, other, strict=True)
-    )
+    found = _updates(optimizer, parts[0], parts[1:])
+    return max(map(_difference, chain(*wanted), map(full, chain(*found))))
 
 
 def _examples(parameters: Iterable[Tensor], mesh: DeviceMesh) -> list[DTensor]:
@@ -114,19 +108,18 @@ def _examples(parameters: Iterable[Tensor], mesh: DeviceMesh) -> list[DTensor]:
     return [listed[place] for place in sorted(found.values())]
 
 
-def _random(shape: Sequence[int], seed: int) -> Tensor:
+def _random(like: Tensor, seed: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(device)
 
 
-def _updates(
-    optimizer: Optimizer,
-    starts: Sequence[Sequence[Tensor]],
-    gradients: Callable[[int], Sequence[Sequence[Tensor]]],
-) -> list[list[Tensor]]:
-    """Return what a new optimizer like ``optimizer`` adds to tensors in a few steps.
+def _updates(optimizer: Optimizer, starts: Groups, steps: Sequence[Groups]) -> Groups:
+    """Return what a new optimizer like ``optimizer`` adds to tensors.
 
-    ``gradients`` returns the gradients of each parameter group, given the step from 1 on.
+    Args:
+        optimizer: optimizer whose class and options are tried.
+        starts: values of the parameters.
+        steps: gradients of each step.
     """
     groups = [[nn.Parameter(t.clone()) for t in group] for group in starts]
     kind = type(optimizer)
@@ -139,15 +132,12 @@ def _updates(
         for group, parameters in zip(optimizer.param_groups, groups, strict=True)
     ]
     made = kind(given, **{name: options[name] for name in accepted} | rate)
-    for step in range(1, TRIAL_STEPS + 1):
-        for parameters, own in zip(groups, gradients(step), strict=True):
-            for parameter, gradient in zip(parameters, own, strict=True):
-                parameter.grad = gradient.clone()
+    for gradients in steps:
+        for parameter, gradient in zip(chain(*groups), chain(*gradients), strict=True):
+            parameter.grad = gradient.clone()
         made.step()
-    return [
-        [parameter.detach() - start for parameter, start in zip(parameters, own, strict=True)]
-        for parameters, own in zip(groups, starts, strict=True)
-    ]
+    updates: Groups = tree_map(lambda parameter, start: parameter.detach() - start, groups, starts)
+    return updates
 
 
 def _difference(wanted: Tensor, got: Tensor) -> float:

@@ -26,7 +26,7 @@ trial steps with the class and its options (:mod:`runner.booster.optimizer_trial
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -70,27 +70,26 @@ WHOLE = (
 )
 
 
-def require_safe(optimizer: Optimizer, spreads: Iterable[ParallelModel], plugin: Plugin) -> None:
+def require_safe(optimizer: Optimizer, parallel: Collection[ParallelModel], plugin: Plugin) -> None:
     """Refuse an optimizer whose steps would differ from those of one process.
 
     Every rank has to call it: trial steps communicate, and all ranks refuse or none.
 
     Args:
         optimizer: optimizer that holds the parameters which this rank steps.
-        spreads: the parallel models that own its parameters.
+        parallel: the parallel models that own its parameters.
         plugin: the plugin, for the message.
 
     Raises:
         ValueError: its steps would be wrong; the message names the optimizer and what to choose.
     """
-    listed = list(spreads)
-    if type(optimizer) in ELEMENTWISE or all(each.layout.group is None for each in listed):
+    if type(optimizer) in ELEMENTWISE or all(each.layout.group is None for each in parallel):
         return
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if started else []
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        problem = _problem(optimizer, listed, type(plugin).__name__)
+        problem = _problem(optimizer, parallel, type(plugin).__name__)
     # Ranks may hold different experts or stages, and so find different problems.
     found = [problem] * plugin.world_size
     if plugin.world_size > 1:
@@ -100,7 +99,7 @@ def require_safe(optimizer: Optimizer, spreads: Iterable[ParallelModel], plugin:
             raise ValueError(each)
 
 
-def _problem(optimizer: Optimizer, spreads: Sequence[ParallelModel], where: str) -> str:
+def _problem(optimizer: Optimizer, parallel: Collection[ParallelModel], where: str) -> str:
     """Return why ``optimizer`` would take wrong steps on this rank; empty if it would not."""
     name = type(optimizer).__name__
     if isinstance(optimizer, optim.LBFGS):
@@ -108,7 +107,7 @@ def _problem(optimizer: Optimizer, spreads: Sequence[ParallelModel], where: str)
             f"{name} searches along a direction over all parameters, which {where} spreads over "
             "ranks: choose TorchDDPPlugin (plugin=ddp) or another optimizer"
         )
-    if any(_steps_some(spread) for spread in spreads) and steps_by_others(optimizer):
+    if any(map(_steps_some, parallel)) and steps_by_others(optimizer):
         return (
             f"{name} computes its steps from all parameters{_norm_option(optimizer)}, but "
             f"under {where} each rank steps only some of them: choose TorchDDPPlugin "
@@ -126,11 +125,11 @@ def _problem(optimizer: Optimizer, spreads: Sequence[ParallelModel], where: str)
     return next((problem for problem in problems if problem), "")
 
 
-def _steps_some(spread: ParallelModel) -> bool:
+def _steps_some(made: ParallelModel) -> bool:
     """Return whether the optimizer of a rank steps only some parameters of the model."""
-    layout, own = spread.layout, spread.steps
+    layout, own = made.layout, made.steps
     partitioned = own is not None and any(id(shard.param) not in own for shard in layout.shards)
-    return partitioned or spread.pipeline is not None or len(layout.shards) < len(layout.names)
+    return partitioned or made.pipeline is not None or len(layout.shards) < len(layout.names)
 
 
 def _norm_option(optimizer: Optimizer) -> str:

@@ -23,7 +23,28 @@ def match_strides(layout: Layout) -> None:
             shard.param.grad = torch.empty_like(shard.param).copy_(gradient)
 
 
-def starts_momentum(optimizers: Sequence[Optimizer]) -> bool:
+def step_where(
+    finite: bool | Tensor,
+    optimizers: Sequence[Optimizer],
+    closure: Callable[[], float] | None = None,
+) -> None:
+    """Step optimizers if ``finite`` holds. Fused kernels read a tensor on the device."""
+    if isinstance(finite, Tensor) and _starts_momentum(optimizers):
+        finite = bool(finite)
+    if finite is False:
+        return
+    for optimizer in optimizers:
+        if finite is True:
+            optimizer.step(closure)
+            continue
+        optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        try:
+            optimizer.step(closure)
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def _starts_momentum(optimizers: Sequence[Optimizer]) -> bool:
     """Return whether a step would allocate momentum buffers on this rank.
 
     torch's fused SGD leaves them uninitialised if ``found_inf`` skips that step; the next step
@@ -36,14 +57,3 @@ def starts_momentum(optimizers: Sequence[Optimizer]) -> bool:
         if group.get("momentum")
         for parameter in group["params"]
     )
-
-
-def step_where(
-    finite: Tensor, optimizer: Optimizer, closure: Callable[[], float] | None = None
-) -> None:
-    """Step a fused optimizer if ``finite`` holds; its kernels read the flag on the device."""
-    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
-    try:
-        optimizer.step(closure)
-    finally:
-        del optimizer.found_inf  # type: ignore[attr-defined]

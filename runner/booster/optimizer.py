@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.booster.fused import match_strides, starts_momentum, step_where
+from runner.booster.fused import match_strides, step_where
 from runner.booster.precision import LossScale
 from runner.booster.step_order import StepOrder, StepOrderError, StepState
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, build, total_norm, transfer
@@ -81,15 +81,13 @@ class OptimizerWrapper(StepOrder):
         self._final = False
         self._unscaled = False
         self._scaled = False
-        self._start: tuple[float, Tensor] | None = None
+        self._start: tuple[Any, Tensor] | None = None  # gradient that the backward pass starts from
         self._finite: bool | Tensor | None = None  # whether to take the step; None while unknown
         self._taken: bool | Callable[[], float] = False
         # Ranks may step different parameters by different kernels; all of them decide alike.
         fused = float(all(group.get("fused") for group in self.param_groups))
         self._fused = all(float(each) for each in layout.gather([fused])[0])
         self._modes: dict[tuple[str, float], ClipMode] = {}
-
-    # -- one step, in order -------------------------------------------------------------------
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """Run the backward pass of ``loss * weight``, scaled under fp16.
@@ -103,12 +101,10 @@ class OptimizerWrapper(StepOrder):
         """
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {list(loss.shape)}: reduce it to one number")
-        weight = self.begin_backward(weight)
-        start = self._start
-        known = None if start is None else (start[0], start[1].dtype, start[1].shape)
-        if start is None or known != (weight, loss.dtype, loss.shape):
-            start = self._start = (weight, loss.new_full(loss.shape, weight))
-        loss.backward(start[1])  # type: ignore[no-untyped-call]
+        key = (self.begin_backward(weight), loss.dtype, loss.shape)
+        if self._start is None or self._start[0] != key:
+            self._start = (key, loss.new_full(loss.shape, key[0]))
+        loss.backward(self._start[1])  # type: ignore[no-untyped-call]
         self.end_backward()
 
     def begin_backward(self, weight: float = 1.0) -> float:
@@ -117,7 +113,7 @@ class OptimizerWrapper(StepOrder):
         Raises:
             StepOrderError: as :meth:`backward`.
         """
-        if self._final or self.stage is StepState.CLIPPED:
+        if self._final:
             raise StepOrderError(f"cannot accumulate now: {self.stage.value}")
         self._scaled, self._held = True, False
         return weight if self.loss_scale is None else weight * self.loss_scale.scale
@@ -161,34 +157,31 @@ class OptimizerWrapper(StepOrder):
             raise ValueError(
                 "a closure goes with one optimizer: run it before step(), which has several"
             )
-        if self.require_step() and self._max_norm > 0:
-            self.clip_grad_by_norm(self._max_norm)
-        if self.loss_scale is not None and self._finite is None:
-            with torch.no_grad():
-                self.unscale()
-                self._finite = bool(math.isfinite(total_norm(self.layout)))
-        self._make_final()
-        finite = self._finite
-        if self.loss_scale is not None:
-            self.loss_scale.update(bool(finite))
+        finite = self._finish_gradients()
         if finite is not False and any(group.get("fused") for group in self.param_groups):
             match_strides(self.layout)
         self.begin_step(zeroed=False)
-        self._taken = (
-            transfer.read_later(finite) if isinstance(finite, Tensor) else finite is not False
-        )
+        self._taken = transfer.read_later(finite) if isinstance(finite, Tensor) else finite
         if finite is False:
             return False
-        if isinstance(finite, Tensor) and starts_momentum(self.optimizers):
-            finite = bool(finite)
-        # A rank that skips its own step still broadcasts: others may decide on the device.
-        for optimizer in self.optimizers if finite is not False else ():
-            if isinstance(finite, Tensor):
-                step_where(finite, optimizer, closure)
-            else:
-                optimizer.step(closure)
+        step_where(finite, self.optimizers, closure)
+        # Also after a step that only this rank read to be skipped: others decide on the device.
         self._broadcast_params()
         return True
+
+    def _finish_gradients(self) -> bool | Tensor:
+        """Make the gradients final, within the plugin's limit; return whether to take the step."""
+        if self.require_step() and self._max_norm > 0:
+            self.clip_grad_by_norm(self._max_norm)
+        if self.loss_scale is None:
+            self.unscale()
+            return True if self._finite is None else self._finite
+        if self._finite is None:
+            with torch.no_grad():
+                self.unscale()
+                self._finite = bool(math.isfinite(total_norm(self.layout)))
+        self.loss_scale.update(bool(self._finite))
+        return self._finite
 
     def was_taken(self) -> bool:
         """Return whether the last call of :meth:`step` took a step.
@@ -217,13 +210,16 @@ class OptimizerWrapper(StepOrder):
         self._final = self._unscaled = self._scaled = False
 
     def unscale(self) -> None:
-        """Make the gradients final and divide them by the fp16 scale, once a step, in place.
+        """Synchronise the gradients and divide them by the fp16 scale, once a step, in place.
 
         Raises:
             StepOrderError: no backward pass has scaled its loss.
             TypeError: a gradient is float16 itself: the scale would be lost in it.
         """
-        self._make_final()
+        if not self._final:
+            self._separate()
+            self._sync_grads()
+            self._final = True
         if self.loss_scale is None or self._unscaled:
             return
         shards, gradients = self.layout.gradients()
@@ -239,12 +235,10 @@ class OptimizerWrapper(StepOrder):
             torch._foreach_mul_(gradients, 1.0 / self.loss_scale.scale)
         self._unscaled = True
 
-    # -- clipping by one call, under the names of Colossal-AI's optimizer wrapper ---------------
-
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Limit the norm of the whole gradient to ``max_norm``.
+        """Limit the norm of the whole gradient to ``max_norm``; a name of Colossal-AI's wrapper.
 
         Returns:
             The norm before clipping: a 0-dimensional float32 tensor, the same on every rank.
@@ -260,14 +254,12 @@ class OptimizerWrapper(StepOrder):
         return norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """Clamp every element of the gradient to [-clip_value, clip_value].
+        """Clamp every gradient element to ±``clip_value``; a name of Colossal-AI's wrapper.
 
         Raises:
             StepOrderError: the gradients are not final, or were clipped already.
         """
         self.clip(self._mode("value", clip_value, 2.0))
-
-    # -- the rest of an optimizer -----------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -275,7 +267,7 @@ class OptimizerWrapper(StepOrder):
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def unwrap(self) -> Optimizer:
-        """The user's optimizer.
+        """Return the user's optimizer.
 
         Raises:
             RuntimeError: there are several: they are in ``optimizers``.
@@ -287,7 +279,9 @@ class OptimizerWrapper(StepOrder):
         return self.optimizers[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the optimizers (ZeRO stage 1: of this rank's share) and of the fp16 scale.
+        """Return the state of the optimizers and of the fp16 scale.
+
+        With ZeRO stage 1 it is the state of the parameters that this rank steps.
 
         Returns:
             ``optimizer``: the state of the one optimizer, or a list with the state of each;
@@ -315,12 +309,6 @@ class OptimizerWrapper(StepOrder):
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
 
-    def _make_final(self) -> None:
-        if not self._final:
-            self._separate()
-            self._sync_grads()
-            self._final = True
-
     def _mode(self, name: str, threshold: float, norm_type: float) -> ClipMode:
         mode = self._modes.get((name, norm_type))
         if mode is None or mode.threshold != threshold:
@@ -342,11 +330,8 @@ class OptimizerWrapper(StepOrder):
         else:
             known = math.isfinite(norm)
         if not known and self.loss_scale is None and self.nonfinite == "error":
-            finding = f"the gradient's norm is {float(norm)}: {self._culprits()}"
+            bad = [name for name, each in norms(self.layout).items() if not math.isfinite(each)]
+            finding = f"the gradient's norm is {float(norm)}: {first_few(bad)}"
             raise NonFiniteGradient(finding, "clip.nonfinite=skip leaves such steps out")
         self._finite = known or (self.nonfinite == "ignore" and self.loss_scale is None)
         return known
-
-    def _culprits(self) -> str:
-        names = [name for name, norm in norms(self.layout).items() if not math.isfinite(norm)]
-        return first_few(names)

@@ -239,14 +239,13 @@ class Booster:
 
     def _loss_of(self, model: ModelWrapper, criterion: Any) -> WindowLoss:
         """Return the WindowLoss of ``criterion``, cached so that it warns only once."""
-        plugin = self.plugin
-        checked = self._window_loss is None and plugin.reports_metrics and plugin.data_rank == 0
-        if self._window_loss is None or self._window_loss[0] is not criterion:
-            self._window_loss = (
-                criterion,
-                WindowLoss(model.unwrap(), criterion, checked=checked),
-            )
-        return self._window_loss[1]
+        known = self._window_loss
+        if known is None or known[0] is not criterion:
+            plugin = self.plugin
+            checked = known is None and plugin.reports_metrics and plugin.data_rank == 0
+            known = criterion, WindowLoss(model.unwrap(), criterion, checked=checked)
+            self._window_loss = known
+        return known[1]
 
     def state_dict(self, model: ModelWrapper) -> dict[str, Tensor]:
         """Gather the state dict of the whole model on the host; every rank has to call this.
@@ -283,10 +282,7 @@ def _owned(
 ) -> Iterator[nn.Module | Tensor]:
     """List all modules and parameters that users may pass to a function that clips.
 
-    Args:
-        modules: the wrappers and the user's modules.
-        given: original parameters of each module, some of which the plugin replaced.
-        optimizer: the boosted optimizer, whose layout holds the current parameters.
+    These include the original parameters in ``given``, some of which the plugin replaced.
     """
     for module in modules:
         yield module

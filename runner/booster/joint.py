@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -70,27 +71,23 @@ def replicate(criterion: nn.Module, plugin: Plugin) -> ParallelModel:
         raise ValueError(
             f"{schedule} takes no gradient of a criterion's parameters: choose schedule='1f1b'"
         )
+    whole = ParallelModel(criterion, Layout.of_model(criterion))
     world = dist.group.WORLD
     if plugin.world_size == 1 or world is None:
-        return ParallelModel(criterion, Layout.of_model(criterion))
+        return whole
     broadcast_model(criterion, world)
     parameters = [p for p in criterion.parameters() if p.requires_grad]
-    return ParallelModel(
-        criterion,
-        Layout.of_model(criterion),
-        sync_grads=partial(
-            _average, parameters, Replicas(parameters, world, plugin.data_size), plugin
-        ),
-    )
+    replicas = Replicas(parameters, world, plugin.data_size)
+    return replace(whole, sync_grads=partial(_average, replicas, plugin))
 
 
-def _average(parameters: Sequence[nn.Parameter], replicas: Replicas, plugin: Plugin) -> None:
+def _average(replicas: Replicas, plugin: Plugin) -> None:
     """Average the gradients of a criterion.
 
     Of the ranks that read the same samples, whose gradients are equal, only one counts.
     """
     if not plugin.reports_metrics:
-        for parameter in parameters:
+        for parameter in replicas.parameters:
             parameter.grad = None
     average(replicas)
 

@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative difference, by dtype, that rounding explains between the loss of a batch and the
 sum over its parts."""
-_ROUNDING_HALF = 2e-2
 
 
 class Count(NamedTuple):
@@ -83,7 +82,7 @@ class WindowLoss:
     def __init__(
         self, model: nn.Module, criterion: Criterion | None = None, checked: bool = False
     ) -> None:
-        own = getattr(model, "loss", None)
+        own: Any = getattr(model, "loss", None)
         self.takes_batch = criterion is None and inspect.ismethod(own)
         self.ignored: int = option(criterion, "ignore_index", IGNORED)
         reduction = option(criterion, "reduction", "mean")
@@ -93,29 +92,19 @@ class WindowLoss:
                 "reduction='mean', or 'sum' for steps that are not divided by the batch"
             )
         self.averages = reduction != "sum"
-        self.checked = checked and self.averages
-        self._classes = False
-        self._class_dim = 1
-        self._weight = CachedCopy(None)
-        self._divisor: Callable[[Any], Any] | None = None
-        self._sums = not self.averages
-        if self.takes_batch:
-            assert callable(own)
-            self._criterion: Criterion = own
-            self._divisor = getattr(model, "loss_items", None)
-            self._holder: nn.Module | None = model
-        elif criterion is None:
-            self._criterion, self._sums, self._classes = cross_entropy_sum, True, True
-            self._class_dim = -1
-        else:
-            self._divisor = getattr(criterion, "loss_items", None)
-            self._holder = criterion if isinstance(criterion, nn.Module) else None
-            self._criterion = criterion
-            if (in_sum := summed(criterion)) is not None:
-                self._criterion, self._sums, self._classes = in_sum, True, True
-                self._weight = CachedCopy(option(criterion, "weight", None))
-        if self._sums:
-            self.checked = False
+        owner = model if self.takes_batch else criterion
+        self._owner = owner if isinstance(owner, nn.Module) else None
+        self._divisor: Callable[[Any], Any] | None = getattr(owner, "loss_items", None)
+        in_sum = None if criterion is None else summed(criterion)
+        if criterion is None and not self.takes_batch:
+            in_sum = cross_entropy_sum
+        mean: Criterion = own if criterion is None else criterion
+        self._criterion = mean if in_sum is None else in_sum
+        self._classes = in_sum is not None
+        self._class_dim = -1 if criterion is None else 1
+        self._weight = CachedCopy(option(criterion, "weight", None) if self._classes else None)
+        self._sums = self._classes or not self.averages
+        self.checked = checked and not self._sums
 
     def items(self, batch: Any) -> Count:
         """Count the items, samples and tokens of a microbatch.
@@ -202,7 +191,7 @@ class WindowLoss:
         samples = batch_size(batch)
         if samples < 2 or not isinstance(outputs, Tensor) or len(outputs) != samples:
             return
-        held = [] if self._holder is None else list(self._holder.parameters())
+        held = [] if self._owner is None else list(self._owner.parameters())
         if any(isinstance(each, DTensor) for each in [outputs, *held]):
             return  # Its loss may wait for other ranks.
         total, on = 0.0, [outputs.device] if outputs.device.type == "cuda" else []
@@ -221,7 +210,7 @@ class WindowLoss:
         except Exception:
             return  # The criterion does not take a part of a batch.
         whole = float(loss) * items  # The only read of the loss, which may wait for the device.
-        rounding = _ROUNDING.get(outputs.dtype, _ROUNDING_HALF)
+        rounding = _ROUNDING.get(outputs.dtype, 2e-2)  # Others have half precision.
         if math.isfinite(whole) and not abs(total - whole) <= rounding * abs(whole):
             log.warning(
                 "the loss of a batch is not the mean over the items of its parts: a step depends on"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary
 
@@ -90,10 +89,6 @@ class ModelWrapper(nn.Module):
         """Return the user's model."""
         return self._model[0]
 
-    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
-        """Return the autocast context of a forward pass."""
-        return nullcontext() if self.dtype is None else torch.autocast(device_type, self.dtype)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Half-precision outputs are converted to float32, so that losses are exact.
 
@@ -106,7 +101,7 @@ class ModelWrapper(nn.Module):
             outputs = self.module(*args, **kwargs)
         else:
             device = next(self.module.parameters()).device.type
-            with self.autocast(device):
+            with torch.autocast(device, self.dtype):
                 outputs = self.module(*args, **kwargs)
             outputs = tree_map_only(Tensor, _to_float32, outputs)
         if self.optimizer is not None and torch.is_grad_enabled():

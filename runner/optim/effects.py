@@ -100,25 +100,20 @@ def _effect(optimizer: Optimizer, threshold: float | None, parameters: int) -> E
     constant = _constant(options) if kind in ("normalized", "orthogonalized") else 0.0
     size = math.inf if threshold is None else threshold
     # Orthogonalization divides by the norm of a matrix, the others divide each element.
-    parts = len(_parameters(optimizer)) if kind == "orthogonalized" else parameters
+    matrices = sum(len(group["params"]) for group in optimizer.param_groups)
+    parts = matrices if kind == "orthogonalized" else parameters
     return Effect(name, kind, constant > NEGLIGIBLE * size / math.sqrt(max(parts, 1)))
 
 
 def _constant(options: dict[str, Any]) -> float:
-    """What is added to the divisor: ``eps``, and the root of Adagrad's initial sum."""
-    eps = options.get("eps")
+    """Return what is added to the divisor: ``eps``, and the root of Adagrad's initial sum."""
+    eps = options.get("eps") or 0.0
     if isinstance(eps, tuple | list):
-        eps = eps[0]  # Adafactor: the first is added to the squared gradient.
-        eps = math.sqrt(eps) if eps else 0.0
-    added = float(eps or 0.0)
-    return added + math.sqrt(float(options.get("initial_accumulator_value") or 0.0))
+        eps = math.sqrt(eps[0] or 0.0)  # Adafactor: the first is added to the squared gradient.
+    return float(eps) + math.sqrt(float(options.get("initial_accumulator_value") or 0.0))
 
 
 def _momentum(options: dict[str, Any]) -> bool:
-    """Whether an optimizer keeps a mean of earlier gradients; one that does not tell does."""
+    """Return whether an optimizer keeps a mean of earlier gradients; True if unknown."""
     known = [options[key] for key in ("momentum", "beta", "betas") if key in options]
     return not known or any(bool(value) for value in known)
-
-
-def _parameters(optimizer: Optimizer) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -33,27 +33,20 @@ class LinearWarmupCosineLR(lr_scheduler.LambdaLR):
         warmup_fraction: share of ``total_steps`` that is warm-up, in [0, 1).
         eta_min: learning rate at the end, exact for parameter groups whose initial rate equals
             that of the first group, and scaled by their initial rate for others.
-        last_epoch: index of the last step, -1 before the first one.
 
     Raises:
         ValueError: ``warmup_fraction`` is out of range.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        total_steps: int,
-        warmup_fraction: float,
-        eta_min: float = 0.0,
-        last_epoch: int = -1,
+        self, optimizer: Optimizer, total_steps: int, warmup_fraction: float, eta_min: float = 0.0
     ) -> None:
         floor = eta_min / optimizer.param_groups[0]["lr"] if eta_min else 0.0
 
         def decay(done: float) -> float:
             return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
 
-        factor = _after_warmup(total_steps, warmup_fraction, decay)
-        super().__init__(optimizer, factor, last_epoch=last_epoch)
+        super().__init__(optimizer, _after_warmup(total_steps, warmup_fraction, decay))
 
 
 class LinearWarmupPolynomialLR(lr_scheduler.LambdaLR):
@@ -67,24 +60,18 @@ class LinearWarmupPolynomialLR(lr_scheduler.LambdaLR):
         total_steps: number of optimizer steps until the end.
         warmup_fraction: share of ``total_steps`` that is warm-up, in [0, 1).
         power: exponent of the decay, at least 0.
-        last_epoch: index of the last step, -1 before the first one.
 
     Raises:
         ValueError: ``warmup_fraction`` or ``power`` is out of range.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        total_steps: int,
-        warmup_fraction: float,
-        power: float,
-        last_epoch: int = -1,
+        self, optimizer: Optimizer, total_steps: int, warmup_fraction: float, power: float
     ) -> None:
         if not power >= 0:
             raise ValueError(f"power must be at least 0, not {power}")
         factor = _after_warmup(total_steps, warmup_fraction, lambda done: (1 - done) ** power)
-        super().__init__(optimizer, factor, last_epoch=last_epoch)
+        super().__init__(optimizer, factor)
 
 
 class StaircaseLR(lr_scheduler.LambdaLR):
@@ -98,20 +85,12 @@ class StaircaseLR(lr_scheduler.LambdaLR):
         total_steps: number of optimizer steps until the end.
         stairs: number of parts with a constant rate, at least 1.
         factor: ratio of the rates of consecutive parts, in (0, 1].
-        last_epoch: index of the last step, -1 before the first one.
 
     Raises:
         ValueError: ``stairs`` or ``factor`` is out of range.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_steps: int,
-        stairs: int,
-        factor: float,
-        last_epoch: int = -1,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, total_steps: int, stairs: int, factor: float) -> None:
         if stairs < 1:
             raise ValueError(f"stairs must be at least 1, not {stairs}")
         if not 0 < factor <= 1:
@@ -120,17 +99,13 @@ class StaircaseLR(lr_scheduler.LambdaLR):
         def scale(step: int) -> float:
             return float(factor ** min(stairs - 1, step * stairs // total_steps))
 
-        super().__init__(optimizer, scale, last_epoch=last_epoch)
+        super().__init__(optimizer, scale)
 
 
 def _after_warmup(
     total_steps: int, warmup_fraction: float, decay: Callable[[float], float]
 ) -> Callable[[int], float]:
-    """Return the factor of each step: linear warm-up to 1, then ``decay`` of the progress.
-
-    Raises:
-        ValueError: ``warmup_fraction`` is out of range.
-    """
+    """Return the factor of each step: linear warm-up to 1, then ``decay`` of the progress."""
     if not 0 <= warmup_fraction < 1:
         raise ValueError(f"warmup_fraction must lie in [0, 1), not {warmup_fraction}")
     warmup = math.ceil(total_steps * warmup_fraction)

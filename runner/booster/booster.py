@@ -63,8 +63,7 @@ class Booster:
         self.dtype = dtype_of(precision)
         self.loss_scale = loss_scale
         if self.loss_scale is None and precision == "fp16":
-            start = self.plugin.initial_scale
-            self.loss_scale = LossScale() if start is None else LossScale(start)
+            self.loss_scale = LossScale(self.plugin.initial_scale or LossScale.scale)
         self.nonfinite = nonfinite
         self._window_loss: tuple[Any, WindowLoss] | None = None
 

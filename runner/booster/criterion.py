@@ -27,17 +27,15 @@ def option(criterion: Any, name: str, default: Any) -> Any:
     return keywords.get(name, getattr(criterion, name, default))
 
 
-def summed(criterion: Criterion) -> Criterion | None:
+def summed(criterion: Any) -> Criterion | None:
     """Return ``criterion`` with ``reduction="sum"``; None if it is not a loss of torch."""
     if isinstance(criterion, nn.Module) and type(criterion).forward in _SUMMABLE:
         module: Any = copy.copy(criterion)
         module.reduction = "sum"
         return cast(Criterion, module)
     bound = isinstance(criterion, partial) and not criterion.args
-    function: Any = cast(Any, criterion).func if bound else criterion
-    return (
-        partial(cast(Any, criterion), reduction="sum") if function in _SUMMABLE_FUNCTIONS else None
-    )
+    function = criterion.func if bound else criterion
+    return partial(criterion, reduction="sum") if function in _SUMMABLE_FUNCTIONS else None
 
 
 def cross_entropy_sum(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def replicate(criterion: nn.Module, plugin: Plugin) -> ParallelModel:
 def _average(replicas: Replicas, plugin: Plugin) -> None:
     """Average the gradients of a criterion.
 
-    Of the ranks that read the same samples, whose gradients are equal, only one counts.
+    Ranks that read the same samples have equal gradients, of which one counts.
     """
     if not plugin.reports_metrics:
         for parameter in replicas.parameters:

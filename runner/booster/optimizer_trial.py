@@ -102,10 +102,10 @@ def error_on_shards(optimizer: Optimizer, mesh: DeviceMesh) -> float:
 def _examples(parameters: Iterable[Tensor], mesh: DeviceMesh) -> list[DTensor]:
     """Return the smallest parameter on ``mesh`` for each number of dimensions and placement."""
     listed = [p for p in parameters if isinstance(p, DTensor) and p.device_mesh == mesh]
-    found: dict[Any, int] = {}
-    for place in sorted(range(len(listed)), key=lambda place: listed[place].numel()):
-        found.setdefault((listed[place].ndim, listed[place].placements), place)
-    return [listed[place] for place in sorted(found.values())]
+    smallest: dict[Any, DTensor] = {}
+    for parameter in sorted(listed, key=lambda p: p.numel()):
+        smallest.setdefault((parameter.ndim, parameter.placements), parameter)
+    return list(smallest.values())
 
 
 def _random(like: Tensor, seed: int, device: torch.device) -> Tensor:

@@ -38,10 +38,6 @@ class ModelWrapper(nn.Module):
         optimizer: optimizer that was boosted with the model, or None.
     """
 
-    renamed: Mapping[str, str]
-    names: Mapping[str, str]
-    optimizer: OptimizerWrapper | None
-
     def __init__(
         self,
         module: nn.Module,
@@ -55,7 +51,9 @@ class ModelWrapper(nn.Module):
         # In a list, so that the model is not registered as a submodule again.
         self._model = [model]
         self.dtype = dtype
-        self.renamed, self.names, self.optimizer = {}, {}, None
+        self.renamed: Mapping[str, str] = {}
+        self.names: Mapping[str, str] = {}
+        self.optimizer: OptimizerWrapper | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
         """Copy the model without its optimizer and without DDP, for an average of its weights.

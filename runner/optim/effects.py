@@ -17,6 +17,7 @@ algorithm 2), signSGD and Signum (1802.04434), Muon (https://kellerjordan.github
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,21 +30,15 @@ NEGLIGIBLE = 0.1
 
 Kind = Literal["plain", "normalized", "sign", "sign only", "orthogonalized"]
 
-_KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+_KINDS: dict[Kind, str] = {
     # Muon first: some implementations have Adam in their names for the parameters left over.
-    ("orthogonalized", ("muon",)),
-    ("sign only", ("rprop",)),
-    ("sign", ("lion", "signum", "signsgd", "tiger")),
-    (
-        "normalized",
-        (
-            *("adam", "adan", "adafactor", "adagrad", "adadelta", "adabelief", "adabound"),
-            *("rmsprop", "lamb", "lars", "novograd", "yogi", "came", "soap", "shampoo"),
-            *("prodigy", "sophia", "apollo"),
-        ),
-    ),
-)
-"""Parts of the lower-case class names of optimizers; the first match counts."""
+    "orthogonalized": "muon",
+    "sign only": "rprop",
+    "sign": "lion|signum|signsgd|tiger",
+    "normalized": "adam|adan|adafactor|adagrad|adadelta|adabelief|adabound|rmsprop|lamb|lars"
+    "|novograd|yogi|came|soap|shampoo|prodigy|sophia|apollo",
+}
+"""Patterns for the lower-case class names of optimizers; the first match counts."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,7 @@ def effect_of(optimizers: Sequence[Optimizer], threshold: float | None, paramete
 def _effect(optimizer: Optimizer, threshold: float | None, parameters: int) -> Effect:
     name = type(optimizer).__name__
     lower = name.lower()
-    kind: Kind = next((k for k, parts in _KINDS if any(p in lower for p in parts)), "plain")
+    kind: Kind = next((each for each, known in _KINDS.items() if re.search(known, lower)), "plain")
     options = optimizer.defaults
     if kind == "sign" and "lion" not in lower and not _momentum(options):
         kind = "sign only"

@@ -114,13 +114,7 @@ def _random(like: Tensor, seed: int, device: torch.device) -> Tensor:
 
 
 def _updates(optimizer: Optimizer, starts: Groups, steps: Sequence[Groups]) -> Groups:
-    """Return what a new optimizer like ``optimizer`` adds to tensors.
-
-    Args:
-        optimizer: optimizer whose class and options are tried.
-        starts: values of the parameters.
-        steps: gradients of each step.
-    """
+    """Return what an optimizer like ``optimizer`` adds to ``starts``, given gradients of steps."""
     groups = [[nn.Parameter(t.clone()) for t in group] for group in starts]
     kind = type(optimizer)
     options = vars(optimizer) | optimizer.defaults

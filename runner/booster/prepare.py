@@ -9,13 +9,8 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
     """Replace the wrappers of :func:`torch.compile` by modules that are compiled in place.
 
     A wrapper adds ``_orig_mod.`` to the names of all parameters inside it, which the patterns of a
-    plan, the state dict and names in messages would not match.
-
-    Args:
-        model: compiled model, or a model with compiled submodules; changed in place.
-
-    Returns:
-        The model without its wrapper.
+    plan, the state dict and names in messages would not match. The model itself may be wrapped, so
+    use the one that is returned.
     """
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
@@ -34,10 +29,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 def require_dense(model: nn.Module, plugin: str) -> None:
     """Refuse a layer with sparse gradients, which cannot be sharded or summed over ranks.
-
-    Args:
-        model: the whole model.
-        plugin: name of the plugin that will distribute the model.
 
     Raises:
         ValueError: the model has such a layer; the message names it.

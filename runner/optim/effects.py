@@ -69,7 +69,7 @@ PLAIN = Effect("SGD", "plain")
 def effect_of(optimizers: Sequence[Optimizer], threshold: float | None, parameters: int) -> Effect:
     """Return how optimizers that step together use the size of a gradient held to ``threshold``.
 
-    Of several kinds, one that scales its steps with the gradient counts first.
+    If the kinds differ, one that scales its steps with the gradient takes precedence.
 
     Args:
         optimizers: from torch or any other library; they are recognized by their names.

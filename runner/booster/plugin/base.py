@@ -74,8 +74,8 @@ class Plugin(ABC):
     """How a model, its gradients and its data are distributed over ranks."""
 
     reports_metrics: bool = True
-    """Whether sums over data-parallel ranks include this rank. Of the ranks that read the same
-    samples one does, which has the loss."""
+    """Whether sums over data-parallel ranks include this rank. Among ranks that read the same
+    samples, exactly one is included, and it has the loss."""
 
     precision: str | None = None
     """Precision of a :class:`~runner.Booster` that is given none."""

@@ -243,11 +243,7 @@ class HybridParallelPlugin(Plugin):
         return styles
 
     def _check_hooks(self, model: nn.Module) -> None:
-        """Refuse post-accumulate hooks that would not run; warn about those that run too often.
-
-        Raises:
-            HookError: a parameter has a post-accumulate hook that would not run.
-        """
+        """Refuse post-accumulate hooks that would not run; warn about those that run too often."""
         why = None
         if self.sizes.tp > 1:
             why = "tensor parallelism replaces parameters by the parts on each rank"

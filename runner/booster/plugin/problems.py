@@ -17,13 +17,7 @@ from runner.parallel.tensor_styles import PlanError, check_heads, check_sequence
 
 
 def tensor_problems(model: nn.Module, sizes: MeshSizes, options: Mapping[str, Any]) -> list[Misfit]:
-    """Return what is wrong with the plan for tensor parallelism.
-
-    Args:
-        model: the whole model.
-        sizes: sizes of the device mesh.
-        options: arguments of the plugin's constructor.
-    """
+    """Return what is wrong with the plan for tensor parallelism."""
     plan = options.get("tp_plan")
     if sizes.tp == 1 and not plan:
         return []
@@ -46,7 +40,7 @@ def tensor_problems(model: nn.Module, sizes: MeshSizes, options: Mapping[str, An
 def pipeline_problems(
     model: nn.Module, sizes: MeshSizes, options: Mapping[str, Any]
 ) -> list[Misfit]:
-    """Return why the model cannot be split into stages; arguments as in :func:`tensor_problems`."""
+    """Return why the model cannot be split into stages."""
     if sizes.pp == 1:
         return []
     found: list[Misfit] = []

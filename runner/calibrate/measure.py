@@ -44,7 +44,7 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     return {
         "parts": parts,
         "norms": meter.norms,
-        "peaks": meter.peaks,
+        "peaks": meter.max_stats,
         "loss": meter.last[keys.TRAIN_LOSS],
         "kind": _kind(config),
     }

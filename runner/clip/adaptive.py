@@ -52,12 +52,14 @@ class AdaptiveClip(Adaptive, ClipMode):
         shards = layout.with_units(units)
         self._shards = [shard for shard in shards if shard.name not in excluded]
         self._layout = layout
+        if layout.device.type == "meta" or (dist.is_initialized() and dist.get_rank() > 0):
+            return  # a model that is only checked, or a rank that need not repeat the first one
         if self.exclude == "auto":
-            _log_once(layout, logging.INFO, _left_out(layout))
+            _log_once(logging.INFO, _left_out(layout))
         chosen = {name for glob in units for name in layout.matching(glob, "units")}
         assumed = [n for n, p in layout.parameters.items() if not p.known and n not in chosen]
         if left := [name for name in assumed if name not in excluded]:
-            _log_once(layout, logging.WARNING, _unknown(layout, left))
+            _log_once(logging.WARNING, _unknown(layout, left))
 
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         """Compute the coefficient of each unit.
@@ -137,15 +139,8 @@ def _unknown(layout: Layout, names: Sequence[str]) -> str:
 
 
 @cache
-def _logged(level: int, message: str) -> None:
+def _log_once(level: int, message: str) -> None:
     log.log(level, "%s", message)
-
-
-def _log_once(layout: Layout, level: int, message: str) -> None:
-    """Log on the first rank, once in this process; not for a model that is only checked."""
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    if first and layout.device.type != "meta":
-        _logged(level, message)
 
 
 def _lengths(shard: ParamShard, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ optimizer does both, and registers here the modules and parameters that it clips
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Literal, Protocol
 from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ class Clipper(Protocol):
 
 
 _clippers = WeakIdKeyDictionary()
-"""A weak reference to the clipper of each module and parameter; None where there is no clipper."""
+"""For modules and parameters a weak reference to their clipper, or "none" if they have none."""
 
 
 def register(clipper: Clipper | None, owned: Iterable[nn.Module | Tensor]) -> None:
@@ -43,7 +43,7 @@ def register(clipper: Clipper | None, owned: Iterable[nn.Module | Tensor]) -> No
             without an optimizer, so that nothing synchronises its gradients.
         owned: modules that users may pass, and parameters, including those that were replaced.
     """
-    known = None if clipper is None else ref(clipper)
+    known = "none" if clipper is None else ref(clipper)
     for each in owned:
         _clippers[each] = known
 
@@ -67,19 +67,19 @@ def clip_boosted(given: nn.Module | list[Tensor], mode: ClipMode) -> Decision | 
             # that have the gradients.
             module.reshard()
     parameters = list(given.parameters()) if isinstance(given, nn.Module) else given
-    found = [_known(parameter) for parameter in parameters]
+    found = [_clipper_of(parameter) for parameter in parameters]
     if isinstance(given, nn.Module) and given in _clippers:
-        found.append(_known(given))
-    clippers = {id(clipper): clipper for known, clipper in found if known}
+        found.append(_clipper_of(given))
+    clippers = {id(clipper): clipper for clipper in found if clipper is not None}
     if not clippers:
         return None
     clipper = next(iter(clippers.values()))
-    if clipper is None:
+    if clipper == "none":
         raise ValueError(
             "this model was boosted without its optimizer, which synchronises gradients before "
             "they are clipped: booster.boost(model, optimizer)"
         )
-    if len(clippers) > 1 or not all(known for known, _ in found):
+    if len(clippers) > 1 or any(each is None for each in found):
         raise ValueError(
             "these parameters are not all of one boosted model: clip each boosted model by itself, "
             "or boost them together: booster.boost([first, second], optimizer)"
@@ -104,12 +104,8 @@ def clip_boosted(given: nn.Module | list[Tensor], mode: ClipMode) -> Decision | 
     return None
 
 
-def _known(owned: nn.Module | Tensor) -> tuple[bool, Clipper | None]:
-    """Return whether ``owned`` belongs to a boosted model, and its clipper."""
-    if owned not in _clippers:
-        return False, None
-    known: ReferenceType[Clipper] | None = _clippers[owned]
-    if known is None:
-        return True, None
-    clipper = known()
-    return clipper is not None, clipper
+def _clipper_of(owned: nn.Module | Tensor) -> Clipper | Literal["none"] | None:
+    """Return the clipper of a part of a boosted model; None for anything else."""
+    known: ReferenceType[Clipper] | Literal["none"] | None
+    known = _clippers.get(owned)  # type: ignore[no-untyped-call]
+    return known() if isinstance(known, ReferenceType) else known

@@ -142,17 +142,16 @@ class Layout:
         return cls(shards, group, found, parameters, elsewhere)
 
     @classmethod
-    def of_parameters(cls, parameters: Iterable[Tensor] | Tensor) -> Layout:
+    def of_parameters(cls, parameters: Sequence[Tensor]) -> Layout:
         """Return the layout of whole tensors; dimension 0 of each is taken to index outputs.
 
         Raises:
             TypeError: one is sharded: only a whole model can be accounted for.
         """
-        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for i, parameter in enumerate(listed):
+        for i, parameter in enumerate(parameters):
             if is_sharded(parameter):
                 raise TypeError(f"parameters[{i}] is sharded over ranks: give the whole model")
-        return cls(ParamShard(f"parameters[{i}]", p, units_of(p)) for i, p in enumerate(listed))
+        return cls(ParamShard(f"parameters[{i}]", p, units_of(p)) for i, p in enumerate(parameters))
 
     @classmethod
     def union(cls, layouts: Mapping[str, Layout]) -> Layout:

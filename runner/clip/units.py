@@ -81,7 +81,7 @@ def units_of(parameter: Tensor, module: nn.Module | None = None) -> Units:
 def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
     """Yield every parameter under its qualified name, with the module that owns it.
 
-    The owner of what a parametrization computes a weight from is the layer that has the weight.
+    What a parametrization computes a weight from belongs to the layer that has the weight.
     """
     for prefix, module in model.named_modules():
         owner = module

@@ -88,7 +88,7 @@ class Meter:
     _pending: list[StepMetrics] = field(default_factory=list)
     _window: LogWindow = field(default_factory=LogWindow)
     _norms: array[float] = field(default_factory=lambda: array("d"))
-    _peaks: array[float] = field(default_factory=lambda: array("d"))
+    _max_stats: array[float] = field(default_factory=lambda: array("d"))
     _clipped: float = 0.0
     _fraction: float = 0.0
     _above: dict[float, int] = field(default_factory=dict)
@@ -127,16 +127,16 @@ class Meter:
         norms = None
         if self.layers is not None and shares and (together or not self.layers.spans_ranks):
             norms = self.layers.over_ranks(shares)
-        figures, layers = _on_host([(step.loss, *step.decision.metrics) for step in pending], norms)
-        losses: list[float] | list[None] = [row[0] for row in figures]
+        rows, layers = _on_host([(step.loss, *step.decision.metrics) for step in pending], norms)
+        own = [row[0] for row in rows]
+        losses: Sequence[float | None] = own
         if self.mean_over_data is not None:
-            alone = [None] * len(pending)
-            losses = self.mean_over_data([row[0] for row in figures]) if together else alone
+            losses = self.mean_over_data(own) if together else [None] * len(own)
         self._pending = []
-        for i, (step, loss, row) in enumerate(zip(pending, losses, figures, strict=True)):
-            newest = last if last is not None and i == len(pending) - 1 else None
+        for step, loss, row in zip(pending, losses, rows, strict=True):
             each = next(layers, None) if step.layers is not None else None
-            self._take(step, loss, Decision(*row[1:]), each, newest)
+            further = last if step is pending[-1] else None
+            self._take(step, loss, Decision(*row[1:]), each, further)
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics of the whole run: every step counts, whatever the interval."""
@@ -145,7 +145,7 @@ class Meter:
             "final": {key: value for key, value in self.last.items() if key != keys.TRAIN_STEP},
             "best": dict(self.best),
             keys.GRAD_NORM: _spread(self._norms),
-            keys.CLIP_PEAK: _spread(self._peaks),
+            keys.CLIP_PEAK: _spread(self._max_stats),
             keys.CLIP_RATIO_TOTAL: self._clipped / steps if steps else 0.0,
             keys.CLIP_FRACTION: self._fraction / steps if steps else 0.0,
             **self._shares(),
@@ -165,7 +165,7 @@ class Meter:
             "best": dict(self.best),
             "window": asdict(self._window),
             "norms": torch.from_numpy(np.array(self._norms)),
-            "peaks": torch.from_numpy(np.array(self._peaks)),
+            "max_stats": torch.from_numpy(np.array(self._max_stats)),
             "clipped": self._clipped,
             "fraction": self._fraction,
             "nonfinite": self.nonfinite,
@@ -176,10 +176,10 @@ class Meter:
         self.last, self.best = dict(state["last"]), dict(state["best"])
         self._window = LogWindow(**state["window"])
         self._norms = array("d", state["norms"].tolist())
-        self._peaks = array("d", state["peaks"].tolist())
+        self._max_stats = array("d", state["max_stats"].tolist())
         self._clipped, self._fraction = state["clipped"], state["fraction"]
         self.nonfinite = state["nonfinite"]
-        self._above = {t: sum(peak > t for peak in self._peaks) for t in self._above}
+        self._above = {t: sum(stat > t for stat in self._max_stats) for t in self._above}
 
     @property
     def norms(self) -> list[float]:
@@ -187,13 +187,13 @@ class Meter:
         return self._norms.tolist()
 
     @property
-    def peaks(self) -> list[float]:
+    def max_stats(self) -> list[float]:
         """``Decision.max_stat`` of the same steps, NaN where a step was skipped."""
-        return self._peaks.tolist()
+        return self._max_stats.tolist()
 
     def _shares(self) -> dict[str, float]:
         """Share of the steps so far that each threshold of ``what_if`` would have clipped."""
-        steps = max(len(self._peaks), 1)
+        steps = max(len(self._max_stats), 1)
         return {keys.what_if(t): above / steps for t, above in self._above.items()}
 
     def _take(
@@ -202,7 +202,7 @@ class Meter:
         loss: float | None,
         decision: Decision,
         layers: list[float] | None,
-        newest: Mapping[str, float] | None,
+        further: Mapping[str, float] | None,
     ) -> None:
         if not math.isfinite(decision.norm):
             # An accelerator that decides for itself reports what clipping would have made of it.
@@ -210,10 +210,10 @@ class Meter:
             self.nonfinite += 1
         norm, clipped = float(decision.norm), float(decision.clipped)
         self._norms.append(norm)
-        peak = float(decision.max_stat)
-        self._peaks.append(peak)
+        max_stat = float(decision.max_stat)
+        self._max_stats.append(max_stat)
         for threshold in self._above:
-            self._above[threshold] += peak > threshold
+            self._above[threshold] += max_stat > threshold
         self._clipped += clipped
         self._fraction += float(decision.fraction)
         window = self._window
@@ -224,12 +224,12 @@ class Meter:
         window.seconds += step.seconds
         if loss is not None:
             self._best(keys.TRAIN_LOSS, loss)
-        if newest is None and not self.row_due(step.step):
+        if further is None and not self.row_due(step.step):
             return
         row = self._row(step, loss, decision)
         if self.layers is not None and layers is not None:
             row.update(zip(self.layers.keys, layers, strict=True))
-        for key, value in (newest or {}).items():
+        for key, value in (further or {}).items():
             row[key] = value
             self._best(key, value)
         self.last |= row

@@ -28,5 +28,5 @@ class Sink(Protocol):
 
 
 def ending(exit_code: int) -> str:
-    """Return in one word how a run with an exit code ended."""
+    """Return one word for how a run ended, given its exit code."""
     return {0: "finished", 130: "interrupted", 143: "terminated"}.get(exit_code, "failed")

@@ -20,6 +20,9 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -71,11 +74,11 @@ class Recorder:
     """Record one run, online if that works within the time limits, offline otherwise.
 
     Args:
-        request: arguments of :class:`WandbSink` by name, and the two time limits.
+        request: first message of :class:`WandbSink`.
         say: sends a message of a kind ("info" or "warning") to the trainer's log.
     """
 
-    def __init__(self, request: dict[str, Any], say: Say) -> None:
+    def __init__(self, request: dict[str, Any], say: Callable[[str, str], None]) -> None:
         self._request = request
         self._say = say
         self._complaints: list[str] = []
@@ -134,15 +137,8 @@ class Recorder:
         request = self._request
         wandb = _quiet_wandb(self._complaints)
         run: Run = wandb.init(
-            dir=request["folder"],
+            **request["run"],
             mode=mode,
-            project=request["project"],
-            group=request["group"],
-            tags=request["tags"],
-            job_type=request["job_type"],
-            name=request["name"],
-            id=request["run_id"],
-            config=request["config"],
             settings=_settings(wandb, request["init_seconds"], request["finish_seconds"]),
         )
         run.define_metric(request["step"])
@@ -156,7 +152,7 @@ class Recorder:
         # wandb's client keeps the id of a run that failed to start until a new client starts.
         wandb.teardown()
         place = Path(self._request["record"])
-        for begun in place.glob(f"run-*-{self._request['run_id']}"):
+        for begun in place.glob(f"run-*-{self._request['run']['id']}"):
             shutil.rmtree(begun, ignore_errors=True)
         why = str(error).strip().splitlines() or [type(error).__name__]
         self._say(
@@ -164,21 +160,6 @@ class Recorder:
             f"wandb cannot record online ({why[0]}); this run is recorded offline in {place}. "
             f"To send it later: wandb sync {place}/offline-run-*",
         )
-
-
-class Say:
-    """Send messages to the trainer as JSON lines, if it still runs."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-
-    def __call__(self, kind: str, text: str = "") -> None:
-        """Send one line, at once."""
-        try:
-            self._stream.write(json.dumps({"kind": kind, "text": text}) + "\n")
-            self._stream.flush()
-        except OSError:
-            """The trainer is gone; the record goes on."""
 
 
 class _Relay:
@@ -237,6 +218,13 @@ def _settings(wandb: Any, init_seconds: float, finish_seconds: float) -> Any:
     return wandb.Settings(**{key: value for key, value in wanted.items() if key in known})
 
 
+def _send(stream: IO[str], kind: str, text: str = "") -> None:
+    """Send a message to the trainer as one JSON line, at once."""
+    with suppress(OSError):  # The trainer is gone; the record goes on.
+        stream.write(json.dumps({"kind": kind, "text": text}) + "\n")
+        stream.flush()
+
+
 def _read(stream: IO[str], inbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:
     for line in stream:
         if not line.endswith("\n"):
@@ -274,7 +262,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     source, answers = _own_streams()
-    say = Say(answers)
+    say = partial(_send, answers)
     inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(source, inbox), daemon=True).start()
     threading.Thread(target=_watch, args=(trainer, inbox), daemon=True).start()

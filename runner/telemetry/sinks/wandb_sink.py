@@ -83,19 +83,21 @@ class WandbSink:
         if mode == "disabled" or (mode == "auto" and os.environ.get("WANDB_MODE") == "disabled"):
             return
         request = {
-            "folder": str(folder.absolute()),
             "record": str(folder.absolute() / files.WANDB),
             "step": keys.TRAIN_STEP,
             "mode": mode,
-            "project": project,
-            "group": group,
-            "tags": list(tags),
-            "job_type": job_type,
-            "name": name,
-            "run_id": run_id,
-            "config": config,
             "init_seconds": INIT_SECONDS,
             "finish_seconds": FINISH_SECONDS,
+            "run": {  # arguments of wandb.init
+                "dir": str(folder.absolute()),
+                "project": project,
+                "group": group,
+                "tags": list(tags),
+                "job_type": job_type,
+                "name": name,
+                "id": run_id,
+                "config": config,
+            },
         }
         try:
             self._process = _start()

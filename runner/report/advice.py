@@ -1,13 +1,13 @@
-"""Sentences on what a sweep shows about the keys that it varied, and the remarks of its runs.
+"""Sentences on the keys that a sweep varied, and the remarks of its runs.
 
-A key that the sweep varied is judged by the results alone: rules of thumb about it are left out. A
-remark that several settings share is shown once, with their names.
+Only results judge a key that the sweep varied: remarks that are rules of thumb about it are left
+out. A remark that several settings share is shown once, with their names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from runner.report.findings import Findings
@@ -17,12 +17,11 @@ from runner.report.notation import rounded
 THRESHOLD, RATE = "clip.threshold", "optimizer.lr"
 
 FULLY = 0.95
-"""Share of clipped steps above which a lower threshold clips hardly more of them."""
+"""Share of clipped steps from which a lower threshold clips hardly any further steps."""
 
 ALIKE = 0.05
-"""Relative difference below which the results of single runs count as equal."""
+"""Relative difference up to which the results of single runs count as equal."""
 
-# Topics with a sentence of their own on a page of several settings, in the order of the page.
 _SHARED = {
     "nonfinite": "some gradients were NaN or inf, which no threshold fixes: check the loss and the "
     "precision.",
@@ -35,22 +34,19 @@ _SHARED = {
     "not make its steps smaller.",
     "cancels": "clipping most gradients does not make the steps of {optimizer} smaller.",
 }
-# Keys that the sentence of a topic is about; it is left out if the sweep varied one of them.
+"""Sentence for each topic on a page of several settings, in the order of the page."""
+
 _ABOUT = {"limits": (RATE, THRESHOLD), "cancels": (THRESHOLD,)}
+"""Keys that a topic is about: its sentence is left out if the sweep varied one of them."""
 
 
 def advice(found: Findings) -> list[str]:
     """Return what the sweep shows, and the remarks of its runs."""
-    few = _few(found)
-    if few:
+    if few := _few(found):
         return [*_own(found, ("nonfinite",)), few]
-    measured = [*_edges(found), *_best_rates(found), *_joint(found), *_alike(found)]
+    edges = [sentence for key in (THRESHOLD, RATE) if (sentence := edge(found, key))]
+    measured = [*edges, *_best_rates(found), *_joint(found), *_alike(found)]
     return [*measured, *_own(found, tuple(_SHARED))]
-
-
-def varied(found: Findings, key: str) -> bool:
-    """Return whether settings that are otherwise equal differ in ``key``."""
-    return any(len(_along(found, group, key)) > 1 for group in found.groups)
 
 
 def edge(found: Findings, key: str) -> str | None:
@@ -59,60 +55,49 @@ def edge(found: Findings, key: str) -> str | None:
     Only settings that equal the best one in all other keys are compared. There is no sentence if
     seeds differ by more than these settings do, or if values beyond the edge change nothing.
     """
-    best = next(iter(found.ranked()), None)
+    best = found.best
     if best is None or _value(best, key) is None:
         return None
     tried = _along(found, best, key)
-    # A value that diverged limits the range as well as one with a worse result.
+    # A value that diverged limits the range, as one with a worse result does.
     judged = {value: group for value, group in tried.items() if found.scores(group)}
-    known = list(judged)
-    if len(known) < 2 or not _apart(found, list(judged.values())):
+    values, groups = list(judged), list(judged.values())
+    if len(groups) < 2 or not _apart(found, groups):
         return None
-    top = [v for v, group in judged.items() if found.mean(group)[0] == found.mean(best)[0]]
-    lowest, highest = known[0] in top, known[-1] in top
-    if lowest == highest:
+    top = [value for value in values if found.mean(judged[value])[0] == found.mean(best)[0]]
+    if (values[0] in top) == (values[-1] in top):
         return None
-    which = "tried" if len(judged) == len(tried) else "with a result"
-    the_best = _named(found, best, key)
-    if lowest:
-        if key == THRESHOLD and _train_alike(found, list(judged.values())):
+    if values[0] in top:
+        if key == THRESHOLD and _train_alike(found, groups):
             return None
-        value = known[0]
-        return (
-            f"{the_best}, {rounded(value)}, is the lowest {which}: a lower one may do better "
-            f"(try {rounded(value / 2)} and {rounded(value / 4)})."
-        )
-    value = known[-1]
-    if key != THRESHOLD:
-        return (
-            f"{the_best}, {rounded(value)}, is the highest {which}: a higher one may do better "
-            f"(try {rounded(value * 2)} and {rounded(value * 4)})."
-        )
-    # Beyond the highest threshold lies no clipping: there is nothing more to try if that was tried,
-    # or if the threshold clipped nothing.
-    unclipped = any(not group.clips and found.scores(group) for group in found.groups)
-    if unclipped or not found.ratio(best):
-        return None
+        end, value, beyond = "lowest", values[0], "a lower one"
+        tries = f"{rounded(value / 2)} and {rounded(value / 4)}"
+    elif key == THRESHOLD:
+        # No clipping lies beyond the highest threshold. There is nothing more to try if the sweep
+        # tried it, or if this threshold clipped nothing.
+        unclipped = any(not group.clips and found.scores(group) for group in found.groups)
+        if unclipped or not found.ratio(best):
+            return None
+        end, value, beyond = "highest", values[-1], "a higher one, or none,"
+        tries = f"{rounded(value * 2)} and clip=none"
+    else:
+        end, value, beyond = "highest", values[-1], "a higher one"
+        tries = f"{rounded(value * 2)} and {rounded(value * 4)}"
+    among = "tried" if len(judged) == len(tried) else "with a result"
     return (
-        f"{the_best}, {rounded(value)}, is the highest {which}: a higher one, or none, may do "
-        f"better (try {rounded(value * 2)} and clip=none)."
+        f"{_named(found, best, key)}, {rounded(value)}, is the {end} {among}: {beyond} may do "
+        f"better (try {tries})."
     )
-
-
-def _edges(found: Findings) -> list[str]:
-    said = [edge(found, key) for key in (THRESHOLD, RATE)]
-    return [sentence for sentence in said if sentence]
 
 
 def _best_rates(found: Findings) -> list[str]:
     """Return a sentence if the best learning rate depends on the threshold."""
-    best = next(iter(found.ranked()), None)
     rates: dict[float, float] = {}
-    for threshold, group in _along(found, best, THRESHOLD).items() if best else ():
+    for threshold, group in _along(found, found.best, THRESHOLD).items() if found.best else ():
         known = _along(found, group, RATE)
-        ranked = [one for one in found.ranked() if one in known.values()]
+        ranked = [one for one in found.ranked if one in known.values()]
         if len(known) > 1 and ranked and _apart(found, ranked):
-            rates[threshold] = _value(ranked[0], RATE) or math.nan
+            rates[threshold] = next(rate for rate, one in known.items() if one is ranked[0])
     if len(set(rates.values())) < 2 or len(rates) > 6:
         return []
     each = ", ".join(
@@ -122,25 +107,21 @@ def _best_rates(found: Findings) -> list[str]:
 
 
 def _joint(found: Findings) -> list[str]:
-    """Return a sentence if rate and threshold act together, but only one was varied."""
-    best = next(iter(found.ranked()), None)
-    if best is None or "limits" not in _topics(best):
+    """Return a sentence if learning rate and threshold act together, but only one was varied."""
+    if found.best is None or "limits" not in _topics(found.best):
         return []
-    known = [key for key in (THRESHOLD, RATE) if varied(found, key)]
-    if len(known) != 1:
+    keys = [key for key in (THRESHOLD, RATE) if _varied(found, key)]
+    if len(keys) != 1:
         return []
-    other = RATE if known[0] == THRESHOLD else THRESHOLD
+    other = RATE if keys == [THRESHOLD] else THRESHOLD
     return [
-        f"The best setting clipped {found.clipped(best)}. There {THRESHOLD} and {RATE} act "
-        f"together, and this sweep varied only {known[0]}: vary {other} as well."
+        f"The best setting clipped {found.clipped(found.best)}. There {THRESHOLD} and {RATE} act "
+        f"together, and this sweep varied only {keys[0]}: vary {other} as well."
     ]
 
 
 def _alike(found: Findings) -> list[str]:
-    """Return a sentence if thresholds train alike because the optimizer normalizes gradients.
-
-    It is left out if the results differ.
-    """
+    """Return a sentence if thresholds train alike because the optimizer normalizes gradients."""
     for group in found.groups:
         members = [g for g in _along(found, group, THRESHOLD).values() if _scale_cancels(found, g)]
         if group in members[:1] and _train_alike(found, members):
@@ -152,13 +133,18 @@ def _alike(found: Findings) -> list[str]:
     return []
 
 
-def _train_alike(found: Findings, groups: list[Group]) -> bool:
-    """Return whether thresholds bind in every step, cancel in the optimizer, and did as well."""
+def _varied(found: Findings, key: str) -> bool:
+    """Return whether settings that are otherwise equal differ in ``key``."""
+    return any(len(_along(found, group, key)) > 1 for group in found.groups)
+
+
+def _train_alike(found: Findings, groups: Sequence[Group]) -> bool:
+    """Return whether the optimizer cancels the clipping of all ``groups``, with equal results."""
     cancels = all(_scale_cancels(found, group) for group in groups)
     return len(groups) > 1 and cancels and not _apart(found, groups)
 
 
-def _apart(found: Findings, groups: list[Group]) -> bool:
+def _apart(found: Findings, groups: Sequence[Group]) -> bool:
     """Return whether the results of some of ``groups`` clearly differ.
 
     With one seed each, a relative difference above `ALIKE` counts as clear.
@@ -173,38 +159,41 @@ def _apart(found: Findings, groups: list[Group]) -> bool:
 
 def _few(found: Findings) -> str | None:
     """Return a sentence if the runs are too short to judge a threshold."""
-    clipped = [group for group in found.groups if group.threshold is not None]
-    short = [group for group in clipped if "few" in _topics(group)]
-    if not short or len(found.groups) == 1:
-        return None if not short else _texts(short[0]).get("few")
+    short = [group for group in found.groups if group.threshold and "few" in _topics(group)]
+    if not short:
+        return None
+    if len(found.groups) == 1:
+        return _texts(short[0]).get("few")
     return f"{_who(found, short)}: fewer than 50 steps are too few to tell what a threshold does."
 
 
-def _own(found: Findings, topics: tuple[str, ...]) -> Iterator[str]:
+def _own(found: Findings, topics: Sequence[str]) -> Iterator[str]:
     """Yield the remarks of runs; one that several settings share is given once."""
     if len(found.groups) == 1:
         texts = _texts(found.groups[0])
         yield from (texts[topic] for topic in topics if topic in texts)
         return
     for topic in topics:
-        if any(varied(found, key) for key in _ABOUT.get(topic, ())):
+        if any(_varied(found, key) for key in _ABOUT.get(topic, ())):
             continue
         members: dict[str, list[Group]] = {}
         for group in found.groups:
-            optimizer = _topics(group).get(topic)
-            if optimizer is not None:
+            if (optimizer := _topics(group).get(topic)) is not None:
                 members.setdefault(optimizer, []).append(group)
         for optimizer, groups in members.items():
             yield f"{_who(found, groups)}: {_SHARED[topic].format(optimizer=optimizer)}"
 
 
 def _topics(group: Group) -> dict[str, str]:
-    """Return the topics that most runs of a setting remark on, and the optimizer they name."""
-    counts: dict[str, list[str]] = {}
+    """Return the topics of the remarks of most runs of a setting, and the optimizer they name."""
+    optimizers: dict[str, list[str]] = {}
     for run in group.runs:
         for remark in _remarks(run.summary):
-            counts.setdefault(str(remark["topic"]), []).append(str(remark.get("optimizer", "")))
-    return {topic: who[0] for topic, who in counts.items() if 2 * len(who) > len(group.runs)}
+            named = optimizers.setdefault(str(remark["topic"]), [])
+            named.append(str(remark.get("optimizer", "")))
+    return {
+        topic: named[0] for topic, named in optimizers.items() if 2 * len(named) > len(group.runs)
+    }
 
 
 def _texts(group: Group) -> dict[str, str]:
@@ -228,7 +217,7 @@ def _remarks(summary: Mapping[str, object]) -> list[Mapping[str, object]]:
 
 
 def _scale_cancels(found: Findings, group: Group) -> bool:
-    """Return whether nearly every step was clipped under an optimizer that cancels it."""
+    """Return whether nearly every step was clipped under an optimizer that cancels the clipping."""
     clips_whole = group.info.parts is None and (found.ratio(group) or 0.0) > FULLY
     return clips_whole and "cancels" in _topics(group)
 
@@ -236,14 +225,14 @@ def _scale_cancels(found: Findings, group: Group) -> bool:
 def _along(found: Findings, group: Group, key: str) -> dict[float, Group]:
     """Return the settings that equal ``group`` in all but ``key``, by rising value of ``key``."""
     others = [column for column in found.differences.columns if column not in ("seed", key)]
-    members = [
-        one
+    members = {
+        value: one
         for one in found.groups
-        if all(choice(one.runs[0], c) == choice(group.runs[0], c) for c in others)
-    ]
-    values = [(_value(one, key), one) for one in members if one.mode == group.mode]
-    known = [(value, one) for value, one in values if value is not None]
-    return dict(sorted(known, key=lambda pair: pair[0]))
+        if one.mode == group.mode
+        and all(choice(one.runs[0], c) == choice(group.runs[0], c) for c in others)
+        and (value := _value(one, key)) is not None
+    }
+    return dict(sorted(members.items()))
 
 
 def _value(group: Group, key: str) -> float | None:
@@ -267,7 +256,7 @@ def _named(found: Findings, best: Group, key: str) -> str:
     return f"With {', '.join(where)} the best {name}" if where else f"The best {name}"
 
 
-def _who(found: Findings, groups: list[Group]) -> str:
+def _who(found: Findings, groups: Sequence[Group]) -> str:
     if len(groups) == len(found.groups):
         return "All settings"
     labels = [group.label for group in groups]

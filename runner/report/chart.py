@@ -167,8 +167,8 @@ def path(xs: Floats, ys: Floats) -> str:
     return "".join(parts) + (f"L{point}" if pen == "L" else "")
 
 
-def vertical(x: float, color: str, class_: str, name: str, group: int | None = None) -> Markup:
-    """Draw a vertical line at a horizontal coordinate."""
+def vertical(x: float, color: str, name: str, group: int) -> Markup:
+    """Draw the level of a threshold as a vertical line at a horizontal coordinate."""
     return tag(
         "line",
         tag("title", name),
@@ -177,7 +177,7 @@ def vertical(x: float, color: str, class_: str, name: str, group: int | None = N
         y1=TOP,
         y2=TOP + INNER_HEIGHT,
         stroke=color,
-        class_=class_,
+        class_="level",
         data_group=group,
     )
 

@@ -21,8 +21,8 @@ _WINDOW, _FEWEST = 0.05, 20
 _HEADROOM = 4.0
 
 
-def loss_charts(groups: Sequence[Group]) -> list[Markup]:
-    """Return charts of the training loss, and of the evaluations that were recorded."""
+def loss_charts(groups: Sequence[Group]) -> list[Markup | None]:
+    """Return charts of the training loss and of evaluations; None for what no run recorded."""
     charts = [
         _chart(
             "loss",
@@ -48,17 +48,19 @@ def loss_charts(groups: Sequence[Group]) -> list[Markup]:
                 axis=_share(title, percent=True) if key == keys.EVAL_ACCURACY else None,
             )
         )
-    return [chart for chart in charts if chart]
+    return charts
 
 
-def norm_charts(groups: Sequence[Group]) -> list[Markup]:
-    """Return a chart of ‖G‖ before clipping for each mode, on a log axis."""
-    charts = [_norm_chart(facet) for facet in facets(groups)]
-    return [chart for chart in charts if chart]
+def norm_charts(groups: Sequence[Group]) -> list[Markup | None]:
+    """Return a chart of ‖G‖ before clipping for each mode, on a log axis; None without values."""
+    return [_norm_chart(facet) for facet in facets(groups)]
 
 
-def clip_charts(groups: Sequence[Group]) -> list[Markup]:
-    """Return, for each mode, charts of the share of steps clipped and of the coefficient."""
+def clip_charts(groups: Sequence[Group]) -> list[Markup | None]:
+    """Return, for each mode, charts of the share of steps clipped and of the coefficient.
+
+    None stands for a chart without values.
+    """
     charts = []
     for facet in facets(groups):
         charts.append(
@@ -84,7 +86,7 @@ def clip_charts(groups: Sequence[Group]) -> list[Markup]:
                 axis=_share(keys.CLIP_COEF),
             )
         )
-    return [chart for chart in charts if chart]
+    return charts
 
 
 def _norm_chart(facet: Facet) -> Markup | None:
@@ -138,7 +140,9 @@ def _chart(
         levels: thresholds to mark.
         title: title of the vertical axis; ``name`` by default.
     """
-    found = [(group, run, pick(run)) for group in groups for run in group.runs if len(pick(run))]
+    found = [
+        (group, run, series) for group in groups for run in group.runs if len(series := pick(run))
+    ]
     if not found:
         return None
     every = [series for *_, series in found]

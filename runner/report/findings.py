@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
 
 import numpy as np
 
@@ -47,9 +49,9 @@ class Findings:
 
         NaN if the run diverged: what it reached before is no result of its setting.
         """
-        of = self.measured[run.number]
-        score = of.best.get(self.metric or "")
-        return math.nan if score is not None and of.diverged_at is not None else score
+        measured = self.measured[run.number]
+        score = measured.best.get(self.metric or "")
+        return math.nan if score is not None and measured.diverged_at is not None else score
 
     def counts(self, run: Run) -> bool:
         """Return whether a run is compared: it finished, or no run of the sweep did."""
@@ -61,36 +63,36 @@ class Findings:
 
     def scores(self, group: Group) -> list[float]:
         """Return the scores of a setting's compared runs."""
-        scores = [self.score(run) for run in self.judged(group)]
-        return [score for score in scores if score is not None]
+        return [score for run in self.judged(group) if (score := self.score(run)) is not None]
 
     def mean(self, group: Group) -> tuple[float, float | None]:
         """Return mean and standard deviation of a setting's scores; NaN if a run diverged."""
         scores = self.scores(group)
         return mean_and_spread(scores) if scores else (math.nan, None)
 
+    @cached_property
     def ranked(self) -> list[Group]:
-        """Return the settings with a finite mean score, the best first."""
+        """Settings with a finite mean score, the best first."""
         scored = [group for group in self.groups if math.isfinite(self.mean(group)[0])]
         sign = -1.0 if self.higher_is_better else 1.0
         return sorted(scored, key=lambda group: sign * self.mean(group)[0])
+
+    @property
+    def best(self) -> Group | None:
+        """Setting with the best mean score; None if no setting has a finite one."""
+        return self.ranked[0] if self.ranked else None
 
     def ratio(self, group: Group) -> float | None:
         """Return the mean share of steps that clipping changed over a setting's runs."""
         return _mean(self.measured[run.number].ratio for run in group.runs)
 
-    def fraction(self, group: Group) -> float | None:
-        """Return the mean share clipped of what the mode clips over a setting's runs."""
-        return _mean(self.measured[run.number].fraction for run in group.runs)
-
     def clipped(self, group: Group) -> str | None:
         """Return how much a setting clipped, such as ``31 % of its steps``."""
         if not group.clips:
             return None
-        parts = group.info.parts
-        share = self.fraction(group)
-        if parts is not None and share is not None:
-            return f"{percent(share)} of the {parts} on average"
+        share = _mean(self.measured[run.number].fraction for run in group.runs)
+        if group.info.parts is not None and share is not None:
+            return f"{percent(share)} of the {group.info.parts} on average"
         ratio = self.ratio(group)
         return None if ratio is None else f"{percent(ratio)} of its steps"
 
@@ -107,31 +109,31 @@ class Findings:
 
     def reference(self) -> Group | None:
         """Return the setting that clipping changed least: without clipping, else fewest steps."""
-        recorded = [group for group in self.groups if len(norms(group))]
-        if not recorded:
-            return None
-        return min(recorded, key=lambda group: (group.clips, self.ratio(group) or 0.0))
+        return min(
+            (group for group in self.groups if len(norms(group))),
+            key=lambda group: (group.clips, self.ratio(group) or 0.0),
+            default=None,
+        )
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
-    return math.fsum(known) / len(known) if known else None
+    return fmean(known) if known else None
 
 
 def norms(group: Group) -> Floats:
     """Return all finite ‖G‖ > 0 of a setting's runs, before clipping."""
-    found = [run.of(keys.GRAD_NORM).finite for run in group.runs]
-    together = np.concatenate(found) if found else np.empty(0)
-    return np.asarray(together[together > 0])
+    found = np.concatenate([run.of(keys.GRAD_NORM).finite for run in group.runs])
+    return np.asarray(found[found > 0])
 
 
 def find(sweep: SweepRuns) -> Findings:
     """Group the runs of a sweep and measure each."""
     runs = sweep.runs
-    differing = differences(runs) if runs else Differences(())
+    differing = differences(runs)
     metric = _objective(runs)
     recorded = [key for key in _METRICS if any(_records(run, key) for run in runs)]
-    metrics = list(dict.fromkeys([*([metric] if metric else []), *recorded]))
+    metrics = tuple(dict.fromkeys(filter(None, (metric, *recorded))))
     asked = {run.config.get("sweep.direction") for run in runs} - {None}
     maximizes = higher_is_better(metric or "")
     if metric in {run.config.get("sweep.objective") for run in runs} and len(asked) == 1:
@@ -141,7 +143,7 @@ def find(sweep: SweepRuns) -> Findings:
         differences=differing,
         groups=tuple(grouped(runs, differing.columns)),
         metric=metric,
-        metrics=tuple(metrics),
+        metrics=metrics,
         measured={run.number: measure(run, metrics, {metric: maximizes}) for run in runs},
         higher_is_better=maximizes,
     )
@@ -151,10 +153,7 @@ def _objective(runs: Sequence[Run]) -> str | None:
     """Return the configured objective if runs recorded it, else the first loss they recorded."""
     asked = [run.config.get("sweep.objective") for run in runs]
     candidates = [*(key for key in asked if isinstance(key, str)), keys.EVAL_LOSS, keys.TRAIN_LOSS]
-    for key in dict.fromkeys(candidates):
-        if any(_records(run, key) for run in runs):
-            return key
-    return None
+    return next((key for key in candidates if any(_records(run, key) for run in runs)), None)
 
 
 def _records(run: Run, key: str) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from statistics import fmean, stdev
 
 from runner.config.modes import NAMES, ModeInfo
 from runner.config.problem import shown
@@ -13,9 +14,10 @@ from runner.report.notation import rounded
 from runner.report.palette import DASHES, NEUTRAL, OTHER_DASH, ordered
 from runner.report.run import Run
 
+ABSENT = "–"
+_CLIP = ("clip.mode", "clip.threshold")
 # Sections that decide where a run is stored and shown, not what it computes.
 _ASIDE = ("hydra.", "tracker.", "sweep.", "log.", "launch.", "checkpoint.")
-ABSENT = "–"
 # Most columns of configuration keys; the others are named below the table.
 _COLUMNS = 8
 
@@ -116,7 +118,7 @@ class Differences:
     """
 
     columns: tuple[str, ...]
-    others: tuple[str, ...] = field(default=())
+    others: tuple[str, ...] = ()
 
 
 def differences(runs: Sequence[Run]) -> Differences:
@@ -126,7 +128,7 @@ def differences(runs: Sequence[Run]) -> Differences:
     column, named after the group; the keys it changes are left out unless they were overridden.
     """
     if len(runs) == 1:
-        return Differences(("clip.mode", "clip.threshold"))
+        return Differences(_CLIP)
     keys = dict.fromkeys(key for run in runs for key in run.config)
     differing = [
         key
@@ -136,17 +138,20 @@ def differences(runs: Sequence[Run]) -> Differences:
     ]
     typed = {key for run in runs for key in run.typed}
     sections = {key.split(".")[0] for key in keys if "." in key}
-    chosen = [key for key in sorted(typed & sections) if key != "clip"]
-    chosen = [key for key in chosen if len({choice(run, key) for run in runs}) > 1]
+    chosen = [
+        key
+        for key in sorted(typed & sections - {"clip"})
+        if len({choice(run, key) for run in runs}) > 1
+    ]
     implied = {
         key
         for key in differing
-        if key.split(".")[0] in (*chosen, "clip") and key not in typed and not _is_clip(key)
+        if key.split(".")[0] in (*chosen, "clip") and key not in typed and key not in _CLIP
     }
     shown = sorted(
         (*chosen, *(key for key in differing if key not in implied)),
         # The sort is stable: mode, threshold, then overridden keys in the order they were found.
-        key=lambda key: (key != "clip.mode", not _is_clip(key), key == "seed", key not in typed),
+        key=lambda key: (key != "clip.mode", key not in _CLIP, key == "seed", key not in typed),
     )
     left = [key for key in shown[_COLUMNS:] if key != "seed"]
     columns = [key for key in shown if key not in left]
@@ -178,18 +183,14 @@ def grouped(runs: Sequence[Run], columns: Sequence[str]) -> list[Group]:
         mode: iter(ordered(sum(members[0].mode == mode for members in settings)))
         for mode in {members[0].mode for members in settings}
     }
-    return [
-        Group(
-            index=index,
-            label=label(members[0], columns),
-            runs=tuple(members),
-            color=NEUTRAL
-            if members[0].info.clips is None and len(palettes) > 1
-            else next(palettes[members[0].mode]),
-            dash=_dash(members[0]),
-        )
-        for index, members in enumerate(settings)
-    ]
+    groups = []
+    for index, members in enumerate(settings):
+        first = members[0]
+        unclipped = first.info.clips is None and len(palettes) > 1
+        color = NEUTRAL if unclipped else next(palettes[first.mode])
+        dash = DASHES.get(first.info.clips, OTHER_DASH) if first.mode in NAMES else OTHER_DASH
+        groups.append(Group(index, label(first, columns), tuple(members), color, dash))
+    return groups
 
 
 def label(run: Run, columns: Iterable[str]) -> str:
@@ -201,15 +202,9 @@ def label(run: Run, columns: Iterable[str]) -> str:
     rest = [
         f"{key.rpartition('.')[2]}={_brief(value)}"
         for key in columns
-        if key not in ("seed", "clip.mode", "clip.threshold")
-        for value in [choice(run, key)]
-        if value != ABSENT
+        if key not in ("seed", *_CLIP) and (value := choice(run, key)) != ABSENT
     ]
     return ", ".join([clip, *rest])
-
-
-def _dash(run: Run) -> str:
-    return DASHES.get(run.info.clips, OTHER_DASH) if run.mode in NAMES else OTHER_DASH
 
 
 def natural(text: str) -> tuple[float, str]:
@@ -227,18 +222,11 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
     """
     if not all(math.isfinite(value) for value in values):
         return math.nan, None
-    mean = math.fsum(values) / len(values)
-    if len(values) == 1:
-        return mean, None
-    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+    return fmean(values), stdev(values) if len(values) > 1 else None
 
 
 def _brief(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:39]}…"
-
-
-def _is_clip(key: str) -> bool:
-    return key in ("clip.mode", "clip.threshold")
 
 
 def _value(value: object) -> str:

@@ -87,7 +87,7 @@ def _thresholds(marked: list[tuple[float, Group]], values: Floats, axis: Axis) -
         below = np.searchsorted(values, threshold, side="right") / len(values)
         x = float(across(axis, threshold))
         text = f"{rounded(threshold)} · p{rounded(100 * float(below), 3)}"
-        parts.append(vertical(x, group.color, "level", text, group.index))
+        parts.append(vertical(x, group.color, text, group.index))
         row = next((i for i, end in enumerate(ends) if x - _LABEL / 2 > end), None)
         if row is None:
             continue

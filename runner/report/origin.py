@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-from runner.config.problem import shown
 from runner.report.groups import choice
 from runner.report.markup import Child, Markup, join, tag
 from runner.report.run import Run
@@ -16,39 +13,24 @@ from runner.run_folder import files
 
 _FILES = (files.ROWS, files.SUMMARY, files.CONFIG, files.STATUS, files.LOG, files.PAGE)
 # Recorded facts about the machine and the code, in the order they are shown.
-_FACTS = ("git", "versions", "python", "torch", "device", "world_size", "parameters", "host")
+_FACTS = ("git", "versions", "device", "world_size", "parameters", "host")
 
 
 def origin(sweep: SweepRuns) -> Markup:
     """Return commands, versions, the shared configuration, and links to the files."""
-    return join(
-        [
-            _commands(sweep),
-            _facts(sweep.runs),
-            _shared(sweep.runs),
-            _runs(sweep) if sweep.runs else None,
-        ]
-    )
-
-
-def _commands(sweep: SweepRuns) -> Markup:
-    again = command_of(["report", _path(sweep.folder)])
+    here = Path.cwd()
+    folder = sweep.folder.relative_to(here) if sweep.folder.is_relative_to(here) else sweep.folder
     return join(
         [
             tag("p", "Made by"),
             tag("pre", sweep.command) if sweep.command else tag("p", "a command not recorded."),
             tag("p", "This page again"),
-            tag("pre", again),
+            tag("pre", command_of(["report", folder])),
+            _facts(sweep.runs),
+            _shared(sweep.runs),
+            _runs(sweep) if sweep.runs else None,
         ]
     )
-
-
-def _path(folder: Path) -> str:
-    """Return the path of a folder, relative to the working directory if it lies in it."""
-    try:
-        return str(folder.relative_to(Path.cwd()))
-    except ValueError:
-        return str(folder)
 
 
 def _facts(runs: tuple[Run, ...]) -> Markup | None:
@@ -58,27 +40,16 @@ def _facts(runs: tuple[Run, ...]) -> Markup | None:
         for key in _FACTS:
             value = run.status.get(key, run.summary.get(key))
             if value is not None and value != "":
-                facts.setdefault(key, {})[_plain(value)] = None
-        for key in ("started", "ended"):
-            value = run.status.get(key)
-            if len(runs) == 1 and value:
-                facts[key] = {str(value): None}
-    if not facts:
-        return None
-    return tag(
-        "dl",
-        *(
-            part
-            for key, values in facts.items()
-            for part in (tag("dt", key.replace("_", " ")), tag("dd", "; ".join(values)))
-        ),
-    )
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items())
-    return shown(value) if not isinstance(value, list) else json.dumps(value, default=str)
+                facts.setdefault(key, {})[str(value)] = None
+    for key in ("started", "ended"):
+        if len(runs) == 1 and (value := runs[0].status.get(key)):
+            facts[key] = {str(value): None}
+    parts = [
+        part
+        for key, values in facts.items()
+        for part in (tag("dt", key.replace("_", " ")), tag("dd", "; ".join(values)))
+    ]
+    return tag("dl", *parts) if parts else None
 
 
 def _shared(runs: tuple[Run, ...]) -> Markup | None:
@@ -98,18 +69,12 @@ def _shared(runs: tuple[Run, ...]) -> Markup | None:
 
 
 def _runs(sweep: SweepRuns) -> Markup:
-    rows = [_run(sweep, run) for run in sweep.runs]
+    headings = [tag("th", name, scope="col") for name in ("run", "command, error", "files")]
     listing = tag(
         "table",
         tag("caption", "The files of each run, relative to this page.", class_="aside"),
-        tag(
-            "thead",
-            tag(
-                "tr",
-                *(tag("th", name, scope="col") for name in ("run", "command, error", "files")),
-            ),
-        ),
-        tag("tbody", *rows),
+        tag("thead", tag("tr", *headings)),
+        tag("tbody", *(_run(sweep, run) for run in sweep.runs)),
         id="files",
     )
     several = len(sweep.runs) > 1
@@ -118,7 +83,6 @@ def _runs(sweep: SweepRuns) -> Markup:
 
 
 def _run(sweep: SweepRuns, run: Run) -> Markup:
-    command = command_of(run.overrides)
     hash_ = run.status.get("config_hash")
     tracked = run.status.get("wandb_run_id")
     facts = [f"config {hash_}" if hash_ else "", f"wandb {tracked}" if tracked else ""]
@@ -127,7 +91,7 @@ def _run(sweep: SweepRuns, run: Run) -> Markup:
         tag("th", run.number, scope="row"),
         tag(
             "td",
-            tag("code", command),
+            tag("code", command_of(run.overrides)),
             tag("div", " · ".join(fact for fact in facts if fact), class_="aside"),
             tag("pre", run.error, class_="error") if run.error else None,
         ),

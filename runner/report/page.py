@@ -54,9 +54,10 @@ def write(folder: Path, left: int = 0) -> Path:
 def html(sweep: SweepRuns, left: int = 0) -> str:
     """Return the page of a sweep or a run; for ``left`` see :func:`write`."""
     found = find(sweep)
+    kind = "Run" if sweep.single else f"Sweep · {plural(len(sweep.runs), 'run')}"
     body = tag(
         "body",
-        tag("header", tag("p", _kind(sweep), class_="aside"), tag("h1", sweep.name), _going(left)),
+        tag("header", tag("p", kind, class_="aside"), tag("h1", sweep.name), _going(left)),
         tag("main", *_sections(found)),
         Markup(f"<script>{_asset('page.js')}</script>"),
     )
@@ -75,8 +76,7 @@ def html(sweep: SweepRuns, left: int = 0) -> str:
 
 def _sections(found: Findings) -> list[Child]:
     maps, left = heat_maps(found)
-    spread = histogram(found)
-    sections: list[Child] = [
+    return [
         tag(
             "section",
             tag("p", verdict(found), id="verdict"),
@@ -89,15 +89,14 @@ def _sections(found: Findings) -> list[Child]:
         _charts("Loss", loss_charts(found.groups)),
         _charts("Gradient norm", norm_charts(found.groups)),
         _charts("What clipping did", clip_charts(found.groups)),
-        _charts("Choosing a threshold", [*([spread] if spread else []), *ratio_charts(found)]),
+        _charts("Choosing a threshold", [histogram(found), *ratio_charts(found)]),
         _charts("By parameter", maps, left),
         tag("section", tag("h2", "Origin"), origin(found.sweep), id="origin"),
     ]
-    return sections
 
 
-def _charts(title: str, charts: Sequence[Markup], note: str | None = None) -> Markup | None:
-    if not charts:
+def _charts(title: str, charts: Sequence[Child], note: str | None = None) -> Markup | None:
+    if not any(charts):
         return None
     return tag(
         "section",
@@ -123,10 +122,9 @@ def _key(groups: Sequence[Group]) -> Markup | None:
         for group in groups
     ]
     inner = tag("div", *names, class_="names", role="group", aria_label="Show settings")
-    if len(groups) <= _KEYS_SHOWN:
-        return tag("nav", inner, id="key", aria_label="Settings")
-    folded = tag("details", tag("summary", f"Colours of {len(groups)} settings"), inner)
-    return tag("nav", folded, id="key", aria_label="Settings")
+    if len(groups) > _KEYS_SHOWN:
+        inner = tag("details", tag("summary", f"Colours of {len(groups)} settings"), inner)
+    return tag("nav", inner, id="key", aria_label="Settings")
 
 
 def _stroke(group: Group) -> Markup:
@@ -134,12 +132,6 @@ def _stroke(group: Group) -> Markup:
         "line", x1=0, x2=22, y1=5, y2=5, stroke=group.color, stroke_dasharray=group.dash or None
     )
     return tag("svg", line, viewBox="0 0 22 10", class_="stroke", aria_hidden="true")
-
-
-def _kind(sweep: SweepRuns) -> str:
-    if sweep.single:
-        return "Run"
-    return f"Sweep · {plural(len(sweep.runs), 'run')}"
 
 
 def _going(left: int) -> Markup | None:

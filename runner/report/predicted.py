@@ -72,8 +72,7 @@ def predict(found: Findings, mode: str) -> Prediction:
         (found.ratio(group) or 0.0, run.number, shares)
         for group in found.groups
         for run in group.runs
-        for shares in [what_if(run.series)]
-        if shares and group.mode == mode
+        if group.mode == mode and (shares := what_if(run.series))
     ]
     if not recorded:
         none = "No run of this mode recorded clip.what_if, so none is predicted."

@@ -17,11 +17,9 @@ from runner.run_folder import files, keys
 from runner.run_folder.status import elapsed, state_of
 from runner.run_folder.strict_json import number, read_object
 
-try:
-    # libyaml reads ten times as fast, which matters for the 256 configurations of a large sweep.
-    from yaml import CSafeLoader as _Loader
-except ImportError:  # pragma: no cover - depends on how PyYAML was built
-    from yaml import SafeLoader as _Loader  # type: ignore[assignment]
+# libyaml, if PyYAML was built with it, reads the 256 configurations of a large sweep ten times as
+# fast.
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class NoRunError(Exception):
@@ -114,9 +112,8 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise NoRunError(f"{folder}: no such folder")
     status = read_object(folder / files.STATUS)
-    written = (folder / files.CONFIG, folder / files.HYDRA / files.CONFIG)
-    config: dict[str, Any] = next(filter(None, (flat(read_yaml(path)) for path in written)), {})
-    objective = config.get("sweep.objective")
+    composed = folder / files.HYDRA / files.CONFIG
+    config = flat(read_yaml(folder / files.CONFIG)) or flat(read_yaml(composed))
     overrides = read_yaml(folder / files.OVERRIDES)
     return Run(
         folder=folder,
@@ -125,7 +122,7 @@ def read_run(folder: Path) -> Run:
         error=str(status["error"]) if status.get("error") else None,
         config=config,
         overrides=tuple(map(str, overrides)) if isinstance(overrides, list) else (),
-        series=read_series(folder / files.ROWS, frozenset({str(objective)})),
+        series=read_series(folder / files.ROWS, [str(config.get("sweep.objective"))]),
         summary=read_object(folder / files.SUMMARY),
         status=status,
     )

@@ -61,11 +61,9 @@ def measure(
     coef, clipped = run.of(keys.CLIP_COEF).finite, run.of(keys.CLIP_CLIPPED)
     if ratio is None and len(clipped):
         ratio = float(clipped.values.mean())
+    higher = {key: higher_is_better(key) for key in metrics} | dict(maximized or {})
     final = {key: _final(run, key) for key in metrics}
-    best = {
-        key: _best(run, key, (maximized or {}).get(key, higher_is_better(key)), final[key])
-        for key in metrics
-    }
+    best = {key: _best(run, key, higher[key], final[key]) for key in metrics}
     return RunMetrics(
         final={key: value for key, value in final.items() if value is not None},
         best={key: value for key, value in best.items() if value is not None},
@@ -122,7 +120,7 @@ def _summary(run: Run, part: str, key: str) -> float | None:
 
 
 def _total(run: Run, key: str) -> float | None:
-    """Return a total of the whole run, from its summary or from its last row."""
+    """Return a metric that covers the whole run, from its summary or else from its last row."""
     total = number(run.summary.get(key))
     return _last(run.of(key)) if total is None else total
 

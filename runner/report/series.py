@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +58,7 @@ class Series:
 EMPTY = Series(np.empty(0), np.empty(0))
 
 
-def read_series(path: Path, extra: frozenset[str] = frozenset()) -> dict[str, Series]:
+def read_series(path: Path, extra: Iterable[str] = ()) -> dict[str, Series]:
     """Read all series of a file of rows; empty if the file is missing.
 
     Args:
@@ -68,7 +68,7 @@ def read_series(path: Path, extra: frozenset[str] = frozenset()) -> dict[str, Se
     Returns:
         Series by key. If the file holds a step twice, as after a resume, the later row counts.
     """
-    wanted = KEYS | extra
+    wanted = KEYS.union(extra)
     columns: dict[str, tuple[array[float], array[float]]] = {}
     for row in read_rows(path):
         step = number(row.get(keys.TRAIN_STEP))

@@ -59,7 +59,7 @@ def table(found: Findings) -> Markup:
         for column in _columns(found)
         if any(_value(found, column, run) is not None for run in found.sweep.runs)
     ]
-    best = next(iter(found.ranked()), None) if len(found.groups) > 1 else None
+    best = found.best if len(found.groups) > 1 else None
     bodies = [_body(found, group, columns, group is best) for group in found.groups]
     return tag(
         "div",
@@ -110,21 +110,11 @@ def _columns(found: Findings) -> Iterator[Column]:
             yield from (best, final)
         else:
             yield best if higher_is_better(key) else final
-    yield Column(
-        keys.CLIP_RATIO_TOTAL,
-        "clip ratio",
-        "share of steps that clipping changed",
-        lambda _, of: of.ratio,
-        percent,
-    )
+    changed = "share of steps that clipping changed"
+    yield Column(keys.CLIP_RATIO_TOTAL, "clip ratio", changed, lambda _, of: of.ratio, percent)
     if any(group.info.parts for group in found.groups):
-        yield Column(
-            keys.CLIP_FRACTION,
-            "clip fraction",
-            "mean share clipped of what the mode clips: the steps, the elements or the units",
-            lambda _, of: of.fraction,
-            percent,
-        )
+        share = "mean share clipped of what the mode clips: the steps, the elements or the units"
+        yield Column(keys.CLIP_FRACTION, "clip fraction", share, lambda _, of: of.fraction, percent)
     for name in PERCENTILES:
         yield Column(
             f"{keys.GRAD_NORM} {name}",
@@ -132,38 +122,15 @@ def _columns(found: Findings) -> Iterator[Column]:
             f"{name} of the gradient norm before clipping",
             lambda _, of, name=name: of.norm.get(name),  # type: ignore[misc]
         )
-    yield Column(
-        keys.CLIP_COEF,
-        "coefficient",
-        "mean of ‖G‖ after clipping ÷ before",
-        lambda _, of: of.coef,
-    )
-    yield Column(
-        keys.GRAD_NONFINITE,
-        "skipped",
-        "steps whose gradient was not finite",
-        lambda _, of: of.skipped,
-    )
-    yield Column(
-        _DIVERGED,
-        "diverged at",
-        "step from which the loss was not finite, or over twice its start, to the end",
-        lambda _, of: of.diverged_at,
-    )
-    yield Column(
-        "steps",
-        "steps",
-        "optimizer steps taken",
-        lambda run, _: run.steps or None,
-        lambda value: _grouped(value, 0),
-    )
-    yield Column(
-        "seconds",
-        "seconds",
-        "wall time",
-        lambda run, _: run.seconds,
-        lambda value: _grouped(value, 1),
-    )
+    coef = "mean of ‖G‖ after clipping ÷ before"
+    yield Column(keys.CLIP_COEF, "coefficient", coef, lambda _, of: of.coef)
+    skipped = "steps whose gradient was not finite"
+    yield Column(keys.GRAD_NONFINITE, "skipped", skipped, lambda _, of: of.skipped)
+    lost = "step from which the loss was not finite, or over twice its start, to the end"
+    yield Column(_DIVERGED, "diverged at", lost, lambda _, of: of.diverged_at)
+    taken = "optimizer steps taken"
+    yield Column("steps", "steps", taken, lambda run, _: run.steps or None, _thousands)
+    yield Column("seconds", "seconds", "wall time", lambda run, _: run.seconds, _tenths)
 
 
 def _value(found: Findings, column: Column, run: Run) -> float | None:
@@ -203,16 +170,13 @@ def _row(found: Findings, group: Group, run: Run, columns: Sequence[Column], bes
     if run.folder is not None and not found.sweep.single:
         own = files.PAGE if (run.folder / files.PAGE).exists() else ""
         number = tag("a", run.number, href=f"{quote(run.folder.name)}/{own}")
+    values = [_value(found, column, run) for column in columns]
     return tag(
         "tr",
         _name_cell(group, number, best, run.number),
         *(_key_cell(choice(run, key)) for key in found.differences.columns),
         _state_cell(run),
-        *(
-            _cell(value, column.text(value))
-            for column in columns
-            for value in [_value(found, column, run)]
-        ),
+        *(_cell(value, column.text(value)) for column, value in zip(columns, values, strict=True)),
         class_="best" if best else None,
         data_run=run.number,
         data_state=run.state,
@@ -223,7 +187,7 @@ def _mean_row(found: Findings, group: Group, columns: Sequence[Column], best: bo
     judged = found.judged(group)
     cells = []
     for column in columns:
-        values = [v for run in judged for v in [_value(found, column, run)] if v is not None]
+        values = [v for run in judged if (v := _value(found, column, run)) is not None]
         if not values or column.key == _DIVERGED:
             cells.append(_cell(None, column.text(None)))
             continue
@@ -279,6 +243,9 @@ def _cell(value: float | None, text: str) -> Markup:
     )
 
 
-def _grouped(value: float | None, decimals: int) -> str:
-    """Format with thousands grouped."""
-    return rounded(None) if value is None else f"{value:,.{decimals}f}"
+def _thousands(value: float | None) -> str:
+    return rounded(None) if value is None else f"{value:,.0f}"
+
+
+def _tenths(value: float | None) -> str:
+    return rounded(None) if value is None else f"{value:,.1f}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -29,8 +29,7 @@ def metric_charts(found: Findings) -> list[Markup]:
             (group, run, score)
             for group in facet.groups
             for run in group.runs
-            for score in [found.score(run)]
-            if score is not None
+            if (score := found.score(run)) is not None
         ]
         clipped = any(group.threshold is not None for group in facet.groups)
         if clipped and len({group.index for group, *_ in scored}) > 1:
@@ -40,14 +39,14 @@ def metric_charts(found: Findings) -> list[Markup]:
 
 def _metric_chart(found: Findings, facet: Facet, scored: Sequence[Scored]) -> Markup:
     groups = list({group.index: group for group, *_ in scored}.values())
-    axis, ticks, right = _threshold_axis(groups, facet.mode)
+    axis, ticks, places = _threshold_axis(groups, facet.mode)
     scores = np.asarray([score for *_, score in scored])
     finite = scores[np.isfinite(scores) & (scores > 0)]
     log = bool(len(finite) and finite.max() / finite.min() > 30 and not np.any(scores <= 0))
     vertical = covering([scores], log=log, title=f"best {found.metric}")
-    body = [_means(found, groups, axis, vertical, right)]
+    body = [_means(found, groups, places, vertical)]
     for group, run, score in scored:
-        x = _place(group, axis, right)
+        x = places[group.index]
         name = f"{group.label}, run {run.number}: best {found.metric} {rounded(score)}"
         name += f", {percent(found.measured[run.number].ratio)} of steps clipped"
         if math.isfinite(score):
@@ -64,10 +63,11 @@ def _metric_chart(found: Findings, facet: Facet, scored: Sequence[Scored]) -> Ma
         note += "Hollow: did not finish, and is in no mean. "
     # Published thresholds are of other losses, optimizers and batches: orders of magnitude.
     published = [mark for mark in facet.info.published if axis.low < mark[0] < axis.high]
+    marks = "; ".join(f"{rounded(value)} {who}" for value, who in published)
     return framed(
         f"metric-{facet.mode}",
         f"Best {found.metric} against threshold{facet.suffix}",
-        note + _listed(published),
+        note + (f"▾ Published settings, of other models and losses: {marks}." if marks else ""),
         (axis, vertical),
         join(body),
         around=tag("g", *(_mark(value, who, axis) for value, who in published)),
@@ -77,8 +77,11 @@ def _metric_chart(found: Findings, facet: Facet, scored: Sequence[Scored]) -> Ma
 
 def _threshold_axis(
     groups: Sequence[Group], mode: str
-) -> tuple[Axis, list[tuple[float, str]], float]:
-    """Return the axis, its ticks, and where ``none`` lies: beyond the highest threshold."""
+) -> tuple[Axis, list[tuple[float, str]], dict[int, float]]:
+    """Return the axis, its ticks, and the coordinate of each setting by its index.
+
+    Settings without clipping lie beyond the highest threshold.
+    """
     known = np.unique([g.threshold for g in groups if g.threshold is not None])
     low, high = float(known[0]), float(known[-1])
     factor = max(high / low, 2.0) ** 0.12
@@ -92,15 +95,16 @@ def _threshold_axis(
             ticks.append((value, rounded(value)))
     if unclipped:
         ticks.append((start * (end / start) ** 0.95, "none"))
-    return axis, ticks, float(across(axis, end)) - 0.05 * INNER_WIDTH
-
-
-def _place(group: Group, axis: Axis, right: float) -> float:
-    return right if group.threshold is None else float(across(axis, group.threshold))
+    right = float(across(axis, end)) - 0.05 * INNER_WIDTH
+    places = {
+        group.index: right if group.threshold is None else float(across(axis, group.threshold))
+        for group in groups
+    }
+    return axis, ticks, places
 
 
 def _means(
-    found: Findings, groups: Sequence[Group], axis: Axis, vertical: Axis, right: float
+    found: Findings, groups: Sequence[Group], places: Mapping[int, float], vertical: Axis
 ) -> Markup:
     """Draw lines through the means of settings that differ in their threshold alone."""
     lines: dict[tuple[str, ...], list[tuple[float, float]]] = {}
@@ -110,7 +114,7 @@ def _means(
         mean, _ = found.mean(group)
         if math.isfinite(mean):
             key = tuple(choice(group.runs[0], column) for column in columns)
-            point = (_place(group, axis, right), float(upward(vertical, mean)))
+            point = (places[group.index], float(upward(vertical, mean)))
             lines.setdefault(key, []).append(point)
     drawn = []
     for points in lines.values():
@@ -127,8 +131,3 @@ def _mark(value: float, who: str, axis: Axis) -> Markup:
         d=f"M{float(across(axis, value)) - 5:.1f} {TOP - 10}h10l-5 8z",
         class_="published",
     )
-
-
-def _listed(published: Sequence[tuple[float, str]]) -> str:
-    marks = "; ".join(f"{rounded(value)} {who}" for value, who in published)
-    return f"▾ Published settings, of other models and losses: {marks}." if marks else ""

@@ -19,22 +19,20 @@ def verdict(found: Findings) -> str:
         return "This sweep holds no run yet."
     if len(runs) == 1:
         return _of_one(found, runs[0])
-    ranked = found.ranked()
-    if not ranked:
+    best = found.best
+    if best is None:
         reason = "recorded a metric" if found.metric is None else f"has a finite {found.metric}"
         return f"No answer yet: none of the {len(runs)} runs {reason}."
     if len(found.groups) == 1:
-        return f"One setting, {plural(len(runs), 'run')}: {_score(found, ranked[0])}."
-    best = ranked[0]
+        return f"One setting, {plural(len(runs), 'run')}: {_score(found, best)}."
     word = "highest" if found.higher_is_better else "lowest"
-    tied = [group for group in ranked if found.mean(group) == found.mean(best)]
-    if len(tied) > 1:
-        names = f"{', '.join(map(_name, tied[:3]))}{' …' if len(tied) > 3 else ''}"
-        sentence = f"{names} share the {word} {found.metric}: {_score(found, best)}"
-        rest = [group for group in ranked if group not in tied]
-        return f"{sentence}{_against(found, [best, *rest])}."
-    sentence = f"{_name(best)} gave the {word} {found.metric}: {_score(found, best)}"
-    return f"{sentence}{_against(found, ranked)}{_clipped(found, best)}."
+    tied = [group for group in found.ranked if found.mean(group) == found.mean(best)]
+    names = f"{', '.join(map(_name, tied[:3]))}{' …' if len(tied) > 3 else ''}"
+    verb = "share" if len(tied) > 1 else "gave"
+    sentence = f"{names} {verb} the {word} {found.metric}: {_score(found, best)}"
+    sentence += _against(found, best, [group for group in found.ranked if group not in tied])
+    clipped = found.clipped(best) if len(tied) == 1 else None
+    return f"{sentence}{f'; it clipped {clipped}' if clipped else ''}."
 
 
 def remarks(found: Findings) -> list[str]:
@@ -77,13 +75,12 @@ def _score(found: Findings, group: Group) -> str:
     return f"{rounded(mean)} ± {rounded(spread, 2)} over {plural(len(found.scores(group)), 'seed')}"
 
 
-def _against(found: Findings, ranked: list[Group]) -> str:
-    """Compare the best setting with no clipping, or else with the second best."""
-    best = ranked[0]
-    unclipped = next((group for group in ranked if not group.clips), None)
-    other = unclipped if unclipped not in (None, best) else next(iter(ranked[1:]), None)
-    if other is None:
+def _against(found: Findings, best: Group, others: list[Group]) -> str:
+    """Compare the best setting with no clipping, or else with the best of the others."""
+    if not others:
         return ""
+    unclipped = next((group for group in others if best.clips and not group.clips), None)
+    other = unclipped or others[0]
     against, spread = found.mean(other)
     name = "without clipping" if other is unclipped else f"with {other.label}, the next best"
     text = f", against {rounded(against)} {name}"
@@ -92,13 +89,8 @@ def _against(found: Findings, ranked: list[Group]) -> str:
     return text
 
 
-def _clipped(found: Findings, group: Group) -> str:
-    clipped = found.clipped(group)
-    return "" if clipped is None else f"; it clipped {clipped}"
-
-
 def _seeds(found: Findings) -> str | None:
-    if len(found.ranked()) < 2 or any(len(group.runs) > 1 for group in found.groups):
+    if len(found.ranked) < 2 or any(len(group.runs) > 1 for group in found.groups):
         return None
     return (
         "Each setting ran with one seed, so small differences may be chance; "
@@ -111,8 +103,7 @@ def _lost(found: Findings) -> str | None:
         f"{group.label} (run {run.number}) at step {at:,}"
         for group in found.groups
         for run in group.runs
-        for at in [found.measured[run.number].diverged_at]
-        if at is not None
+        if (at := found.measured[run.number].diverged_at) is not None
     ]
     if not lost:
         return None
@@ -131,14 +122,15 @@ def _modes(found: Findings) -> str | None:
 
 
 def _states(found: Findings) -> list[str]:
+    """Return remarks on runs that failed, with the last line of the error, or have not ended."""
     runs = found.sweep.runs
+    causes = [(run, (run.error or "").strip().rpartition("\n")[2][:300]) for run in runs]
     if len(runs) == 1:
-        return [cause for cause in [_cause(runs[0])] if cause]
+        return [cause for _, cause in causes if cause]
     notes = [
         f"Run {run.number} {'was ' if run.state == 'killed' else ''}{run.state} at step "
         f"{run.steps:,}{f': {cause}' if cause else ''}"
-        for run in runs
-        for cause in [_cause(run)]
+        for run, cause in causes
         if run.state in ("failed", "killed")
     ]
     if len(notes) > 5:
@@ -149,8 +141,3 @@ def _states(found: Findings) -> list[str]:
         counts = ", ".join(f"{count} {state}" for state, count in others.items())
         notes.append(f"Not all runs have finished: {counts}.")
     return notes
-
-
-def _cause(run: Run) -> str:
-    """Return the last line of a run's error; empty if there is none."""
-    return (run.error or "").strip().rpartition("\n")[2][:300]

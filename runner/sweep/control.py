@@ -40,8 +40,8 @@ def run_sweep(
     Args:
         request: request of the sweep.
         typed: arguments of the command.
-        check: raises what only torch can find wrong with the jobs that will run; not called if none
-            is left.
+        check: raises `RequestError` for errors in the given jobs that only torch finds; called only
+            if jobs have to run.
 
     Returns:
         0 if every run finished, 1 if one failed.

@@ -35,7 +35,7 @@ def run_job(config: DictConfig) -> float | None:
     A run that fails is reported and recorded; it does not raise.
 
     Args:
-        config: the composition of the job without Hydra's part.
+        config: composed configuration of the job, without the section ``hydra``.
 
     Returns:
         The objective, for a sweeper that learns from it; None if the run failed or its objective is

@@ -1,4 +1,4 @@
-"""Folders as runs and sweeps leave them, with made-up figures that are plausible.
+"""Folders as runs and sweeps leave them, with plausible made-up values.
 
 The gradient norm is drawn log-normally around a level that falls over the run, with a few spikes; a
 threshold too low slows the loss, one too high lets spikes through. Also a command:

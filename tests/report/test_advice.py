@@ -232,17 +232,17 @@ SITUATIONS: dict[str, tuple[list[Trial], list[str]]] = {
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_a_situation_and_all_that_is_said_in_it(name: str, tmp_path: Path) -> None:
-    trials, said = SITUATIONS[name]
-    assert advice(page(tmp_path, *trials)) == said
+    trials, sentences = SITUATIONS[name]
+    assert advice(page(tmp_path, *trials)) == sentences
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_no_sentence_speaks_against_another_or_the_results(name: str, tmp_path: Path) -> None:
     trials, _ = SITUATIONS[name]
     found = page(tmp_path, *trials)
-    said = " ".join(remarks(found))
-    assert not ("lower one may do better" in said and "raise clip.threshold" in said)
-    assert not ("higher one may do better" in said and "ower optimizer.lr" in said)
+    text = " ".join(remarks(found))
+    assert not ("lower one may do better" in text and "raise clip.threshold" in text)
+    assert not ("higher one may do better" in text and "ower optimizer.lr" in text)
     assert len(remarks(found)) <= 5
 
 
@@ -276,8 +276,8 @@ def test_the_direction_of_the_objective_is_the_configured_one(tmp_path: Path) ->
     sweep = {"objective": "eval/loss", "direction": "maximize"}
     found = page(tmp_path, *thresholds(0.1, 0.2, 0.3), sweep=sweep)
     assert verdict(found).startswith("clip=norm 2 gave the highest eval/loss: 0.3")
-    [said] = advice(found)
-    assert said.startswith("The best threshold, 2, is the highest tried")
+    [sentence] = advice(found)
+    assert sentence.startswith("The best threshold, 2, is the highest tried")
 
 
 def test_sentences_of_an_earlier_version_are_not_shown(tmp_path: Path) -> None:
@@ -289,4 +289,4 @@ def test_sentences_of_an_earlier_version_are_not_shown(tmp_path: Path) -> None:
         old = json.loads(file.read_text()) | {"guidance": ["raise clip.threshold to about 1560"]}
         del old["remarks"]
         file.write_text(json.dumps(old))
-    assert not any("1560" in said for said in remarks(find(read(tmp_path))))
+    assert not any("1560" in note for note in remarks(find(read(tmp_path))))

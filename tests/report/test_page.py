@@ -123,7 +123,7 @@ def test_large_sweeps_stay_within_time_and_size(
     for number in range(runs):
         threshold = 0.1 * (number + 1)
         folder = write_run(tmp_path / str(number), [], config(clip__threshold=threshold))
-        # The same figures a little later each time: random lines without drawing each anew.
+        # The same values a little later each time: random lines without drawing each anew.
         shift = number * 7
         moved = [
             line.replace(f'"train/step": {i + 1 + shift},', f'"train/step": {i + 1},', 1)

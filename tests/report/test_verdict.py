@@ -46,7 +46,7 @@ def test_seeds_are_averaged_and_a_small_lead_is_called_one(tmp_path: Path) -> No
     assert not any("one seed" in note for note in remarks(found))
 
 
-def test_one_seed_a_setting_is_said(tmp_path: Path) -> None:
+def test_one_seed_a_setting_is_remarked(tmp_path: Path) -> None:
     found = made(tmp_path, ("norm", 0.1, 0.5), ("norm", 1.0, 0.3), seed=0)
     assert any("one seed" in note for note in remarks(found))
 
@@ -81,8 +81,8 @@ def test_a_best_at_the_edge_is_warned_of(
     tmp_path: Path, scores: tuple[float, ...], warning: str | None
 ) -> None:
     runs = [("norm", t, s) for t, s in zip((0.1, 1.0, 2.0), scores, strict=True)]
-    said = edge(made(tmp_path, *runs), THRESHOLD)
-    assert said is None if warning is None else warning in str(said)
+    sentence = edge(made(tmp_path, *runs), THRESHOLD)
+    assert sentence is None if warning is None else warning in str(sentence)
 
 
 def test_beyond_the_highest_threshold_lies_no_clipping(tmp_path: Path) -> None:

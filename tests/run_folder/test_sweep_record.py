@@ -25,7 +25,7 @@ def test_a_record_reads_back(tmp_path):
     ]
 
 
-def test_figures_that_are_not_finite_are_strict_json(tmp_path):
+def test_numbers_that_are_not_finite_are_strict_json(tmp_path):
     made = record()
     made.entries[0].objective = math.nan
     made.entries[1].objective = math.inf
@@ -48,7 +48,7 @@ def test_a_change_is_written_whole(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"runs": [{}]}', '{"name": "mine"}'])
-def test_what_is_no_record_is_said(tmp_path, text):
+def test_what_is_no_record_is_refused(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(ValueError):  # noqa: PT011
         SweepRecord.read(tmp_path)

@@ -101,8 +101,8 @@ def test_failures_are_told_at_once_counted_and_tried_again(command):
     words = ["-m", "+model.trial=0,1,2", "+model.fails=1", *FLAKY, *SIX]
     out, err = command(*words, "sweep.max_failures=0", code=1)
     assert begun(err) == [1, 2], err
-    told = [line for line in err.splitlines() if "planted fault" in line]
-    assert told == ["run 1 (2 of 3): +model.trial=1   failed: RuntimeError: planted fault"]
+    failures = [line for line in err.splitlines() if "planted fault" in line]
+    assert failures == ["run 1 (2 of 3): +model.trial=1   failed: RuntimeError: planted fault"]
     assert command.states() == ["finished", "failed", "waiting"]
     assert re.search(r"^1 .*failed .*RuntimeError: planted fault$", out, re.M)
 
@@ -123,8 +123,8 @@ def test_an_interrupt_ends_a_sweep_at_once(command):
     started.send_signal(signal.SIGINT)
     out, err = started.communicate(timeout=30)
     assert started.returncode == 130
-    told = "the sweep was interrupted after 0 of 2 runs; the same command runs the rest"
-    assert err.splitlines()[-1] == told
+    ending = "the sweep was interrupted after 0 of 2 runs; the same command runs the rest"
+    assert err.splitlines()[-1] == ending
     assert re.search(r"^run 0: interrupted after \d+ of 100000 steps$", err, re.M)
     assert out.splitlines()[-1] == str(command.folder / "report.html")
     assert command.record()["state"] == "interrupted"

@@ -1,4 +1,4 @@
-"""A sample of long products of cases: each day another one, so that in time all of them run."""
+"""What all tests share: one thread, folders of their own, and a daily sample of long products."""
 
 import math
 import os
@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# Tests and their ranks run beside one another: more threads than cores would slow all of them.
+# Read when torch is imported, here and in the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 SEED = "RUNNER_TESTS_SEED"
 SHARE = 1 / 5
@@ -48,6 +52,15 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 @pytest.fixture
+def outputs(tmp_path, monkeypatch):
+    """The folder for outputs of a command that is called in this process, as its only rank."""
+    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
+    for name in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "outputs"
+
+
+@pytest.fixture
 def environment(tmp_path):
     """Environment of a command whose runs go to a folder of their own."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RUNNER_"))}
@@ -55,6 +68,5 @@ def environment(tmp_path):
         "PYTHONPATH": str(ROOT),
         "RUNNER_OUTPUTS": str(tmp_path / "outputs"),
         "HOME": str(tmp_path),
-        "OMP_NUM_THREADS": "1",
         "WANDB_ERROR_REPORTING": "false",
     }

@@ -1,13 +1,12 @@
 """Every plugin trains the same model on the same samples to the same loss curve, by the command."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.process import python
 
 STEPS = 30
 # (request, data parts): the batch of all data parts together is 8 samples.
@@ -33,20 +32,8 @@ DIGITS = ["data=digits", "model=cnn"]
 def rows_of(folder: Path, words: list[str]) -> list[dict[str, float]]:
     """The rows of a run of 30 steps by the command ``python -m runner``."""
     common = [f"train.max_duration={STEPS}ba", "eval.interval=1000ba", "tracker=none", "seed=3"]
-    command = [
-        sys.executable,
-        "-m",
-        "runner",
-        "device=cpu",
-        *words,
-        *common,
-        f"hydra.run.dir={folder}",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=220, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    given = [*words, *common, f"hydra.run.dir={folder}"]
+    python("-m", "runner", "device=cpu", *given, timeout=220)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["train/step"] for row in rows] == list(range(1, STEPS + 1))

@@ -3,12 +3,8 @@
 ``python tests/test_readme.py`` prints the table of recipes for README.
 """
 
-import os
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +17,8 @@ from runner.compose.request import request
 from runner.config.folders import find, options
 from runner.data.dataset import TensorPairs, collate_pairs
 from runner.run_folder import files, keys
+from tests.process import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GATE = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -167,7 +163,7 @@ def test_commands_in_documents_are_requests_that_can_be_run(name):
             continue  # shows what a wrong request is answered
         given = [word for word in words if word not in ("-m", "--cfg", "job", "--help")]
         given = [word for word in given if "plan.yaml" not in word]
-        request(given, multirun="-m" in words, writes=False)
+        assert request(given, multirun="-m" in words, writes=False).jobs, words
 
 
 def test_readme_names_every_command():
@@ -176,22 +172,14 @@ def test_readme_names_every_command():
     assert set(COMMANDS) - {"run"} <= shown | inline
 
 
-def test_the_model_and_data_of_readme_train(tmp_path):
+def test_the_model_and_data_of_readme_train(tmp_path, outputs):
     code = re.search(r"Save this as `mine.py`:\n\n```python\n(.*?)```", README, re.DOTALL)[1]
     assert len(code.splitlines()) <= 25
     (tmp_path / "mine.py").write_text(code)
     [words] = [words for words in commands(README) if "model._target_=mine.Net" in words]
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", *words, "train.max_duration=5ba", "tracker=none"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RUNNER_OUTPUTS": str(tmp_path / "outputs")},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    [written] = (tmp_path / "outputs").glob("runs/*/metrics.jsonl")
+    short = ["train.max_duration=5ba", "tracker=none"]
+    python("-m", "runner", *words, *short, cwd=tmp_path, timeout=200)
+    [written] = outputs.glob("runs/*/metrics.jsonl")
     assert len(written.read_text().splitlines()) == 5
 
 

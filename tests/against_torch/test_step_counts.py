@@ -1,7 +1,6 @@
 """The steps that a plan announces, and that a calibration measures, are those of one process."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -52,12 +51,8 @@ def steps_of_torch(data_size, *, drop_last=False, accumulation=1):
 
 
 @pytest.fixture(autouse=True)
-def outputs(tmp_path, monkeypatch):
-    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+def _no_gpu(outputs, monkeypatch):
     monkeypatch.setattr(build.torch.cuda, "device_count", lambda: 0)
-    return tmp_path / "outputs"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -76,8 +71,7 @@ def test_a_plan_counts_data_parallel_ranks_alone(layout, how):
     assert build.steps_of(job.config, data, LAYOUTS[layout]) == expected
 
 
-def test_a_calibration_under_tensor_parallelism_measures_every_step(outputs, capsys, monkeypatch):
-    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+def test_a_calibration_under_tensor_parallelism_measures_every_step(outputs, capsys):
     overrides = [*TEXT, "plugin=tensor", "plugin.nproc=2", f"data.batch_size={2 * BATCH}"]
     assert plan.main(overrides) == 0
     assert " 18 " in capsys.readouterr().out

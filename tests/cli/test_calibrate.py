@@ -1,43 +1,17 @@
 """``python -m runner calibrate`` from its words to its file."""
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 
 import pytest
 
-import runner
 from runner.cli.calibrate import commands
 from runner.cli.main import main
 from runner.compose.request import request
+from tests.process import python
 
-ROOT = os.path.dirname(os.path.dirname(runner.__file__))
 SMALL = ["data=synthetic", "data.samples=256", "device=cpu", "train.max_duration=2ep"]
 # 16 steps of 32 samples.
-
-
-@pytest.fixture
-def outputs(tmp_path, monkeypatch):
-    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path / "outputs"
-
-
-def python(module, *words):
-    done = subprocess.run(
-        [sys.executable, "-m", module, *words],
-        env={**os.environ, "PYTHONPATH": ROOT},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def written(outputs):
@@ -48,7 +22,7 @@ def written(outputs):
 @pytest.mark.parametrize("mode", ["norm", "value", "adaptive"])
 def test_predicted_shares_are_those_of_an_unclipped_run_to_the_bit(mode, outputs):
     words = [*SMALL, f"clip={mode}", "calibrate.steps=12"]
-    said = python("runner", "calibrate", *words)
+    said = python("-m", "runner", "calibrate", *words).stdout
     found = written(outputs)
     assert found["steps"] == 12
     assert (found["mode"], found["warmup_steps"]) == (mode, 1)
@@ -60,7 +34,7 @@ def test_predicted_shares_are_those_of_an_unclipped_run_to_the_bit(mode, outputs
     asked = f"clip.what_if=[{','.join(thresholds)}]"
     same = [word for word in words if not word.startswith("calibrate.")]
     unclipped = ["clip.threshold=1e9", "tracker=none", asked]
-    python("runner", *same, *unclipped)
+    python("-m", "runner", *same, *unclipped)
     [folder] = outputs.glob("runs/*")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     row = next(row for row in rows if row["train/step"] == 12)
@@ -77,9 +51,9 @@ def test_predicted_shares_are_those_of_an_unclipped_run_to_the_bit(mode, outputs
 
 def test_two_ranks_measure_what_one_process_measures(outputs):
     words = [*SMALL, "clip=adaptive", "calibrate.steps=6"]
-    python("runner", "calibrate", *words, "calibrate.output=" + str(outputs / "one"))
+    python("-m", "runner", "calibrate", *words, "calibrate.output=" + str(outputs / "one"))
     ranks = ["plugin=ddp", "plugin.nproc=2", "data.batch_size=16"]
-    python("runner", "calibrate", *words, *ranks, "calibrate.output=" + str(outputs / "two"))
+    python("-m", "runner", "calibrate", *words, *ranks, "calibrate.output=" + str(outputs / "two"))
     one, two = (
         json.loads((outputs / name / "calibrate.json").read_text()) for name in ("one", "two")
     )
@@ -92,7 +66,7 @@ def test_two_ranks_measure_what_one_process_measures(outputs):
 def test_an_ordinary_model_is_given_a_threshold_that_publications_study(outputs):
     """The largest unit of a step is no measure: one near zero exceeds its weight many times."""
     words = ["data=digits", "device=cpu", "clip=adaptive", "calibrate.steps=100"]
-    said = python("runner", "calibrate", *words)
+    said = python("-m", "runner", "calibrate", *words).stdout
     found = written(outputs)
     assert 0.01 <= found["suggested"]["start"] <= 0.16
     assert found["peak"]["after_warm_up"]["p90"] > 0.5

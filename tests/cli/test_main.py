@@ -1,15 +1,14 @@
 """What a person sees before anything heavy is imported, and when Ctrl-C is typed at any stage."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.process import python
 from tests.terminal import on_a_terminal
 
-ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["tracker=none", "train.max_duration=3ba", "device=cpu"]
 LONG = ["tracker=none", "train.max_duration=100000ba", "device=cpu"]
 READING = "clip-runner: reading the configuration ...\n"
@@ -45,8 +44,7 @@ def test_words_that_are_answered_at_once_announce_no_import(environment, words):
 
 
 def test_a_pipe_is_told_only_what_happened(environment):
-    words = [sys.executable, "-m", "runner", *SHORT]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=150)
+    done = python("-m", "runner", *SHORT, env=environment)
     (folder,) = Path(environment["RUNNER_OUTPUTS"], "runs").iterdir()
     assert done.stdout == f"{folder / 'report.html'}\n"
     first, second, *_ = done.stderr.splitlines()
@@ -105,7 +103,5 @@ def test_ctrl_c_while_training_ends_in_one_sentence_and_the_report(environment, 
 
 
 def test_a_command_that_is_misspelled_is_named(environment):
-    words = [sys.executable, "-m", "runner", "calibrte", "seed=1"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2
+    done = python("-m", "runner", "calibrte", "seed=1", env=environment, code=2)
     assert done.stderr == "clip-runner: calibrte is no command: did you mean calibrate?\n"

@@ -7,12 +7,7 @@ from runner.sweep import SweepRecord, plan_runs
 SMALL = ["tracker=none", "train.max_duration=7ba"]
 
 
-@pytest.fixture(autouse=True)
-def outputs(tmp_path, monkeypatch):
-    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path / "outputs"
+pytestmark = pytest.mark.usefixtures("outputs")
 
 
 def cells(text):

@@ -54,7 +54,7 @@ class Fakes:
 
 
 @pytest.fixture
-def fakes(monkeypatch, tmp_path):
+def fakes(monkeypatch, outputs):
     fakes = Fakes()
     modules = {
         "train.preflight": SimpleNamespace(check=fakes.check),
@@ -66,9 +66,6 @@ def fakes(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, f"runner.{name}", module)
         folder, name = name.split(".")
         monkeypatch.setattr(import_module(f"runner.{folder}"), name, module, raising=False)
-    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
-    for name in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR"):
-        monkeypatch.delenv(name, raising=False)
     return fakes
 
 

@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,20 +9,11 @@ from runner.cli.main import main
 from runner.cli.verify import FILE, checked
 from runner.config.problem import RequestError
 from runner.verify.table import exception_only
+from tests.process import python
 from tests.verify import faulty_plugins
 from tests.verify.requests import IMAGES, TOKENS, net
 
-ROOT = Path(__file__).resolve().parents[2]
 STACK = "Traceback (most recent call last):\n  File x\n    y\n"
-
-
-@pytest.fixture
-def outputs(tmp_path, monkeypatch):
-    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path / "outputs"
 
 
 def written(outputs):
@@ -33,21 +21,9 @@ def written(outputs):
     return json.loads(file.read_text())
 
 
-def command(*words, code=0, before=("-m", "runner", "verify")):
-    done = subprocess.run(
-        [sys.executable, *before, *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_local_ranks_are_one_process(outputs):
-    said = command(*TOKENS, "plugin=pipeline", "plugin.pp_size=2", "clip=adaptive", "seed=3")
+    words = [*TOKENS, "plugin=pipeline", "plugin.pp_size=2", "clip=adaptive", "seed=3"]
+    said = python("-m", "runner", "verify", *words).stdout
     found = written(outputs)
     last = said.splitlines()[-1]
     assert last.startswith("verify: ok max_rel_error=")
@@ -67,10 +43,8 @@ def test_local_ranks_are_one_process(outputs):
 
 def test_ranks_that_torchrun_started_are_one_process(outputs):
     before = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    said = command(
-        *("-m", "runner", "verify", *TOKENS, "plugin=fsdp", "verify.steps=1"), before=before
-    )
-    assert "verify: ok max_rel_error=" in said
+    words = ["-m", "runner", "verify", *TOKENS, "plugin=fsdp", "verify.steps=1"]
+    assert "verify: ok max_rel_error=" in python(*before, *words).stdout
     assert written(outputs)["ok"]
 
 

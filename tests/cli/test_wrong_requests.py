@@ -3,16 +3,11 @@
 Each is a process of its own, since that is what a user sees. None needs torch to be found out.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-import runner
+from tests.process import python
 
-ROOT = Path(runner.__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("outputs")
 
 # What python -m runner does, and the promise that no torch was needed for it.
 PROGRAM = """
@@ -214,18 +209,8 @@ WRONG = [
 ]
 
 
-def refused(words, folder, **environment):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "RUNNER_OUTPUTS": str(folder / "outputs")}
-    for name in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR"):
-        env.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words],
-        cwd=folder,
-        env=env | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2, done.stderr
+def refused(words, folder):
+    done = python("-c", PROGRAM, *words, code=2, cwd=folder)
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("clip-runner: this request cannot be run (")
     assert done.stdout == ""
@@ -254,8 +239,9 @@ def test_a_plus_is_never_the_advice_for_a_key_of_ours(tmp_path):
     assert "+" not in refused(["clip.treshold=1", "sed=1"], tmp_path)
 
 
-def test_outputs_that_cannot_be_written_are_found_first(tmp_path):
-    message = refused(["clip=norm"], tmp_path, RUNNER_OUTPUTS="/dev/null/outputs")
+def test_outputs_that_cannot_be_written_are_found_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("RUNNER_OUTPUTS", "/dev/null/outputs")
+    message = refused(["clip=norm"], tmp_path)
     assert "RUNNER_OUTPUTS=/dev/null/outputs" in message
     assert "must be a folder that can be written" in message
 

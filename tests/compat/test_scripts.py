@@ -4,20 +4,20 @@ import math
 import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.process import ROOT, python
 
 HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture
 def environment(tmp_path):
-    path = os.pathsep.join([str(tmp_path), str(HERE.parents[1])])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @pytest.fixture
@@ -38,18 +38,17 @@ def cifar(tmp_path, environment):
     return environment | {"DATA": str(tmp_path / "data")}
 
 
-def run(words, environment):
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stdout + done.stderr
+def run(environment, *words):
+    done = python(*words, env=environment)
     return done.stdout + done.stderr
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("ranks", "precision"), [(1, "fp32"), (2, "fp32"), (2, "fp16")])
 def test_colossal_booster(cifar, ranks, precision):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone"]
     script = [str(HERE / "colossal_booster.py"), precision]
-    said = run([*torchrun, f"--nproc_per_node={ranks}", *script], cifar)
+    said = run(cifar, *torchrun, f"--nproc_per_node={ranks}", *script)
     losses = re.findall(r"iteration (\d) loss ([\d.]+) norm (\S+)", said)
     assert [int(index) for index, _, _ in losses] == [0, 1, 2, 3]
     # Under fp16 the first steps may overflow: they say inf or nan, and are skipped.
@@ -61,13 +60,13 @@ def test_colossal_booster(cifar, ranks, precision):
 
 
 def test_composer_functional(environment):
-    said = run([sys.executable, str(HERE / "composer_functional.py")], environment)
+    said = run(environment, str(HERE / "composer_functional.py"))
     for kind in ("norm", "value", "adaptive"):
         first, second = map(float, re.findall(rf"{kind} epoch \d: ([\d.]+)", said))
         assert second < first
 
 
 def test_composer_trainer(environment):
-    said = run([sys.executable, str(HERE / "composer_trainer.py")], environment)
+    said = run(environment, str(HERE / "composer_trainer.py"))
     assert float(re.search(r"accuracy ([\d.]+)", said)[1]) > 0.5
     assert 0 < float(re.search(r"clipped ([\d.]+)", said)[1]) <= 1

@@ -7,11 +7,7 @@ from runner.compose.request import request
 from runner.config.problem import RequestError
 from runner.run_folder.earlier import earlier_record
 
-
-@pytest.fixture(autouse=True)
-def outputs(tmp_path, monkeypatch):
-    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
-    return tmp_path / "outputs"
+pytestmark = pytest.mark.usefixtures("outputs")
 
 
 def sweep(*words):

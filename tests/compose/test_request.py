@@ -5,10 +5,7 @@ import pytest
 from runner.compose.request import Source, request
 from runner.config.problem import RequestError
 
-
-@pytest.fixture(autouse=True)
-def _outputs(tmp_path, monkeypatch):
-    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
+pytestmark = pytest.mark.usefixtures("outputs")
 
 
 def one(*words, **options):

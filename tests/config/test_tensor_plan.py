@@ -72,6 +72,7 @@ def test_the_other_process_that_composes_settles_the_same(tmp_path):
     assert settled({"plugin": "???"}) == {"plugin": "???"}
 
 
+@pytest.mark.usefixtures("outputs")
 def test_a_run_is_handed_the_plan_that_was_checked(tmp_path, monkeypatch):
     from runner.cli import run as cli
     from runner.launch import supervise
@@ -82,7 +83,6 @@ def test_a_run_is_handed_the_plan_that_was_checked(tmp_path, monkeypatch):
         handed.append(plain)
         return supervise.Ended(0)
 
-    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
     monkeypatch.setattr(cli, "check_jobs", lambda jobs: handed.append(jobs[0].plain))
     monkeypatch.setattr(supervise, "run", run)
     (tmp_path / "plan.yaml").write_text(TEXT)

@@ -1,10 +1,6 @@
 """Other people's models under tensor parallelism, by a plan of patterns."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +12,9 @@ from runner.parallel.tensor_styles import PlanError
 from tests.distributed.by_hand import Loop
 from tests.distributed.cases import MODELS, Case, differences, train, trainer
 from tests.distributed.foreign import PLAN, CausalLM
+from tests.process import python
 from tests.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 PARTLY = {key: PLAN[key] for key in ("layers.*.mlp.up_proj", "layers.*.mlp.gate_proj")} | {
     "layers.*.mlp.down_proj": "rowwise"
 }
@@ -162,18 +158,13 @@ def test_by_the_command(tmp_path):
         "eval.interval=1000ba",
         "tracker=none",
     ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     curves = []
     for name, more in (
         ("one", []),
         ("two", ["plugin=tensor", "plugin.nproc=2", f"plugin.tp_plan={plan}"]),
     ):
         folder = tmp_path / name
-        command = [sys.executable, "-m", "runner", *words, *more, f"hydra.run.dir={folder}"]
-        done = subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        python("-m", "runner", *words, *more, f"hydra.run.dir={folder}", cwd=tmp_path)
         rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
         curves.append([row["train/loss"] for row in rows])
     assert len(curves[0]) == 30

@@ -16,8 +16,8 @@ import yaml
 
 from runner.compose.request import request
 from runner.launch import local_ranks, supervise
+from tests.process import python
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["train.max_duration=12ba", "eval.interval=12ba", "data.batch_size=16"]
 
 
@@ -28,10 +28,7 @@ def command(*words, before=("-m", "runner")):
 
 def run(environment, *words, code=0, before=("-m", "runner")):
     """The folder of a run, or its output where it has none."""
-    done = subprocess.run(
-        command(*words, before=before), env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == code, done.stdout + done.stderr
+    done = python(*before, "device=cpu", *words, code=code, env=environment)
     return only_run(environment), done.stdout + done.stderr
 
 

@@ -2,17 +2,15 @@
 
 import json
 import math
-import os
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
 from runner.compose import recipes
 from runner.compose.request import help_text, request
 from runner.config.folders import find
+from tests.process import python
 
 RECIPES = {recipe.name: recipe for recipe in recipes.read_all()}
 SWEEPS = sorted(name for name in RECIPES if name.startswith("sweep_"))
@@ -183,21 +181,15 @@ def test_the_accumulation_sweep_keeps_the_effective_batch():
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", RUNS)
-def test_it_runs_twenty_steps_to_the_end(name, tmp_path):
+def test_it_runs_twenty_steps_to_the_end(name, outputs):
     if name.startswith("nf_"):
         pytest.importorskip("timm")
     words = words_of(header(name)["small"])
     assert "train.max_duration=20ba" in words
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", *words, "tracker=none", "device=cpu"],
-        cwd=find("recipes").parent,
-        env={**os.environ, "RUNNER_OUTPUTS": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=2 * SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    [folder] = (tmp_path / "runs").iterdir()
+    home = find("recipes").parent
+    words += ["tracker=none", "device=cpu"]
+    python("-m", "runner", *words, cwd=home, timeout=2 * SECONDS)
+    [folder] = (outputs / "runs").iterdir()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/step"] for row in rows] == list(range(1, 21))
     assert all(math.isfinite(row["train/loss"]) for row in rows)

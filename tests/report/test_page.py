@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from html import unescape
 from html.parser import HTMLParser
@@ -13,6 +11,7 @@ import pytest
 
 from runner.cli.report import main
 from runner.report import read_run, write
+from tests.process import python
 from tests.report.examples import NORM, config, rows, sweep, troubled, write_run
 
 
@@ -144,8 +143,7 @@ def test_reading_needs_neither_torch_nor_the_rest_of_the_project() -> None:
         "*(n for n in sys.modules if n.startswith('runner.')"
         "and n.split('.')[1] not in ('cli', 'config', 'report', 'run_folder')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    assert python("-c", code).stdout.strip() == ""
 
 
 def test_the_command_writes_the_page_and_prints_where(

@@ -150,43 +150,43 @@ WRONG_ON_A_CPU = [
 ]
 
 
-def refused(words, said, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
+def assert_refused(words, said, outputs, capfd):
+    """Assert that a request is refused in one message with these parts, and creates nothing."""
     assert main(words) == 2
     message = capfd.readouterr().err
     for part in said:
         assert part in message
     assert "Traceback" not in message
-    assert not (tmp_path / "outputs").exists()
+    assert not outputs.exists()
 
 
 @pytest.mark.parametrize(("words", "said"), WRONG, ids=lambda value: " ".join(value)[:50])
-def test_wrong(words, said, tmp_path, monkeypatch, capfd):
-    refused(words, said, tmp_path, monkeypatch, capfd)
+def test_wrong(words, said, outputs, capfd):
+    assert_refused(words, said, outputs, capfd)
 
 
 @CPU_ONLY
 @pytest.mark.parametrize(("words", "said"), WRONG_ON_A_CPU, ids=lambda value: " ".join(value)[:50])
-def test_wrong_on_a_cpu(words, said, tmp_path, monkeypatch, capfd):
-    refused(words, said, tmp_path, monkeypatch, capfd)
+def test_wrong_on_a_cpu(words, said, outputs, capfd):
+    assert_refused(words, said, outputs, capfd)
 
 
-def test_one_process_under_several_ranks(tmp_path, monkeypatch, capfd):
+def test_one_process_under_several_ranks(outputs, monkeypatch, capfd):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = ["plugin=single", "2 ranks", "plugin=ddp"]
-    refused(["plugin=single"], said, tmp_path, monkeypatch, capfd)
+    assert_refused(["plugin=single"], said, outputs, capfd)
 
 
 @CPU_ONLY
-def test_ranks_that_the_sizes_do_not_multiply_to(tmp_path, monkeypatch, capfd):
+def test_ranks_that_the_sizes_do_not_multiply_to(outputs, monkeypatch, capfd):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "6")
     words = ["plugin=hybrid", "plugin.tp_size=2", "plugin.pp_size=2", *TEXT]
     said = ["(1 problem)", "plugin.nproc=6", "tp_size 2 x pp_size 2 = 4", "start 4 or 8 ranks by"]
-    refused(words, said, tmp_path, monkeypatch, capfd)
+    assert_refused(words, said, outputs, capfd)
     words = ["plugin=moe", "plugin.ep_size=4", "model=moe", "data=text"]
-    refused(words, ["(1 problem)", "plugin.ep_size=4  4 ranks"], tmp_path, monkeypatch, capfd)
+    assert_refused(words, ["(1 problem)", "plugin.ep_size=4  4 ranks"], outputs, capfd)
 
 
 def test_the_error_of_a_broken_model_is_its_own(monkeypatch):
@@ -205,9 +205,8 @@ def test_the_error_of_a_broken_model_is_its_own(monkeypatch):
     assert json.dumps(job.plain)
 
 
-def test_a_length_that_does_not_fit_is_no_matter_of_other_data(capfd, tmp_path, monkeypatch):
+def test_a_length_that_does_not_fit_is_no_matter_of_other_data(outputs, capfd):
     words = ["model=gpt", "data=text", "data.sequence_length=256"]
-    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
     assert main(words) == 2
     message = capfd.readouterr().err
     assert "256 tokens do not fit a context of 128" in message

@@ -26,8 +26,6 @@ from runner.models.mixture import MixtureGPT
 from tests.distributed.training import Rows
 from tests.ranks import run_ranks
 
-torch.set_num_threads(1)
-
 SAMPLES, HELD_OUT, BATCH, STEPS, CLASSES = 22, 7, 12, 4, 5
 """The second batch of an epoch is a short one, of 10 samples."""
 THRESHOLD = 0.6

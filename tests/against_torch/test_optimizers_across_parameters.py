@@ -104,7 +104,6 @@ REFUSED = {
 
 
 def test_steps_are_those_of_one_process_or_refused():
-    torch.set_num_threads(1)
     wanted = {kind: in_plain_pytorch(kind) for kind in KINDS if kind != "lbfgs"}
     ranks = run_ranks(train_all, 2, list(REFUSED))
     found = {plugin: set() for plugin in REFUSED}

@@ -20,8 +20,6 @@ from runner.booster.plugin import (
 from tests.distributed.training import Rows
 from tests.ranks import run_ranks
 
-torch.set_num_threads(1)
-
 SAMPLES, BATCH, STEPS, THRESHOLD = 20, 8, 5, 0.3
 DATA_PARALLEL = {
     "ddp": TorchDDPPlugin,

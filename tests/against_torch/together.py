@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from runner.booster import Booster
 from runner.models.gpt import GPT
 from runner.models.mixture import MixtureGPT
+from tests.distributed.by_hand import cross_entropy
 from tests.distributed.cases import PLUGINS, SHAPE
 from tests.ranks import run_ranks
 
@@ -34,10 +35,6 @@ class Temperature(nn.Module):
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logits = outputs.flatten(0, -2) / self.temperature + self.bias
         return F.cross_entropy(logits, targets.flatten())
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
 class Body(nn.Module):

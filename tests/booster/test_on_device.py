@@ -18,8 +18,6 @@ from runner.clip import build
 from runner.data.dataset import TensorPairs, collate_pairs
 from tests.on_device import Waits, kept_on_device
 
-torch.set_num_threads(1)
-
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1),
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.3),

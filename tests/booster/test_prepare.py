@@ -176,7 +176,6 @@ def everything(plugins):
 
 
 def test_odd_models_train_as_in_one_process():
-    torch.set_num_threads(1)
     plugins = ["ddp", "fsdp", "zero1", "tensor"]
     ranks = run_ranks(everything, 2, plugins)
     plain = network()

@@ -16,8 +16,6 @@ from runner.clip.units import units_of
 from tests.clip.threads import Ranks
 from tests.on_device import kept_on_device
 
-torch.set_num_threads(1)
-
 MODES = {"none": None, "norm": 0.9, "value": 0.7, "adaptive": 0.3}
 ROWS = Units((1,))
 

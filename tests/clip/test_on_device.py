@@ -15,8 +15,6 @@ from runner.clip.norms import norms
 from tests.clip.test_modes import awkward, elements, parameters
 from tests.on_device import kept_on_device
 
-torch.set_num_threads(1)
-
 MODES = {"none": None, "norm": 0.9, "value": 0.7, "adaptive": 0.3}
 EXACT = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 

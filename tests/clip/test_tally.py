@@ -14,8 +14,6 @@ from tests.distributed.cases import Case, trainer
 from tests.on_device import Waits, kept_on_device
 from tests.ranks import run_ranks
 
-torch.set_num_threads(1)
-
 MODES = {"value": 0.02, "adaptive": 0.05}
 
 

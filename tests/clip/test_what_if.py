@@ -11,8 +11,6 @@ from runner.clip import Decision, Layout, apply_gradient_clipping, build
 from runner.telemetry.meter import Meter, StepMetrics
 from tests.train.test_trainer import fit, parts
 
-torch.set_num_threads(1)
-
 MODES = {"norm": 0.3, "value": 0.02, "adaptive": 0.05}
 
 

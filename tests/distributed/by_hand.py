@@ -176,7 +176,6 @@ def assert_one_process(
     Returns:
         What each rank did, step by step, for further questions.
     """
-    torch.set_num_threads(1)
     ranks = run_ranks(steps, world, list(asked))
     wrong = []
     for number, each in enumerate(asked):

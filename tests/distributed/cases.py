@@ -34,6 +34,7 @@ SHAPE = {"vocabulary": 17, "context": 12, "layers": 2, "heads": 4, "width": 12, 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: GPT(**SHAPE, tied=False, bias=True),
     "tied": lambda: GPT(**SHAPE, tied=True, bias=False),
+    # Ranks share five experts unevenly.
     "moe": lambda: MixtureGPT(**SHAPE, tied=False, bias=True, experts=5, top_k=2),
     "conv": lambda: network("images"),
 }
@@ -199,7 +200,6 @@ def train(case: Case, plugin: str | None = None, **options: Any) -> dict[str, An
 @cache
 def alone(case: Case) -> dict[str, Any]:
     """What one process makes of ``case``."""
-    torch.set_num_threads(1)
     return train(case)
 
 

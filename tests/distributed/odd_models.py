@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runner.models.gpt import GPT
-from runner.models.mixture import MixtureGPT
-from tests.distributed.training import network
+from tests.distributed import cases
+from tests.distributed.cases import BATCH
 
-BATCH = 12
-SHAPE = {"vocabulary": 17, "context": 12, "layers": 4, "heads": 4, "width": 12, "dropout": 0.0}
+SHAPE = cases.SHAPE | {"layers": 4}
 
 
 class Odd(nn.Module):
@@ -60,14 +59,9 @@ def frozen(but: Callable[[str], bool]) -> nn.Module:
     return model
 
 
-def mixture() -> MixtureGPT:
-    """Two layers of five experts each, which ranks share unevenly."""
-    return MixtureGPT(**(SHAPE | {"layers": 2}), tied=False, bias=True, experts=5, top_k=2)
-
-
 def unrouted() -> nn.Module:
     """A mixture whose last expert no token ever chooses."""
-    model = mixture()
+    model = cases.MODELS["moe"]()
     with torch.no_grad():
         for block in model.blocks:
             # The router's first input is the same for every token, and speaks against one expert.
@@ -79,10 +73,9 @@ def unrouted() -> nn.Module:
 
 SECOND_HALF = ("blocks.2", "blocks.3", "norm", "head")
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    **cases.MODELS,
     "gpt": lambda: GPT(**SHAPE, tied=False, bias=True),
     "tied": lambda: GPT(**SHAPE, tied=True, bias=False),
-    "moe": mixture,
-    "conv": lambda: network("images"),
     "few_words": lambda: GPT(**(SHAPE | {"vocabulary": 3}), tied=False, bias=True),
     "few_words_tied": lambda: GPT(**(SHAPE | {"vocabulary": 3}), tied=True, bias=True),
     "odd": Odd,

@@ -28,7 +28,6 @@ def curves(optimizer: str, model: str, plugin: str | None = None) -> list[list[f
 
 @cache
 def alone(optimizer: str, model: str) -> list[list[float]]:
-    torch.set_num_threads(1)
     return curves(optimizer, model)
 
 

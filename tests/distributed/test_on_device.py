@@ -86,7 +86,6 @@ def test_the_whole_product_agrees(plugin, world, model):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_process(mode):
-    torch.set_num_threads(1)
     for model in ("conv", "tied"):
         case = Case(model, mode, 2, steps=3)
         assert not differences([call_kept_on_device(train, case)], case, 1e-12)

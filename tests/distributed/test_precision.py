@@ -35,7 +35,6 @@ def steps_in(precision: str, model: str, plugin: str | None = None) -> dict[str,
 
 @cache
 def alone(precision: str, model: str) -> dict[str, Any]:
-    torch.set_num_threads(1)
     return steps_in(precision, model)
 
 
@@ -129,7 +128,6 @@ def poisoned_steps(plugin: str | None, model: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
 def test_an_overflow_in_one_data_part_skips_the_step_of_all_ranks(plugin, world):
     model = FAMILIES[plugin, world]
-    torch.set_num_threads(1)
     wanted = poisoned_steps(None, model)
     assert sorted(wanted["taken"]) == [False, True, True]
     ranks = run_ranks(poisoned_steps, world, plugin, model)

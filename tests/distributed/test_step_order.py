@@ -79,7 +79,6 @@ def out_of_order_under(plugin):
 
 @pytest.mark.parametrize("world", PLUGINS)
 def test_the_wrong_order_is_refused_and_does_no_harm(world):
-    torch.set_num_threads(1)
     ranks = run_ranks(out_of_order, world, PLUGINS[world])
     for number, plugin in enumerate(PLUGINS[world]):
         one = one_step(model_for(plugin), None, NORM)

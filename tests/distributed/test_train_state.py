@@ -5,14 +5,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.cases import PLUGINS
-from tests.distributed.training import Rows, whole
+from tests.distributed.training import Rows
 from tests.ranks import run_ranks
 from tests.train.test_state import BATCH, Jittered, Saving, timeless, trainer
 
 AFTER = 8
 """Inside the second epoch, between two windows of several microbatches."""
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def made(plugin: str, rows: Rows) -> Saving:

@@ -12,8 +12,6 @@ from runner.optim.effects import Effect, effect_of
 from runner.telemetry.guidance import Setting, remarks, sentences
 from tests.train.test_trainer import parts
 
-torch.set_num_threads(1)
-
 ADAM = Effect("AdamW", "normalized")
 TINY = Effect("AdamW", "normalized", floor=True)
 LION = Effect("Lion", "sign")

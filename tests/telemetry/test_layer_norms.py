@@ -15,8 +15,6 @@ from tests.distributed.training import Rows
 from tests.on_device import Waits, kept_on_device
 from tests.train.test_trainer import parts
 
-torch.set_num_threads(1)
-
 STEPS, INTERVAL, FLUSH = 14, 3, 4
 
 

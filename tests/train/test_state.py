@@ -20,8 +20,6 @@ from runner.optim.schedulers import LinearWarmupCosineLR
 from tests.distributed.training import Rows
 from tests.on_device import kept_on_device
 
-torch.set_num_threads(1)
-
 SAMPLES, BATCH = 44, 4
 """Eleven microbatches an epoch: with windows of two, the last one is short."""
 

@@ -16,8 +16,6 @@ from runner.booster.batch import BatchError
 from runner.optim.schedulers import LinearWarmupCosineLR
 from tests.distributed.training import Rows
 
-torch.set_num_threads(1)
-
 
 def parts(samples=40, bad=None, batch=8):
     torch.manual_seed(0)

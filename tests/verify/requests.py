@@ -6,6 +6,7 @@ from runner.compose.request import request
 from runner.config.check import parse
 from runner.train import build
 from runner.verify.side_by_side import execute
+from tests.distributed.training import Rows
 from tests.verify import faulty_plugins
 
 TOKENS = [
@@ -26,19 +27,6 @@ def plain_of(*words: str) -> dict[str, Any]:
     """The configuration that ``words`` give, to hand to ranks."""
     [job] = request(list(words), writes=False).jobs
     return job.plain
-
-
-class Rows:
-    """A sink that keeps rows."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def write(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-
-    def close(self, summary: Any, exit_code: int) -> None:
-        pass
 
 
 def verify(plain: dict[str, Any], faulty: str | None = None, **options: Any) -> dict[str, Any]:

@@ -59,7 +59,6 @@ def test_a_data_set_that_draws_when_it_is_read_is_noticed():
 
 
 def test_it_is_a_plain_training_of_one_process():
-    torch.set_num_threads(1)
     config = config_of("clip=norm", "clip.threshold=0.5", "verify.lr=0.3")
     reference = Reference(config, BatchSplit(2), make_mode(config, "norm")[0], torch.device("cpu"))
     torch.manual_seed(config.seed)

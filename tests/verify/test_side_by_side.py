@@ -1,7 +1,6 @@
 """The comparison on real ranks: right plugins pass, wrong ones do not."""
 
 import pytest
-import torch
 
 from tests.ranks import run_ranks
 from tests.verify.requests import IMAGES, TOKENS, net, plain_of, verify
@@ -145,7 +144,6 @@ def test_a_layout_that_checks_itself_ends_every_rank():
 
 
 def test_each_step_is_told_of_as_it_is_compared():
-    torch.set_num_threads(1)
     done = verify(plain_of(*IMAGES, "plugin=single", "verify.modes=[norm,none]"))
     assert [(row["verify/mode"], row["train/step"]) for row in done["rows"]] == [
         (mode, step) for mode in (0, 1) for step in (1, 2, 3)

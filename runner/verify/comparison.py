@@ -68,7 +68,7 @@ class ComparedStep:
         disagreeing: messages about metrics that differ between ranks.
         present: messages about parameters with a gradient on one side only.
         naive: the largest error of a rank that clips its own gradients; None with one process.
-        loss: loss of the plugin and of one process.
+        loss: loss of one process.
     """
 
     step: int
@@ -78,7 +78,7 @@ class ComparedStep:
     disagreeing: Sequence[str] = ()
     present: Sequence[str] = ()
     naive: Naive | None = None
-    loss: tuple[float, float] = (math.nan, math.nan)
+    loss: float = math.nan
 
     @property
     def errors(self) -> dict[str, float]:
@@ -107,6 +107,9 @@ class Compared:
         weights: relative error of each parameter after the last step, by name.
         drifted: names of parameters whose replicas differ.
         placed: description of how each parameter is distributed, by name.
+        losses: loss of each step under the plugin.
+        causes: reasons other than a fault why the sides may differ.
+        dropped: number of dropout probabilities that were set to 0.
     """
 
     mode: str
@@ -116,6 +119,9 @@ class Compared:
     weights: Mapping[str, float]
     drifted: Sequence[str] = ()
     placed: Mapping[str, str] = field(default_factory=dict)
+    losses: Sequence[float] = ()
+    causes: Sequence[str] = ()
+    dropped: int = 0
 
     @property
     def weight_error(self) -> float:

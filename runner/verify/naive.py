@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -52,15 +51,11 @@ def worst(outcomes: Sequence[Naive | None], norm: float) -> Naive | None:
         norm: ‖G‖ of one process.
     """
     made = [
-        one if one.norm is None else replace(one, error=_off(one.norm, norm))
+        one if one.norm is None else replace(one, error=relative(one.norm, norm))
         for one in outcomes
         if one is not None
     ]
     return max(made, key=lambda one: (one.raised is not None, one.error), default=None)
-
-
-def _off(norm: float, reference: float) -> float:
-    return math.inf if math.isnan(norm) else relative(norm, reference)
 
 
 def _returns(gradients: Sequence[Tensor]) -> bool:

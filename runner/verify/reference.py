@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -22,20 +22,7 @@ from runner.config.schema import RunConfig
 from runner.data import PartitionedBatches
 from runner.train import build
 from runner.verify.comparison import SideMetrics
-from runner.verify.setting import Collate, dtype_of, make_model, make_optimizer
-
-
-@dataclass(frozen=True)
-class BatchSplit:
-    """How the plugin splits a microbatch.
-
-    Attributes:
-        parts: data-parallel size.
-        chunks: microbatches of the pipeline in each part; 1 without a pipeline.
-    """
-
-    parts: int
-    chunks: int = 1
+from runner.verify.setting import collate, dtype_of, make_model, make_optimizer
 
 
 class Windows:
@@ -46,7 +33,8 @@ class Windows:
 
     Args:
         config: configuration of the run.
-        split: how the plugin splits a microbatch.
+        parts: data-parallel size: number of parts of a microbatch.
+        chunks: number of pipeline microbatches in each part; 1 without a pipeline.
 
     Attributes:
         uneven: True if a chunk had fewer samples than others of its part; a pipeline pads it with
@@ -54,9 +42,10 @@ class Windows:
         drew: True if reading the data advanced a random number generator.
     """
 
-    def __init__(self, config: RunConfig, split: BatchSplit) -> None:
+    def __init__(self, config: RunConfig, parts: int, chunks: int = 1) -> None:
         self.config = config
-        self.split = split
+        self.parts = parts
+        self.chunks = chunks
         self.uneven = False
         self.drew = False
 
@@ -67,7 +56,7 @@ class Windows:
             len(dataset),  # type: ignore[arg-type]
             config.data.batch_size,
             rank=0,
-            world_size=self.split.parts,
+            world_size=self.parts,
             shuffle=True,
             drop_last=config.data.drop_last,
             seed=config.seed,
@@ -83,15 +72,15 @@ class Windows:
                 yield self._read(dataset, [one for part in parts for one in self._chunks(part)])
 
     def _chunks(self, part: list[int]) -> list[list[int]]:
-        size = -(-len(part) // self.split.chunks)
-        self.uneven |= len(part) != size * self.split.chunks
+        size = -(-len(part) // self.chunks)
+        self.uneven |= len(part) != size * self.chunks
         return [part[start : start + size] for start in range(0, len(part), max(size, 1))]
 
     def _read(self, dataset: Dataset[Any], chunks: list[list[int]]) -> list[Any]:
         loader = DataLoader(
             dataset,
             batch_sampler=chunks,
-            collate_fn=Collate(dtype_of(self.config)),
+            collate_fn=partial(collate, dtype=dtype_of(self.config)),
             generator=torch.Generator(),  # the default draws a seed from the global generator
         )
         before = _random_state()
@@ -104,23 +93,20 @@ class Reference:
     """Training in one process, one optimizer step at a time.
 
     Args:
-        config: configuration of the run.
-        split: how the plugin splits a microbatch.
+        windows: batches of each step.
         mode: clipping mode, not bound to a layout yet.
-        device: device of the model.
 
     Attributes:
         dropped: number of dropout probabilities that were set to 0.
         drew: True if a forward or backward pass advanced a random number generator.
     """
 
-    def __init__(
-        self, config: RunConfig, split: BatchSplit, mode: ClipMode, device: torch.device
-    ) -> None:
-        self.device = device
-        self.windows = Windows(config, split)
-        self._batches = iter(self.windows)
-        self.model, self.dropped = make_model(config, device)
+    def __init__(self, windows: Windows, mode: ClipMode) -> None:
+        config = windows.config
+        self.device = build.device_of(config.device)
+        self.windows = windows
+        self._batches = iter(windows)
+        self.model, self.dropped = make_model(config)
         self.model.train()
         self.loss = WindowLoss(self.model)
         self.optimizer: OptimizerWrapper

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +14,7 @@ from runner.verify.comparison import Compared, ComparedStep, Naive
 
 
 def outcome(
-    config: RunConfig, compared: Sequence[Compared], notes: Sequence[str], causes: Sequence[str]
+    config: RunConfig, compared: Sequence[Compared], notes: Iterable[str]
 ) -> dict[str, Any]:
     """Return the part of ``verify.json`` that is about the comparison.
 
@@ -22,12 +22,12 @@ def outcome(
         config: configuration of the run.
         compared: one entry for each mode.
         notes: how both sides differ from a run of the configuration.
-        causes: reasons other than a fault why the sides may differ.
     """
     bound = config.verify.bound
     modes = [_mode(one, bound) for one in compared]
     ok = not any(one["failures"] for one in modes)
     outcomes = [outcome for one in compared for outcome in _by_hand(one, bound)]
+    causes = dict.fromkeys(cause for one in compared for cause in one.causes)
     raised = next((one.raised for one in outcomes if one.raised is not None), None)
     furthest = max((one.error for one in outcomes), default=None)
     return {
@@ -90,15 +90,15 @@ def _mode(one: Compared, bound: float) -> dict[str, Any]:
         "weight_error": one.weight_error,
         "failures": list(one.failures(bound)),
         "worst": worst,
-        "steps": [_step(step) for step in one.steps],
+        "steps": [_step(*each) for each in zip(one.steps, one.losses, strict=True)],
     }
 
 
-def _step(step: ComparedStep) -> dict[str, Any]:
+def _step(step: ComparedStep, loss: float) -> dict[str, Any]:
     return {
         "step": step.step,
         **step.errors,
-        "loss": {"plugin": step.loss[0], "reference": step.loss[1]},
+        "loss": {"plugin": loss, "reference": step.loss},
         "plugin": asdict(step.plugin),
         "reference": asdict(step.reference),
         "naive": None if step.naive is None else asdict(step.naive),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,18 +19,10 @@ from runner.data.dataset import collate_pairs
 from runner.train import build
 
 
-@dataclass(frozen=True)
-class Collate:
-    """Collate samples, and convert floating-point tensors to ``dtype``."""
-
-    dtype: torch.dtype
-
-    def __call__(self, samples: Any) -> Any:
-        """Return the batch; integer tensors keep their dtype."""
-        return tree_map_only(Tensor, self._cast, collate_pairs(samples))
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+def collate(samples: Any, dtype: torch.dtype) -> Any:
+    """Collate samples to a batch, and convert its floating-point tensors to ``dtype``."""
+    batch = collate_pairs(samples)
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:
@@ -39,14 +30,14 @@ def dtype_of(config: RunConfig) -> torch.dtype:
     return torch.float64 if config.verify.dtype == "float64" else torch.float32
 
 
-def make_model(config: RunConfig, device: torch.device) -> tuple[nn.Module, int]:
+def make_model(config: RunConfig) -> tuple[nn.Module, int]:
     """Make the model of the run in ``verify.dtype``, with the same weights on every rank.
 
     Returns:
         The model, and the number of dropout probabilities that were set to 0.
     """
     torch.manual_seed(config.seed)
-    model = build.maker(config.model)().to(device, dtype_of(config))
+    model = build.maker(config.model)().to(build.device_of(config.device), dtype_of(config))
     assert isinstance(model, nn.Module)
     return model, switch_off_dropout(model)
 
@@ -75,8 +66,13 @@ def comparable(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"plugin": plugin})
 
 
-def notes(config: RunConfig) -> Iterator[str]:
-    """Yield how both sides differ from a run of ``config``."""
+def notes(config: RunConfig, dropped: int = 0) -> Iterator[str]:
+    """Yield how both sides differ from a run of ``config``.
+
+    Args:
+        config: configuration of the run.
+        dropped: number of dropout probabilities that were set to 0.
+    """
     verify = config.verify
     optimizer = config.optimizer.target.rpartition(".")[2]
     plain = config.optimizer.mapping() == {"_target_": "torch.optim.SGD", "lr": verify.lr}
@@ -89,25 +85,23 @@ def notes(config: RunConfig) -> Iterator[str]:
         yield f"everything is computed in {verify.dtype}, not in {config.precision.name}"
     if config.plugin.param_dtype is not None:
         yield f"parameters are gathered in {verify.dtype}, not in {config.plugin.param_dtype}"
+    if dropped:
+        yield f"dropout is off, in {dropped} places: ranks would drop other elements"
 
 
-def needs_float32(config: RunConfig, device: torch.device) -> bool:
+def needs_float32(config: RunConfig) -> bool:
     """Return True if the model goes forward on two samples in float32, but not in float64."""
-    return _forward_works(config, "float32", device) and not _forward_works(
-        config, "float64", device
-    )
+    return _forward_works(config, "float32") and not _forward_works(config, "float64")
 
 
-def _forward_works(
-    config: RunConfig, dtype: Literal["float32", "float64"], device: torch.device
-) -> bool:
+def _forward_works(config: RunConfig, dtype: Literal["float32", "float64"]) -> bool:
     verify = config.verify.model_copy(update={"dtype": dtype})
     config = config.model_copy(update={"verify": verify})
     try:
-        model, _ = make_model(config, device)
+        model, _ = make_model(config)
         data = build.make_data(config.data).train
-        batch = Collate(dtype_of(config))([data[0], data[1]])
-        batch = tree_map_only(Tensor, lambda t: t.to(device), batch)
+        batch = collate([data[0], data[1]], dtype_of(config))
+        batch = tree_map_only(Tensor, lambda t: t.to(build.device_of(config.device)), batch)
         with torch.no_grad():
             WindowLoss(model).forward(model, batch)
     except Exception:

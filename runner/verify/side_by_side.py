@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from runner.booster import NonFiniteGradient, Plugin
-from runner.clip import ClipMode
+from runner.booster import NonFiniteGradient
 from runner.config.schema import RunConfig
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
 from runner.telemetry.sinks.sink import Sink
 from runner.train import build
-from runner.train.trainer import Trainer
 from runner.verify import naive, setting, watch
 from runner.verify.comparison import (
     Compared,
@@ -31,37 +28,36 @@ from runner.verify.comparison import (
     relative,
     tensor_errors,
 )
-from runner.verify.reference import BatchSplit, Reference
+from runner.verify.reference import Reference, Windows
 from runner.verify.result import outcome, row_of
 
 BINDS = 0.1
 """Ratio of a derived threshold to the largest value of the first step that is compared with it."""
 
 
-def execute(
-    config: RunConfig,
-    sinks: Sequence[Sink],
-    make_plugin: Callable[[RunConfig], Plugin] = build.make_plugin,
-) -> dict[str, Any]:
+def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     """Compare the plugin with one process in each mode of ``verify.modes``.
 
     Args:
         config: the whole configuration.
         sinks: sinks for a row per compared step (see :func:`runner.verify.result.row_of`), closed
             at the end; empty except on the first rank.
-        make_plugin: makes the plugin, once for each mode.
 
     Returns:
         The part of ``verify.json`` about the comparison on the first rank, {} on the others.
 
     Raises:
         runner.booster.NonFiniteGradient: a gradient is not finite.
-        runner.clip.shard.LayoutError: the plugin's layout does not account for the model.
+        runner.clip.layout.LayoutError: the plugin's layout does not account for the model.
     """
-    device = build.device_of(config.device)
+    if build.device_of(config.device).type == "cuda" and config.verify.dtype == "float32":
+        # cuDNN uses TF32 by default, which has ten bits of mantissa.
+        torch.backends.cudnn.allow_tf32 = False
+    settled = setting.comparable(config)
+    modes = config.verify.modes or [config.clip.mode]
     try:
         with _quiet():
-            return _execute(config, sinks, make_plugin, device)
+            compared = [_compare(settled, name, sinks, row) for row, name in enumerate(modes)]
     except NonFiniteGradient as error:
         error.advice = ""  # clip.nonfinite=skip does not help here
         error.add_note(
@@ -69,34 +65,14 @@ def execute(
         )
         raise
     except Exception as error:
-        if config.verify.dtype == "float64" and setting.needs_float32(config, device):
+        if config.verify.dtype == "float64" and setting.needs_float32(config):
             error.add_note("the model computes in float32 only: use verify.dtype=float32")
         raise
     finally:
         for sink in sinks:
             sink.close(None, 0)
-
-
-def _execute(
-    config: RunConfig,
-    sinks: Sequence[Sink],
-    make_plugin: Callable[[RunConfig], Plugin],
-    device: torch.device,
-) -> dict[str, Any]:
-    notes = list(setting.notes(config))
-    settled = setting.comparable(config)
-    if device.type == "cuda" and config.verify.dtype == "float32":
-        # cuDNN uses TF32 by default, which has ten bits of mantissa.
-        torch.backends.cudnn.allow_tf32 = False
-    compared: list[Compared] = []
-    causes: dict[str, None] = {}
-    for number, name in enumerate(config.verify.modes or [config.clip.mode]):
-        side = _Side(settled, make_plugin(settled), name, device)
-        compared += side.compare(number, sinks)
-        causes |= dict.fromkeys(side.causes())
-    if side.reference is not None and (dropped := side.reference.dropped):
-        notes.append(f"dropout is off, in {dropped} places: ranks would drop other elements")
-    return outcome(config, compared, notes, list(causes)) if compared else {}
+    here = [one for one in compared if one is not None]
+    return outcome(config, here, setting.notes(config, here[-1].dropped)) if here else {}
 
 
 @contextmanager
@@ -111,114 +87,112 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-class _Side:
-    """One mode under the plugin on this rank, and the reference on the first rank."""
+def _compare(config: RunConfig, name: str, sinks: Sequence[Sink], number: int) -> Compared | None:
+    """Train both sides in one clipping mode.
 
-    def __init__(self, config: RunConfig, plugin: Plugin, name: str, device: torch.device) -> None:
-        self.config = config
-        self.plugin = plugin
-        self.name = name
-        self.device = device
-        self.losses = _Losses()
-        self.steps: list[ComparedStep] = []
-        self.reference: Reference | None = None
-        mode, self.derived = setting.make_mode(config, name)
-        first = [self.losses] if plugin.rank == 0 else []
-        self.trainer: Trainer = watch.make_trainer(config, plugin, mode, *first)
-        pipeline = self.trainer.model.pipeline
-        self.split = BatchSplit(plugin.data_size, 1 if pipeline is None else pipeline.microbatches)
+    Args:
+        config: configuration of both sides.
+        name: name of the mode.
+        sinks: sinks for a row per step.
+        number: index of the mode among those compared.
 
-    def compare(self, number: int, sinks: Sequence[Sink]) -> list[Compared]:
-        """Train both sides, and return the comparison on the first rank, [] on the others.
+    Returns:
+        The comparison on the first rank, None on the others.
+    """
+    plugin = build.make_plugin(config)
+    mode, derived = setting.make_mode(config, name)
+    losses = _Losses()
+    trainer = watch.make_trainer(config, plugin, mode, *([] if plugin.rank else [losses]))
+    pipeline = trainer.model.pipeline
+    chunks = 1 if pipeline is None else pipeline.microbatches
 
-        Args:
-            number: index of the mode among those compared.
-            sinks: sinks for a row per step.
-        """
-        trainer, first = self.trainer, self.plugin.rank == 0
-        mode = trainer.state.mode
-        if self.derived:
-            probe = Reference(self.config, self.split, self._mode(), self.device) if first else None
-            mode.threshold = watch.from_all(probe.peak() * BINDS if probe else None)[0]
-        if first:
-            self.reference = Reference(
-                self.config, self.split, self._mode(mode.threshold), self.device
-            )
+    def one_process() -> Reference:
+        again, _ = setting.make_mode(config, name)  # a mode is bound to one layout
+        again.threshold = mode.threshold
+        return Reference(Windows(config, plugin.data_size, chunks), again)
 
-        def seen(
-            ranks: list[SideMetrics], gradients: dict[str, Tensor], by_hand: list[Naive | None]
-        ) -> None:
-            self._take_step(ranks, gradients, by_hand)
-            for sink in sinks:
-                sink.write(row_of(self.steps[-1], number, mode.threshold))
+    if derived:
+        peak = math.nan if plugin.rank else one_process().peak()
+        mode.threshold = watch.from_all(peak)[0] * BINDS
+    reference = None if plugin.rank else one_process()
+    steps: list[ComparedStep] = []
 
-        trainer.state.mode = watch.Watched(mode, trainer, seen)
-        trainer.fit()
-        drifted = watch.drifted(trainer.optimizer.layout)
-        placed = watch.placements(trainer.optimizer.layout)
-        weights = trainer.booster.state_dict(trainer.model)
-        if self.reference is None:
-            return []
-        wanted = self.reference.weights()
-        weights = {name: tensor for name, tensor in weights.items() if name in wanted}
-        steps = [
-            replace(step, loss=(loss, step.loss[1]))
-            for step, loss in zip(self.steps, self.losses.each, strict=True)
-        ]
-        errors = tensor_errors(weights, wanted)
-        return [Compared(self.name, mode.threshold, self.derived, steps, errors, drifted, placed)]
-
-    def causes(self) -> Iterator[str]:
-        """Yield reasons other than a fault of the plugin why the sides may differ."""
-        reference = self.reference
-        if reference is None:
-            return
-        yield from reference.causes()
-        losses = next(((s.loss, s.step) for s in self.steps), None)
-        ours = self.losses.each[0] if self.losses.each else math.nan
-        if losses is not None and not relative(ours, losses[0][1]) <= self.config.verify.bound:
-            yield (
-                f"the losses of step 1 differ already ({ours!r}, one process {losses[0][1]!r}): "
-                "look at the forward pass or the batches rather than at clipping"
-            )
-        if self.config.verify.dtype == "float32":
-            yield "float32 rounds: verify.dtype=float64 tells rounding from a fault"
-
-    def _mode(self, threshold: float | None = None) -> ClipMode:
-        """Make the mode again, because a mode is bound to one layout."""
-        mode, _ = setting.make_mode(self.config, self.name)
-        if threshold is not None:
-            mode.threshold = threshold
-        return mode
-
-    def _take_step(
-        self, ranks: list[SideMetrics], gradients: dict[str, Tensor], by_hand: list[Naive | None]
+    def seen(
+        ranks: list[SideMetrics], gradients: dict[str, Tensor], by_hand: list[Naive | None]
     ) -> None:
-        assert self.reference is not None
-        number = len(self.steps) + 1
-        metrics, loss, wanted = self.reference.step()
-        self.steps.append(
-            ComparedStep(
-                step=number,
-                plugin=ranks[0],
-                reference=metrics,
-                gradients=tensor_errors(gradients, wanted),
-                disagreeing=disagreements(number, ranks),
-                present=presence(number, gradients, wanted),
-                naive=naive.worst(by_hand, metrics.norm),
-                loss=(math.nan, loss),
-            )
+        assert reference is not None
+        steps.append(_compared(len(steps) + 1, ranks, gradients, by_hand, reference))
+        for sink in sinks:
+            sink.write(row_of(steps[-1], number, mode.threshold))
+
+    trainer.state.mode = watch.Watched(mode, trainer, seen)
+    trainer.fit()
+    layout = trainer.optimizer.layout
+    drifted, placed = watch.drifted(layout), watch.placements(layout)
+    weights = trainer.booster.state_dict(trainer.model)
+    if reference is None:
+        return None
+    wanted = reference.weights()
+    weights = {name: tensor for name, tensor in weights.items() if name in wanted}
+    return Compared(
+        mode=name,
+        threshold=mode.threshold,
+        derived=derived,
+        steps=steps,
+        weights=tensor_errors(weights, wanted),
+        drifted=drifted,
+        placed=placed,
+        losses=losses,
+        causes=list(_causes(config, reference, losses[0], steps[0].loss)),
+        dropped=reference.dropped,
+    )
+
+
+def _compared(
+    number: int,
+    ranks: list[SideMetrics],
+    gradients: dict[str, Tensor],
+    by_hand: list[Naive | None],
+    reference: Reference,
+) -> ComparedStep:
+    """Take a step of one process, and compare it with that of the plugin."""
+    metrics, loss, wanted = reference.step()
+    return ComparedStep(
+        step=number,
+        plugin=ranks[0],
+        reference=metrics,
+        gradients=tensor_errors(gradients, wanted),
+        disagreeing=disagreements(number, ranks),
+        present=presence(number, gradients, wanted),
+        naive=naive.worst(by_hand, metrics.norm),
+        loss=loss,
+    )
+
+
+def _causes(config: RunConfig, reference: Reference, ours: float, theirs: float) -> Iterator[str]:
+    """Yield reasons other than a fault of the plugin why the sides may differ.
+
+    Args:
+        config: configuration of both sides.
+        reference: one process.
+        ours: loss of step 1 under the plugin.
+        theirs: loss of step 1 in one process.
+    """
+    yield from reference.causes()
+    if not relative(ours, theirs) <= config.verify.bound:
+        yield (
+            f"the losses of step 1 differ already ({ours!r}, one process {theirs!r}): "
+            "look at the forward pass or the batches rather than at clipping"
         )
+    if config.verify.dtype == "float32":
+        yield "float32 rounds: verify.dtype=float64 tells rounding from a fault"
 
 
-class _Losses:
+class _Losses(list[float]):
     """A sink that keeps the loss of each step."""
 
-    def __init__(self) -> None:
-        self.each: list[float] = []
-
     def write(self, row: Row) -> None:
-        self.each.append(float(row[keys.TRAIN_LOSS]))
+        self.append(float(row[keys.TRAIN_LOSS]))
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         pass

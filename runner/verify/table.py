@@ -74,12 +74,10 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     for mode in found["modes"]:
         yield ""
         yield from _of_mode(mode)
-    if found["notes"]:
-        yield ""
-        yield from (f"note: {note}" for note in found["notes"])
-    if found["causes"]:
-        yield ""
-        yield from (f"possible cause: {cause}" for cause in found["causes"])
+    for kind, sentences in (("note", found["notes"]), ("possible cause", found["causes"])):
+        if sentences:
+            yield ""
+            yield from (f"{kind}: {sentence}" for sentence in sentences)
 
 
 def last_line(found: Mapping[str, Any]) -> str:

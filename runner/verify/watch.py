@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from runner.train import build
 from runner.train.trainer import Trainer
 from runner.verify import naive
 from runner.verify.comparison import Naive, SideMetrics
-from runner.verify.setting import Collate, dtype_of, make_model, make_optimizer
+from runner.verify.setting import collate, dtype_of, make_model, make_optimizer
 
 T = TypeVar("T")
 
@@ -70,15 +71,14 @@ def make_trainer(config: RunConfig, plugin: Plugin, mode: ClipMode, *sinks: Sink
         mode: clipping mode, not bound to a layout yet.
         sinks: sinks for rows; empty except on the first rank.
     """
-    device = build.device_of(config.device)
-    model, _ = make_model(config, device)
+    model, _ = make_model(config)
     loader = plugin.prepare_dataloader(
         build.make_data(config.data).train,
         batch_size=config.data.batch_size,
         shuffle=True,
         drop_last=config.data.drop_last,
         seed=config.seed,
-        collate_fn=Collate(dtype_of(config)),
+        collate_fn=partial(collate, dtype=dtype_of(config)),
     )
     return Trainer(
         model,

@@ -1,6 +1,8 @@
 """Small requests, and their verification on ranks."""
 
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 from runner.compose.request import request
 from runner.config.check import parse
@@ -29,12 +31,9 @@ def plain_of(*words: str) -> dict[str, Any]:
     return job.plain
 
 
-def verify(plain: dict[str, Any], faulty: str | None = None, **options: Any) -> dict[str, Any]:
+def verify(plain: dict[str, Any], faulty: str | None = None) -> dict[str, Any]:
     """What a rank returns, and the rows that it wrote."""
     rows = Rows()
-
-    def make_plugin(config: Any) -> Any:
-        return build.make_plugin(config) if faulty is None else plugin(**options)
-
-    plugin = getattr(faulty_plugins, faulty) if faulty is not None else None
-    return {"found": execute(parse(plain), [rows], make_plugin), "rows": rows.rows}
+    plugin = getattr(faulty_plugins, faulty) if faulty else None
+    with patch.object(build, "make_plugin", lambda _: plugin()) if plugin else nullcontext():
+        return {"found": execute(parse(plain), [rows]), "rows": rows.rows}

@@ -8,7 +8,7 @@ from runner.booster.plugin import SinglePlugin
 from runner.config.check import parse
 from runner.data import PartitionedBatches
 from runner.train import build
-from runner.verify.reference import BatchSplit, Reference, Windows
+from runner.verify.reference import Reference, Windows
 from runner.verify.setting import make_mode
 from tests.verify.requests import IMAGES, net, plain_of
 
@@ -20,7 +20,7 @@ def config_of(*words):
 def test_its_batches_are_those_that_data_parts_read():
     config = config_of("data.batch_size=4", "accumulation.steps=2", "data.samples=29")
     dataset = build.make_data(config.data).train
-    windows = list(islice(Windows(config, BatchSplit(parts=3)), 4))
+    windows = list(islice(Windows(config, parts=3), 4))
     orders = [PartitionedBatches(29, 4, rank, 3, True, False, config.seed) for rank in range(3)]
     expected = []
     for epoch in (0, 1):
@@ -41,7 +41,7 @@ def test_its_batches_are_those_that_data_parts_read():
 @pytest.mark.parametrize(("size", "chunks", "uneven"), [(6, 3, False), (5, 2, True), (4, 1, False)])
 def test_it_reads_a_part_in_the_chunks_of_the_pipeline(size, chunks, uneven):
     config = config_of(f"data.batch_size={size}", "data.samples=60")
-    windows = Windows(config, BatchSplit(1, chunks))
+    windows = Windows(config, 1, chunks)
     window = next(iter(windows))
     assert [len(inputs) for inputs, _ in window] == [
         len(part) for part in torch.arange(size).chunk(chunks)
@@ -50,17 +50,17 @@ def test_it_reads_a_part_in_the_chunks_of_the_pipeline(size, chunks, uneven):
 
 
 def test_a_data_set_that_draws_when_it_is_read_is_noticed():
-    steady = Windows(config_of(), BatchSplit(2))
+    steady = Windows(config_of(), 2)
     next(iter(steady))
     assert not steady.drew
-    drawing = Windows(config_of("data._target_=tests.verify.nets.noisy"), BatchSplit(2))
+    drawing = Windows(config_of("data._target_=tests.verify.nets.noisy"), 2)
     next(iter(drawing))
     assert drawing.drew
 
 
 def test_it_is_a_plain_training_of_one_process():
     config = config_of("clip=norm", "clip.threshold=0.5", "verify.lr=0.3")
-    reference = Reference(config, BatchSplit(2), make_mode(config, "norm")[0], torch.device("cpu"))
+    reference = Reference(Windows(config, 2), make_mode(config, "norm")[0])
     torch.manual_seed(config.seed)
     model = build.maker(config.model)().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -84,9 +84,7 @@ def test_it_is_a_plain_training_of_one_process():
 
 def test_what_it_raises_says_where_that_was_and_why_it_may_be():
     config = config_of(*net("Chain"), "data.batch_size=7", "data.samples=60")
-    reference = Reference(
-        config, BatchSplit(1, 3), make_mode(config, "norm")[0], torch.device("cpu")
-    )
+    reference = Reference(Windows(config, 1, 3), make_mode(config, "norm")[0])
     with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
         reference.step()
     where, cause = raised.value.__notes__
@@ -98,11 +96,11 @@ def test_no_threshold_comes_from_a_gradient_that_is_not_finite():
     config = config_of("clip=none", *net("Broken"))
     mode = make_mode(config, "value")[0]
     with pytest.raises(NonFiniteGradient, match="the gradient of step 1 is not finite"):
-        Reference(config, BatchSplit(1), mode, torch.device("cpu")).peak()
+        Reference(Windows(config, 1), mode).peak()
 
 
 def test_no_threshold_comes_from_a_gradient_of_zero():
     config = config_of("clip=none", *net("Constant"))
     mode = make_mode(config, "value")[0]
     with pytest.raises(ValueError, match="no threshold can be derived"):
-        Reference(config, BatchSplit(1), mode, torch.device("cpu")).peak()
+        Reference(Windows(config, 1), mode).peak()

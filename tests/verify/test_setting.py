@@ -6,7 +6,7 @@ from torch import nn
 from runner.clip.mode import NEVER
 from runner.config.check import parse
 from runner.models.gpt import GPT
-from runner.verify.setting import Collate, make_mode, notes, switch_off_dropout
+from runner.verify.setting import collate, make_mode, notes, switch_off_dropout
 from tests.verify.requests import IMAGES, plain_of
 
 
@@ -64,6 +64,6 @@ def test_a_request_that_is_kept_to_needs_no_note():
 
 
 def test_floating_point_parts_of_a_batch_are_cast_and_integers_are_not():
-    inputs, targets = Collate(torch.float64)([(torch.ones(2), 3), (torch.ones(2), 4)])
+    inputs, targets = collate([(torch.ones(2), 3), (torch.ones(2), 4)], torch.float64)
     assert inputs.dtype == torch.float64
     assert targets.dtype == torch.int64

@@ -24,7 +24,7 @@ class Published:
         kind: kind of its data, ``language`` or ``vision``.
         mode: clipping mode.
         threshold: λ.
-        source: source in the recipe's header.
+        source: source that the recipe's header names.
     """
 
     recipe: str
@@ -43,7 +43,7 @@ def published() -> list[Published]:
         if "hydra" in content or not isinstance(threshold, int | float):
             continue
         mode, kind = chosen.get("clip", "norm"), _kind(chosen.get("data"), content)
-        found.append(Published(recipe.name, kind, mode, float(threshold), _source(recipe.name)))
+        found.append(Published(recipe.name, kind, mode, float(threshold), recipe.source))
     return found
 
 
@@ -72,12 +72,3 @@ def _kind(data: str | None, content: dict[str, Any]) -> str:
     options |= content.get("data") or {}
     tokens = "sequence_length" in options and options.get("kind", "tokens") == "tokens"
     return "language" if tokens else "vision"
-
-
-def _source(name: str) -> str:
-    text = (find("recipes") / f"{name}.yaml").read_text(encoding="utf-8")
-    for line in text.splitlines():
-        head, _, source = line.partition("# source:")
-        if not head and source:
-            return source.strip()
-    return ""

@@ -11,7 +11,7 @@ from runner.config.modes import ModeInfo, info_of
 from runner.config.notation import percent, plural, rounded
 from runner.telemetry.guidance import FEWEST
 
-COLUMNS = ("mean", "p50", "p75", "p90", "p95", "p99", "max")
+COLUMNS = ("mean", *(f"p{point}" for point in POINTS), "max")
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:

@@ -30,12 +30,14 @@ class Recipe:
     Attributes:
         name: the file's name without its ending.
         purpose: what the header says behind the name.
+        source: what the header says behind ``source:``.
         content: what the file holds; empty where it cannot be read.
         error: why the file cannot be read, or None.
     """
 
     name: str
     purpose: str = ""
+    source: str = ""
     content: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
@@ -118,5 +120,7 @@ def _read(file: Path) -> Recipe:
             raise Refusal(f"{file} cannot be read: it must hold keys and values")
     except Refusal as error:
         return Recipe(file.stem, error=str(error))
-    header = file.read_text(encoding="utf-8").partition("\n")[0]
-    return Recipe(file.stem, header.partition(":")[2].strip(), content)
+    first, _, others = file.read_text(encoding="utf-8").partition("\n")
+    purpose = first.partition(":")[2]
+    source = others.partition("# source:")[2].partition("\n")[0]
+    return Recipe(file.stem, purpose.strip(), source.strip(), content)

@@ -57,7 +57,7 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     modes = config.verify.modes or [config.clip.mode]
     try:
         with _quiet():
-            compared = [_compare(settled, name, sinks, row) for row, name in enumerate(modes)]
+            compared = [_compare(settled, name, i, sinks) for i, name in enumerate(modes)]
     except NonFiniteGradient as error:
         error.advice = ""  # clip.nonfinite=skip does not help here
         error.add_note(
@@ -87,14 +87,14 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _compare(config: RunConfig, name: str, sinks: Sequence[Sink], number: int) -> Compared | None:
+def _compare(config: RunConfig, name: str, number: int, sinks: Sequence[Sink]) -> Compared | None:
     """Train both sides in one clipping mode.
 
     Args:
         config: configuration of both sides.
         name: name of the mode.
-        sinks: sinks for a row per step.
         number: index of the mode among those compared.
+        sinks: sinks for a row per step.
 
     Returns:
         The comparison on the first rank, None on the others.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache, partial
 from importlib import import_module
@@ -47,7 +47,7 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def maker(target: Target) -> Callable[..., Any]:
+def maker(target: Target) -> partial[Any]:
     """Return the class or function that ``target`` names, with its arguments bound.
 
     Raises:
@@ -61,15 +61,6 @@ def maker(target: Target) -> Callable[..., Any]:
         raise TargetError(f"{target.target}: {reason}") from error
     assert isinstance(made, partial)
     return made
-
-
-def takes(make: Callable[..., Any], argument: str) -> bool:
-    """Return whether ``make`` has a parameter called ``argument`` that is not bound yet."""
-    try:
-        parameters = inspect.signature(getattr(make, "func", make)).parameters
-    except ValueError:
-        return False
-    return argument in parameters and argument not in getattr(make, "keywords", {})
 
 
 def make_data(config: DataSection) -> Data:
@@ -101,7 +92,7 @@ def make_optimizer(target: Target, parameters: Iterable[nn.Parameter]) -> Optimi
     make = maker(target)
     listed = list(parameters)
     made = None
-    if takes(make, "fused"):
+    if _takes(make, "fused"):
         with suppress(RuntimeError):  # Not supported on this device or with these options.
             made = make(listed, fused=True)
     if made is None:
@@ -119,7 +110,7 @@ def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> A
         TargetError: it needs ``total_steps``, and ``steps`` is None.
     """
     make = maker(target)
-    if not takes(make, "total_steps"):
+    if not _takes(make, "total_steps"):
         return make(optimizer)
     if steps is None:
         raise TargetError(
@@ -127,6 +118,14 @@ def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> A
             "of this data: give train.max_duration in ep, ba or sp"
         )
     return make(optimizer, total_steps=steps)
+
+
+def _takes(make: partial[Any], argument: str) -> bool:
+    """Return whether ``make`` has a parameter called ``argument`` that is not bound yet."""
+    try:
+        return argument in inspect.signature(make.func).parameters.keys() - make.keywords.keys()
+    except ValueError:  # the signature of a compiled function may be unknown
+        return False
 
 
 def make_plugin(config: RunConfig) -> Plugin:

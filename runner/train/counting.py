@@ -1,4 +1,4 @@
-"""What the microbatches of a window hold, on all data-parallel ranks."""
+"""Count the items, samples and tokens of a window over all data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def count(
         windows: where ``window`` was read.
         loss: knows what an item is.
         plugin: how many ranks read, and which one this is.
-        first: whether this is the first window of a run: it is checked that ranks read different
+        first: whether this is the first window of a run, in which all ranks have to read different
             samples.
 
     Raises:

@@ -56,17 +56,15 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     info = trainer.state.mode.info
     setting = guidance.Setting(info, clip.threshold, clip.nonfinite, effect)
     own = {} if clip.mode in NAMES else {keys.CLIP_MODE: info.record()}
-    return (
-        summary
-        | own
-        | {
-            "remarks": [asdict(remark) for remark in guidance.remarks(summary, setting)],
-            keys.WALL_SECONDS: time.perf_counter() - started,
-            "parameters": trainer.parameters,
-            "world_size": trainer.plugin.world_size,
-            "device": str(trainer.device),
-        }
-    )
+    return {
+        **summary,
+        **own,
+        "remarks": [asdict(remark) for remark in guidance.remarks(summary, setting)],
+        keys.WALL_SECONDS: time.perf_counter() - started,
+        "parameters": trainer.parameters,
+        "world_size": trainer.plugin.world_size,
+        "device": str(trainer.device),
+    }
 
 
 def _log_setup(config: RunConfig, trainer: Trainer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from runner.data.order import PartitionedBatches
 from runner.run_folder import keys
 
 
+@dataclass
 class Passes:
     """Runs microbatches through a model that is whole, sharded, or cut into pipeline stages.
 
@@ -28,18 +30,15 @@ class Passes:
         device: where microbatches are moved to.
     """
 
-    def __init__(
-        self,
-        booster: Booster,
-        model: ModelWrapper,
-        optimizer: OptimizerWrapper,
-        loss: WindowLoss,
-        device: torch.device,
-    ) -> None:
-        self._booster, self._model, self._optimizer = booster, model, optimizer
-        self._loss, self._device = loss, device
+    booster: Booster
+    model: ModelWrapper
+    optimizer: OptimizerWrapper
+    loss: WindowLoss
+    device: torch.device
+
+    def __post_init__(self) -> None:
         # Without autocast the wrapper would only cost a call.
-        self._module = model if model.dtype else model.module
+        self._module = self.model if self.model.dtype else self.model.module
 
     def accumulate(
         self,
@@ -62,18 +61,18 @@ class Passes:
             the window: a float on a CPU, a tensor on an accelerator.
         """
         # Data-parallel ranks average their gradients; the loss is divided by all items already.
-        weight = self._booster.plugin.data_size / self._loss.divisor(items)
+        weight = self.booster.plugin.data_size / self.loss.divisor(items)
         total: Tensor | None = None
         for number, (batch, count) in enumerate(zip(batches, counts, strict=True), 1):
             final = number == len(batches)
-            held = nullcontext() if final else self._booster.no_sync(self._model, self._optimizer)
+            held = nullcontext() if final else self.booster.no_sync(self.model, self.optimizer)
             with held:
                 loss = self._train(batch, count, weight)
             total = loss if total is None else total + loss
             if not final:
                 after_each(number, len(batches))
         assert total is not None
-        return total.item() * weight if transfer.can_read(self._device) else total * weight
+        return total.item() * weight if transfer.can_read(self.device) else total * weight
 
     @torch.no_grad()
     def evaluate(self, loader: Any) -> dict[str, float]:
@@ -85,29 +84,29 @@ class Passes:
         Returns:
             ``eval/loss``, and ``eval/accuracy`` where targets are classes; nothing without data.
         """
-        self._model.eval()
+        self.model.eval()
         total, items, correct, graded, ungraded = 0.0, 0.0, 0.0, 0.0, False
         order = getattr(loader, "batch_sampler", None)
         for number, host in enumerate(loader):
             batch = self._to_device(host)
             # Other ranks may wait for this one in a forward pass, even if it has no sample.
             idle = isinstance(order, PartitionedBatches) and order.weightless(number)
-            count = None if idle else self._loss.items(host).items
+            count = None if idle else self.loss.items(host).items
             items += count or 0.0
-            graded += 0 if idle else self._loss.graded(host)
-            if self._model.pipeline is not None:
-                outputs = self._model.pipeline.evaluate(batch[0])
+            graded += 0 if idle else self.loss.graded(host)
+            if self.model.pipeline is not None:
+                outputs = self.model.pipeline.evaluate(batch[0])
             else:
-                outputs = self._loss.forward(self._module, batch)
+                outputs = self.loss.forward(self._module, batch)
             if outputs is None:
                 continue  # The last stage, on another rank, has the outputs and the loss.
-            total += float(self._loss.sum(outputs, batch, count))
-            right = self._loss.correct(outputs, batch)
+            total += float(self.loss.sum(outputs, batch, count))
+            right = self.loss.correct(outputs, batch)
             ungraded = ungraded or right is None
             correct += 0 if idle else right or 0
         here = [total, items, correct, graded, ungraded]
-        total, items, correct, graded, unknown = self._booster.plugin.sum_over_data(here)
-        self._model.train()
+        total, items, correct, graded, unknown = self.booster.plugin.sum_over_data(here)
+        self.model.train()
         if not items:
             return {}
         metrics = {keys.EVAL_LOSS: total / items}
@@ -118,27 +117,27 @@ class Passes:
     def _train(self, host: Any, count: float | None, weight: float) -> Tensor:
         """Run forward and backward; return the summed loss, 0 where another rank has it."""
         batch = self._to_device(host)
-        if self._model.pipeline is None:
-            outputs = self._loss.forward(self._module, batch)
-            loss = self._loss.sum(outputs, batch, count)
-            self._optimizer.backward(loss, weight)
+        if self.model.pipeline is None:
+            outputs = self.loss.forward(self._module, batch)
+            loss = self.loss.sum(outputs, batch, count)
+            self.optimizer.backward(loss, weight)
             return loss.detach()
-        factor = self._optimizer.begin_backward(weight)
+        factor = self.optimizer.begin_backward(weight)
 
         def summed(outputs: Tensor, at: slice) -> Tensor:
             part = [half[at] for half in batch]
             items = None
             if count is not None:
-                items = self._loss.items([half[at] for half in host]).items
-            return self._loss.sum(outputs, part, items) * factor
+                items = self.loss.items([half[at] for half in host]).items
+            return self.loss.sum(outputs, part, items) * factor
 
-        total = self._model.pipeline.train(batch[0], summed) / factor
-        self._optimizer.end_backward()
+        total = self.model.pipeline.train(batch[0], summed) / factor
+        self.optimizer.end_backward()
         return total
 
     def _to_device(self, batch: Any) -> Any:
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return batch
         if not isinstance(batch, Tensor) and callable(move := getattr(batch, "to", None)):
-            return move(self._device)
-        return tree_map_only(Tensor, lambda t: t.to(self._device, non_blocking=True), batch)
+            return move(self.device)
+        return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), batch)

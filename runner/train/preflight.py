@@ -1,8 +1,8 @@
-"""Check, with torch, a configuration before its run creates anything.
+"""Check a configuration with torch before its run creates anything.
 
-The device supports the precision, the ranks fit on the machine, every ``_target_`` exists and takes
-its arguments, the data exists and goes through the model. The model is made on torch's meta device,
-where it takes no memory.
+A run starts only if the device supports the precision, the ranks fit on the machine, every
+``_target_`` exists and takes its arguments, and the data exists and goes through the model. The
+model is made on torch's meta device, where it takes no memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -40,7 +40,7 @@ def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
     Raises:
         RequestError: lists everything that is wrong.
     """
-    problems = _machine(config)
+    problems = list(_machine(config))
     data = _made("data", config.data, _make_data, problems)
     model = _made("model", config.model, _make_model, problems)
     if data is not None:
@@ -64,49 +64,42 @@ def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
         raise RequestError(problems)
 
 
-def _mode(clip: Clip, model: nn.Module) -> list[Problem]:
-    """Whether the options of the clipping mode fit the model."""
+def _mode(clip: Clip, model: nn.Module) -> Iterator[Problem]:
+    """Check that the options of the clipping mode fit the model."""
     try:
         build_mode(clip.kind, **clip.options).bind(Layout.of_model(model))
     except OptionError as error:
-        return [Problem(f"clip.{error.option}", getattr(clip, error.option), str(error))]
+        yield Problem(f"clip.{error.option}", getattr(clip, error.option), str(error))
     except Exception as error:
         if clip.own_target is None:
             raise
-        return [Problem("clip._target_", clip.own_target, f"cannot be used: {first_line(error)}")]
-    return []
+        yield Problem("clip._target_", clip.own_target, f"cannot be used: {first_line(error)}")
 
 
-def _machine(config: RunConfig) -> list[Problem]:
+def _machine(config: RunConfig) -> Iterator[Problem]:
     """Check what depends on this machine: devices, precision, number of ranks."""
-    problems = []
     joined = joined_ranks()
     if joined and joined > 1 and config.plugin.name == "single":
         several = f"is one process, but {joined} ranks were started; plugin=ddp spreads over them"
-        problems.append(Problem("plugin", "single", several))
+        yield Problem("plugin", "single", several)
     gpu = torch.cuda.is_available() and config.device != "cpu"
     if config.device == "cuda" and not gpu:
-        problems.append(Problem("device", "cuda", "torch sees no GPU here; device=cpu or auto"))
+        yield Problem("device", "cuda", "torch sees no GPU here; device=cpu or auto")
     if config.precision.name == "fp16" and not gpu:
-        problems.append(
-            Problem("precision", "fp16", "this run is on a CPU: fp16 needs a GPU; bf16 or fp32")
-        )
+        yield Problem("precision", "fp16", "this run is on a CPU: fp16 needs a GPU; bf16 or fp32")
     if config.precision.name == "bf16" and gpu and not torch.cuda.is_bf16_supported():
-        cannot = "this GPU cannot compute in bf16; fp16 or fp32"
-        problems.append(Problem("precision", "bf16", cannot))
+        yield Problem("precision", "bf16", "this GPU cannot compute in bf16; fp16 or fp32")
     if config.plugin.sync_batchnorm and not gpu:
         cannot = "this run is on a CPU: torch.nn.SyncBatchNorm computes on GPUs; use false"
-        problems.append(Problem("plugin.sync_batchnorm", True, cannot))
+        yield Problem("plugin.sync_batchnorm", True, cannot)
     ranks = build.ranks_of(config)
     if (error := _misfit(config)) is not None:
         value = joined if error.key == "nproc" else getattr(config.plugin, error.key)
-        problems.append(Problem(f"plugin.{error.key}", value, str(error)))
+        yield Problem(f"plugin.{error.key}", value, str(error))
     limit = torch.cuda.device_count() if gpu else max(8, 4 * (os.cpu_count() or 1))
     if ranks > limit and joined is None:
         per = "one rank a GPU" if gpu else "four ranks a core"
-        allowed = f"at most {limit} on this machine ({per})"
-        problems.append(Problem("plugin.nproc", ranks, allowed))
-    return problems
+        yield Problem("plugin.nproc", ranks, f"at most {limit} on this machine ({per})")
 
 
 def _misfit(config: RunConfig) -> SizeError | None:
@@ -155,7 +148,7 @@ def _make_model(target: Target) -> nn.Module | None:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself shows them
             model = build.maker(target)()
-    except (RuntimeError, NotImplementedError) as error:
+    except Exception as error:
         if fit.about_meta(error):
             return None
         raise
@@ -164,9 +157,8 @@ def _make_model(target: Target) -> nn.Module | None:
     raise build.TargetError(f"makes a {type(model).__name__}, not a torch.nn.Module")
 
 
-def _durations(config: RunConfig, data: Data) -> list[Problem]:
+def _durations(config: RunConfig, data: Data) -> Iterator[Problem]:
     """Check that the data has what durations count, and one whole microbatch."""
-    problems = []
     if data.tokens_per_sample is None:
         asked = {
             "train.max_duration": config.train.max_duration,
@@ -175,32 +167,30 @@ def _durations(config: RunConfig, data: Data) -> list[Problem]:
         for key, duration in asked.items():
             if duration.unit == "tok":
                 message = f"{config.data.target} has no tokens; give it in ep, ba or sp"
-                problems.append(Problem(key, str(duration), message))
+                yield Problem(key, str(duration), message)
     samples = len(data.train)  # type: ignore[arg-type]
     needed = config.data.batch_size * build.data_parts(config)
     if samples == 0 or (config.data.drop_last and samples < needed):
         message = f"with drop_last a microbatch of all ranks is {needed} of only {samples} samples"
-        problems.append(Problem("data.batch_size", config.data.batch_size, message))
-    return problems
+        yield Problem("data.batch_size", config.data.batch_size, message)
 
 
-def _sequence(config: RunConfig, data: Data) -> list[Problem]:
+def _sequence(config: RunConfig, data: Data) -> Iterator[Problem]:
     """Check that sequences can be split evenly over tensor-parallel ranks, if they are split."""
     length, ranks = data.tokens_per_sample, build.ranks_of(config)
     try:
         parts = sizes(config.plugin, ranks).tp if config.plugin.sequence_parallel else 1
     except SizeError:
-        return []  # _misfit or the plugin reports it
-    if length is None or length % parts == 0:
-        return []
-    message = f"cannot split sequences of {length} evenly over {parts} ranks (plugin.tp_size)"
-    return [Problem("plugin.sequence_parallel", True, message)]
+        return  # _misfit or the plugin reports it
+    if length is not None and length % parts:
+        message = f"cannot split sequences of {length} evenly over {parts} ranks (plugin.tp_size)"
+        yield Problem("plugin.sequence_parallel", True, message)
 
 
 def _optimizer_and_scheduler(config: RunConfig, data: Data | None, problems: list[Problem]) -> None:
     """Check that both can be made, over a parameter of one element."""
     parameter = nn.Parameter(torch.zeros(1))
-    steps = 1 if data is None else build.steps_of(config, data, build.data_parts(config))
+    steps = 1 if data is None else build.steps_of(config, data)
 
     def make_optimizer(target: Target) -> Optimizer:
         made = build.make_optimizer(target, [parameter])

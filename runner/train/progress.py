@@ -55,7 +55,7 @@ class Progress(NamedTuple):
         return self.of(duration.unit) >= duration.value
 
     def completed(self, interval: Duration, since: Progress) -> bool:
-        """Return whether an interval has ended after ``since``; intervals begin at the start."""
+        """Return whether an interval has ended after ``since``; the first begins with the run."""
         unit, length = interval.unit, interval.value
         return self.of(unit) // length > since.of(unit) // length
 

@@ -60,7 +60,7 @@ class RandomState(NamedTuple):
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> RandomState:
-        """Return what :meth:`state_dict` was called on."""
+        """Return the random state that :meth:`state_dict` described."""
         version, words, gauss = json.loads(state["python"])
         python = (version, tuple(words), gauss)
         return cls(**{**state, "python": python, "numpy": json.loads(state["numpy"])})

@@ -56,7 +56,7 @@ def wrong_kinds(section: str, target: Target) -> list[Problem]:
     Only plain annotations are checked: numbers, bools, text, lists, mappings, null and literals.
     """
     try:
-        function = _function(target)
+        function = build.maker(target).func
         made_by = getattr(function, "__init__") if isinstance(function, type) else function  # noqa: B009
         hints = get_type_hints(made_by)
     except Exception:  # an annotation may name what is imported for type checking only
@@ -151,16 +151,10 @@ def _problem(section: str, target: Target, name: str, error: Exception) -> Probl
     return Problem(f"{section}.{name}", target.arguments[name], message)
 
 
-def _function(target: Target) -> Callable[..., Any]:
-    make = build.maker(target)
-    function: Callable[..., Any] = getattr(make, "func", make)
-    return function
-
-
 def _parameters(target: Target) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of ``target``; ``**any`` if they cannot be read."""
     try:
-        return inspect.signature(_function(target)).parameters
+        return inspect.signature(build.maker(target).func).parameters
     except ValueError:
         return {"any": inspect.Parameter("any", inspect.Parameter.VAR_KEYWORD)}
 
@@ -185,11 +179,7 @@ def _allowed(hint: Any) -> tuple[Any, ...] | None:
 def _allows(allowed: Sequence[Any], value: Any) -> bool:
     if isinstance(value, dict):  # it may describe an object of any class
         return True
-    for one in allowed:
-        if one is float:
-            fits = type(value) is int or (type(value) is float and not math.isnan(value))
-        else:
-            fits = type(value) is one if isinstance(one, type) else value == one
-        if fits:
-            return True
-    return False
+    if isinstance(value, float) and math.isnan(value):
+        return False
+    kinds = (int, float) if type(value) is int else (type(value),)
+    return any(one in kinds if isinstance(one, type) else one == value for one in allowed)

@@ -189,12 +189,7 @@ class Trainer:
         return metrics
 
     def _step(self, window: Window, started: float) -> None:
-        """Take one optimizer step.
-
-        Args:
-            window: microbatches of the step.
-            started: time at which the step began, see :func:`time.perf_counter`.
-        """
+        """Take one optimizer step, which began at the time ``started``."""
         state, meter, before = self.state, self.state.meter, self.state.progress
         held, total = count(window, state.windows, self.loss, self.plugin, before.step == 0)
         at = before.after(len(window.batches), total.samples, total.tokens, window.last)

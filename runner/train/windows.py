@@ -32,9 +32,9 @@ class Window(NamedTuple):
 class Windows:
     """Reads a data loader in windows.
 
-    An epoch can begin at any microbatch, with the samples, and the random numbers behind them, of
-    an epoch that was read from its beginning. Random transforms in worker processes continue
-    exactly only if they depend on epoch and sample alone, as those of :mod:`runner.data` do.
+    Reading can start at any microbatch of an epoch: samples and random numbers are then those of an
+    epoch that was read from its beginning. Random transforms in worker processes continue exactly
+    only if they depend on nothing but epoch and sample, as those of :mod:`runner.data` do.
 
     Args:
         loader: yields microbatches of this rank. If its batch sampler is a
@@ -59,7 +59,7 @@ class Windows:
 
         Args:
             epoch: number of the epoch, for the ``set_epoch`` functions of the loader's parts.
-            first: index of the microbatch to begin with, where a window begins.
+            first: index of the first microbatch to read; a window has to begin with it.
         """
         for part in (
             self._order,

@@ -1,10 +1,11 @@
 """What a run logs is known before it starts, and is what it logs."""
 
 import pytest
+import torch
 
 from runner.compose.request import request
 from runner.run_folder.status import objective_of
-from runner.train import build, fit
+from runner.train import build, fit, preflight
 from runner.train.job import execute
 from tests.distributed.training import Rows
 
@@ -48,6 +49,29 @@ def test_the_metrics_that_an_objective_may_name_are_those_of_a_run(overrides, mo
     assert sorted(names) == sorted(ALWAYS | more)
     for key in names:
         assert objective_of(summary, key) is not None, key
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda meta: meta.sum().item(),
+        lambda meta: meta.numpy(),
+        lambda meta: meta.tolist(),
+        lambda meta: meta.nonzero(),
+        lambda meta: meta.unique(),
+        lambda meta: bool(meta.any()),
+    ],
+)
+def test_what_the_meta_device_lacks_is_no_fault_of_a_model(call):
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        call(torch.ones(3, device="meta"))
+    assert fit.about_meta(caught.value)
+    assert not fit.about_meta(RuntimeError("there is no metadata"))
+
+
+def test_a_model_that_the_meta_device_cannot_make_is_left_to_the_run():
+    asked = config("model._target_=tests.refusing.Ramp", "~model.width", "~model.num_classes")
+    preflight.check(asked, {})
 
 
 def test_a_run_whose_evaluation_lacks_the_objective_ends_there():

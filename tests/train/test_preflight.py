@@ -1,6 +1,7 @@
 """What only torch can tell about a request is told before anything is created."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -198,7 +199,7 @@ def test_the_error_of_a_broken_model_is_its_own(monkeypatch):
     from runner.compose.request import request
 
     (job,) = request([], multirun=False).jobs
-    monkeypatch.setattr(preflight.build, "maker", lambda target: unable)
+    monkeypatch.setattr(preflight.build, "maker", lambda target: partial(unable))
     with pytest.raises(Exception, match="kernel") as caught:
         preflight.check(job.config, job.plain)
     assert "model._target_" not in str(caught.value)

@@ -114,7 +114,7 @@ def _write(request: WorkspaceRequest, file: Path, message: str, failed: bool = F
     """Write the specification and print the message, to standard error where saving failed."""
     from runner.dashboard import workspace
 
-    built = workspace.build(request.entity or "", request.project, request.name, request.group)
+    built = workspace.build(request)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, workspace.specification(built))

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 SAVE_SECONDS = 8.0
@@ -19,13 +19,13 @@ _REQUEST_SECONDS = 6
 
 @dataclass(frozen=True)
 class WorkspaceRequest:
-    """The arguments of :func:`runner.dashboard.workspace.build`.
+    """A workspace to save.
 
     Attributes:
-        entity: owner of the project; None for the default entity of the key.
+        entity: user or team that owns the project; None for the default entity of the key.
         project: project whose runs are shown.
-        name: name of the workspace.
-        group: group of the runs that are shown; None for all runs.
+        name: name of the workspace, see :func:`runner.dashboard.workspace.unfit`.
+        group: group of the runs that are shown, such as the name of a sweep; None for all runs.
     """
 
     entity: str | None
@@ -86,7 +86,7 @@ def _save(request: WorkspaceRequest, sender: Connection) -> None:
         if not entity:
             sender.send((False, "the server knows no entity for this key; name one by --entity"))
             return
-        built = workspace.build(entity, request.project, request.name, request.group)
+        built = workspace.build(replace(request, entity=entity))
         sender.send((True, built.save().url))  # type: ignore[no-untyped-call]
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]

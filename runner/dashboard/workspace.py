@@ -12,6 +12,7 @@ from typing import Any
 import wandb_workspaces.reports.v2.interface as wr
 import wandb_workspaces.workspaces as ws
 
+from runner.dashboard.saving import WorkspaceRequest
 from runner.run_folder import keys
 
 STEP = keys.TRAIN_STEP
@@ -34,6 +35,9 @@ _MEANS: dict[str, Any] = {
 }
 """Options of a panel that shows mean and standard deviation over runs of the same threshold."""
 
+_REFUSED = {"So", "Sk", "Sm", "Sc", "Cs"}
+"""Unicode categories that wandb_workspaces.utils.validators.validate_no_emoji refuses."""
+
 MOST_RUNS = 50
 """Most curves in a panel; wandb's default of ten would leave out most of a sweep."""
 
@@ -49,22 +53,15 @@ Thresholds of different modes do not compare: choose runs of one `clip.mode`.
 """
 
 
-def build(entity: str, project: str, name: str, group: str | None) -> ws.Workspace:
-    """Return the workspace, without saving it or asking a server.
-
-    Args:
-        entity: user or team that owns the project.
-        project: project whose runs are shown.
-        name: name of the workspace, see :func:`unfit`.
-        group: group of the runs that are shown, such as the name of a sweep; None for all runs.
-    """
+def build(request: WorkspaceRequest) -> ws.Workspace:
+    """Return the workspace, without saving it or asking a server."""
     return ws.Workspace(
-        entity=entity,
-        project=project,
-        name=name,
+        entity=request.entity or "",
+        project=request.project,
+        name=request.name,
         sections=[_loss(), _gradient(), _threshold(), _over_seeds()],
         settings=ws.WorkspaceSettings(x_axis=STEP, max_runs=MOST_RUNS),
-        runset_settings=_runs(group),
+        runset_settings=_runs(request.group),
     )
 
 
@@ -89,9 +86,6 @@ def default_name(group: str | None) -> str:
     if group is None:
         return "Clipping"
     return "Clipping, " + "".join("-" if unfit(character) else character for character in group)
-
-
-_REFUSED = {"So", "Sk", "Sm", "Sc", "Cs"}  # wandb_workspaces.utils.validators.validate_no_emoji
 
 
 def _loss() -> ws.Section:

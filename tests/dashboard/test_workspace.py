@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from runner.dashboard.saving import WorkspaceRequest
+
 
 class Recorded(NamedTuple):
     """The names that one run left in wandb's record: of its rows, its summary and its config."""
@@ -65,7 +67,7 @@ def recorded(offline_run: Path) -> Recorded:
 
 
 def _section(workspace: Any, group: str | None) -> dict[str, Any]:
-    built = workspace.build("team", "clips", "Clipping", group)
+    built = workspace.build(WorkspaceRequest("team", "clips", "Clipping", group))
     section: dict[str, Any] = json.loads(workspace.specification(built))["spec"]["section"]
     return section
 
@@ -201,7 +203,8 @@ def test_only_runs_of_the_group_are_shown_whatever_its_name(workspace: Any, grou
         "value": group,
         "disabled": False,
     }
-    built = workspace.build("team", "clips", workspace.default_name(group), group)
+    name = workspace.default_name(group)
+    built = workspace.build(WorkspaceRequest("team", "clips", name, group))
     assert built.name.startswith("Clipping, ")
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from runner.clip.layout import local
 from runner.config.notation import first_few
 from runner.parallel.placements import full, sharded
 
@@ -50,9 +51,7 @@ def gathered(
         whole = full(tensor)
         if name not in lower:
             mine[name] = _on_host(whole)
-    parts: list[dict[str, Tensor]] | None = None
-    if rank == 0:
-        parts = [{} for _ in names]
+    parts: list[dict[str, Tensor]] | None = [{} for _ in names] if rank == 0 else None
     dist.gather_object(mine, parts, dst=0)
     return {name: tensor for part in parts or () for name, tensor in part.items()}
 
@@ -81,12 +80,11 @@ def load(
     for own, tensor in (*model.named_parameters(), *model.named_buffers()):
         here.setdefault(renamed.get(own, own), []).append(tensor)
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    kinds = {name: (held[0].shape, held[0].dtype) for name, held in here.items()}
-    listed = [kinds]
+    known = {name: (held[0].shape, held[0].dtype) for name, held in here.items()}
     if not alone:
-        listed = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(listed, kinds)
-    known = {name: kind for part in listed for name, kind in part.items()}
+        listed: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(listed, known)
+        known = {name: kind for part in listed for name, kind in part.items()}
     first = alone or dist.get_rank() == 0
     given: dict[str, Tensor] = {}
     found = [""]
@@ -110,15 +108,10 @@ def load(
         if not alone:
             dist.broadcast(whole, src=0)
         for tensor in here.get(name, ()):
-            _copy(tensor, whole)
-
-
-def _copy(tensor: Tensor, whole: Tensor) -> None:
-    """Copy ``whole`` to ``tensor``; to the local shard of a DTensor."""
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(whole)
-        return
-    tensor.to_local().copy_(sharded(whole, tensor.device_mesh, tensor.placements).to_local())
+            part = whole
+            if isinstance(tensor, DTensor):
+                part = sharded(whole, tensor.device_mesh, tensor.placements)
+            local(tensor).copy_(local(part))
 
 
 def _problems(

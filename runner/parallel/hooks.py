@@ -25,11 +25,6 @@ class HookError(ValueError):
     """A parameter has a gradient hook that cannot run under a plugin."""
 
 
-def gradient_hooks(parameter: Tensor) -> Hooks | None:
-    """Return the hooks that were registered on ``parameter``; None if there are none."""
-    return parameter._backward_hooks or None
-
-
 def post_accumulate_hooked(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Return the names of parameters that have a post-accumulate hook."""
     return [name for name, parameter in named if parameter._post_accumulate_grad_hooks]
@@ -52,15 +47,14 @@ def require_no_post_accumulate(named: Iterable[tuple[str, Tensor]], why: str) ->
         )
 
 
-def carry_over(hooks: Hooks, parameter: nn.Parameter) -> None:
-    """Register hooks of a parameter on its replacement.
+def carry_over(hooks: Hooks | None, replacement: nn.Parameter) -> None:
+    """Register the hooks of a parameter (its ``_backward_hooks``) on its replacement.
 
-    Args:
-        hooks: hooks from :func:`gradient_hooks`.
-        parameter: replacement; of a DTensor, hooks get the whole gradient as a plain tensor.
+    Hooks on a DTensor get the whole gradient as a plain tensor.
     """
-    placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    register(partial(_run, hooks, placements), parameter)
+    if hooks:
+        placements = replacement.placements if isinstance(replacement, DTensor) else ()
+        register(partial(_run, hooks, placements), replacement)
 
 
 def register(hook: Callable[[Tensor], Tensor | None], parameter: nn.Parameter) -> None:

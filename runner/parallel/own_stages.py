@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
-from runner.parallel.hooks import carry_over, gradient_hooks, require_no_post_accumulate
+from runner.parallel.hooks import carry_over, require_no_post_accumulate
 from runner.parallel.stages import (
     CutError,
     Part,
@@ -46,8 +47,7 @@ def untie(model: nn.Module, stages: Sequence[Sequence[Part]]) -> dict[str, str]:
             named = [(names[id(parameter)], parameter)]
             require_no_post_accumulate(named, "several stages have a copy of this parameter each")
             copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            if (hooks := gradient_hooks(parameter)) is not None:
-                carry_over(hooks, copy)
+            carry_over(parameter._backward_hooks, copy)
             for module, key in held:
                 if users[module] <= others:
                     module._parameters[key] = copy
@@ -104,7 +104,11 @@ def require_apart(model: nn.Module, stages: Sequence[Sequence[Part]], homes: Seq
 def keep(model: nn.Module, stages: Sequence[Sequence[Part]], own: Sequence[int]) -> None:
     """Drop the parameters and buffers of ``model`` that only stages other than ``own`` use."""
     used = [
-        {id(t) for _, module in modules_of(model, parts) for t in _tensors(module)}
+        {
+            id(tensor)
+            for _, module in modules_of(model, parts)
+            for tensor in chain(module.parameters(), module.buffers())
+        }
         for parts in stages
     ]
     mine = set().union(*(used[number] for number in own))
@@ -162,8 +166,3 @@ def keep_own(
     own = stages_on(rank, ranks, schedule)
     keep(model, stages, own)
     return OwnStages(own, renamed, copies)
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()

@@ -79,13 +79,18 @@ class ReplicaCheck:
         if self._largest == 0:
             return
         found = list(zip(self.waiting.items(), sizes, spread, strict=True))
-        apart = [
-            name
-            for (name, parameter), size, off in found
-            if off > _tolerance(parameter) * max(size, LEAST * self._largest)
-        ]
+        apart = []
+        for (name, parameter), size, off in found:
+            tolerance = HALF_TOLERANCE if parameter.dtype.itemsize < 4 else TOLERANCE
+            if off > tolerance * max(size, LEAST * self._largest):
+                apart.append(name)
         if apart:
-            raise PlanError(_message(apart))
+            raise PlanError(
+                f"{first_few(apart, 8)}: the gradient differs between tensor ranks, each of which "
+                "sees a part of what this parameter works on: in the plan, give its module the "
+                "style replicated_with_grad_allreduce (if the ranks draw different random numbers, "
+                "seed them alike)"
+            )
         self.waiting = {name: p for (name, p), size, _ in found if first and size == 0}
 
 
@@ -105,16 +110,3 @@ def _fingerprint(parameter: nn.Parameter) -> Tensor:
         device=gradient.device,
     )
     return torch.stack([gradient.norm(), (gradient * drawn).sum()]).cpu().double()
-
-
-def _tolerance(parameter: nn.Parameter) -> float:
-    return HALF_TOLERANCE if parameter.dtype.itemsize < 4 else TOLERANCE
-
-
-def _message(names: list[str]) -> str:
-    return (
-        f"{first_few(names, 8)}: the gradient differs between tensor ranks, each of which "
-        "sees a part of what this parameter works on: in the plan, give its module the style "
-        "replicated_with_grad_allreduce (if the ranks draw different random numbers, seed them "
-        "alike)"
-    )

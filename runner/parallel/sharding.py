@@ -21,7 +21,6 @@ from torch.distributed.fsdp import (
 
 from runner.config.notation import first_few
 from runner.parallel.experts import mixtures
-from runner.parallel.hooks import gradient_hooks
 from runner.parallel.usage import Usage
 
 log = logging.getLogger(__name__)
@@ -75,10 +74,10 @@ def shard_model(
     _make_contiguous(root)
     options = sharding.options()
     hooks = {
-        (module, key): found
+        (module, key): parameter._backward_hooks
         for module in root.modules()
         for key, parameter in module._parameters.items()
-        if parameter is not None and (found := gradient_hooks(parameter)) is not None
+        if parameter is not None and parameter._backward_hooks
     }
     for _, mixture in mixtures(root) if experts is not None else ():
         for expert in mixture.get_submodule("experts").children():

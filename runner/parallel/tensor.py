@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runner.parallel.collectives import copy_to, gather, scatter, span, sum_of
-from runner.parallel.hooks import carry_over, gradient_hooks
+from runner.parallel.hooks import carry_over
 from runner.parallel.tensor_styles import PlanError, style_of
 
 SEQUENCE = 1
@@ -256,7 +256,6 @@ def _distribute(
         # Ranks hold equal weights, so each takes its own shard and nothing is sent.
         sharded = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         made = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-        if (hooks := gradient_hooks(parameter)) is not None:
-            carry_over(hooks, made)
+        carry_over(parameter._backward_hooks, made)
         replaced[id(parameter)] = parameter, made
     module._parameters[key] = replaced[id(parameter)][1]

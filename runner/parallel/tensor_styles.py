@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -29,34 +29,31 @@ class Style:
 
     Attributes:
         kinds: classes of modules that the style is for.
-        weight: placement of the weight.
-        bias: placement of the bias.
+        shards: placement of each parameter that is sharded, by its name in the module.
         sequence: whether its replicated parameters get partial gradients on each rank if
             activations are sharded along the sequence.
         partial: whether they always get partial gradients on each rank.
     """
 
     kinds: tuple[type[nn.Module], ...] = (nn.Module,)
-    weight: Placement = Replicate()  # noqa: RUF009
-    bias: Placement = Replicate()  # noqa: RUF009
+    shards: Mapping[str, Shard] = field(default_factory=dict)
     sequence: bool = False
     partial: bool = False
 
     def placement(self, key: str) -> Placement:
         """Return the placement of a parameter by its name in the module."""
-        return {"weight": self.weight, "bias": self.bias}.get(key, _REPLICATED)
+        return self.shards.get(key, Replicate())
 
 
-_REPLICATED = Replicate()
-_LINEAR = (nn.Linear,)
+_ROWS = {"weight": Shard(0), "bias": Shard(0)}
 UNPLANNED = Style()
 """Replicated parameters: those of modules that no pattern matches, and of some styles."""
 
 PLACED: Mapping[str, Style] = {
-    "colwise": Style(_LINEAR, weight=Shard(0), bias=Shard(0)),
-    "rowwise": Style(_LINEAR, weight=Shard(1), sequence=True),
-    "colwise_rep": Style(_LINEAR, weight=Shard(0), bias=Shard(0)),
-    "embedding_rowwise": Style((nn.Embedding,), weight=Shard(0)),
+    "colwise": Style((nn.Linear,), _ROWS),
+    "rowwise": Style((nn.Linear,), {"weight": Shard(1)}, sequence=True),
+    "colwise_rep": Style((nn.Linear,), _ROWS),
+    "embedding_rowwise": Style((nn.Embedding,), _ROWS),
     "replicated_with_grad_allreduce": Style(partial=True),
     "sequence_parallel": Style(sequence=True),
 }

@@ -55,8 +55,7 @@ class Usage:
             for sharded, (module, key) in slots.items():
                 gathered = module._parameters[key]
                 assert gathered is not None
-                if (found := hooks.get((module, key))) is not None:
-                    carry_over(found, gathered)
+                carry_over(hooks.get((module, key)), gathered)
                 # Not a post-accumulate hook: zero-bubble schedules call autograd.grad, which runs
                 # none.
                 register(partial(self._note, sharded), gathered)

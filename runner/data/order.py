@@ -143,11 +143,9 @@ class PartitionedBatches(Sampler[list[int]]):
 
     def _permutation(self) -> Tensor:
         """Return the order of the current epoch, int64 [N]."""
-        if self._cached is None or self._cached[0] != self.epoch:
-            self._cached = (self.epoch, self._draw())
-        return self._cached[1]
-
-    def _draw(self) -> Tensor:
         if not self.shuffle:
             return torch.arange(self.length)
-        return torch.randperm(self.length, generator=generator_for("order", self.seed, self.epoch))
+        if self._cached is None or self._cached[0] != self.epoch:
+            generator = generator_for("order", self.seed, self.epoch)
+            self._cached = self.epoch, torch.randperm(self.length, generator=generator)
+        return self._cached[1]

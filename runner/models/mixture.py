@@ -201,16 +201,11 @@ class MixtureGPT(GPT):
     """`GPT` with a `Mixture` for the MLP of every block.
 
     Args:
-        vocabulary: number of tokens, V.
-        context: maximum sequence length.
-        layers: number of transformer blocks.
-        heads: number of attention heads; a divisor of `width`.
-        width: width of the residual stream.
         experts: number of experts in each block.
         top_k: number of experts per token.
-        tied: share the weight of head and token embedding.
         bias: add biases to linear layers and normalisations; head and routers have none.
-        dropout: dropout probability of embedding, attention and residual branches.
+
+    The other arguments are those of `GPT`.
 
     Raises:
         ValueError: ``heads`` does not divide ``width``, or ``top_k`` is below 1 or above

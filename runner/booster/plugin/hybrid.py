@@ -31,8 +31,10 @@ from runner.parallel.gradient_sync import (
     in_turn,
     nothing,
     replicas_of,
+    sum_copies,
     sum_partial,
     synchronise_batch_norm,
+    tied_copies,
 )
 from runner.parallel.hooks import post_accumulate_hooked, require_no_post_accumulate
 from runner.parallel.mesh import Axes, position
@@ -44,7 +46,6 @@ from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchroni
 from runner.parallel.stages import Stage, cut, stages_on
 from runner.parallel.tensor import parallelize
 from runner.parallel.tensor_styles import check_heads, check_sequence, plan_of
-from runner.parallel.tied import sum_copies, tied_copies
 from runner.parallel.usage import Usage
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from runner.clip.layout import local
+from runner.clip.shard import local
 from runner.config.notation import first_few
 from runner.parallel.placements import full, sharded
 

@@ -28,7 +28,7 @@ class Group:
 
     Attributes:
         index: place in the order of settings: by mode, then by threshold.
-        label: name that tells it from the others, such as ``norm 0.25``.
+        label: name that distinguishes it from the other settings, such as ``norm 0.25``.
         runs: runs of this setting.
         color: colour of its curves.
         dash: dashes of its curves.

@@ -39,7 +39,7 @@ class Run:
         config: resolved configuration by dotted key.
         overrides: all overrides of the run.
         series: metrics by key.
-        summary: content of ``summary.json``; empty if the run never wrote one.
+        summary: content of ``summary.json``; empty if the run did not write it.
         status: content of ``status.json``.
     """
 

@@ -19,7 +19,7 @@ class Axis:
     Attributes:
         low, high: values at its ends, ``low < high``; both above 0 if ``log``.
         log: whether the axis is logarithmic.
-        title: what it shows, with the unit.
+        title: text beside the axis: the quantity and its unit.
         percent: whether ticks are percentages.
     """
 

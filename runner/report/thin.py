@@ -20,12 +20,12 @@ def kept(values: Floats, buckets: int) -> NDArray[np.intp]:
 
     Args:
         values: values in order of steps, shape (n,); may hold NaN and infinities.
-        buckets: number of ranges of neighbours, of each of which two or three points remain.
+        buckets: number of ranges of neighbouring values; two or three points of each remain.
 
     Returns:
         Rising indices: the first and last point, the lowest and highest finite value of each
-        bucket, and the first that is not finite, so that a gap stays a gap. All indices if there
-        are no more than two points a bucket.
+        bucket, and the first that is not finite, so that a gap stays a gap. All indices if a
+        bucket has at most two points on average.
     """
     n = len(values)
     if n <= 2 * buckets:

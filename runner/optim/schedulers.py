@@ -33,20 +33,27 @@ class LinearWarmupCosineLR(lr_scheduler.LambdaLR):
         warmup_fraction: share of ``total_steps`` that is warm-up, in [0, 1).
         eta_min: learning rate at the end, exact for parameter groups whose initial rate equals
             that of the first group, and scaled by their initial rate for others.
+        last_epoch: index of the last step, -1 before the first one.
 
     Raises:
         ValueError: ``warmup_fraction`` is out of range.
     """
 
     def __init__(
-        self, optimizer: Optimizer, total_steps: int, warmup_fraction: float, eta_min: float = 0.0
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        warmup_fraction: float,
+        eta_min: float = 0.0,
+        last_epoch: int = -1,
     ) -> None:
         floor = eta_min / optimizer.param_groups[0]["lr"] if eta_min else 0.0
 
         def decay(done: float) -> float:
             return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
 
-        super().__init__(optimizer, _after_warmup(total_steps, warmup_fraction, decay))
+        factor = _after_warmup(total_steps, warmup_fraction, decay)
+        super().__init__(optimizer, factor, last_epoch=last_epoch)
 
 
 class LinearWarmupPolynomialLR(lr_scheduler.LambdaLR):
@@ -60,18 +67,24 @@ class LinearWarmupPolynomialLR(lr_scheduler.LambdaLR):
         total_steps: number of optimizer steps until the end.
         warmup_fraction: share of ``total_steps`` that is warm-up, in [0, 1).
         power: exponent of the decay, at least 0.
+        last_epoch: index of the last step, -1 before the first one.
 
     Raises:
         ValueError: ``warmup_fraction`` or ``power`` is out of range.
     """
 
     def __init__(
-        self, optimizer: Optimizer, total_steps: int, warmup_fraction: float, power: float
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        warmup_fraction: float,
+        power: float,
+        last_epoch: int = -1,
     ) -> None:
         if not power >= 0:
             raise ValueError(f"power must be at least 0, not {power}")
         factor = _after_warmup(total_steps, warmup_fraction, lambda done: (1 - done) ** power)
-        super().__init__(optimizer, factor)
+        super().__init__(optimizer, factor, last_epoch=last_epoch)
 
 
 class StaircaseLR(lr_scheduler.LambdaLR):
@@ -85,12 +98,20 @@ class StaircaseLR(lr_scheduler.LambdaLR):
         total_steps: number of optimizer steps until the end.
         stairs: number of parts with a constant rate, at least 1.
         factor: ratio of the rates of consecutive parts, in (0, 1].
+        last_epoch: index of the last step, -1 before the first one.
 
     Raises:
         ValueError: ``stairs`` or ``factor`` is out of range.
     """
 
-    def __init__(self, optimizer: Optimizer, total_steps: int, stairs: int, factor: float) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        stairs: int,
+        factor: float,
+        last_epoch: int = -1,
+    ) -> None:
         if stairs < 1:
             raise ValueError(f"stairs must be at least 1, not {stairs}")
         if not 0 < factor <= 1:
@@ -99,7 +120,7 @@ class StaircaseLR(lr_scheduler.LambdaLR):
         def scale(step: int) -> float:
             return float(factor ** min(stairs - 1, step * stairs // total_steps))
 
-        super().__init__(optimizer, scale)
+        super().__init__(optimizer, scale, last_epoch=last_epoch)
 
 
 def _after_warmup(

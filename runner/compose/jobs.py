@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +37,21 @@ class Job:
     """One training job of a request.
 
     Attributes:
-        label: overrides that set it apart from the other jobs; empty for a single job.
         config: its configuration.
         plain: the same as plain containers, to hand to other processes.
         words: all overrides of the job.
-        apart: overrides of its label.
+        apart: overrides that set it apart from the other jobs; none for a single job.
     """
 
-    label: str
     config: RunConfig
     plain: dict[str, Any]
     words: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The overrides that set it apart, as one line."""
+        return " ".join(self.apart)
 
     @cached_property
     def hash(self) -> str:
@@ -93,33 +97,29 @@ class Lists:
     @property
     def enumerated(self) -> bool:
         """Whether the jobs are all combinations of the lists, not chosen by a sweeper."""
-        if self.master is None:
-            return True
-        return str(self.master.hydra.sweeper._target_) == _BASIC
+        return bool(self._setting("hydra.sweeper._target_", _BASIC) == _BASIC)
 
     @property
     def params(self) -> list[str]:
         """Lists of values that files give, as overrides."""
-        given: Any = None
-        if self.master is not None:
-            given = OmegaConf.select(self.master, "hydra.sweeper.params")
-        return [f"{key}={value}" for key, value in (given or {}).items()]
+        given = self._setting("hydra.sweeper.params") or {}
+        return [f"{key}={value}" for key, value in given.items()]
 
     @property
     def together(self) -> list[str]:
         """The keys whose lists advance together."""
-        keys: Any = None
-        if self.master is not None:
-            keys = OmegaConf.select(self.master, "sweep.zip")
+        keys = self._setting("sweep.zip")
         return [str(key) for key in keys] if OmegaConf.is_list(keys) else []
+
+    def _setting(self, key: str, default: Any = None) -> Any:
+        return OmegaConf.select(self.master or OmegaConf.create(), key, default=default)
 
 
 def read(composer: Composer, given: Sequence[str], overrides: Sequence[Override]) -> Lists:
     """Compose the overrides of a sweep without their lists of values."""
-    lists = Lists(overrides, tuple(given), None)
     master = composer.attempt(words.shared(overrides))
     if master is not None:
-        return replace(lists, master=master)
+        return Lists(overrides, tuple(given), master)
     final = _for_every_job(composer, overrides)
     listed = {override.input_line for override in overrides if override.is_sweep_override()}
     master = composer.attempt([word for word in final if word not in listed])
@@ -144,12 +144,12 @@ def jobs(composer: Composer, lists: Lists) -> tuple[list[Job], list[Problem]]:
     problems += _sweeper_problems(lists.master)
     made = []
     by_job: list[list[Problem]] = []
-    for number, job in enumerate(wanted):
-        parsed, _ = words.read(job.words, composer.loader)
-        typed, plain, found = diagnose.check(composer, parsed, composer.attempt(job.words), number)
-        by_job.append([replace(problem, job=job.label) for problem in found])
+    for number, (given, apart) in enumerate(wanted):
+        parsed, _ = words.read(given, composer.loader)
+        typed, plain, found = diagnose.check(composer, parsed, composer.attempt(given), number)
+        by_job.append([replace(problem, job=" ".join(apart)) for problem in found])
         if typed is not None:
-            made.append(Job(job.label, typed, plain, tuple(job.words), tuple(job.apart)))
+            made.append(Job(typed, plain, tuple(given), tuple(apart)))
     return made, problems + _merged(by_job)
 
 
@@ -226,7 +226,7 @@ def _for_hydra(lists: Lists, folder: Path, maximizes: bool) -> tuple[str, ...]:
 def _merged(by_job: Sequence[Sequence[Problem]]) -> list[Problem]:
     """Report a problem of every job once, and any other problem with its first job."""
     alike: dict[tuple[str, str], list[Problem]] = {}
-    for problem in (problem for found in by_job for problem in found):
+    for problem in chain.from_iterable(by_job):
         alike.setdefault((problem.word, problem.message), []).append(problem)
     return [
         replace(found[0], job="") if len(found) == len(by_job) else found[0]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, product
+from typing import NamedTuple
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,6 +18,11 @@ SWEEP_WITHOUT_FLAG = (
     "a list of values is a sweep: add -m; a list as one value goes in brackets, [a,b], and text "
     "with a comma in quotes"
 )
+
+
+def key_of(word: str) -> str:
+    """Return the key of an override that is not parsed yet, without the signs before it."""
+    return word.lstrip("+~").partition("=")[0]
 
 
 def read(words: Iterable[str], loader: ConfigLoader) -> tuple[list[Override], list[Problem]]:
@@ -48,15 +54,27 @@ def with_own_mode(given: Sequence[str]) -> list[str]:
     Returns:
         The overrides with ``++`` before each key that only a user's mode has.
     """
-    keys = [override.lstrip("+").partition("=")[0] for override in given]
+    keys = [word.lstrip("+").partition("=")[0] for word in given]
     if "clip._target_" not in keys:
         return list(given)
     return [
-        f"++{override.lstrip('+')}"
+        f"++{word.lstrip('+')}"
         if key.startswith("clip.") and key.split(".")[1] not in Clip.model_fields
-        else override
-        for key, override in zip(keys, given, strict=True)
+        else word
+        for key, word in zip(keys, given, strict=True)
     ]
+
+
+class JobOverrides(NamedTuple):
+    """The overrides of one job of a sweep.
+
+    Attributes:
+        words: all overrides.
+        apart: overrides that set it apart from the other jobs.
+    """
+
+    words: list[str]
+    apart: list[str]
 
 
 def jobs(
@@ -94,24 +112,20 @@ def jobs(
         except (HydraException, ValueError, ArithmeticError) as error:
             problems.append(Problem(key, override.get_value_string(), f"cannot be read: {error}"))
             continue
-        if override.is_hydra_override():
-            problems.append(_no_sweep(override, "one value: Hydra's own keys cannot be swept over"))
-        elif override.key_or_group.partition(".")[0] == "sweep":
-            problems.append(_no_sweep(override, "one value: all runs of a sweep share it"))
-        elif override.is_interval_sweep() and enumerated:
-            problems.append(_no_sweep(override, "a list of values, or range(start,stop,step)"))
-        elif not found:
-            problems.append(_no_sweep(override, _what_exists(override, loader)))
-        else:
-            listed = {f"{key}={value}": refuse(f"{key}={value}") for value in found}
-            problems += (problem for problem in listed.values() if problem)
-            kept = [f"{key}={value}" for value in found if not listed[f"{key}={value}"]]
-            values[key] = kept or list(listed)[:1]  # so that the other overrides are checked too
+        if allowed := _wanted_instead(override, found, enumerated, loader):
+            problems.append(Problem(key, override.get_value_string(), f"must be {allowed}"))
+            continue
+        listed = {f"{key}={value}": refuse(f"{key}={value}") for value in found}
+        problems += (problem for problem in listed.values() if problem)
+        kept = [f"{key}={value}" for value in found if not listed[f"{key}={value}"]]
+        values[key] = kept or list(listed)[:1]  # so that the other overrides are checked too
     if together and (problem := _not_together(values, together, enumerated)):
         return [], [*problems, problem]
-    if not enumerated:
-        return _one_by_one(values), problems
-    return _combinations(values, together), problems
+    chosen = _combinations(values, together) if enumerated else _one_by_one(values)
+    return [
+        JobOverrides([*one.values()], [one[key] for key in one if len(values[key]) > 1])
+        for one in chosen
+    ], problems
 
 
 def only_for_sweeps(overrides: Iterable[Override]) -> list[Problem]:
@@ -154,27 +168,24 @@ def _listed(override: Override) -> list[str]:
     return list(override.sweep_string_iterator())
 
 
-def _combinations(values: dict[str, list[str]], together: Sequence[str]) -> list[JobOverrides]:
+def _combinations(
+    values: Mapping[str, Sequence[str]], together: Sequence[str]
+) -> list[dict[str, str]]:
     """Return every combination; the lists of ``together`` count as one."""
-    lists: list[list[list[tuple[str, bool]]]] = []
     zipped = [key for key in values if key in together]
-    for key, choices in values.items():
-        if key in zipped[1:]:
-            continue
-        keys = zipped if key in zipped else [key]
-        rows = zip(*(values[one] for one in keys), strict=True)
-        lists.append([[(word, len(choices) > 1) for word in row] for row in rows])
-    return [JobOverrides(chain.from_iterable(combination)) for combination in product(*lists)]
-
-
-def _one_by_one(values: dict[str, list[str]]) -> list[JobOverrides]:
-    """Return a job of all first values, and one job for each other value."""
-    first = {key: choices[0] for key, choices in values.items()}
-    varied = [{**first, key: word} for key, choices in values.items() for word in choices[1:]]
+    groups = [zipped if key in zipped else [key] for key in values if key not in zipped[1:]]
+    rows = [list(zip(*(values[key] for key in keys), strict=True)) for keys in groups]
+    keys = [*chain.from_iterable(groups)]
     return [
-        JobOverrides((word, len(values[key]) > 1) for key, word in chosen.items())
-        for chosen in [first, *varied]
+        dict(zip(keys, chain.from_iterable(combination), strict=True))
+        for combination in product(*rows)
     ]
+
+
+def _one_by_one(values: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+    """Return a job of all first values, and one job for each other value."""
+    first = {key: words[0] for key, words in values.items()}
+    return [first] + [{**first, key: word} for key, words in values.items() for word in words[1:]]
 
 
 def _not_together(
@@ -195,22 +206,6 @@ def _not_together(
     return None
 
 
-class JobOverrides:
-    """The overrides of one job of a sweep.
-
-    Attributes:
-        words: all overrides.
-        apart: overrides that set it apart from the other jobs.
-        label: the same as one line.
-    """
-
-    def __init__(self, combination: Iterable[tuple[str, bool]]) -> None:
-        combination = list(combination)
-        self.words = [word for word, _ in combination]
-        self.apart = [word for word, varies in combination if varies]
-        self.label = " ".join(self.apart)
-
-
 def shared(overrides: Iterable[Override]) -> list[str]:
     """Return the overrides that list no values, as Hydra reads them."""
     return [plain_word(override) for override in overrides if not override.is_sweep_override()]
@@ -223,14 +218,19 @@ def plain_word(override: Override) -> str:
     return f"{override.get_key_element()}={override.get_value_string()}"
 
 
-def _no_sweep(override: Override, allowed: str) -> Problem:
-    key = override.get_key_element()
-    return Problem(key, override.get_value_string(), f"must be {allowed}")
-
-
-def _what_exists(override: Override, loader: ConfigLoader) -> str:
-    options = loader.get_group_options(override.key_or_group)
-    if options:
+def _wanted_instead(
+    override: Override, found: Sequence[str], enumerated: bool, loader: ConfigLoader
+) -> str | None:
+    """Return what is allowed instead of a list, to follow "must be"; None if the list is right."""
+    if override.is_hydra_override():
+        return "one value: Hydra's own keys cannot be swept over"
+    if override.key_or_group.partition(".")[0] == "sweep":
+        return "one value: all runs of a sweep share it"
+    if override.is_interval_sweep() and enumerated:
+        return "a list of values, or range(start,stop,step)"
+    if found:
+        return None
+    if options := loader.get_group_options(override.key_or_group):
         return f"a pattern that matches one of {', '.join(options)}"
     return "a list of at least one value"
 

@@ -214,18 +214,17 @@ def _single(
     composer: Composer, overrides: Sequence[Override], config: DictConfig | None
 ) -> tuple[list[Job], list[Problem]]:
     """Check the job of a request that is one run."""
-    lists = [override for override in overrides if override.is_sweep_override()]
     problems = [
         Problem(override.get_key_element(), override.get_value_string(), words.SWEEP_WITHOUT_FLAG)
-        for override in lists
+        for override in overrides
+        if override.is_sweep_override()
     ]
     rest = [override for override in overrides if not override.is_sweep_override()]
     typed, plain, found = diagnose.check(composer, rest, config)
-    jobs = [Job("", typed, plain)] if typed is not None else []
+    jobs = [] if typed is None else [Job(typed, plain)]
     return jobs, problems + found
 
 
 def _distinct(problems: Sequence[Problem]) -> list[Problem]:
     """Drop problems that repeat another one. Problems are no keys: their values may be lists."""
-    by_text = {(problem.word, problem.message, problem.job): problem for problem in problems}
-    return list(by_text.values())
+    return list({(each.word, each.message, each.job): each for each in problems}.values())

@@ -28,6 +28,7 @@ from runner.calibrate.table import lines
 from runner.cli.new_folder import new_folder
 from runner.cli.run import single
 from runner.compose.jobs import Job
+from runner.compose.overrides import key_of
 from runner.config.environment import joins
 from runner.config.modes import built_in
 from runner.telemetry.sinks.console import print_line
@@ -49,7 +50,7 @@ Exit codes: 0 measured   1 training failed   2 the request was wrong   130, 143 
 
 
 def main(words: Sequence[str]) -> int:
-    """Calibrate for the arguments ``words``.
+    """Calibrate as the arguments ``words`` ask.
 
     Returns:
         0; 1 if training failed; 130 if it was interrupted; 143 if it was terminated.
@@ -85,19 +86,13 @@ def main(words: Sequence[str]) -> int:
     write_object(folder / FILE, found)
     print_line()
     for line in lines(found):
-        _print(line)
+        print_line(_printable(line))
     print_line(f"\n{folder / FILE}")
     return 0
 
 
 def describe(job: Job, measured: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """Return the content of ``calibrate.json``.
-
-    Args:
-        job: the checked job.
-        measured: result of :func:`runner.calibrate.measure.execute`.
-        words: arguments of the command.
-    """
+    """Return the content of ``calibrate.json``; ``measured`` is the result of ``execute``."""
     clip = job.config.clip
     described = clip.described if clip.described.info.clips else built_in("norm")
     mode, info = (clip.mode if described is clip.described else "norm"), described.info
@@ -144,29 +139,32 @@ def describe(job: Job, measured: Mapping[str, Any], words: Sequence[str]) -> dic
 
 
 def commands(words: Sequence[str], mode: str, start: float | None) -> dict[str, str]:
-    """Return the commands of a run and of a sweep to try next; {} without a suggested threshold.
+    """Return commands of a run and of a sweep to try next, for the arguments ``words``.
 
     Args:
         words: arguments of the calibration.
         mode: clipping mode.
-        start: suggested threshold.
+        start: suggested threshold; without one there are no commands.
     """
     if start is None:
         return {}
-    keys = [word.lstrip("+~").partition("=")[0] for word in words]
     settled = ("clip", "clip.threshold", "clip.what_if")
-    kept = [
+    base = [
         word
-        for word, key in zip(words, keys, strict=True)
-        if key not in settled and not key.startswith("calibrate.")
+        for word in words
+        if key_of(word) not in settled and not key_of(word).startswith("calibrate.")
     ]
+    if "clip._target_" not in map(key_of, words):
+        base.append(f"clip={mode}")
     grid = [float(f"{start * factor:.3g}") for factor in (0.25, 0.5, 1, 2, 4)]
-    base = kept if "clip._target_" in keys else [*kept, f"clip={mode}"]
     others = ",".join(f"{x:g}" for x in grid if x != start)
-    run = ["python", "-m", "runner", *base, f"clip.threshold={start:g}", f"clip.what_if=[{others}]"]
     each = ",".join(f"{x:g}" for x in grid)
-    sweep = ["python", "-m", "runner", "-m", *base, f"clip.threshold={each}"]
-    return {"run": shlex.join(run), "sweep": shlex.join(sweep)}
+    runner = ["python", "-m", "runner"]
+    run = [*runner, *base, f"clip.threshold={start:g}", f"clip.what_if=[{others}]"]
+    return {
+        "run": shlex.join(run),
+        "sweep": shlex.join([*runner, "-m", *base, f"clip.threshold={each}"]),
+    }
 
 
 def _apart(values: Sequence[float], first: int) -> dict[str, Any]:
@@ -176,11 +174,10 @@ def _apart(values: Sequence[float], first: int) -> dict[str, Any]:
     }
 
 
-def _print(line: str) -> None:
-    """Print, in ASCII if the terminal cannot encode the line."""
-    encoding = sys.stdout.encoding or "ascii"
+def _printable(line: str) -> str:
+    """Return the line, in ASCII if the terminal cannot encode it."""
     try:
-        line.encode(encoding)
+        line.encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
-        line = line.replace("‖", "|").encode("ascii", "replace").decode("ascii")
-    print_line(line)
+        return line.replace("‖", "|").encode("ascii", "replace").decode("ascii")
+    return line

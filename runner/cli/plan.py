@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from runner.cli.run import check_jobs, note, read, source_of
 from runner.compose.jobs import Job
+from runner.compose.overrides import key_of
 from runner.compose.request import Request, request
 from runner.config.check import leaves
 from runner.config.identity import NOT_HASHED
@@ -36,14 +37,14 @@ def main(words: Sequence[str]) -> int:
     note(wanted.notes)
     check_jobs(wanted.jobs)
     states = _states(wanted)
-    rows = [("run", "", "also differs", "steps", "state")]
     steps = [_steps(job) for job in wanted.jobs]
-    others = _others(wanted.jobs)
-    for number, job in enumerate(wanted.jobs):
-        known = "unknown" if steps[number] is None else str(steps[number])
-        rows.append((states[number][0], job.label, others[number], known, states[number][1]))
-    rows[1:] = sorted(rows[1:], key=lambda row: int(row[0]) if row[0].isdecimal() else 0)
-    print(live.columns(rows))
+    columns = zip(states, wanted.jobs, _others(wanted.jobs), steps, strict=True)
+    listed = [
+        (number, job.label, others, "unknown" if count is None else str(count), state)
+        for (number, state), job, others, count in columns
+    ]
+    listed.sort(key=lambda row: int(row[0] or 0))
+    print(live.columns([("run", "", "also differs", "steps", "state"), *listed]))
     print(_summary(wanted, [state for _, state in states], steps))
     return 0
 
@@ -81,9 +82,7 @@ def _others(jobs: Sequence[Job]) -> list[str]:
         for job in jobs
     ]
     keys = list(dict.fromkeys(key for values in flat for key in values))
-    named = {
-        word.lstrip("+~").partition("=")[0].partition("@")[0] for job in jobs for word in job.apart
-    }
+    named = {key_of(word).partition("@")[0] for job in jobs for word in job.apart}
     # An override that chooses an option names the key that says which was chosen.
     named |= {f"{group}.{key}" for group in set(named) for key in ("name", "mode", "_target_")}
     # A mode has options that others lack: the choice of the mode implies them.

@@ -6,7 +6,6 @@ folder of its own, and nothing to ``outputs/runs``.
 
 from __future__ import annotations
 
-import functools
 import io
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from runner.cli.new_folder import new_folder
 from runner.cli.run import single
 from runner.compose.jobs import Job
+from runner.compose.overrides import key_of
 from runner.compose.request import Request
 from runner.config.environment import joins
 from runner.config.problem import DataMismatch, RequestError
@@ -42,7 +42,7 @@ Exit codes: 0 equal   1 not equal, or a rank failed   2 the request was wrong
 
 
 def main(words: Sequence[str]) -> int:
-    """Verify what the arguments ``words`` ask for.
+    """Compare the plugin that the arguments ``words`` choose with one process.
 
     Returns:
         0 if the plugin's steps equal those of one process; 1 if they do not or a rank failed; 130
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
     folder = None if joins() else _folder(wanted, words)
     from runner.launch.failure import Failure, attempt
     from runner.verify.side_by_side import execute
-    from runner.verify.table import StepLines
+    from runner.verify.table import StepLines, exception_only, last_line, lines
 
     if folder is None:
         from runner.launch.rank import join
@@ -70,50 +70,32 @@ def main(words: Sequence[str]) -> int:
     config = job.config
     print_line(f"plugin={config.plugin.name} against one process, in {config.verify.dtype}")
     shown = StepLines(config.verify.modes or [config.clip.mode], print_line)
-    work = functools.partial(train, config, folder, [shown], execute)
-    ended = attempt(work)
+    ended = attempt(lambda: train(config, folder, [shown], execute))
     if isinstance(ended, Failure):
-        return conclude(folder, job, words, _failed(ended), ended.exit_code)
-    notes = [
-        *ended["notes"],
-        *(f"{word}, since the default data does not go through the model" for word in also),
+        _write(folder, job, words, {"ok": False, "error": ended.error, "rank": ended.rank})
+        who = "" if ended.rank is None else f"rank {ended.rank}: "
+        print_line(f"\n{who}{exception_only(ended.error)}")
+        print_line(f"\n{folder / FILE}")
+        if ended.exit_code == 1:
+            print_line("verify: FAILED")
+        return ended.exit_code
+    ended["notes"] += [
+        f"{word}, since the default data does not go through the model" for word in also
     ]
-    return conclude(folder, job, words, ended | {"notes": notes}, 0 if ended["ok"] else 1)
+    _write(folder, job, words, ended)
+    for line in lines(ended):
+        print_line(line)
+    print_line(f"\n{folder / FILE}")
+    print_line(last_line(ended))
+    return 0 if ended["ok"] else 1
 
 
-def conclude(
-    folder: Path, job: Job, words: Sequence[str], found: dict[str, Any], exit_code: int
-) -> int:
-    """Write ``verify.json`` and print the result.
-
-    Args:
-        folder: folder of ``verify.json``.
-        job: the checked job.
-        words: the arguments of the command.
-        found: result of :func:`runner.verify.side_by_side.execute`, or the error that ended it.
-        exit_code: exit code of the command.
-
-    Returns:
-        ``exit_code``.
-    """
+def _write(folder: Path, job: Job, words: Sequence[str], found: dict[str, Any]) -> None:
     from runner.run_folder.provenance import provenance
     from runner.run_folder.strict_json import write_object
-    from runner.verify.table import exception_only, last_line, lines
 
     whole = {"words": list(words), **found, **provenance(), "request": job.plain}
     write_object(folder / FILE, whole)
-    if found["error"] is None:
-        for line in lines(found):
-            print_line(line)
-        print_line(f"\n{folder / FILE}")
-        print_line(last_line(found))
-        return exit_code
-    who = "" if found["rank"] is None else f"rank {found['rank']}: "
-    print_line(f"\n{who}{exception_only(found['error'])}")
-    print_line(f"\n{folder / FILE}")
-    if exit_code == 1:
-        print_line("verify: FAILED")
-    return exit_code
 
 
 def checked(words: Sequence[str]) -> tuple[Request, list[str]]:
@@ -128,7 +110,7 @@ def checked(words: Sequence[str]) -> tuple[Request, list[str]]:
     try:
         return single(words, "a verification"), []
     except RequestError as error:
-        groups = {word.lstrip("+~").partition("=")[0].partition(".")[0] for word in words}
+        groups = {key_of(word).partition(".")[0] for word in words}
         if groups & {"data", "recipe"} or not _lacks_data(error):
             raise
         also = ["data=text"]
@@ -142,10 +124,6 @@ def _lacks_data(error: RequestError) -> bool:
     return any(isinstance(problem, DataMismatch) for problem in error.problems)
 
 
-def _failed(failure: Any) -> dict[str, Any]:
-    return {"ok": False, "error": failure.error, "rank": failure.rank}
-
-
 def _folder(wanted: Request, words: Sequence[str]) -> Path:
-    typed = any(word.lstrip("+").startswith("hydra.run.dir=") for word in words)
+    typed = "hydra.run.dir" in map(key_of, words)
     return new_folder("verification", FILE, "hydra.run.dir", wanted.folder if typed else None)

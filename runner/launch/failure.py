@@ -45,18 +45,15 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
 
 
 def _why(error: BaseException) -> Failure:
-    match error:
-        case RankFailed():
-            return Failure("failed", 1, error.error, error.rank)
-        case KeyboardInterrupt():
-            return Failure("interrupted", 130, "interrupted by the user")
-        case Terminated():
-            return Failure("interrupted", 143, "terminated by SIGTERM")
-        case _ if (number := getattr(error, "sigval", None)) is not None:
-            # torch elastic turns the signals it receives into an exception of its own.
-            if number == signal.SIGINT:
-                return Failure("interrupted", 130, "interrupted by the user")
-            return Failure("interrupted", 143, f"terminated by {signal.Signals(number).name}")
+    if isinstance(error, RankFailed):
+        return Failure("failed", 1, error.error, error.rank)
+    # torch elastic turns the signals it receives into an exception of its own.
+    number = getattr(error, "sigval", None)
+    if isinstance(error, KeyboardInterrupt) or number == signal.SIGINT:
+        return Failure("interrupted", 130, "interrupted by the user")
+    if isinstance(error, Terminated) or number is not None:
+        name = signal.Signals(number or signal.SIGTERM).name
+        return Failure("interrupted", 143, f"terminated by {name}")
     return Failure("failed", 1, "".join(traceback.format_exception(error)).strip(), 0)
 
 

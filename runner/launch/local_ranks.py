@@ -117,10 +117,9 @@ def _rank_error(failed: ProcessFailure, logs: Path) -> str:
         printed = [line for line in lines if line.strip()][-20:]
     if failed.exitcode < 0:
         end = str(message).strip()  # the signal
-    elif printed:
-        end = f"it exited with code {failed.exitcode} and printed last: {printed[-1].strip()}"
     else:
-        end = f"it exited with code {failed.exitcode} and printed nothing"
+        last = f"last: {printed[-1].strip()}" if printed else "nothing"
+        end = f"it exited with code {failed.exitcode} and printed {last}"
     return "\n".join([*printed, end])
 
 
@@ -148,12 +147,11 @@ def _quiet_elastic() -> Iterator[None]:
     """Silence torch elastic's report of a failure, because ours is shorter and is recorded."""
     about = ("torch.distributed", "torch.multiprocessing")
     known = [name for name in logging.root.manager.loggerDict if name.startswith(about)]
-    loggers = [logging.getLogger(name) for name in known]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
+    before = {logging.getLogger(name): logging.getLogger(name).disabled for name in known}
+    for logger in before:
         logger.disabled = True
     try:
         yield
     finally:
-        for logger, disabled in zip(loggers, before, strict=True):
+        for logger, disabled in before.items():
             logger.disabled = disabled

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partialmethod
 
 import torch
 import torch.distributed as dist
@@ -47,8 +48,7 @@ def launch_from_torch(
         started = started_rank()
         local_rank = 0 if started is None else started.local_rank or 0
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    if backend is None:
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = backend or _backend()
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     atexit.register(_leave_at_exit)
     torch.manual_seed(seed)
@@ -58,13 +58,12 @@ def launch_from_torch(
 
 def stand_alone() -> None:
     """Create a process group of this process alone, for a data-parallel run on one rank."""
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(
-        backend,
-        store=dist.HashStore(),  # type: ignore[attr-defined]
-        rank=0,
-        world_size=1,
-    )
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(_backend(), store=store, rank=0, world_size=1)
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def leave() -> None:
@@ -86,7 +85,7 @@ def _leave_at_exit() -> None:
 
 
 class DistributedLogger:
-    """A logger that speaks on chosen ranks only."""
+    """A logger with messages for some ranks: ``logger.info("done", ranks=[0])``."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
@@ -97,21 +96,13 @@ class DistributedLogger:
         if ranks is None or rank in ranks:
             self._logger.log(level, message)
 
-    def info(self, message: str, ranks: Sequence[int] | None = None) -> None:
-        """Log at level INFO."""
-        self.log(logging.INFO, message, ranks)
-
-    def warning(self, message: str, ranks: Sequence[int] | None = None) -> None:
-        """Log at level WARNING."""
-        self.log(logging.WARNING, message, ranks)
-
-    def error(self, message: str, ranks: Sequence[int] | None = None) -> None:
-        """Log at level ERROR."""
-        self.log(logging.ERROR, message, ranks)
+    info = partialmethod(log, logging.INFO)
+    warning = partialmethod(log, logging.WARNING)
+    error = partialmethod(log, logging.ERROR)
 
 
 def get_dist_logger(name: str = "runner") -> DistributedLogger:
-    """A logger that takes ``ranks=[0]`` with each message.
+    """Return a logger that takes ``ranks=[0]`` with each message.
 
     It prints to standard error if nobody has set up logging.
     """

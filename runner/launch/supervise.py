@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,47 +114,41 @@ def run(
     made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
     record.begin(plain, config_hash(plain), run_id)
     shown: list[Sink] = [_Steps(record), RunLog(folder, words, made_with)]
-    summary: dict[str, Any] | None = None
-    failure: Failure | None = None
 
     def show_and_train() -> dict[str, Any]:
         title = folder.name if reports_end else f"run {folder.name}"
         shown.extend(_sinks(config, plain, folder, run_id, words, title))
         return train(config, folder, shown)
 
-    with _warnings_logged():
-        ended = attempt(show_and_train)
+    logging.captureWarnings(True)  # and so in runner.log
+    ended = attempt(show_and_train)
+    logging.captureWarnings(False)
+    # The status first: closing wandb may take seconds, in which the user may interrupt again.
+    summary: dict[str, Any] | None = None
     if isinstance(ended, Failure):
-        failure = ended
+        exit_code = ended.exit_code
+        record.end(ended.state, exit_code, ended.error, ended.rank)
+        log.info("%s", ended.error)
     else:
-        said = sentences(ended.get("remarks", ()), swept)
-        summary = ended | {"guidance": said} | made_with
-    exit_code = 0 if failure is None else failure.exit_code
-    if summary is not None:
+        exit_code = 0
+        summary = ended | {"guidance": sentences(ended.get("remarks", ()), swept)} | made_with
         record.summary(summary)
-    # First of all: closing wandb may take seconds, in which the user may interrupt again.
-    if failure is None:
         record.end("finished", 0, None, None)
-    else:
-        record.end(failure.state, failure.exit_code, failure.error, failure.rank)
-    if failure is not None:
-        log.info("%s", failure.error)
     for sink in shown:
         sink.close(summary, exit_code)
     page = write_page(folder)
-    if failure is not None and failure.state == "failed":
-        what = "the run" if config.plugin.name == "single" else f"rank {failure.rank}"
-        _tell(failure, what, folder, logging.ERROR if reports_end else logging.INFO)
+    if isinstance(ended, Failure) and ended.state == "failed":
+        who = "the run" if config.plugin.name == "single" else f"rank {ended.rank}"
+        last = ended.error.splitlines()[-1] if ended.error else "no message"
+        level = logging.ERROR if reports_end else logging.INFO
+        log.log(level, "%s failed: %s (see %s)", who, last, folder / files.STATUS)
     if reports_end:
         print_line(str(page or folder))
-    if failure is None:
-        assert summary is not None
-        return Ended(0, objective_of(summary, config.sweep.objective))
-    if failure.exit_code == 130:
+    if exit_code == 130:
         raise Interrupted
-    if failure.exit_code == 143:
+    if exit_code == 143:
         raise SystemExit(143)
-    return Ended(1)
+    return Ended(exit_code, objective_of(summary or {}, config.sweep.objective))
 
 
 def _sinks(
@@ -203,18 +196,3 @@ class _Steps:
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         pass
-
-
-def _tell(failure: Failure, what: str, folder: Path, level: int) -> None:
-    last = failure.error.splitlines()[-1] if failure.error else "no message"
-    log.log(level, "%s failed: %s (see %s)", what, last, folder / files.STATUS)
-
-
-@contextmanager
-def _warnings_logged() -> Iterator[None]:
-    """Send Python's warnings to the log, and so to ``runner.log``."""
-    logging.captureWarnings(True)
-    try:
-        yield
-    finally:
-        logging.captureWarnings(False)

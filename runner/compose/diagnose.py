@@ -52,7 +52,8 @@ def check(
         found = _diagnose(overrides, composer)
         config = composer.attempt(found.good)
         if config is None:
-            return None, {}, found.problems or [_failure(composer, found.good)]
+            why = _failure(composer, found.good)  # the fault is in a file
+            return None, {}, found.problems or [Problem("configuration", NOTHING, why)]
     plain, unresolved = _resolved(config, number)
     typed, wrong = examine(plain, found.unsettled)
     known = {problem.key for problem in (*found.problems, *unresolved)}
@@ -91,7 +92,7 @@ def _diagnose(overrides: Sequence[Override], composer: Composer) -> _Diagnosis:
         else:
             found.good.append(plain_word(override))
     composed = composer.attempt(found.good)
-    base = None if composed is None else _content(composed)
+    base: Any = None if composed is None else OmegaConf.to_container(composed)
     for override in values:
         section = override.key_or_group.partition(".")[0]
         if section in found.unsettled and section in _OPEN:
@@ -119,12 +120,6 @@ def _misuses_group(overrides: Sequence[Override], loader: ConfigLoader) -> bool:
         (override.is_delete() or isinstance(override.value(), list)) and _chooses(override, loader)
         for override in overrides
     )
-
-
-def _content(config: DictConfig) -> dict[str, Any]:
-    content = OmegaConf.to_container(config)
-    assert isinstance(content, dict)
-    return {str(key): content[key] for key in content}
 
 
 def _chooses(override: Override, loader: ConfigLoader) -> bool:
@@ -186,7 +181,7 @@ def _unknown(override: Override, key: str, value: Any, base: dict[str, Any]) -> 
 
 
 def _look_up(node: Any, key: str) -> tuple[bool, Any]:
-    """Whether a dotted key exists in plain containers, and what it holds."""
+    """Return whether a dotted key exists in plain containers, and what it holds."""
     for part in key.replace("[", ".").replace("]", "").split("."):
         if isinstance(node, list) and part.isdigit() and int(part) < len(node):
             node = node[int(part)]
@@ -201,21 +196,19 @@ def _try_each(found: _Diagnosis, composer: Composer) -> None:
     """Keep overrides that compose with those before them; report the others."""
     words, found.good = found.good, []
     for word in words:
-        try:
-            composer.compose([*found.good, word])
-        except Exception as error:  # Hydra and OmegaConf raise ValueError, AssertionError and more
-            found.problems.append(Problem(word, NOTHING, reason(error)))
+        if why := _failure(composer, [*found.good, word]):
+            found.problems.append(Problem(word, NOTHING, why))
         else:
             found.good.append(word)
 
 
-def _failure(composer: Composer, given: Sequence[str]) -> Problem:
-    """Say why ``given`` does not compose, where the fault is in a file."""
+def _failure(composer: Composer, given: Sequence[str]) -> str:
+    """Return why ``given`` does not compose; empty if it does."""
     try:
         composer.compose(given)
-    except Exception as error:  # as above
-        return Problem("configuration", NOTHING, reason(error))
-    raise AssertionError("composed at the second attempt")
+    except Exception as error:  # Hydra and OmegaConf raise ValueError, AssertionError and more
+        return reason(error)
+    return ""
 
 
 def _resolved(config: DictConfig, number: int | None) -> tuple[dict[str, Any], list[Problem]]:

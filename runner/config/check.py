@@ -1,7 +1,7 @@
 """The check of a composed configuration, and the typed result.
 
-It imports neither Hydra nor torch, so that every rank can afford it: a rank receives the plain dict
-and calls `parse` again.
+It imports neither Hydra nor torch, so that any process can afford it: each run of a sweep calls
+`parse` again.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ def examine(
     fields = schema.model_fields
     config = None
     try:
-        checked = schema.model_validate(
-            _without_missing(plain, schema), context=_not_judged(schema, unsettled)
-        )
+        checked = schema.model_validate(plain, context=_not_judged(schema, unsettled))
         # A class that was made for one mode could not travel to another process.
         config = RunConfig.model_construct(**dict(checked))
     except ValidationError as error:
@@ -103,7 +101,7 @@ def _keys(schema: type[RunConfig]) -> Mapping[str, Key]:
 
 
 def keys_of(plain: Mapping[str, Any]) -> set[str]:
-    """Every dotted key that exists: the owned ones and those of the targets in ``plain``."""
+    """Return every dotted key that exists: the owned ones and those of the targets in ``plain``."""
     mine = {*owned_keys(), *owned_keys(plain)}
     return mine | {key for key, _ in leaves("", plain) if key}
 
@@ -123,19 +121,6 @@ def _not_judged(schema: type[RunConfig], unsettled: Collection[str]) -> set[type
     fields = schema.model_fields
     sections = {section_of(fields[name]) for name in unsettled if name in fields}
     return {cls for cls in sections if cls} | ({schema} if unsettled else set())
-
-
-def _without_missing(node: Mapping[str, Any], cls: type[Section]) -> dict[str, Any]:
-    """Leave out the keys of ``cls`` whose value is missing."""
-    fields = {field.alias or name: field for name, field in cls.model_fields.items()}
-    given = {}
-    for key, value in node.items():
-        section = section_of(fields[key]) if key in fields else None
-        if section is not None and isinstance(value, Mapping):
-            given[key] = _without_missing(value, section)
-        elif section is not None or key not in fields or value != MISSING:
-            given[key] = value
-    return given
 
 
 def _problems(error: ErrorDetails, plain: Mapping[str, Any]) -> Iterator[Problem]:
@@ -220,7 +205,7 @@ def _owned(cls: type[Section], path: str) -> Iterator[Key]:
 
 
 def leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:
-    """Each dotted key at and below ``path``, and its value; a list is one value."""
+    """Yield each dotted key at and below ``path`` with its value; a list is one value."""
     if not isinstance(node, Mapping) or not node:
         yield path, node
         return

@@ -1,8 +1,8 @@
 """Section ``plugin``: how model and optimizer are spread over ranks.
 
 Every option has every key, so that a sweep over plugins or a recipe may set any of them where they
-mean something. A key that is set where nothing would use it is a problem: whoever wrote it expects
-something that would not happen.
+mean something. A key that is set where nothing uses it is a problem: whoever set it expects an
+effect that it does not have.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class Use(NamedTuple):
     """What a key is for.
 
     Attributes:
-        neutral: its value where nothing is asked of it.
+        neutral: the value that asks for nothing.
         options: the plugins that use it.
         gives: what these do with it, to follow their names.
     """
@@ -60,7 +60,7 @@ USES = {
 
 _JUDGED = {"single", "ddp"}.union(*(use.options for use in USES.values()))
 
-# The option under which null, for a size, means all the ranks there are.
+# For each size, the plugin under which null means all ranks.
 _OWN = {"tp_size": "tensor", "pp_size": "pipeline", "ep_size": "moe"}
 
 
@@ -121,8 +121,8 @@ class PluginSection(Section):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Keys that nothing uses; sizes that do not multiply; a pipeline that cannot be filled."""
-        if self.name not in _JUDGED:  # another's plugin: its own constructor knows
+        """Yield keys that nothing uses, sizes that do not multiply, and an unfilled pipeline."""
+        if self.name not in _JUDGED:  # a plugin of the user's own checks its arguments itself
             return
         unused = list(self._unused())
         yield from unused
@@ -130,17 +130,17 @@ class PluginSection(Section):
             return
         if self.name in ("zero", "hybrid"):
             yield from self._of_zero()
-        dealt = None
+        mesh = None
         if (ranks := _known_ranks(self)) is not None:
             try:
-                dealt = sizes(self, ranks)
+                mesh = sizes(self, ranks)
             except SizeError as error:
                 yield Conflict(error.key, str(error))
-        tensor = self.tp_size if dealt is None else dealt.tp
+        tensor = self.tp_size if mesh is None else mesh.tp
         if self.sequence_parallel and tensor == 1:
             message = "splits the sequence over plugin.tp_size ranks, which must be 2 or more"
             yield Conflict("sequence_parallel", message)
-        stages = _stages(self, dealt)
+        stages = _stages(self, mesh)
         if stages is not None:
             yield from self._of_pipeline(stages)
 
@@ -189,7 +189,10 @@ class PluginSection(Section):
 
 
 def pipeline_microbatches(plugin: PluginSection) -> int | None:
-    """Parts that a batch goes through the pipeline in; None without one, or where ranks decide."""
+    """Return the microbatches that a batch is split into; None without a pipeline.
+
+    None also where the number depends on ranks that are not known yet.
+    """
     if plugin.name not in _PIPELINE:
         return None
     ranks = _known_ranks(plugin)
@@ -200,13 +203,13 @@ def pipeline_microbatches(plugin: PluginSection) -> int | None:
 
 
 def _known_ranks(plugin: PluginSection) -> int | None:
-    """Ranks that the section itself tells; None where those that there will be decide."""
+    """Return the number of ranks; None if it depends on the machine."""
     return None if may_grow(plugin) else least_ranks(plugin)
 
 
-def _stages(plugin: PluginSection, dealt: MeshSizes | None) -> int | None:
-    """Stages of the pipeline; None where there is none, or where the ranks decide."""
-    ranks = plugin.pp_size if dealt is None else dealt.pp
+def _stages(plugin: PluginSection, mesh: MeshSizes | None) -> int | None:
+    """Return the stages of the pipeline; None if there is none, or if it depends on the ranks."""
+    ranks = plugin.pp_size if mesh is None else mesh.pp
     if plugin.name not in _PIPELINE or ranks is None:
         return None
     if plugin.name == "hybrid" and ranks == 1:

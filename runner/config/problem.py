@@ -175,13 +175,11 @@ def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
     keys = sorted(set(keys) - {key})
     last = _last(key)
     here = [other for other in keys if _last(other) == last]
-    # What other programs mean by a name counts where nothing else in ``key`` tells.
+    # A name of other programs counts if the rest of ``key`` does not say which key is meant.
     if (meant := _ELSEWHERE.get(last)) in keys and ("." not in key or not here):
         return [meant]
-    if here:
-        return sorted(here, key=lambda other: -_likeness(key, other))[:3]
-    if begun := [other for other in keys if _begins(key, other)]:
-        return sorted(begun, key=lambda other: -_likeness(key, other))[:3]
+    if close := here or [other for other in keys if _begins(key, other)]:
+        return sorted(close, key=lambda other: -_likeness(key, other))[:3]
     scored = [(max(_likeness(key, other), _tail_likeness(key, other)), other) for other in keys]
     best = max(scored, default=(0.0, ""))[0]
     return [other for score, other in scored if score == best >= 0.6][:3]
@@ -235,5 +233,5 @@ def _likeness(one: str, other: str) -> float:
 
 
 def _tail_likeness(key: str, other: str) -> float:
-    # A slip in the last part alone; a little less than the same likeness of the whole key.
+    # For a typing error in the last part; a little below the same likeness of the whole key.
     return 0.95 * _likeness(_last(key), _last(other))

@@ -14,6 +14,7 @@ from runner.config.objective import higher_is_better
 from runner.config.plugin_section import PluginSection, pipeline_microbatches
 from runner.config.section import Conflict, Section, Target
 from runner.config.values import (
+    Allowed,
     DurationText,
     FolderName,
     Natural,
@@ -21,11 +22,15 @@ from runner.config.values import (
     Positive,
     Text,
     Texts,
-    list_of_some,
     option_of,
 )
 
 _MODES = options("clip")
+_SomeModes = Annotated[
+    list[Annotated[str, OneOf(_MODES)]],
+    Field(min_length=1),
+    Allowed(f"a list of some of {', '.join(_MODES)}, such as [{_MODES[0]}]"),
+]
 
 
 class Accumulation(Section):
@@ -177,10 +182,7 @@ class Verify(Section):
         description="accept relative errors up to this; null: 1e-9 in float64, 1e-5 in float32"
     )
     lr: float = Field(gt=0, description="take the steps of both sides by plain SGD at this rate")
-    modes: (
-        Annotated[list[Annotated[str, OneOf(_MODES)]], Field(min_length=1), list_of_some(_MODES)]
-        | None
-    ) = Field(
+    modes: _SomeModes | None = Field(
         description="compare these clipping modes, such as [norm,value]; null: the chosen one"
     )
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
+from runner.config.problem import MISSING
 from runner.config.values import CONFIG, DottedName
 
 
@@ -38,6 +39,15 @@ class Section(BaseModel):
     def conflicts(self) -> Iterator[Conflict]:
         """Yield the values that exclude each other. Every value has the right type by then."""
         yield from ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_missing(cls, given: Any) -> Any:
+        """Treat ``???`` like a key that is left out: it would pass for a text."""
+        if not isinstance(given, Mapping):
+            return given
+        own = {field.alias or name for name, field in cls.model_fields.items()}
+        return {key: value for key, value in given.items() if key not in own or value != MISSING}
 
     @model_validator(mode="after")
     def _refuse_conflicts(self, info: ValidationInfo) -> Self:

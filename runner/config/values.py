@@ -15,12 +15,12 @@ from runner.config.duration import FORM, PATTERN, Duration
 from runner.config.folders import options
 
 CONFIG = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
-"""Strict: text is never read as a number, nor true as 1. Deferred: a section is built as a part of
-the whole, not by itself as well."""
+"""Strict: text is never read as a number, nor true as 1. Deferred: the validator of a section is
+built once, as a part of the whole configuration's."""
 
 
 class Refusal(ValueError):
-    """A value that is refused for a reason which its type does not tell; the message does."""
+    """A value is refused for a reason that its type does not tell; the message tells it."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Allowed:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Allows some names, as ``Literal`` does; for names that are known when the program runs."""
+    """Allows some names, as ``Literal`` does, that are known only when the program runs."""
 
     names: tuple[str, ...]
 
@@ -121,11 +121,6 @@ def _output_dims(value: Any) -> dict[str, int | list[int]]:
 def option_of(group: str) -> OneOf:
     """Allow the options of ``group``: each file in its folder of ``conf/`` is one."""
     return OneOf(options(group))
-
-
-def list_of_some(names: tuple[str, ...]) -> Allowed:
-    """Describe a list of some of ``names``."""
-    return Allowed(f"a list of some of {', '.join(names)}, such as [{names[0]}]")
 
 
 Count = Annotated[int, Field(ge=1)]

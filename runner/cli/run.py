@@ -89,9 +89,9 @@ def read(words: Sequence[str], purpose: str = "", also: Sequence[str] = ()) -> a
 
     Args:
         words: arguments of a command.
-        purpose: what the command makes, if it takes only the flags that say where the configuration
-            is read; for the message about other flags.
-        also: further flags that it takes.
+        purpose: what the command makes, for the message about flags that it does not take. With a
+            purpose, only the flags that say where the configuration is read are taken.
+        also: further flags that are taken.
 
     Raises:
         RequestError: a flag is wrong; it names every wrong flag and override.
@@ -196,7 +196,7 @@ def note(sentences: Iterable[str]) -> None:
 
 
 def _one_rank(jobs: Sequence[Job]) -> list[str]:
-    """Return a sentence for each plugin that could use several ranks, but has one."""
+    """Return a note for each plugin that could use several ranks, but runs on one."""
     growing = [job.config for job in jobs if may_grow(job.config.plugin)]
     if started_rank() is not None or not growing:
         return []
@@ -214,10 +214,7 @@ def _wrong_overrides(args: argparse.Namespace) -> Sequence[Problem]:
     """Return the problems of the overrides beside a wrong flag."""
     try:
         request(
-            args.overrides,
-            multirun=args.multirun,
-            source=source_of(args),
-            earlier=earlier_record,
+            args.overrides, multirun=args.multirun, source=source_of(args), earlier=earlier_record
         )
     except RequestError as error:
         return error.problems

@@ -1,10 +1,10 @@
 """Recipes: published settings, one file each, that Hydra can choose by name.
 
-A recipe chooses options of groups and gives values. Its values for a group are for the option it
-chooses: the learning rate of a recipe that trains with SGD says nothing about AdamW. So each recipe
-is handed to Hydra in parts: the choices and the values that hold always as ``recipe/<name>``, and
-the values of each chosen group as ``hydra/recipe/<name>/<group>/<option>``, which Hydra merges as
-long as that group keeps that option. This holds for every job of a sweep by itself.
+A recipe chooses options of groups and gives values. Its values for a group belong to the option
+that it chooses: the learning rate of a recipe for SGD is no learning rate for AdamW. So Hydra gets
+each recipe in parts. ``recipe/<name>`` holds the choices, and the values of all other groups.
+``hydra/recipe/<name>/<group>/<option>`` holds the values of a chosen group; Hydra merges it only if
+the job, which may be one of a sweep, has that option.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Recipe:
 
     Attributes:
         name: the file's name without its ending.
-        purpose: what the header says behind the name.
-        source: what the header says behind ``source:``.
+        purpose: the rest of the header's first line, after the name.
+        source: the text of the header's line ``source:``.
         content: what the file holds; empty where it cannot be read.
         error: why the file cannot be read, or None.
     """
@@ -43,14 +43,14 @@ class Recipe:
 
 
 def read_all() -> list[Recipe]:
-    """Every recipe, sorted by name; one that cannot be read carries its error."""
+    """Return every recipe, sorted by name; one that cannot be read has its error."""
     return [_read(file) for file in sorted(find("recipes").glob("*.yaml"))]
 
 
 def read(given: Sequence[str]) -> list[Recipe]:
-    """Return the recipes, if one of the overrides ``given`` may choose one.
+    """Return all recipes, or none if no override of ``given`` can choose one.
 
-    Those that none of them names come without their content.
+    A recipe that no override names comes without its content.
     """
     words = " ".join(word for word in given if "recipe" in word)
     if not words:
@@ -67,19 +67,17 @@ def register(found: Iterable[Recipe]) -> dict[str, str]:
     """Make each recipe of ``found`` a choice of the group ``recipe``.
 
     Returns:
-        Why a recipe cannot be read, by its name, for those that cannot. They are choices all the
-        same, so that only who asks for one hears of it.
+        The error of each recipe that cannot be read, by its name. Such a recipe is a choice too, so
+        that its error is reported only to someone who chooses it.
     """
     store = ConfigStore.instance()
     store.repo.pop("recipe", None)
     store.repo.get("hydra", {}).pop("recipe", None)
     store.store(group="recipe", name=NONE, node={"recipe": NONE}, package="_global_")
-    broken = {}
+    found = list(found)
     for recipe in found:
-        if recipe.error is not None:
-            broken[recipe.name] = recipe.error
         _store(store, recipe)
-    return broken
+    return {recipe.name: recipe.error for recipe in found if recipe.error is not None}
 
 
 def _store(store: ConfigStore, recipe: Recipe) -> None:
@@ -103,7 +101,7 @@ def _store(store: ConfigStore, recipe: Recipe) -> None:
 
 
 def choices(defaults: Any) -> dict[str, str]:
-    """The options that a defaults list chooses, by group: ``- override /clip: norm``."""
+    """Return the options that a defaults list chooses, by group: ``- override /clip: norm``."""
     chosen = {}
     for entry in defaults if isinstance(defaults, list) else []:
         for key, option in entry.items() if isinstance(entry, dict) else ():

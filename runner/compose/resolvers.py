@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -15,7 +15,7 @@ from runner.config.check import owned_keys
 from runner.config.folders import outputs
 from runner.config.problem import MISSING, shown
 
-# Keys that one sets by choosing an option of a group.
+# Keys that are set by choosing an option of a group.
 _CHOSEN = {"plugin.name", "clip.mode", "precision.name", "tracker.name", "recipe"}
 
 
@@ -54,7 +54,7 @@ def _recipes() -> str:
 
 
 def _keys(*, _root_: Container) -> str:
-    """The owned keys with the values they have in this composition, for ``--help``."""
+    """Return the owned keys with their values in this composition, for ``--help``."""
     rows = []
     clip = _plain(OmegaConf.select(_root_, "clip"))
     for key in owned_keys({"clip": clip}).values():
@@ -72,7 +72,7 @@ def _plain(value: Any) -> Any:
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
-def _table(rows: Any) -> str:
+def _table(rows: Iterable[tuple[str, str]]) -> str:
     rows = list(rows)
     width = max((len(name) for name, _ in rows), default=0)
     text = "".join(f"  {name:<{width}}  {rest}".rstrip() + "\n" for name, rest in rows)

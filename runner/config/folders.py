@@ -28,11 +28,10 @@ def options(group: str) -> tuple[str, ...]:
 def outputs() -> Path:
     """Return the folder that holds all runs and sweeps.
 
-    ``$RUNNER_OUTPUTS`` where it is set, else ``outputs`` in the checkout this runs from, else
-    ``outputs`` in the working directory.
+    This is ``$RUNNER_OUTPUTS`` if it is set, else ``outputs`` in the checkout that the program
+    runs from, else ``outputs`` in the working directory.
     """
-    chosen = os.environ.get("RUNNER_OUTPUTS")
-    if chosen:
+    if chosen := os.environ.get("RUNNER_OUTPUTS"):
         return Path(chosen).expanduser().absolute()
     checkout = _PACKAGE.parent
     if find("conf") == checkout / "conf" and (checkout / "pyproject.toml").is_file():
@@ -43,8 +42,8 @@ def outputs() -> Path:
 def obstacle(folder: Path) -> str | None:
     """Return why ``folder`` cannot be created and written; None if it can.
 
-    A temporary entry is created in the nearest folder that exists, and removed at once. Permissions
-    alone do not answer the question: root has them on a read-only disk too.
+    A temporary folder is created in the nearest parent that exists, and removed. Permissions alone
+    do not answer the question: root has them on a read-only disk too.
     """
     for parent in (folder, *folder.parents):
         if not os.path.lexists(parent):

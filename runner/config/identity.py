@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 NOT_HASHED = ("tracker", "log", "sweep", "calibrate", "verify")
-"""Sections that do not change what is trained: where metrics go, how often, and how failures are
-handled. Two runs that differ in these sections alone are the same experiment."""
+"""Sections that do not change what is trained. Two runs that differ only in these sections are the
+same experiment."""
 
 _LONGEST_NAME = 48
 

@@ -1,8 +1,8 @@
-"""Which value of a metric is the better one."""
+"""The better one of two values of a metric."""
 
 from __future__ import annotations
 
 
 def higher_is_better(metric: str) -> bool:
-    """Return whether a higher value of a metric is better: of an accuracy it is, else the lower."""
+    """Return whether higher values of a metric are better: of an accuracy they are, else lower."""
     return metric.endswith("accuracy")

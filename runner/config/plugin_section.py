@@ -91,9 +91,7 @@ class PluginSection(Section):
         description="spread the experts over this many data-parallel ranks; null: all"
     )
     zero_stage: int = Field(
-        ge=0,
-        le=3,
-        description="partition 1 optimizer state, 2 gradients too, 3 parameters too",
+        ge=0, le=3, description="partition 1 optimizer state, 2 gradients too, 3 parameters too"
     )
     sequence_parallel: bool = Field(
         description="tensor: split norms and dropout along the sequence, to save memory"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from runner.config.problem import or_list
-
 
 class Schedule(NamedTuple):
     """One pipeline schedule.
@@ -14,8 +12,8 @@ class Schedule(NamedTuple):
     Attributes:
         stages_per_rank: number of stages that each pipeline rank holds.
         fills_every_stage: whether it starts with one microbatch in each stage.
-        splits_backward: whether it computes the gradients of a stage's parameters apart from the
-            gradient of its input.
+        splits_backward: whether it computes the gradients of a stage's parameters and of the
+            stage's input separately.
     """
 
     stages_per_rank: int
@@ -32,7 +30,7 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 
 def stages_text(schedule: str, pp_size: int, section: str = "") -> str:
-    """Say how many stages ``pp_size`` ranks hold, to begin a message.
+    """Return how many stages ``pp_size`` ranks hold, to begin a message.
 
     Args:
         schedule: name of the schedule.
@@ -46,7 +44,7 @@ def stages_text(schedule: str, pp_size: int, section: str = "") -> str:
 def refused_microbatches(
     schedule: str, pp_size: int, microbatches: int, section: str = ""
 ) -> str | None:
-    """Say why ``microbatches`` do not fill the pipeline; None if they do.
+    """Return why ``microbatches`` do not fill the pipeline; None if they do.
 
     Args:
         schedule: name of the schedule.
@@ -61,6 +59,6 @@ def refused_microbatches(
         return f"{given}, each of which needs a microbatch: {way}"
     rounds = microbatches // pp_size
     if schedule == "interleaved_1f1b" and microbatches % rounds:
-        fitting = or_list([str(pp_size * rounds), str(pp_size * (rounds + 1))])
+        fitting = f"{pp_size * rounds} or {pp_size * (rounds + 1)}"
         return f"{given}, in which {microbatches} microbatches make no equal rounds: give {fitting}"
     return None

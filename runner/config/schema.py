@@ -37,8 +37,7 @@ class Accumulation(Section):
     """How many microbatches make one optimizer step."""
 
     steps: int = Field(
-        ge=1,
-        description="microbatches of one optimizer step; raise it if a batch does not fit",
+        ge=1, description="microbatches of one optimizer step; raise it if a batch does not fit"
     )
 
 
@@ -103,8 +102,7 @@ class Log(Section):
 
     interval: int = Field(ge=1, description="log a row of metrics every so many optimizer steps")
     flush: int = Field(
-        ge=1,
-        description="copy metrics from the device every so many optimizer steps",
+        ge=1, description="copy metrics from the device every so many optimizer steps"
     )
 
 
@@ -154,10 +152,7 @@ class SweepSection(Section):
 class Calibrate(Section):
     """``python -m runner calibrate``; a run does not use it."""
 
-    steps: int = Field(
-        ge=2,
-        description="measure this many optimizer steps without clipping",
-    )
+    steps: int = Field(ge=2, description="measure this many optimizer steps without clipping")
     warmup_steps: Natural | None = Field(
         description="describe so many first steps separately; null: a tenth"
     )

@@ -62,9 +62,9 @@ class MeshSizes(NamedTuple):
     ) -> MeshSizes:
         """Divide ``ranks`` among the axes.
 
-        The first size of ``tp_size``, ``pp_size`` and ``dp_size`` that is None is what the others
-        leave of the ranks; ``dp_size`` is 1 if another one takes them. An ``ep_size`` of None is
-        the data-parallel size.
+        The first size of ``tp_size``, ``pp_size`` and ``dp_size`` that is None is the world size
+        divided by the others; a further ``dp_size`` of None is 1. An ``ep_size`` of None is the
+        data-parallel size.
 
         Args:
             ranks: world size.

@@ -168,20 +168,9 @@ def _sinks(
     interval = steps_between_lines(evaluation, max(config.log.interval, config.log.flush))
     sinks: list[Sink] = [TerminalSink(steps, interval, title)]
     if run_id is not None:
-        tracker = config.tracker
-        sinks.append(
-            WandbSink(
-                folder,
-                mode=tracker.mode,
-                project=tracker.project,
-                group=tracker.group,
-                tags=tracker.tags,
-                job_type=tracker.job_type,
-                name=" ".join(words) or folder.name,
-                run_id=run_id,
-                config=plain,
-            )
-        )
+        settings = config.tracker.model_dump(exclude={"name"})
+        name = " ".join(words) or folder.name
+        sinks.append(WandbSink(folder, name=name, run_id=run_id, config=plain, **settings))
     return sinks
 
 

@@ -1,4 +1,4 @@
-"""``python -m runner dashboard``: save a wandb workspace, or write what it would be."""
+"""``python -m runner dashboard``: save a wandb workspace, or write its specification."""
 
 from __future__ import annotations
 
@@ -66,33 +66,34 @@ def _publish(request: WorkspaceRequest, output: Path | None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m runner dashboard",
-        description=f"Save a wandb workspace with the charts of {files.PAGE}. Without a key, or "
-        "where the server does not take it, its specification is written to a file.",
+        description=f"Save a wandb workspace with the charts of {files.PAGE}. If there is no "
+        "API key, or the server refuses it, its specification is written to a file.",
         allow_abbrev=False,
     )
     project = _default_project()
     parser.add_argument(
-        "--project", type=_text, default=project, help=f"whose runs it shows ({project})"
+        "--project", type=_text, default=project, help=f"show the runs of this project ({project})"
     )
     parser.add_argument(
         "--entity",
         type=_text,
         default=os.environ.get("WANDB_ENTITY") or None,
-        help="user or team that owns the project (the key's own)",
+        help="user or team that owns the project (that of the API key)",
     )
-    parser.add_argument("--group", type=_text, help="runs of this group alone: a sweep's name")
-    parser.add_argument("--name", type=_text, help="of the workspace (Clipping, and the group)")
+    parser.add_argument("--group", type=_text, help="show only this group: the name of a sweep")
+    parser.add_argument("--name", type=_text, help="name the workspace (Clipping, and the group)")
     parser.add_argument(
         "--output",
         type=_file,
         metavar="FILE",
-        help="write the specification here in any case (outputs/dashboard.json, where not saved)",
+        help="write the specification to this file, also if the workspace is saved "
+        "(outputs/dashboard.json, if it is not)",
     )
     return parser
 
 
 def _default_project() -> str:
-    """The project that runs are filed under unless told otherwise."""
+    """Return the project that runs are filed under by default."""
     settings = yaml.safe_load((find("conf") / "tracker" / "wandb.yaml").read_text(encoding="utf-8"))
     return str(settings["project"])
 
@@ -111,7 +112,7 @@ def _file(word: str) -> Path:
 
 
 def _write(request: WorkspaceRequest, file: Path, message: str, failed: bool = False) -> int:
-    """Write the specification and print the message, to standard error where saving failed."""
+    """Write the specification and print the message, to standard error if saving failed."""
     from runner.dashboard import workspace
 
     built = workspace.build(request)

@@ -1,4 +1,4 @@
-"""Clipping modes as they describe themselves: their options and facts, without torch.
+"""Descriptions of the clipping modes: their options and facts, without torch.
 
 Each module of this folder describes the mode of its name, which :mod:`runner.clip` implements in a
 module of the same name.
@@ -48,7 +48,7 @@ def info_of(name: str, recorded: Mapping[str, Any] | None = None) -> ModeInfo:
 
     Args:
         name: name of the mode.
-        recorded: what :meth:`ModeInfo.record` returned in the run, where it was recorded.
+        recorded: what :meth:`ModeInfo.record` returned in the run; None if it was not recorded.
     """
     if name in NAMES:
         return built_in(name).info
@@ -103,7 +103,7 @@ def load(target: str) -> type[Mode]:
 
 
 def _is_mode(found: object) -> bool:
-    """Whether an object is a class that implements a mode, not one that only describes it."""
+    """Return whether an object is a class that implements a mode, not one that describes it."""
     return isinstance(found, type) and issubclass(found, Mode) and hasattr(found, "decide")
 
 

@@ -1,4 +1,4 @@
-"""What mode ``adaptive`` says about itself, and its options."""
+"""Description of mode ``adaptive``, and its options."""
 
 from __future__ import annotations
 

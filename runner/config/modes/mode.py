@@ -1,4 +1,4 @@
-"""What a clipping mode says about itself without torch: its options, and facts for readers."""
+"""Description of a clipping mode, without torch: its options, and facts for readers of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ModeInfo:
         clips: what the mode clips; None where it clips nothing.
         stat: name of the value that the mode compares with λ, to follow "the largest".
         unit: unit of λ. ``‖G‖`` where λ is a limit of the total norm, which charts then draw.
-        note: sentence below the chart of the norm, which says where λ is in it.
+        note: sentence below the chart of the norm, which says whether λ is in the chart.
         published: thresholds in publications, each with who used it.
         grid: further thresholds worth comparing, where publications give none.
         shares: for a mode that clips elements, units or tensors: the share of them that a good
@@ -40,7 +40,7 @@ class ModeInfo:
 
     @property
     def parts(self) -> str | None:
-        """What the mode clips, where that is not the whole gradient of a step."""
+        """What the mode clips, if that is not the whole gradient of a step."""
         return None if self.clips in (None, "steps") else self.clips
 
     @property
@@ -54,7 +54,7 @@ class ModeInfo:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Self:
-        """Return what :meth:`record` was made of, also if it has been to JSON and back."""
+        """Return the facts that :meth:`record` returned, also after they were read from JSON."""
         listed = {key: tuple(value) for key, value in record.items() if isinstance(value, list)}
         if "published" in listed:
             listed["published"] = tuple((value, who) for value, who in listed["published"])

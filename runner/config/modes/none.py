@@ -1,4 +1,4 @@
-"""What mode ``none`` says about itself."""
+"""Description of mode ``none``."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from runner.config.modes.mode import Mode, ModeInfo
 
 @dataclass(eq=False)
 class Unclipped(Mode):
-    """Nothing is changed; everything is still measured."""
+    """The gradient is measured, but not clipped."""
 
     info = ModeInfo(clips=None, stat="‖G‖", unit="‖G‖", note="These runs clip nothing.")
 

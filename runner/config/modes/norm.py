@@ -1,4 +1,4 @@
-"""What mode ``norm`` says about itself."""
+"""Description of mode ``norm``."""
 
 from dataclasses import dataclass
 

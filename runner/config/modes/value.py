@@ -1,4 +1,4 @@
-"""What mode ``value`` says about itself."""
+"""Description of mode ``value``."""
 
 from dataclasses import dataclass
 

@@ -122,10 +122,11 @@ def jobs(
     if together and (problem := _not_together(values, together, enumerated)):
         return [], [*problems, problem]
     chosen = _combinations(values, together) if enumerated else _one_by_one(values)
-    return [
+    made = [
         JobOverrides([*one.values()], [one[key] for key in one if len(values[key]) > 1])
         for one in chosen
-    ], problems
+    ]
+    return made, problems
 
 
 def only_for_sweeps(overrides: Iterable[Override]) -> list[Problem]:

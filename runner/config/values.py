@@ -54,12 +54,6 @@ def allowed(hint: Any, metadata: Any = ()) -> Allowed:
             return one
         if isinstance(one, OneOf):
             return _one_of(one.names)
-    if hint is None or hint is type(None):
-        return Allowed("null")
-    if hint is bool:
-        return Allowed("true or false")
-    if hint is str:
-        return Allowed("text")
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return allowed(args[0], _flat(args[1:]))
@@ -69,18 +63,23 @@ def allowed(hint: Any, metadata: Any = ()) -> Allowed:
         parts = [allowed(arg) for arg in args]
         names = tuple(name for part in parts for name in part.names)
         return Allowed(", or ".join(part.text for part in parts), names)
-    if hint not in (int, float):
-        return Allowed(getattr(hint, "__name__", str(hint)))
-    kind = "an integer" if hint is int else "a finite number"
+    kind = _KINDS.get(hint) if isinstance(hint, type) else None
     limits = " and ".join(
         f"{words} {getattr(one, name):.16g}"
         for one in metadata
         for name, words in _BOUNDS.items()
         if hasattr(one, name)
     )
-    return Allowed(f"{kind} {limits}".rstrip())
+    return Allowed(f"{kind or getattr(hint, '__name__', hint)} {limits}".rstrip())
 
 
+_KINDS = {
+    type(None): "null",
+    bool: "true or false",
+    str: "text",
+    int: "an integer",
+    float: "a finite number",
+}
 _BOUNDS = {"ge": "of at least", "gt": "greater than", "le": "at most", "lt": "less than"}
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from runner.clip import ClipMode, Decision, GradStats, Layout, ModeInfo
+from runner.clip import ClipMode, Decision, GradStats, Layout, ModeInfo, limit_norm
 
 
 @dataclass
@@ -31,7 +31,7 @@ class RunningMean(ClipMode):
         for name, value in (("total", stats.norm), ("weight", 1.0)):
             self.history[name] = self.decay * self.history[name] + (1 - self.decay) * value
         mean = self.history["total"] / self.history["weight"]
-        return Decision.limit_norm(
+        return limit_norm(
             stats.norm, self.limit * mean, max_stat=stats.norm / mean, threshold=self.limit
         )
 

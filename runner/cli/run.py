@@ -18,10 +18,10 @@ from typing import Any
 from hydra._internal.utils import get_args_parser
 
 from runner.cli import WRONG_REQUEST
-from runner.compose.composer import Composer, Source
+from runner.compose.answers import answer, help_text
+from runner.compose.composer import Composer, Source, with_own_mode
 from runner.compose.jobs import Job
-from runner.compose.overrides import with_own_mode
-from runner.compose.request import Request, answer, help_text, request
+from runner.compose.request import Request, request
 from runner.config.environment import joins, started_rank
 from runner.config.folders import CONFIG_NAME
 from runner.config.problem import NOTHING, Problem, RequestError

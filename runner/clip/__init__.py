@@ -4,6 +4,7 @@ from runner.clip.decision import Decision, GradStats, Parts
 from runner.clip.functional import GradientClipping, apply_gradient_clipping
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode, build
+from runner.clip.norm import limit_norm
 from runner.clip.norms import total_norm
 from runner.clip.shard import ParamShard
 from runner.clip.transfer import Number
@@ -23,5 +24,6 @@ __all__ = [
     "Units",
     "apply_gradient_clipping",
     "build",
+    "limit_norm",
     "total_norm",
 ]

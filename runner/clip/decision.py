@@ -118,38 +118,6 @@ class Decision:
         )
 
     @classmethod
-    def limit_norm(
-        cls,
-        norm: Number,
-        limit: Number,
-        *,
-        max_stat: Number | None = None,
-        threshold: Number | None = None,
-    ) -> Decision:
-        """Decide to scale the whole gradient so that its norm is at most ``limit``.
-
-        No epsilon is added to ‖G‖: the clipped norm is ``limit``, and a gradient whose norm is
-        exactly ``limit`` is not touched.
-
-        Args:
-            norm: ‖G‖.
-            limit: limit of the norm, above 0; it may be a tensor where ``norm`` is one.
-            max_stat: what the mode compares with λ, where that is not ‖G‖.
-            threshold: λ in force, where that is not ``limit``.
-        """
-        stat = norm if max_stat is None else max_stat
-        in_force = limit if threshold is None else threshold
-        if isinstance(norm, Tensor):
-            # The host cannot compare the norm without waiting for it.
-            coef = (limit / norm).clamp(max=1.0)
-            clipped = (norm > limit).to(norm.dtype)
-            return cls(norm, norm * coef, coef, clipped, clipped, stat, in_force)
-        if norm <= limit:
-            return cls.untouched(norm, in_force, stat)
-        ratio = limit / norm
-        return cls(norm, norm * ratio, ratio, 1.0, 1.0, stat, in_force)
-
-    @classmethod
     def change_parts(
         cls, norm: Number, threshold: Number, max_stat: Number, parts: Parts
     ) -> Decision:

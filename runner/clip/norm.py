@@ -3,10 +3,44 @@
 Pascanu, Mikolov and Bengio 2013 (arXiv 1211.5063, algorithm 1).
 """
 
+from torch import Tensor
+
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
+from runner.clip.transfer import Number
 from runner.config.modes.norm import Norm
+
+
+def limit_norm(
+    norm: Number,
+    limit: Number,
+    *,
+    max_stat: Number | None = None,
+    threshold: Number | None = None,
+) -> Decision:
+    """Decide to scale the whole gradient so that its norm is at most ``limit``.
+
+    No epsilon is added to ‖G‖: the clipped norm is ``limit``, and a gradient whose norm is exactly
+    ``limit`` is not touched.
+
+    Args:
+        norm: ‖G‖.
+        limit: limit of the norm, above 0; it may be a tensor where ``norm`` is one.
+        max_stat: what the mode compares with λ, where that is not ‖G‖.
+        threshold: λ in force, where that is not ``limit``.
+    """
+    stat = norm if max_stat is None else max_stat
+    in_force = limit if threshold is None else threshold
+    if isinstance(norm, Tensor):
+        # The host cannot compare the norm without waiting for it.
+        coef = (limit / norm).clamp(max=1.0)
+        clipped = (norm > limit).to(norm.dtype)
+        return Decision(norm, norm * coef, coef, clipped, clipped, stat, in_force)
+    if norm <= limit:
+        return Decision.untouched(norm, in_force, stat)
+    ratio = limit / norm
+    return Decision(norm, norm * ratio, ratio, 1.0, 1.0, stat, in_force)
 
 
 class NormClip(Norm, ClipMode):
@@ -14,7 +48,7 @@ class NormClip(Norm, ClipMode):
 
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         """Compare ‖G‖ with λ; no collective, because every rank has the same ‖G‖."""
-        return Decision.limit_norm(stats.norm, self.limit)
+        return limit_norm(stats.norm, self.limit)
 
 
 MODE = NormClip

@@ -1,4 +1,4 @@
-"""Compose overrides with Hydra, and find the folder that the result is written to."""
+"""Read and compose overrides with Hydra, and find the folder that the result is written to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,20 +19,24 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose import recipes, resolvers
+from runner.config.clip_section import Clip
 from runner.config.folders import CONFIG_NAME, find, obstacle, outputs
-from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
+from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean, or_list
 from runner.config.tensor_plan import settled
 
 Earlier: TypeAlias = Callable[[Path, str | None], str | None]
@@ -128,6 +132,23 @@ class Composer:
             GlobalHydra.instance().clear()
             HydraConfig.instance().cfg = None
 
+    def read(self, words: Iterable[str]) -> tuple[list[Override], list[Problem]]:
+        """Parse overrides.
+
+        Returns:
+            The parsed overrides, and a problem for each one that cannot be parsed.
+        """
+        parser = OverridesParser.create(config_loader=self.loader)
+        overrides, problems = [], []
+        for word in words:
+            try:
+                if word.startswith("="):
+                    raise HydraException("there is no key")
+                overrides += parser.parse_overrides([word])
+            except HydraException as error:
+                problems.append(_unreadable(word, str(error), self.loader))
+        return overrides, problems
+
     def compose(self, given: Sequence[str]) -> DictConfig:
         """Compose ``given``; raises what Hydra and OmegaConf raise for overrides that are wrong."""
         return self.hydra.compose_config(
@@ -156,6 +177,40 @@ class Composer:
         hint = did_you_mean(name, files)
         message = f"there is no {name}.yaml in {folder}{hint}  (files: {', '.join(files)})"
         raise RequestError([Problem("--config-name", self.source.name, message)])
+
+
+def with_own_mode(given: Sequence[str]) -> list[str]:
+    """Let ``clip._target_=package.Mode`` and the mode's options be given without ``+``.
+
+    Files of ``conf/clip`` have no place for them, so Hydra would ask for it.
+
+    Args:
+        given: overrides, as typed.
+
+    Returns:
+        The overrides with ``++`` before each key that only a user's mode has.
+    """
+    keys = [word.lstrip("+").partition("=")[0] for word in given]
+    if "clip._target_" not in keys:
+        return list(given)
+    return [
+        f"++{word.lstrip('+')}"
+        if key.startswith("clip.") and key.split(".")[1] not in Clip.model_fields
+        else word
+        for key, word in zip(keys, given, strict=True)
+    ]
+
+
+def shared(overrides: Iterable[Override]) -> list[str]:
+    """Return the overrides that list no values, as text."""
+    return [plain_word(override) for override in overrides if not override.is_sweep_override()]
+
+
+def plain_word(override: Override) -> str:
+    """Return the text of an override that lists no values."""
+    if override.is_delete() and override.value() is None:
+        return override.get_key_element()
+    return f"{override.get_key_element()}={override.get_value_string()}"
 
 
 def destination(
@@ -213,3 +268,22 @@ def plain_config(config: DictConfig, resolve: bool = True) -> dict[str, Any]:
     content = OmegaConf.to_container(config, resolve=resolve)
     assert isinstance(content, dict)
     return settled({str(key): value for key, value in content.items()})
+
+
+def _unreadable(word: str, error: str, loader: ConfigLoader) -> Problem:
+    key, equals, value = word.partition("=")
+    if not equals:
+        homes = [
+            f"{group}={word}"
+            for group in loader.list_groups("")
+            if group != "hydra" and word in loader.get_group_options(group)
+        ]
+        near = f"; did you mean {or_list(homes)}?" if homes else ""
+        return Problem(word, NOTHING, f"must be KEY=VALUE or GROUP=OPTION{near}")
+    reason = error.partition("\n")[0]
+    return Problem(
+        key,
+        value,
+        f"cannot be read: {reason}; text with spaces or signs goes in quotes within quotes, "
+        f"as in '{key}=\"a (b)\"'",
+    )

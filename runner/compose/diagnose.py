@@ -1,26 +1,21 @@
-"""Check the overrides of one job, and find everything that is wrong; Hydra names only one thing."""
+"""Find every override that a composition fails on; Hydra names only the first."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.compose.composer import Composer, destination, plain_config, reason
-from runner.compose.overrides import plain_word, read
-from runner.config.check import examine, keys_of, leaves
+from runner.compose.composer import Composer, plain_word, reason
+from runner.config.check import keys_of, leaves
 from runner.config.clip_section import choices_with
-from runner.config.folders import outputs
 from runner.config.problem import NOTHING, Problem, did_you_mean, unknown_key
-from runner.config.schema import RunConfig
 
 # Sections that pass any key to their target.
 _OPEN = ("model", "data", "optimizer", "scheduler")
@@ -29,43 +24,8 @@ _OPEN = ("model", "data", "optimizer", "scheduler")
 _EXTRAS = {("hydra/sweeper", "optuna"): "pip install 'clip-runner[optuna]'"}
 
 
-def check(
-    composer: Composer,
-    overrides: Sequence[Override],
-    config: DictConfig | None,
-    number: int | None = None,
-) -> tuple[RunConfig | None, dict[str, Any], list[Problem]]:
-    """Check the job of ``overrides``.
-
-    Args:
-        composer: Hydra, which composed them.
-        overrides: overrides of one job, without lists of values.
-        config: their composition; None where they do not compose.
-        number: number of the job in its sweep; None for a run.
-
-    Returns:
-        The typed configuration (None if anything is wrong), the same as plain containers, and
-        everything that is wrong.
-    """
-    found = _Diagnosis()
-    if config is None or _misuses_group(overrides, composer.loader):
-        found = _diagnose(overrides, composer)
-        config = composer.attempt(found.good)
-        if config is None:
-            why = _failure(composer, found.good)  # the fault is in a file
-            return None, {}, found.problems or [Problem("configuration", NOTHING, why)]
-    plain, unresolved = _resolved(config, number)
-    typed, wrong = examine(plain, found.unsettled)
-    known = {problem.key for problem in (*found.problems, *unresolved)}
-    problems = found.problems + unresolved
-    problems += [problem for problem in wrong if problem.key not in known]
-    if error := composer.broken_recipes.get(str(plain.get("recipe"))):
-        problems.append(Problem("recipe", plain["recipe"], error))
-    return typed, plain, problems
-
-
 @dataclass
-class _Diagnosis:
+class Diagnosis:
     """Wrong and right overrides of one job.
 
     Attributes:
@@ -79,9 +39,9 @@ class _Diagnosis:
     unsettled: set[str] = field(default_factory=set)
 
 
-def _diagnose(overrides: Sequence[Override], composer: Composer) -> _Diagnosis:
+def examine(overrides: Sequence[Override], composer: Composer) -> Diagnosis:
     """Check overrides that choose options, then those that give values, then each one alone."""
-    found = _Diagnosis()
+    found = Diagnosis()
     values = []
     for override in overrides:
         if not _chooses(override, composer.loader):
@@ -110,11 +70,11 @@ def _diagnose(overrides: Sequence[Override], composer: Composer) -> _Diagnosis:
 
 def refuse(composer: Composer, word: str) -> Problem | None:
     """Return the problem of an override that chooses an option which does not exist."""
-    [override], _ = read([word], composer.loader)
+    [override], _ = composer.read([word])
     return _wrong_choice(override, composer.loader)
 
 
-def _misuses_group(overrides: Sequence[Override], loader: ConfigLoader) -> bool:
+def misuses_group(overrides: Sequence[Override], loader: ConfigLoader) -> bool:
     """Return whether an override removes a group or chooses two options, which Hydra allows."""
     return any(
         (override.is_delete() or isinstance(override.value(), list)) and _chooses(override, loader)
@@ -192,17 +152,17 @@ def _look_up(node: Any, key: str) -> tuple[bool, Any]:
     return True, node
 
 
-def _try_each(found: _Diagnosis, composer: Composer) -> None:
+def _try_each(found: Diagnosis, composer: Composer) -> None:
     """Keep overrides that compose with those before them; report the others."""
     words, found.good = found.good, []
     for word in words:
-        if why := _failure(composer, [*found.good, word]):
+        if why := failure(composer, [*found.good, word]):
             found.problems.append(Problem(word, NOTHING, why))
         else:
             found.good.append(word)
 
 
-def _failure(composer: Composer, given: Sequence[str]) -> str:
+def failure(composer: Composer, given: Sequence[str]) -> str:
     """Return why ``given`` does not compose; empty if it does."""
     try:
         composer.compose(given)
@@ -211,28 +171,7 @@ def _failure(composer: Composer, given: Sequence[str]) -> str:
     return ""
 
 
-def _resolved(config: DictConfig, number: int | None) -> tuple[dict[str, Any], list[Problem]]:
-    """Resolve the job's part of a composition.
-
-    Returns:
-        The configuration as plain containers, and what cannot be resolved in it.
-    """
-    folder = None if number is not None else destination(config, "run")[0]
-    with read_write(config), open_dict(config), read_write(config.hydra):
-        if number is not None:  # as the launcher of a sweep does
-            config.hydra.job.num, config.hydra.job.id = number, number
-        config.hydra.runtime.output_dir = str(folder or outputs())
-    HydraConfig.instance().set_config(config)
-    job = copy.deepcopy(config)
-    with read_write(job), open_dict(job):
-        del job["hydra"]
-    try:
-        return plain_config(job), []
-    except OmegaConfBaseException:
-        return plain_config(job, resolve=False), list(_unresolved(job, ""))
-
-
-def _unresolved(node: Any, path: str) -> Iterator[Problem]:
+def unresolved(node: Any, path: str) -> Iterator[Problem]:
     """Yield each value below ``node`` that refers to something which does not exist."""
     raw: Any = OmegaConf.to_container(node, resolve=False)
     items = raw.items() if isinstance(raw, dict) else enumerate(raw or ())
@@ -245,4 +184,4 @@ def _unresolved(node: Any, path: str) -> Iterator[Problem]:
                 yield Problem(where, value, f"cannot be resolved: {reason(error)}")
             continue
         if OmegaConf.is_config(content):
-            yield from _unresolved(content, where)
+            yield from unresolved(content, where)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
@@ -16,11 +16,17 @@ from pydantic import TypeAdapter, ValidationError
 
 from runner.compose import diagnose
 from runner.compose import overrides as words
-from runner.compose.composer import Composer, Earlier, destination
+from runner.compose.composer import Composer, Earlier, destination, plain_word, shared
 from runner.config.identity import config_hash, request_hash, sweep_name
 from runner.config.problem import Problem
 from runner.config.schema import RunConfig
 from runner.config.values import CONFIG, Count, allowed
+
+Check: TypeAlias = Callable[
+    [Composer, Sequence[Override], DictConfig | None, int | None],
+    tuple[RunConfig | None, dict[str, Any], list[Problem]],
+]
+"""Checks one job, given its overrides, their composition and its number in the sweep."""
 
 SWEEPER = "clip_runner"
 """The option of ``hydra/sweeper`` that runs the jobs of a sweep's record."""
@@ -117,7 +123,7 @@ class Lists:
 
 def read(composer: Composer, given: Sequence[str], overrides: Sequence[Override]) -> Lists:
     """Compose the overrides of a sweep without their lists of values."""
-    master = composer.attempt(words.shared(overrides))
+    master = composer.attempt(shared(overrides))
     if master is not None:
         return Lists(overrides, tuple(given), master)
     final = _for_every_job(composer, overrides)
@@ -126,13 +132,18 @@ def read(composer: Composer, given: Sequence[str], overrides: Sequence[Override]
     return Lists(overrides, final, master)
 
 
-def jobs(composer: Composer, lists: Lists) -> tuple[list[Job], list[Problem]]:
+def jobs(composer: Composer, lists: Lists, check: Check) -> tuple[list[Job], list[Problem]]:
     """Return the jobs of a sweep, and everything that is wrong with them.
 
     For a sweeper that chooses its jobs as it goes these are representative jobs: one for each value
     of each list, and for both ends of each interval.
+
+    Args:
+        composer: Hydra.
+        lists: overrides of the sweep.
+        check: checks one job.
     """
-    listed, problems = words.read(lists.params, composer.loader)
+    listed, problems = composer.read(lists.params)
     wanted, found = words.jobs(
         [*listed, *lists.overrides],
         composer.loader,
@@ -145,8 +156,8 @@ def jobs(composer: Composer, lists: Lists) -> tuple[list[Job], list[Problem]]:
     made = []
     by_job: list[list[Problem]] = []
     for number, (given, apart) in enumerate(wanted):
-        parsed, _ = words.read(given, composer.loader)
-        typed, plain, found = diagnose.check(composer, parsed, composer.attempt(given), number)
+        parsed, _ = composer.read(given)
+        typed, plain, found = check(composer, parsed, composer.attempt(given), number)
         by_job.append([replace(problem, job=" ".join(apart)) for problem in found])
         if typed is not None:
             made.append(Job(typed, plain, tuple(given), tuple(apart)))
@@ -241,7 +252,7 @@ def _for_every_job(composer: Composer, overrides: Sequence[Override]) -> tuple[s
     layers is one of a list. Every job is checked, so such a key is forced with ``++``.
     """
     settled = [
-        words.plain_word(override)
+        plain_word(override)
         for override in overrides
         if not override.is_sweep_override()
         and composer.loader.get_group_options(override.key_or_group)

@@ -1,4 +1,4 @@
-"""Parse the overrides of a request, ``key=value``, and expand lists of values into jobs."""
+"""Expand overrides that list values into jobs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from itertools import chain, product
 from typing import NamedTuple
 
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
-from runner.config.clip_section import Clip
-from runner.config.problem import NOTHING, Problem, or_list
+from runner.compose.composer import plain_word
+from runner.config.problem import NOTHING, Problem
 
 SWEEP_WITHOUT_FLAG = (
     "a list of values is a sweep: add -m; a list as one value goes in brackets, [a,b], and text "
@@ -23,46 +22,6 @@ SWEEP_WITHOUT_FLAG = (
 def key_of(word: str) -> str:
     """Return the key of an override that is not parsed yet, without the signs before it."""
     return word.lstrip("+~").partition("=")[0]
-
-
-def read(words: Iterable[str], loader: ConfigLoader) -> tuple[list[Override], list[Problem]]:
-    """Parse overrides.
-
-    Returns:
-        The parsed overrides, and a problem for each one that cannot be parsed.
-    """
-    parser = OverridesParser.create(config_loader=loader)
-    overrides, problems = [], []
-    for word in words:
-        try:
-            if word.startswith("="):
-                raise HydraException("there is no key")
-            overrides += parser.parse_overrides([word])
-        except HydraException as error:
-            problems.append(_unreadable(word, str(error), loader))
-    return overrides, problems
-
-
-def with_own_mode(given: Sequence[str]) -> list[str]:
-    """Let ``clip._target_=package.Mode`` and the mode's options be given without ``+``.
-
-    Files of ``conf/clip`` have no place for them, so Hydra would ask for it.
-
-    Args:
-        given: overrides, as typed.
-
-    Returns:
-        The overrides with ``++`` before each key that only a user's mode has.
-    """
-    keys = [word.lstrip("+").partition("=")[0] for word in given]
-    if "clip._target_" not in keys:
-        return list(given)
-    return [
-        f"++{word.lstrip('+')}"
-        if key.startswith("clip.") and key.split(".")[1] not in Clip.model_fields
-        else word
-        for key, word in zip(keys, given, strict=True)
-    ]
 
 
 class JobOverrides(NamedTuple):
@@ -207,18 +166,6 @@ def _not_together(
     return None
 
 
-def shared(overrides: Iterable[Override]) -> list[str]:
-    """Return the overrides that list no values, as Hydra reads them."""
-    return [plain_word(override) for override in overrides if not override.is_sweep_override()]
-
-
-def plain_word(override: Override) -> str:
-    """Return the text of an override that lists no values."""
-    if override.is_delete() and override.value() is None:
-        return override.get_key_element()
-    return f"{override.get_key_element()}={override.get_value_string()}"
-
-
 def _wanted_instead(
     override: Override, found: Sequence[str], enumerated: bool, loader: ConfigLoader
 ) -> str | None:
@@ -234,22 +181,3 @@ def _wanted_instead(
     if options := loader.get_group_options(override.key_or_group):
         return f"a pattern that matches one of {', '.join(options)}"
     return "a list of at least one value"
-
-
-def _unreadable(word: str, error: str, loader: ConfigLoader) -> Problem:
-    key, equals, value = word.partition("=")
-    if not equals:
-        homes = [
-            f"{group}={word}"
-            for group in loader.list_groups("")
-            if group != "hydra" and word in loader.get_group_options(group)
-        ]
-        near = f"; did you mean {or_list(homes)}?" if homes else ""
-        return Problem(word, NOTHING, f"must be KEY=VALUE or GROUP=OPTION{near}")
-    reason = error.partition("\n")[0]
-    return Problem(
-        key,
-        value,
-        f"cannot be read: {reason}; text with spaces or signs goes in quotes within quotes, "
-        f"as in '{key}=\"a (b)\"'",
-    )

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-import argparse
-import io
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 from typing import Any, TypeVar
 
 from hydra._internal.callbacks import Callbacks
-from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, read_write
+from omegaconf import DictConfig, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose import diagnose
 from runner.compose import jobs as sweeps
 from runner.compose import overrides as words
-from runner.compose.composer import Composer, Earlier, Source, destination
+from runner.compose.composer import (
+    Composer,
+    Earlier,
+    Source,
+    destination,
+    plain_config,
+    shared,
+)
 from runner.compose.jobs import Job, Sweep
-from runner.config.problem import Problem, RequestError
+from runner.config.check import examine
+from runner.config.folders import outputs
+from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.schema import RunConfig
 
 T = TypeVar("T")
 
@@ -67,7 +76,7 @@ class Request:
             composed.hydra.mode = RunMode.RUN
         name, callbacks = self.composer.source.name, Callbacks(composed)
         context = HydraContext(self.composer.loader, callbacks)
-        with self.composer.active(), _logging_restored():
+        with self.composer.active(), logging_restored():
             callbacks.on_run_start(config=composed, config_name=name)
             ended = run_job(
                 lambda _: work(Path(composed.hydra.runtime.output_dir)),
@@ -87,7 +96,7 @@ class Request:
             work: function of a module, which a launcher may import in other processes.
         """
         assert self.sweep is not None
-        with self.composer.active(), _logging_restored():
+        with self.composer.active(), logging_restored():
             self.composer.hydra.multirun(self.composer.source.name, work, list(self.sweep.words))
 
 
@@ -116,18 +125,18 @@ def request(
     composer = Composer(source or Source(), given)
     sweep = composed = folder = None
     with composer.active():
-        overrides, problems = words.read(given, composer.loader)
+        overrides, problems = composer.read(given)
         if multirun or _is_sweep(composer, overrides):
             lists = sweeps.read(composer, given, overrides)
             master = lists.master
-            jobs, found = sweeps.jobs(composer, lists)
+            jobs, found = sweeps.jobs(composer, lists, _check)
             problems += found
             if jobs and not problems:
                 sweep, problems = sweeps.placed(lists, jobs, writes, earlier)
             elif master is not None and writes:
                 problems += destination(master, "sweep", overrides)[1]
         else:
-            composed = composer.attempt(words.shared(overrides))
+            composed = composer.attempt(shared(overrides))
             jobs, found = _single(composer, overrides, composed)
             problems += found
             if writes:
@@ -143,61 +152,15 @@ def request(
 
 def _is_sweep(composer: Composer, overrides: Sequence[Override]) -> bool:
     """Return whether the overrides, or a file that they choose, ask for a sweep."""
-    config = composer.attempt(words.shared(overrides))
+    config = composer.attempt(shared(overrides))
     if config is None:  # another override is wrong
         chosen = [each for each in overrides if each.key_or_group in ("recipe", "hydra.mode")]
-        config = composer.attempt(words.shared(chosen))
+        config = composer.attempt(shared(chosen))
     return config is not None and config.hydra.mode == RunMode.MULTIRUN
 
 
-def help_text(given: Sequence[str], source: Source | None = None) -> str:
-    """Return the text of ``--help``, with the values that the overrides ``given`` give.
-
-    Hydra would print the same, but lists every group of its own first, which takes longer than
-    everything else.
-
-    Raises:
-        RequestError: the overrides are wrong.
-    """
-    if given:
-        wanted = request(given, source=source, writes=False)
-        composer, composed = wanted.composer, wanted.composed
-    else:
-        composer, composed = Composer(source or Source(), given), None
-    with composer.active():
-        composed = composed or composer.compose(given)
-        return Template(composed.hydra.help.template).safe_substitute()
-
-
-def answer(args: argparse.Namespace, composer: Composer) -> int:
-    """Print Hydra's answer to ``--cfg``, ``--info``, ``--hydra-help`` or ``--shell-completion``.
-
-    Hydra prints into memory, and this process to the terminal: Hydra would report a reader that
-    leaves early, as in ``--info | head``, as a failure of its own.
-
-    Returns:
-        The exit code: 0, or what Hydra exits with.
-    """
-    printed, code = io.StringIO(), 0
-    hydra, name, overrides = composer.hydra, composer.source.name, list(args.overrides)
-    with composer.active(), _logging_restored(), redirect_stdout(printed):
-        try:
-            if args.hydra_help:
-                hydra.hydra_help(name, get_args_parser(), args)
-            elif args.shell_completion:
-                hydra.shell_completion(name, overrides)
-            elif args.cfg is not None:
-                hydra.show_cfg(name, overrides, args.cfg, args.package, args.resolve)
-            else:
-                hydra.show_info(args.info, name, overrides)
-        except SystemExit as end:
-            code = int(end.code or 0)
-    print(printed.getvalue(), end="")
-    return code
-
-
 @contextmanager
-def _logging_restored() -> Iterator[None]:
+def logging_restored() -> Iterator[None]:
     """Close the log files that Hydra opens, and restore the caller's logging."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
@@ -220,9 +183,65 @@ def _single(
         if override.is_sweep_override()
     ]
     rest = [override for override in overrides if not override.is_sweep_override()]
-    typed, plain, found = diagnose.check(composer, rest, config)
+    typed, plain, found = _check(composer, rest, config)
     jobs = [] if typed is None else [Job(typed, plain)]
     return jobs, problems + found
+
+
+def _check(
+    composer: Composer,
+    overrides: Sequence[Override],
+    config: DictConfig | None,
+    number: int | None = None,
+) -> tuple[RunConfig | None, dict[str, Any], list[Problem]]:
+    """Check the job of ``overrides``.
+
+    Args:
+        composer: Hydra, which composed them.
+        overrides: overrides of one job, without lists of values.
+        config: their composition; None where they do not compose.
+        number: number of the job in its sweep; None for a run.
+
+    Returns:
+        The typed configuration (None if anything is wrong), the same as plain containers, and
+        everything that is wrong.
+    """
+    found = diagnose.Diagnosis()
+    if config is None or diagnose.misuses_group(overrides, composer.loader):
+        found = diagnose.examine(overrides, composer)
+        config = composer.attempt(found.good)
+        if config is None:
+            why = diagnose.failure(composer, found.good)  # the fault is in a file
+            return None, {}, found.problems or [Problem("configuration", NOTHING, why)]
+    plain, unresolved = _resolved(config, number)
+    typed, wrong = examine(plain, found.unsettled)
+    known = {problem.key for problem in (*found.problems, *unresolved)}
+    problems = found.problems + unresolved
+    problems += [problem for problem in wrong if problem.key not in known]
+    if error := composer.broken_recipes.get(str(plain.get("recipe"))):
+        problems.append(Problem("recipe", plain["recipe"], error))
+    return typed, plain, problems
+
+
+def _resolved(config: DictConfig, number: int | None) -> tuple[dict[str, Any], list[Problem]]:
+    """Resolve the job's part of a composition.
+
+    Returns:
+        The configuration as plain containers, and what cannot be resolved in it.
+    """
+    folder = None if number is not None else destination(config, "run")[0]
+    with read_write(config), open_dict(config), read_write(config.hydra):
+        if number is not None:  # as the launcher of a sweep does
+            config.hydra.job.num, config.hydra.job.id = number, number
+        config.hydra.runtime.output_dir = str(folder or outputs())
+    HydraConfig.instance().set_config(config)
+    job = copy.deepcopy(config)
+    with read_write(job), open_dict(job):
+        del job["hydra"]
+    try:
+        return plain_config(job), []
+    except OmegaConfBaseException:
+        return plain_config(job, resolve=False), list(diagnose.unresolved(job, ""))
 
 
 def _distinct(problems: Sequence[Problem]) -> list[Problem]:

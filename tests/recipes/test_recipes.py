@@ -8,7 +8,8 @@ import shlex
 import pytest
 
 from runner.compose import recipes
-from runner.compose.request import help_text, request
+from runner.compose.answers import help_text
+from runner.compose.request import request
 from runner.config.folders import find
 from tests.process import python
 

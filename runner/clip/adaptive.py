@@ -32,10 +32,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class AdaptiveClip(Adaptive, ClipMode):
-    """Scale each unit's gradient by its own coefficient."""
+    """Scale each unit's gradient by its own coefficient.
+
+    Raises:
+        ValueError: an eps that is not above 0, units that are no dimensions.
+    """
 
     _layout: Layout | None = field(default=None, init=False, repr=False)
     _shards: Sequence[ParamShard] = field(default=(), init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.eps > 0:
+            raise ValueError(f"eps must be above 0, not {self.eps}")
+        for pattern, dims in (self.units or {}).items():
+            listed = dims if isinstance(dims, list | tuple) else [dims]
+            if any(type(dim) is not int for dim in listed):
+                raise ValueError(
+                    f"units of {pattern} must be the dimension that indexes outputs, or a list of "
+                    f"dimensions, not {dims!r}"
+                )
 
     def bind(self, layout: Layout) -> None:
         """Resolve ``exclude`` and ``units`` against the parameters of ``layout``.

@@ -37,6 +37,9 @@ class ClipMode(Mode, ABC):
             :meth:`decide_finite` replaces values, and what it derives from a gradient that is not
             finite is dropped. Never write into a tensor of it in place.
         tally: counts the elements or units that the mode compares with λ, where it is set.
+
+    Raises:
+        ValueError: a threshold that is not above 0, or a norm_type below 1.
     """
 
     initial_history: ClassVar[Mapping[str, Number]] = {}
@@ -45,7 +48,10 @@ class ClipMode(Mode, ABC):
     tally: Tally | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        if self.threshold is not None and not self.threshold > 0:
+            raise ValueError(f"the clipping threshold must be above 0, not {self.threshold}")
+        if not self.norm_type >= 1:
+            raise ValueError(f"norm_type must be at least 1 (or inf), not {self.norm_type}")
         self.history = dict(self.initial_history)
 
     @property

@@ -1,11 +1,14 @@
 """Mode ``none``: nothing is changed, everything is still measured."""
 
+from dataclasses import dataclass
+
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
 from runner.config.modes.none import Unclipped
 
 
+@dataclass(eq=False)
 class NoClip(Unclipped, ClipMode):
     """Leave the gradients alone."""
 

@@ -3,6 +3,8 @@
 Pascanu, Mikolov and Bengio 2013 (arXiv 1211.5063, algorithm 1).
 """
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from runner.clip.decision import Decision, GradStats
@@ -43,6 +45,7 @@ def limit_norm(
     return Decision(norm, norm * ratio, ratio, 1.0, 1.0, stat, in_force)
 
 
+@dataclass(eq=False)
 class NormClip(Norm, ClipMode):
     """Scale the whole gradient so that its norm is at most λ."""
 

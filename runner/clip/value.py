@@ -5,6 +5,7 @@ the direction of the gradient.
 """
 
 import math
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from runner.clip.transfer import Number
 from runner.config.modes.value import Value
 
 
+@dataclass(eq=False)
 class ValueClip(Value, ClipMode):
     """Clamp elements."""
 

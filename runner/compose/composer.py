@@ -155,6 +155,11 @@ class Composer:
             self.source.name, list(given), RunMode.RUN, from_shell=False
         )
 
+    def composed(self, overrides: Iterable[Override]) -> DictConfig | None:
+        """Compose the overrides that list no values; None where that fails."""
+        lists_none = [one for one in overrides if not one.is_sweep_override()]
+        return self.attempt([plain_word(one) for one in lists_none])
+
     def attempt(self, given: Sequence[str]) -> DictConfig | None:
         """Compose ``given``; None where that fails."""
         return self._attempted(tuple(given))
@@ -199,11 +204,6 @@ def with_own_mode(given: Sequence[str]) -> list[str]:
         else word
         for key, word in zip(keys, given, strict=True)
     ]
-
-
-def shared(overrides: Iterable[Override]) -> list[str]:
-    """Return the overrides that list no values, as text."""
-    return [plain_word(override) for override in overrides if not override.is_sweep_override()]
 
 
 def plain_word(override: Override) -> str:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from runner.compose import diagnose
 from runner.compose import overrides as words
-from runner.compose.composer import Composer, Earlier, destination, plain_word, shared
+from runner.compose.composer import Composer, Earlier, destination, plain_word
 from runner.config.identity import config_hash, request_hash, sweep_name
 from runner.config.problem import Problem
 from runner.config.schema import RunConfig
@@ -123,7 +123,7 @@ class Lists:
 
 def read(composer: Composer, given: Sequence[str], overrides: Sequence[Override]) -> Lists:
     """Compose the overrides of a sweep without their lists of values."""
-    master = composer.attempt(shared(overrides))
+    master = composer.composed(overrides)
     if master is not None:
         return Lists(overrides, tuple(given), master)
     final = _for_every_job(composer, overrides)

@@ -27,7 +27,6 @@ from runner.compose.composer import (
     Source,
     destination,
     plain_config,
-    shared,
 )
 from runner.compose.jobs import Job, Sweep
 from runner.config.check import examine
@@ -136,7 +135,7 @@ def request(
             elif master is not None and writes:
                 problems += destination(master, "sweep", overrides)[1]
         else:
-            composed = composer.attempt(shared(overrides))
+            composed = composer.composed(overrides)
             jobs, found = _single(composer, overrides, composed)
             problems += found
             if writes:
@@ -152,10 +151,10 @@ def request(
 
 def _is_sweep(composer: Composer, overrides: Sequence[Override]) -> bool:
     """Return whether the overrides, or a file that they choose, ask for a sweep."""
-    config = composer.attempt(shared(overrides))
+    config = composer.composed(overrides)
     if config is None:  # another override is wrong
         chosen = [each for each in overrides if each.key_or_group in ("recipe", "hydra.mode")]
-        config = composer.attempt(shared(chosen))
+        config = composer.composed(chosen)
     return config is not None and config.hydra.mode == RunMode.MULTIRUN
 
 

@@ -24,7 +24,7 @@ from runner.config.clip_section import (
 from runner.config.modes import ModeError
 from runner.config.problem import MISSING, Problem, RequestError, did_you_mean, unknown_key
 from runner.config.schema import RunConfig
-from runner.config.section import ConflictError, Section, Target, section_of
+from runner.config.section import Section, Target, section_of
 from runner.config.values import Allowed, Refusal, allowed
 
 
@@ -68,14 +68,22 @@ def examine(
     problems = [*_problems_of_target(plain), *_problems_of_arguments(plain)]
     schema = _schema(plain)
     fields = schema.model_fields
-    config = None
     try:
-        checked = schema.model_validate(plain, context=_not_judged(schema, unsettled))
-        # A class that was made for one mode could not travel to another process.
-        config = RunConfig.model_construct(**dict(checked))
+        checked: dict[str, Any] = dict(schema.model_validate(plain))
     except ValidationError as error:
-        for one in error.errors(include_url=False):
-            problems += _problems(one, plain)
+        found = error.errors(include_url=False)
+        problems += (problem for one in found for problem in _problems(one, plain))
+        wrong = {one["loc"][0] for one in found}
+        right = {name: section_of(field) for name, field in fields.items() if name not in wrong}
+        checked = {name: cls.model_validate(plain[name]) for name, cls in right.items() if cls}
+    for name, section in checked.items():
+        if isinstance(section, Section) and name not in unsettled:
+            problems += _conflicts(section, name, plain)
+    config = None
+    if not problems:
+        # A class that was made for one mode could not travel to another process.
+        config = RunConfig.model_construct(**checked)
+        problems += () if unsettled else _conflicts(config, "", plain)
     if problems:
         config = None
         # An error for each alternative of a type, or each item of a list, is one problem.
@@ -116,22 +124,18 @@ def _schema_with(section: type[Clip]) -> type[RunConfig]:
     return create_model("RunConfig", __base__=RunConfig, clip=(section, ...))
 
 
-def _not_judged(schema: type[RunConfig], unsettled: Collection[str]) -> set[type[Section]]:
-    """Return the models whose conflicts are not looked for: the whole is one as soon as any is."""
-    fields = schema.model_fields
-    sections = {section_of(fields[name]) for name in unsettled if name in fields}
-    return {cls for cls in sections if cls} | ({schema} if unsettled else set())
+def _conflicts(section: Section, path: str, plain: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the values of a section that are right one by one, but exclude each other."""
+    for conflict in section.conflicts():
+        keys = f"{path}.{conflict.key}".lstrip(".").split(".")
+        yield Problem(_dotted(keys), _value(plain, keys), conflict.message)
 
 
 def _problems(error: ErrorDetails, plain: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the problems that one error of pydantic stands for."""
     place = [*error["loc"]]
     cause = error.get("ctx", {}).get("error")
-    if isinstance(cause, ConflictError):
-        for conflict in cause.conflicts:
-            keys = [*place, *conflict.key.split(".")]
-            yield Problem(_dotted(keys), _value(plain, keys), conflict.message)
-    elif error["type"] in ("extra_forbidden", "invalid_key"):
+    if error["type"] in ("extra_forbidden", "invalid_key"):
         # The keys of other targets are no help for a section of ours.
         own = _value(plain, ("clip", "_target_")) != MISSING
         known = {*owned_keys(plain if own else None)}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from runner.config.problem import MISSING
@@ -17,14 +17,6 @@ class Conflict(NamedTuple):
 
     key: str
     message: str
-
-
-class ConflictError(ValueError):
-    """The values of a section are right one by one, but exclude each other."""
-
-    def __init__(self, conflicts: Iterable[Conflict]) -> None:
-        self.conflicts = tuple(conflicts)
-        super().__init__(", ".join(f"{key}: {message}" for key, message in self.conflicts))
 
 
 class Section(BaseModel):
@@ -48,13 +40,6 @@ class Section(BaseModel):
             return given
         own = {field.alias or name for name, field in cls.model_fields.items()}
         return {key: value for key, value in given.items() if key not in own or value != MISSING}
-
-    @model_validator(mode="after")
-    def _refuse_conflicts(self, info: ValidationInfo) -> Self:
-        """Raise a ConflictError, unless the context of the validation names this class."""
-        if type(self) not in (info.context or ()) and (found := list(self.conflicts())):
-            raise ConflictError(found)
-        return self
 
 
 class Target(Section):

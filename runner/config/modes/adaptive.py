@@ -25,9 +25,6 @@ class Adaptive(Mode):
             index outputs, for layers that the mode does not know; of two globs that match a
             parameter the last one counts. Without any dimension the whole tensor is one unit.
         eps: lower bound of a weight's norm.
-
-    Raises:
-        ValueError: an eps that is not above 0, units that are no dimensions.
     """
 
     info = ModeInfo(
@@ -67,18 +64,6 @@ class Adaptive(Mode):
             description="count a weight's norm as at least this, so that weights of zero can move"
         ),
     ] = 1e-3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.eps > 0:
-            raise ValueError(f"eps must be above 0, not {self.eps}")
-        for pattern, dims in (self.units or {}).items():
-            listed = dims if isinstance(dims, list | tuple) else [dims]
-            if any(type(dim) is not int for dim in listed):
-                raise ValueError(
-                    f"units of {pattern} must be the dimension that indexes outputs, or a list of "
-                    f"dimensions, not {dims!r}"
-                )
 
 
 MODE = Adaptive

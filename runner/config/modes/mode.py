@@ -72,18 +72,9 @@ class Mode:
     Args:
         threshold: λ, above 0. It may be changed between steps; each step logs the one in force.
         norm_type: p of the total norm that is measured (and that mode ``norm`` limits).
-
-    Raises:
-        ValueError: a threshold that is not above 0, or a norm_type below 1.
     """
 
     info: ClassVar[ModeInfo] = ModeInfo()
 
     threshold: float | None = None
     norm_type: float = 2.0
-
-    def __post_init__(self) -> None:
-        if self.threshold is not None and not self.threshold > 0:
-            raise ValueError(f"the clipping threshold must be above 0, not {self.threshold}")
-        if not self.norm_type >= 1:
-            raise ValueError(f"norm_type must be at least 1 (or inf), not {self.norm_type}")

@@ -159,7 +159,7 @@ def source_of(args: argparse.Namespace) -> Source:
 
 
 def check_jobs(jobs: Sequence[Job]) -> None:
-    """Check what needs torch: targets, data and device of each distinct job.
+    """Check what needs torch: targets, data, device and clipping mode of each distinct job.
 
     Raises:
         RequestError: anything is wrong; it names everything that is.

@@ -36,13 +36,21 @@ def limit_norm(
     in_force = limit if threshold is None else threshold
     if isinstance(norm, Tensor):
         # The host cannot compare the norm without waiting for it.
-        coef = (limit / norm).clamp(max=1.0)
-        clipped = (norm > limit).to(norm.dtype)
-        return Decision(norm, norm * coef, coef, clipped, clipped, stat, in_force)
-    if norm <= limit:
+        coef: Number = (limit / norm).clamp(max=1.0)
+        clipped: Number = (norm > limit).to(norm.dtype)
+    elif norm <= limit:
         return Decision.untouched(norm, in_force, stat)
-    ratio = limit / norm
-    return Decision(norm, norm * ratio, ratio, 1.0, 1.0, stat, in_force)
+    else:
+        coef, clipped = limit / norm, 1.0
+    return Decision(
+        norm,
+        norm_clipped=norm * coef,
+        coef=coef,
+        clipped=clipped,
+        fraction=clipped,
+        max_stat=stat,
+        threshold=in_force,
+    )
 
 
 @dataclass(eq=False)

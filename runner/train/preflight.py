@@ -35,7 +35,11 @@ T = TypeVar("T")
 
 
 def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
-    """Check a configuration that is valid by itself.
+    """Check whether data, model and clipping mode can be made and fit; what is made is dropped.
+
+    Args:
+        config: the configuration, which is valid by itself.
+        plain: the same as plain containers.
 
     Raises:
         RequestError: lists everything that is wrong.

@@ -13,6 +13,8 @@ from functools import partialmethod
 import torch
 import torch.distributed as dist
 
+from runner.config.environment import started_rank
+
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -43,7 +45,8 @@ def launch_from_torch(
             "start the script by torchrun --nproc_per_node=N"
         )
     if torch.cuda.is_available():
-        local_rank = int(os.environ.get("LOCAL_RANK") or 0)
+        started = started_rank()
+        local_rank = 0 if started is None else started.local_rank or 0
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     backend = backend or _backend()
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))

@@ -54,7 +54,7 @@ def unclipped(config: RunConfig) -> ClipMode:
     """Make the clipping mode of ``config`` with a threshold that never clips."""
     clip = config.clip
     threshold = None if clip.threshold is None else NEVER
-    return build_mode(clip.kind, threshold=threshold, **clip.options)
+    return build_mode(clip.kind, **{**clip.options, "threshold": threshold})
 
 
 def end_of(config: RunConfig) -> Duration:

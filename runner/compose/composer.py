@@ -157,8 +157,7 @@ class Composer:
 
     def composed(self, overrides: Iterable[Override]) -> DictConfig | None:
         """Compose the overrides that list no values; None where that fails."""
-        lists_none = [one for one in overrides if not one.is_sweep_override()]
-        return self.attempt([plain_word(one) for one in lists_none])
+        return self.attempt([plain_word(one) for one in overrides if not one.is_sweep_override()])
 
     def attempt(self, given: Sequence[str]) -> DictConfig | None:
         """Compose ``given``; None where that fails."""

@@ -59,9 +59,9 @@ class Clip(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of the mode besides its threshold: the norm, and options of its own."""
+        """Arguments that make the mode: the threshold, the norm, and options of its own."""
         own = {name: getattr(self, name) for name in options_of(self.described)}
-        return {"norm_type": self.norm_type, **own}
+        return {"threshold": self.threshold, "norm_type": self.norm_type, **own}
 
     @property
     def own_target(self) -> str | None:

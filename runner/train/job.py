@@ -128,8 +128,7 @@ def make_trainer(
             data.train, shuffle=True, drop_last=config.data.drop_last, **loader_options
         ),
         max_duration or config.train.max_duration,
-        algorithms=mode
-        or build_mode(config.clip.kind, threshold=config.clip.threshold, **config.clip.options),
+        algorithms=mode or build_mode(config.clip.kind, **config.clip.options),
         eval_dataloader=held_out,
         optimizers=optimizer,
         schedulers=build.make_scheduler(config.scheduler, optimizer, steps),

@@ -71,7 +71,7 @@ def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
 def _mode(clip: Clip, model: nn.Module) -> Iterator[Problem]:
     """Check that the options of the clipping mode fit the model."""
     try:
-        build_mode(clip.kind, threshold=clip.threshold, **clip.options).bind(Layout.of_model(model))
+        build_mode(clip.kind, **clip.options).bind(Layout.of_model(model))
     except OptionError as error:
         yield Problem(f"clip.{error.option}", getattr(clip, error.option), str(error))
     except Exception as error:

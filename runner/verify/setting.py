@@ -49,7 +49,7 @@ def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
     """
     chosen = config.clip
     if name == chosen.mode:
-        return build_mode(chosen.kind, threshold=chosen.threshold, **chosen.options), False
+        return build_mode(chosen.kind, **chosen.options), False
     derived = built_in(name).info.clips is not None
     threshold = NEVER if derived else None
     return build_mode(name, threshold=threshold, norm_type=chosen.norm_type), derived

@@ -195,4 +195,4 @@ def test_the_config_hands_units_over():
     clip |= {"what_if": [], "exclude": [], "eps": 1e-3}
     for given in (None, {"w": [0, 1]}):
         section = clip_section(clip).model_validate(clip | {"units": given})
-        assert build(section.kind, threshold=section.threshold, **section.options).units == given
+        assert build(section.kind, **section.options).units == given

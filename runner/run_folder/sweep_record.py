@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from filelock import FileLock
-
 from runner.run_folder import files
 from runner.run_folder.strict_json import decode, write_object
 
@@ -140,6 +138,8 @@ def changed(folder: Path) -> Iterator[SweepRecord]:
 
     Other processes wait meanwhile, since a launcher may run several jobs at once.
     """
+    from filelock import FileLock  # it imports asyncio, which readers of a sweep do not need
+
     with FileLock(folder / f".{files.SWEEP}.lock"):
         record = SweepRecord.read(folder)
         yield record

@@ -1,0 +1,162 @@
+"""The tensors of boosted models and optimizers by name, for files that fit any layout of ranks.
+
+A name is that in the whole model, whichever rank or stage holds the parameter. The state of an
+optimizer for the parameter ``net.weight`` is ``optimizer/0/net.weight/exp_avg`` and the like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from runner.booster.optimizer import OptimizerWrapper
+from runner.booster.wrapper import ModelWrapper
+from runner.parallel import sharded_files
+
+_OF_LAYOUT = ("params", "fused", "foreach")
+"""Entries of a parameter group that depend on where its parameters lie."""
+
+
+def model_tensors(model: ModelWrapper, with_buffers: bool = True) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers on this rank, by their names in the whole model.
+
+    Args:
+        model: the boosted model.
+        with_buffers: whether to include buffers, which may differ between data-parallel ranks.
+    """
+    module, known = model.unwrap(), set(model.names.values())
+    named = [*module.named_parameters(), *(module.named_buffers() if with_buffers else ())]
+    renamed = ((model.renamed.get(name, name), tensor) for name, tensor in named)
+    return {name: tensor for name, tensor in renamed if name in known}
+
+
+def optimizer_tensors(optimizer: OptimizerWrapper) -> dict[str, Tensor]:
+    """Return the tensors in the state of the optimizers on this rank.
+
+    Raises:
+        ValueError: it cannot be known which part of a whole tensor one of them is.
+    """
+    return {
+        key: _placed(key, value, parameter)
+        for key, value, parameter in _state(optimizer)
+        if isinstance(value, Tensor)
+    }
+
+
+def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
+    """Return all of the optimizers that is no tensor; every rank has to call this.
+
+    Returns:
+        ``groups``: for each optimizer the settings of its parameter groups; ``state``: numbers and
+        the like in its state, by name.
+    """
+    here = {key: value for key, value, _ in _state(optimizer) if not isinstance(value, Tensor)}
+    listed = [here]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        listed = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(listed, here)
+    groups = [
+        [
+            {key: value for key, value in group.items() if key not in _OF_LAYOUT}
+            for group in each.param_groups
+        ]
+        for each in optimizer.optimizers
+    ]
+    return {"groups": groups, "state": {key: v for part in listed for key, v in part.items()}}
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: OptimizerWrapper, folder: Path, values: Mapping[str, Any]) -> None:
+    """Load the state of the optimizers under any layout; every rank has to call this.
+
+    Args:
+        optimizer: the boosted optimizers, of the same kinds and with the same groups.
+        folder: where :func:`optimizer_tensors` were written by
+            :func:`runner.parallel.sharded_files.write`.
+        values: what :func:`optimizer_values` returned.
+
+    Raises:
+        ValueError: the state is that of other optimizers, groups or parameters.
+    """
+    sizes = [len(groups) for groups in values["groups"]]
+    own = [len(each.param_groups) for each in optimizer.optimizers]
+    if sizes != own:
+        raise ValueError(
+            f"the state is that of optimizers with {sizes} parameter groups, but here they have "
+            f"{own}"
+        )
+    fields: dict[str, list[str]] = {}
+    held = sharded_files.stored(folder)
+    for key in (*held, *values["state"]):
+        owner, _, field = key.rpartition("/")
+        fields.setdefault(owner, []).append(field)
+    made: dict[str, Tensor] = {}
+    for owner, each, group, parameter in _owners(optimizer):
+        state: dict[str, Any] = {}
+        for field in fields.get(owner, ()):
+            key = f"{owner}/{field}"
+            if key in held:
+                made[key] = state[field] = _empty(key, held[key], parameter, group)
+            else:
+                state[field] = values["state"][key]
+        if state:
+            each.state[parameter] = state
+    sharded_files.read(made, folder)
+    for each, groups in zip(optimizer.optimizers, values["groups"], strict=True):
+        for group, settings in zip(each.param_groups, groups, strict=True):
+            group.update(settings)
+
+
+def _owners(
+    optimizer: OptimizerWrapper,
+) -> Iterator[tuple[str, Optimizer, dict[str, Any], nn.Parameter]]:
+    """Yield each parameter that an optimizer of this rank steps, with the name of its state."""
+    names = {id(shard.param): shard.name for shard in optimizer.layout.shards}
+    for number, each in enumerate(optimizer.optimizers):
+        for group in each.param_groups:
+            for parameter in group["params"]:
+                yield f"optimizer/{number}/{names[id(parameter)]}", each, group, parameter
+
+
+def _state(optimizer: OptimizerWrapper) -> Iterator[tuple[str, Any, nn.Parameter]]:
+    for owner, each, _, parameter in _owners(optimizer):
+        # A look at a defaultdict would make an entry.
+        for field, value in each.state[parameter].items() if parameter in each.state else ():
+            yield f"{owner}/{field}", value, parameter
+
+
+def _placed(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return ``value`` as the DTensor that it is a shard of, if its parameter is one."""
+    if isinstance(value, DTensor) or value.ndim == 0 or not isinstance(parameter, DTensor):
+        return value
+    if value.shape != parameter.to_local().shape:
+        raise ValueError(f"{key} has shape {list(value.shape)}, which says not where it belongs")
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _empty(
+    key: str, held: sharded_files.Stored, parameter: nn.Parameter, group: Mapping[str, Any]
+) -> Tensor:
+    """Return a tensor to load a part of the state of ``parameter`` into."""
+    if held.shape == tuple(parameter.shape) and held.shape:
+        return torch.empty_like(parameter, dtype=held.dtype, requires_grad=False)
+    if held.shape and isinstance(parameter, DTensor):
+        raise ValueError(f"{key} has shape {list(held.shape)}, which cannot be sharded like it")
+    # torch's optimizers count their steps on the host, but for these.
+    counts = key.endswith("/step") and not (group.get("fused") or group.get("capturable"))
+    device = torch.device("cpu") if counts else parameter.device
+    return torch.empty(held.shape, dtype=held.dtype, device=device)

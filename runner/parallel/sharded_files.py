@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, dtype
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from runner.config.notation import first_few
 
@@ -38,10 +43,10 @@ def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
     Raises:
         OSError: this or another rank could not write, on every rank.
     """
-    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     content = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with _one_error():
-        dcp.save(content, storage_writer=writer, no_dist=_alone())
+        save(content, storage_writer=writer, no_dist=_alone())
 
 
 def stored(folder: Path) -> dict[str, Stored]:
@@ -73,11 +78,11 @@ def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
             )
     content = {name: tensor.detach() for name, tensor in tensors.items()}
     with _one_error():
-        dcp.load(content, storage_reader=_reader(folder), no_dist=_alone())
+        load(content, storage_reader=_reader(folder), no_dist=_alone())
 
 
-def _reader(folder: Path) -> dcp.HuggingFaceStorageReader:
-    return dcp.HuggingFaceStorageReader(str(folder))
+def _reader(folder: Path) -> HuggingFaceStorageReader:
+    return HuggingFaceStorageReader(str(folder))
 
 
 def _alone() -> bool:

@@ -77,7 +77,15 @@ def test_what_ranks_wrote_is_the_state_of_one_process(plugin, world, tmp_path):
         torch.testing.assert_close(held[name], tensor, rtol=1e-6, atol=1e-9, msg=name)
 
 
-PAIRS = [("fsdp", 4, "ddp", 2, "tied"), ("ddp", 2, "fsdp", 4, "tied"), ("hybrid", 4, "fsdp", 2, "gpt"), ("zero1", 2, "hybrid_zero1", 4, "tied"), ("moe_zero3", 4, "moe", 2, "moe")]
+PAIRS = [
+    ("fsdp", 4, "ddp", 2, "tied"),
+    ("ddp", 2, "fsdp", 4, "tied"),
+    ("hybrid", 4, "fsdp", 2, "gpt"),
+    ("zero1", 2, "hybrid_zero1", 4, "tied"),
+    ("moe_zero3", 4, "moe", 2, "moe"),
+]
+
+
 @pytest.mark.parametrize(("first", "ranks", "second", "others", "model"), PAIRS)
 def test_another_layout_reads_it(first, ranks, second, others, model, tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"

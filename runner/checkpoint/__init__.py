@@ -1,0 +1,1 @@
+"""Checkpoints: save a training, find the newest whole checkpoint, load it under any layout."""

@@ -1,0 +1,186 @@
+"""Folders of checkpoints: written beside and renamed, with a manifest of sizes and checksums.
+
+A checkpoint is a folder ``step_000000037``. Its manifest is written last, and then the folder gets
+its name, so that a run that is killed while it saves leaves the checkpoints before it as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from runner.run_folder import files
+from runner.run_folder.strict_json import decode, encode
+
+VERSION = 1
+"""Version of the format; a checkpoint of a later one is refused."""
+
+_PREFIX, _PART = "step_", ".part"
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that is not whole; the message names the file and what is wrong with it."""
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Make the folder that the checkpoint of a step is written to, until it is whole.
+
+    Args:
+        folder: folder of all checkpoints of a run.
+        step: number of optimizer steps taken.
+
+    Returns:
+        A hidden folder, empty.
+    """
+    part = folder / f".{_PREFIX}{step:09d}{_PART}"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    return part
+
+
+def complete(part: Path, about: dict[str, Any]) -> Path:
+    """Write the manifest of a checkpoint and give the folder its name.
+
+    Args:
+        part: what :func:`begin` returned, with all files of the checkpoint.
+        about: what the manifest says of the checkpoint besides its files.
+
+    Returns:
+        The checkpoint. One of the same step is replaced.
+    """
+    content = {file.name: _entry(file) for file in sorted(part.iterdir())}
+    manifest = part / files.MANIFEST
+    manifest.write_text(encode({"version": VERSION, **about, "files": content}, indent=2) + "\n")
+    for path in (*part.iterdir(), part):
+        _flush(path)
+    final = part.with_name(part.name.removeprefix(".").removesuffix(_PART))
+    if final.exists():
+        former = final.with_name(f".{final.name}.former{_PART}")
+        final.rename(former)
+        part.rename(final)
+        shutil.rmtree(former, ignore_errors=True)
+    else:
+        part.rename(final)
+    _flush(final.parent)
+    return final
+
+
+def found(folder: Path) -> list[Path]:
+    """Return the checkpoints in ``folder``, newest step first; none where there is no folder."""
+    if not folder.is_dir():
+        return []
+    named = [one for one in folder.iterdir() if one.name.startswith(_PREFIX) and one.is_dir()]
+    return sorted(named, key=lambda one: one.name, reverse=True)
+
+
+def manifest_of(checkpoint: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        DamagedCheckpoint: it is missing, cannot be read, or is of a later version.
+    """
+    path = checkpoint / files.MANIFEST
+    try:
+        manifest = decode(path.read_bytes())
+    except OSError as error:
+        raise DamagedCheckpoint(
+            f"{checkpoint} is no checkpoint: {path.name}: {error.strerror}"
+        ) from None
+    except ValueError:
+        raise DamagedCheckpoint(f"{path} is damaged: it is no JSON object") from None
+    version, listed = manifest.get("version"), manifest.get("files")
+    if not isinstance(version, int) or not isinstance(listed, dict):
+        raise DamagedCheckpoint(f"{path} is no manifest of a checkpoint")
+    if version > VERSION:
+        raise DamagedCheckpoint(
+            f"{checkpoint} was written by a later version of clip-runner: format {version}, "
+            f"but this version reads formats up to {VERSION}"
+        )
+    return manifest
+
+
+def require_whole(checkpoint: Path, first: int = 0, every: int = 1) -> dict[str, Any]:
+    """Check the files of a checkpoint against its manifest, and return the manifest.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        first: with ``every``: check this file and each ``every``-th file after it, so that several
+            ranks divide the work.
+        every: number of ranks that check.
+
+    Raises:
+        DamagedCheckpoint: a file is missing, or has another size or checksum.
+    """
+    manifest = manifest_of(checkpoint)
+    for name, wanted in list(manifest["files"].items())[first::every]:
+        path = checkpoint / Path(name).name
+        try:
+            held = _entry(path)
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
+        for what, value in held.items():
+            if not isinstance(wanted, dict) or wanted.get(what) != value:
+                raise DamagedCheckpoint(
+                    f"{path} is damaged: its {what} is not that of the manifest"
+                )
+    return manifest
+
+
+def whole(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the checkpoints of a folder that are whole, newest first, each with its manifest."""
+    for checkpoint in found(folder):
+        try:
+            yield checkpoint, require_whole(checkpoint)
+        except DamagedCheckpoint:
+            continue
+
+
+def prune(folder: Path, keep: int, best: str | None, maximizes: bool) -> None:
+    """Remove all but the newest checkpoints, and what unfinished writes have left.
+
+    Args:
+        folder: folder of all checkpoints of a run.
+        keep: number of checkpoints to keep.
+        best: name of a metric of the manifests: the checkpoint that has the best value is kept too.
+        maximizes: whether a higher value is better.
+    """
+    listed = found(folder)
+    kept = set(listed[:keep])
+    if best is not None and (leader := _best(listed, best, maximizes)):
+        kept.add(leader)
+    unfinished = [one for one in folder.glob(f".{_PREFIX}*{_PART}") if one.is_dir()]
+    for one in (*(set(listed) - kept), *unfinished):
+        shutil.rmtree(one, ignore_errors=True)
+
+
+def _best(checkpoints: list[Path], metric: str, maximizes: bool) -> Path | None:
+    scored = []
+    for one in checkpoints:
+        try:
+            value = manifest_of(one).get("metrics", {}).get(metric)
+        except DamagedCheckpoint:
+            continue
+        if isinstance(value, int | float):
+            scored.append((value if maximizes else -value, one))
+    return max(scored)[1] if scored else None
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    with file.open("rb") as content:
+        return {
+            "size": os.fstat(content.fileno()).st_size,
+            "sha256": hashlib.file_digest(content, "sha256").hexdigest(),
+        }
+
+
+def _flush(path: Path) -> None:
+    """Write a file, or the entries of a folder, from memory to the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

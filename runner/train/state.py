@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from runner.booster import OptimizerWrapper
 from runner.booster.step_order import StepOrderError, StepState
 from runner.clip import ClipMode
@@ -53,12 +55,15 @@ class TrainState:
                 scheduler.step()
         self._schedulers_behind = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, with_optimizers: bool = True) -> dict[str, Any]:
         """Return the state between two optimizer steps, as nested dicts and lists.
 
         All ranks have to call this after the same step: pending metrics are flushed. Leaves are
         tensors, numbers, strings and None; tensors of the optimizers are not copied. What belongs
         to one rank alone is under ``random``, by rank, and in the state of sharded optimizers.
+
+        Args:
+            with_optimizers: whether to include the optimizers.
 
         Raises:
             StepOrderError: a step has begun: its gradients would be lost.
@@ -66,37 +71,66 @@ class TrainState:
         if self.optimizer.stage is not StepState.EMPTY:
             raise StepOrderError("the training state can be read between optimizer steps only")
         self.step_schedulers()
+        optimizers = self.optimizer.state_dict()
+        if not with_optimizers:
+            del optimizers["optimizer"]
         return {
             "progress": self.progress._asdict(),
             "meter": self.meter.state_dict(),
             "clip": self.mode.state_dict(),
-            **self.optimizer.state_dict(),
+            **optimizers,
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "microbatch": self.windows.samples,
             "random": {f"rank{self.rank}": self.windows.state_dict()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that :meth:`state_dict` returned, in a run of the same setting.
 
-        Call this before the first step, when the model has the weights of that time.
+        Call this before the first step, when the model has the weights of that time. A state
+        without the optimizers leaves theirs as it is. A run on another number of ranks continues at
+        the same sample, and draws new random numbers if ``random`` has no entry of this rank.
 
         Raises:
-            ValueError: the state is that of another number of ranks, optimizers or schedulers;
-                nothing was loaded.
+            ValueError: the state is that of another number of optimizers or schedulers, or ends
+                inside a microbatch of this run; nothing was loaded.
         """
         own = f"rank{self.rank}"
-        if own not in state["random"]:
+        random = state["random"].get(own, state["random"].get("rank0"))
+        if random is None:
             raise ValueError(f"the training state has no random state of {own}")
+        progress = Progress(**state["progress"])
+        progress = progress._replace(batch=self._same_sample(progress.batch, state["microbatch"]))
         if (given := len(state["schedulers"])) != len(self.schedulers):
             raise ValueError(
                 f"the training state is that of {plural(given, 'scheduler')}, this run has "
                 f"{len(self.schedulers)}"
             )
         self.optimizer.load_state_dict(dict(state))  # refuses another number before it loads one
-        self.progress = Progress(**state["progress"])
+        self.progress = progress
         self.meter.load_state_dict(state["meter"])
         self.mode.load_state_dict(state["clip"])
         for scheduler, each in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(each)
         self._schedulers_behind = False
-        self.windows.load_state_dict(state["random"][own])
+        self.windows.load_state_dict(random)
+        if own not in state["random"]:
+            torch.manual_seed(torch.initial_seed() + 1_000_003 * self.rank + progress.step)
+
+    def _same_sample(self, batch: int, microbatch: int | None) -> int:
+        """Return the number of this run's microbatches that hold the samples of ``batch`` others.
+
+        Args:
+            batch: number of microbatches.
+            microbatch: samples of each of them, over all ranks; None if unknown.
+        """
+        own = self.windows.samples
+        if own == microbatch or own is None or microbatch is None:
+            return batch
+        if batch * microbatch % own:
+            raise ValueError(
+                f"the training state ends after {batch * microbatch} samples of an epoch, inside a "
+                f"microbatch of {own} samples over all ranks: choose data.batch_size so that a "
+                f"microbatch has {microbatch}"
+            )
+        return batch * microbatch // own

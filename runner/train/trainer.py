@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from runner.booster import Booster, LossScale, ModelWrapper, OptimizerWrapper, P
 from runner.booster.criterion import Criterion
 from runner.booster.loss import WindowLoss
 from runner.booster.optimizer import Nonfinite
+from runner.checkpoint import content as checkpoint
 from runner.clip import ClipMode, GradientClipping, build
 from runner.clip.shard import local
 from runner.config.duration import Duration
@@ -119,6 +121,7 @@ class Trainer:
         if accumulation_steps > 1:
             _warn_of_batch_norm(model, accumulation_steps)
         self.booster = Booster(precision, self.plugin, loss_scale, nonfinite)
+        self.criterion = criterion
         self.loss = WindowLoss(model, criterion, checked=True)
         self.model: ModelWrapper
         self.optimizer: OptimizerWrapper
@@ -172,6 +175,34 @@ class Trainer:
                 meter.flush(together=False)
             raise
         return meter.summary()
+
+    def save(self, checkpoints: Path | str, about: Mapping[str, Any] | None = None) -> Path:
+        """Save a checkpoint between two steps; every rank has to call this.
+
+        Args:
+            checkpoints: folder of all checkpoints of the run, on a disk that all ranks share.
+            about: what the manifest says of the checkpoint.
+
+        Returns:
+            The checkpoint, a folder named after the step.
+
+        Raises:
+            OSError: it cannot be written, on every rank. Earlier checkpoints are unchanged.
+        """
+        step = self.state.progress.step
+        return checkpoint.save(self, Path(checkpoints), step, about or {})
+
+    def load(self, path: Path | str) -> None:
+        """Continue from a checkpoint, whatever layout of ranks saved it; every rank calls this.
+
+        Args:
+            path: folder of the checkpoint.
+
+        Raises:
+            DamagedCheckpoint: the checkpoint is not whole.
+            ValueError: it is that of another model, or of other optimizers.
+        """
+        checkpoint.load(self, Path(path))
 
     def evaluate(self) -> dict[str, float]:
         """Compute loss and accuracy of the held-out data, see :meth:`Passes.evaluate`.

@@ -50,6 +50,14 @@ class Windows:
         self._generator = getattr(loader, "generator", None)
         self._random: dict[str, RandomState] = {}
 
+    @property
+    def samples(self) -> int | None:
+        """Number of samples of a microbatch over all ranks; None if the loader does not tell."""
+        order = self._order
+        if not isinstance(order, PartitionedBatches):
+            return None
+        return order.batch_size * order.world_size
+
     def weightless(self, microbatch: int) -> bool:
         """Return whether this rank has no sample of a microbatch and reads a stand-in."""
         return isinstance(self._order, PartitionedBatches) and self._order.weightless(microbatch)

@@ -1,0 +1,141 @@
+"""What a checkpoint holds, and how all ranks write and read it together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runner.booster import ModelWrapper, OptimizerWrapper, Plugin, saved
+from runner.booster.joint import CRITERION
+from runner.checkpoint import folder
+from runner.parallel import sharded_files
+from runner.run_folder import files
+
+
+class Stateful(Protocol):
+    """The training state besides model and optimizers."""
+
+    def state_dict(self, with_optimizers: bool = True) -> dict[str, Any]:
+        """Return the state; see :class:`runner.train.state.TrainState`."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+
+
+class Training(Protocol):
+    """What is saved: :class:`runner.Trainer` is one."""
+
+    model: ModelWrapper
+    optimizer: OptimizerWrapper
+    criterion: Any
+    plugin: Plugin
+
+    @property
+    def state(self) -> Stateful:
+        """The rest of the state."""
+
+
+def save(training: Training, checkpoints: Path, step: int, about: Mapping[str, Any]) -> Path:
+    """Save a training between two steps; every rank has to call this.
+
+    Args:
+        training: the training.
+        checkpoints: folder of all checkpoints of the run, on a disk that all ranks share.
+        step: number of optimizer steps taken.
+        about: what the manifest says of the checkpoint, such as its configuration.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        OSError: a rank could not write, on every rank. Earlier checkpoints are unchanged.
+    """
+    rest = training.state.state_dict(with_optimizers=False)
+    rest["random"] = _joined(rest["random"])
+    rest["optimizers"] = saved.optimizer_values(training.optimizer)
+    part = _on_first(lambda: folder.begin(checkpoints, step))
+    tensors = _model(training) | saved.optimizer_tensors(training.optimizer)
+    sharded_files.write(tensors, part)
+
+    def finish() -> Path:
+        torch.save(rest, part / files.STATE)
+        return folder.complete(part, {"step": step, **about})
+
+    written: Path = _on_first(finish)
+    return written
+
+
+def load(training: Training, checkpoint: Path) -> dict[str, Any]:
+    """Continue a training from a checkpoint, under any layout; every rank has to call this.
+
+    Args:
+        training: a training of the same model, optimizers and clipping mode, before its first step.
+        checkpoint: folder that :func:`save` returned.
+
+    Returns:
+        The manifest of the checkpoint.
+
+    Raises:
+        DamagedCheckpoint: the checkpoint is not whole. Nothing was loaded.
+        ValueError: it is that of another training.
+    """
+    manifest: dict[str, Any] = _on_first(lambda: folder.require_whole(checkpoint))
+    # No code in the file is run.
+    rest = torch.load(checkpoint / files.STATE, map_location="cpu", weights_only=True)
+    sharded_files.read(_model(training, reads=True), checkpoint)
+    saved.load_optimizer(training.optimizer, checkpoint, rest.pop("optimizers"))
+    training.state.load_state_dict(rest)
+    return manifest
+
+
+def load_weights(training: Training, checkpoint: Path) -> None:
+    """Load the weights alone, to evaluate them; see :func:`load`."""
+    _on_first(lambda: folder.require_whole(checkpoint))
+    sharded_files.read(_model(training, reads=True), checkpoint)
+
+
+def _model(training: Training, reads: bool = False) -> dict[str, Tensor]:
+    """Return the parameters and buffers of model and criterion.
+
+    Buffers of data-parallel ranks may differ between steps: those of the first one are written, as
+    the next forward pass would send them to the others.
+    """
+    first = reads or training.plugin.data_rank == 0
+    tensors = saved.model_tensors(training.model, with_buffers=first)
+    if isinstance(training.criterion, nn.Module) and first:
+        state = training.criterion.state_dict()
+        tensors |= {CRITERION + name: t for name, t in state.items() if isinstance(t, Tensor)}
+    return tensors
+
+
+def _joined(mine: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of all ranks in one dict."""
+    if not _several():
+        return mine
+    parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, mine)
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def _on_first(work: Callable[[], Any]) -> Any:
+    """Return on every rank what ``work`` returns on the first one, or raise its error there."""
+    result: list[Any] = [None, None]
+    if not _several() or dist.get_rank() == 0:
+        try:
+            result = [work(), None]
+        except Exception as error:
+            result = [None, error]
+    if _several():
+        dist.broadcast_object_list(result, src=0)
+    if result[1] is not None:
+        raise result[1]
+    return result[0]
+
+
+def _several() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1

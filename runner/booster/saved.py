@@ -31,10 +31,35 @@ def model_tensors(model: ModelWrapper, with_buffers: bool = True) -> dict[str, T
         model: the boosted model.
         with_buffers: whether to include buffers, which may differ between data-parallel ranks.
     """
+    return {name: copies[0] for name, copies in _copies(model, with_buffers).items()}
+
+
+def load_model(model: ModelWrapper, folder: Path) -> None:
+    """Load the parameters and buffers of a model under any layout; every rank has to call this.
+
+    Args:
+        model: the boosted model.
+        folder: where :func:`model_tensors` were written by
+            :func:`runner.parallel.sharded_files.write`.
+
+    Raises:
+        ValueError: the files lack a tensor of this model, or hold it in another shape.
+    """
+    sharded_files.read(_copies(model), folder)
+
+
+def _copies(model: ModelWrapper, with_buffers: bool = True) -> dict[str, list[Tensor]]:
+    """Return the tensors of a model by name; a rank with two stages may hold a tied one twice."""
     module, known = model.unwrap(), set(model.names.values())
-    named = [*module.named_parameters(), *(module.named_buffers() if with_buffers else ())]
-    renamed = ((model.renamed.get(name, name), tensor) for name, tensor in named)
-    return {name: tensor for name, tensor in renamed if name in known}
+    found: dict[str, list[Tensor]] = {}
+    for own, tensor in (
+        *module.named_parameters(),
+        *(module.named_buffers() if with_buffers else ()),
+    ):
+        name = model.renamed.get(own, own)
+        if name in known:
+            found.setdefault(name, []).append(tensor)
+    return found
 
 
 def optimizer_tensors(optimizer: OptimizerWrapper) -> dict[str, Tensor]:
@@ -97,13 +122,14 @@ def load_optimizer(optimizer: OptimizerWrapper, folder: Path, values: Mapping[st
     for key in (*held, *values["state"]):
         owner, _, field = key.rpartition("/")
         fields.setdefault(owner, []).append(field)
-    made: dict[str, Tensor] = {}
+    made: dict[str, list[Tensor]] = {}
     for owner, each, group, parameter in _owners(optimizer):
         state: dict[str, Any] = {}
         for field in fields.get(owner, ()):
             key = f"{owner}/{field}"
             if key in held:
-                made[key] = state[field] = _empty(key, held[key], parameter, group)
+                state[field] = _empty(key, held[key], parameter, group)
+                made.setdefault(key, []).append(state[field])
             else:
                 state[field] = values["state"][key]
         if state:

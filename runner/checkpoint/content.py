@@ -87,7 +87,7 @@ def load(training: Training, checkpoint: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = _on_first(lambda: folder.require_whole(checkpoint))
     # No code in the file is run.
     rest = torch.load(checkpoint / files.STATE, map_location="cpu", weights_only=True)
-    sharded_files.read(_model(training, reads=True), checkpoint)
+    _load_model(training, checkpoint)
     saved.load_optimizer(training.optimizer, checkpoint, rest.pop("optimizers"))
     training.state.load_state_dict(rest)
     return manifest
@@ -96,21 +96,28 @@ def load(training: Training, checkpoint: Path) -> dict[str, Any]:
 def load_weights(training: Training, checkpoint: Path) -> None:
     """Load the weights alone, to evaluate them; see :func:`load`."""
     _on_first(lambda: folder.require_whole(checkpoint))
-    sharded_files.read(_model(training, reads=True), checkpoint)
+    _load_model(training, checkpoint)
 
 
-def _model(training: Training, reads: bool = False) -> dict[str, Tensor]:
+def _model(training: Training) -> dict[str, Tensor]:
     """Return the parameters and buffers of model and criterion.
 
     Buffers of data-parallel ranks may differ between steps: those of the first one are written, as
     the next forward pass would send them to the others.
     """
-    first = reads or training.plugin.data_rank == 0
-    tensors = saved.model_tensors(training.model, with_buffers=first)
-    if isinstance(training.criterion, nn.Module) and first:
-        state = training.criterion.state_dict()
-        tensors |= {CRITERION + name: t for name, t in state.items() if isinstance(t, Tensor)}
-    return tensors
+    first = training.plugin.data_rank == 0
+    return saved.model_tensors(training.model, with_buffers=first) | _criterion(training)
+
+
+def _load_model(training: Training, checkpoint: Path) -> None:
+    saved.load_model(training.model, checkpoint)
+    sharded_files.read({name: [t] for name, t in _criterion(training).items()}, checkpoint)
+
+
+def _criterion(training: Training) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a criterion that is a module."""
+    held = training.criterion.state_dict() if isinstance(training.criterion, nn.Module) else {}
+    return {CRITERION + name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
 
 
 def _joined(mine: dict[str, Any]) -> dict[str, Any]:

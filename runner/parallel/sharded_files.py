@@ -7,11 +7,12 @@ each plain tensor. The files hold tensors only, so that nothing in them is run w
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, dtype
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from runner.clip.shard import local
 from runner.config.notation import first_few
 
 
@@ -55,11 +57,13 @@ def stored(folder: Path) -> dict[str, Stored]:
     return {name: Stored(tuple(one.size), one.properties.dtype) for name, one in known.items()}
 
 
-def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
+@torch.no_grad()
+def read(tensors: Mapping[str, Sequence[Tensor]], folder: Path) -> None:
     """Copy what the files of ``folder`` hold to ``tensors``; every rank has to call this.
 
     Args:
-        tensors: tensors by name, whatever part of each lies on this rank.
+        tensors: by name the tensors to fill, whatever part of a whole tensor lies on this rank.
+            Those of one name are alike.
         folder: folder that :func:`write` wrote.
 
     Raises:
@@ -70,15 +74,18 @@ def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
     missing = [name for name in tensors if name not in held]
     if missing:
         raise ValueError(f"{folder} does not hold {first_few(missing)}")
-    for name, tensor in tensors.items():
-        if held[name].shape != tuple(tensor.shape):
+    for name, (first, *_) in tensors.items():
+        if held[name].shape != tuple(first.shape):
             raise ValueError(
                 f"{name} has shape {list(held[name].shape)} in {folder} instead of "
-                f"{list(tensor.shape)}"
+                f"{list(first.shape)}"
             )
-    content = {name: tensor.detach() for name, tensor in tensors.items()}
+    content = {name: first.detach() for name, (first, *_) in tensors.items()}
     with _one_error():
         load(content, storage_reader=_reader(folder), no_dist=_alone())
+    for first, *others in tensors.values():
+        for other in others:
+            local(other).copy_(local(first))
 
 
 def _reader(folder: Path) -> HuggingFaceStorageReader:

@@ -39,7 +39,7 @@ def train_and_write(model: str, plugin: str, folder: Path) -> Any:
 
 def read_and_write(model: str, plugin: str, old: Path, values: Any, new: Path) -> Any:
     made = trainer(case_of(model), plugin, optimizer=adam)
-    sharded_files.read(saved.model_tensors(made.model), old)
+    saved.load_model(made.model, old)
     saved.load_optimizer(made.optimizer, old, values)
     return write(made, new)
 
@@ -49,7 +49,7 @@ def whole(folder: Path) -> dict[str, Tensor]:
         name: torch.empty(shape, dtype=dtype)
         for name, (shape, dtype) in sharded_files.stored(folder).items()
     }
-    sharded_files.read(tensors, folder)
+    sharded_files.read({name: [tensor] for name, tensor in tensors.items()}, folder)
     return tensors
 
 

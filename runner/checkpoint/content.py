@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from runner.booster import ModelWrapper, OptimizerWrapper, Plugin, saved
 from runner.booster.joint import CRITERION
 from runner.checkpoint import folder
 from runner.parallel import sharded_files
+from runner.parallel.first_rank import on_first, several_ranks
 from runner.run_folder import files
 
 
@@ -58,7 +59,7 @@ def save(training: Training, checkpoints: Path, step: int, about: Mapping[str, A
     rest = training.state.state_dict(with_optimizers=False)
     rest["random"] = _joined(rest["random"])
     rest["optimizers"] = saved.optimizer_values(training.optimizer)
-    part = _on_first(lambda: folder.begin(checkpoints, step))
+    part = on_first(lambda: folder.begin(checkpoints, step))
     tensors = _model(training) | saved.optimizer_tensors(training.optimizer)
     sharded_files.write(tensors, part)
 
@@ -66,8 +67,7 @@ def save(training: Training, checkpoints: Path, step: int, about: Mapping[str, A
         torch.save(rest, part / files.STATE)
         return folder.complete(part, {"step": step, **about})
 
-    written: Path = _on_first(finish)
-    return written
+    return on_first(finish)
 
 
 def load(training: Training, checkpoint: Path) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def load(training: Training, checkpoint: Path) -> dict[str, Any]:
         DamagedCheckpoint: the checkpoint is not whole. Nothing was loaded.
         ValueError: it is that of another training.
     """
-    manifest: dict[str, Any] = _on_first(lambda: folder.require_whole(checkpoint))
+    manifest = on_first(lambda: folder.require_whole(checkpoint))
     # No code in the file is run.
     rest = torch.load(checkpoint / files.STATE, map_location="cpu", weights_only=True)
     _load_model(training, checkpoint)
@@ -95,7 +95,7 @@ def load(training: Training, checkpoint: Path) -> dict[str, Any]:
 
 def load_weights(training: Training, checkpoint: Path) -> None:
     """Load the weights alone, to evaluate them; see :func:`load`."""
-    _on_first(lambda: folder.require_whole(checkpoint))
+    on_first(lambda: folder.require_whole(checkpoint))
     _load_model(training, checkpoint)
 
 
@@ -122,27 +122,8 @@ def _criterion(training: Training) -> dict[str, Tensor]:
 
 def _joined(mine: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of all ranks in one dict."""
-    if not _several():
+    if not several_ranks():
         return mine
     parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, mine)
     return {key: value for part in parts for key, value in part.items()}
-
-
-def _on_first(work: Callable[[], Any]) -> Any:
-    """Return on every rank what ``work`` returns on the first one, or raise its error there."""
-    result: list[Any] = [None, None]
-    if not _several() or dist.get_rank() == 0:
-        try:
-            result = [work(), None]
-        except Exception as error:
-            result = [None, error]
-    if _several():
-        dist.broadcast_object_list(result, src=0)
-    if result[1] is not None:
-        raise result[1]
-    return result[0]
-
-
-def _several() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1

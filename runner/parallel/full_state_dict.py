@@ -40,6 +40,18 @@ def gathered(
             here[renamed.get(own, own)] = wanted
     if of is None:
         here |= dict(model.named_buffers())
+    return gather(here)
+
+
+def gather(here: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gather whole tensors on the host of the first rank; every rank has to call this.
+
+    Args:
+        here: tensors of this rank by name. One copy of each name is sent, that of the lowest rank.
+
+    Returns:
+        The tensors on the first rank, an empty dict on the others.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {name: _on_host(full(tensor)) for name, tensor in here.items()}
     names: list[list[str]] = [[] for _ in range(dist.get_world_size())]

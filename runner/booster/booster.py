@@ -10,7 +10,8 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from runner.booster import joint
+from runner.booster import joint, saved
+from runner.booster.checkpoint_io import CheckpointIO
 from runner.booster.loss import WindowLoss
 from runner.booster.optimizer import Nonfinite, OptimizerWrapper
 from runner.booster.optimizers import require_safe
@@ -20,12 +21,12 @@ from runner.booster.prepare import compiled_in_place, require_dense
 from runner.booster.wrapper import ModelWrapper, names_of, require_new, wrappers
 from runner.clip import Layout
 from runner.clip.boosted import register
-from runner.parallel.full_state_dict import gathered, load
+from runner.parallel.full_state_dict import load
 from runner.parallel.gradient_sync import in_turn, nothing
 from runner.parallel.sharding import reshard
 
 
-class Booster:
+class Booster(CheckpointIO):
     """Adapt the parts of a training loop to a plugin; the loop itself does not change.
 
     Args:
@@ -252,8 +253,7 @@ class Booster:
         Returns:
             A state dict for the user's model on the first rank; an empty dict on the others.
         """
-        whole = gathered(model.unwrap(), model.renamed)
-        return {name: whole[first] for name, first in model.names.items()} if whole else {}
+        return saved.whole_model(model)
 
     def load_state_dict(self, model: ModelWrapper, state: Mapping[str, Tensor]) -> None:
         """Load a state dict of the whole model; every rank has to call this.

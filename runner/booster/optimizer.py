@@ -292,20 +292,20 @@ class OptimizerWrapper(StepOrder):
         return {"optimizer": states if len(states) > 1 else states[0], "loss_scale": scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, or the loss scale alone.
+        """Load what :meth:`state_dict` returned.
 
         Raises:
             ValueError: the state is that of another number of optimizers.
         """
-        if given := state.get("optimizer"):
-            states = given if isinstance(given, list) else [given]
-            if len(states) != len(self.optimizers):
-                raise ValueError(
-                    f"the state is that of {len(states)} optimizers, but {len(self.optimizers)} "
-                    "were boosted"
-                )
-            for optimizer, own in zip(self.optimizers, states, strict=True):
-                optimizer.load_state_dict(own)
+        given = state["optimizer"]
+        states = given if isinstance(given, list) else [given]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"the state is that of {len(states)} optimizers, but {len(self.optimizers)} "
+                "were boosted"
+            )
+        for optimizer, own in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(own)
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
 

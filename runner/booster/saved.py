@@ -7,7 +7,6 @@ optimizer for the parameter ``net.weight`` is ``optimizer/0/net.weight/exp_avg``
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,9 @@ from torch.optim import Optimizer
 
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.wrapper import ModelWrapper
-from runner.parallel import sharded_files
+from runner.parallel.full_state_dict import gathered
+from runner.parallel.sharded_files import Source, Stored, fill
+from runner.parallel.sharding import reshard
 
 _OF_LAYOUT = ("params", "fused", "foreach")
 """Entries of a parameter group that depend on where its parameters lie."""
@@ -34,18 +35,34 @@ def model_tensors(model: ModelWrapper, with_buffers: bool = True) -> dict[str, T
     return {name: copies[0] for name, copies in _copies(model, with_buffers).items()}
 
 
-def load_model(model: ModelWrapper, folder: Path) -> None:
+def whole_model(model: ModelWrapper) -> dict[str, Tensor]:
+    """Gather the state dict of the whole model on the host; every rank has to call this.
+
+    Returns:
+        A state dict for the user's model on the first rank; an empty dict on the others.
+    """
+    whole = gathered(model.unwrap(), model.renamed)
+    return {name: whole[first] for name, first in model.names.items()} if whole else {}
+
+
+def load_model(model: ModelWrapper, source: Source, *, missing: bool = False) -> None:
     """Load the parameters and buffers of a model under any layout; every rank has to call this.
 
     Args:
         model: the boosted model.
-        folder: where :func:`model_tensors` were written by
-            :func:`runner.parallel.sharded_files.write`.
+        source: where they are stored, by the names of :func:`model_tensors`.
+        missing: whether the source may lack some of them, which then stay as they are.
 
     Raises:
-        ValueError: the files lack a tensor of this model, or hold it in another shape.
+        ValueError: the source lacks a tensor of this model, or holds it in another shape.
+        OSError: a rank could not read, on every rank.
     """
-    sharded_files.read(_copies(model), folder)
+    stages = [] if model.pipeline is None else list(model.pipeline.stages.values())
+    reshard([model.unwrap(), *stages])
+    tensors = _copies(model)
+    if missing:
+        tensors = {name: copies for name, copies in tensors.items() if name in source.stored}
+    fill(tensors, source)
 
 
 def _copies(model: ModelWrapper, with_buffers: bool = True) -> dict[str, list[Tensor]]:
@@ -80,7 +97,7 @@ def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
 
     Returns:
         ``groups``: for each optimizer the settings of its parameter groups; ``state``: numbers and
-        the like in its state, by name.
+        the like in its state, by name; ``loss_scale``: the state of the fp16 scale, or None.
     """
     here = {key: value for key, value, _ in _state(optimizer) if not isinstance(value, Tensor)}
     listed = [here]
@@ -94,17 +111,20 @@ def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
         ]
         for each in optimizer.optimizers
     ]
-    return {"groups": groups, "state": {key: v for part in listed for key, v in part.items()}}
+    return {
+        "groups": groups,
+        "state": {key: value for part in listed for key, value in part.items()},
+        "loss_scale": None if optimizer.loss_scale is None else optimizer.loss_scale.state_dict(),
+    }
 
 
 @torch.no_grad()
-def load_optimizer(optimizer: OptimizerWrapper, folder: Path, values: Mapping[str, Any]) -> None:
+def load_optimizer(optimizer: OptimizerWrapper, source: Source, values: Mapping[str, Any]) -> None:
     """Load the state of the optimizers under any layout; every rank has to call this.
 
     Args:
         optimizer: the boosted optimizers, of the same kinds and with the same groups.
-        folder: where :func:`optimizer_tensors` were written by
-            :func:`runner.parallel.sharded_files.write`.
+        source: where the tensors are stored, by the names of :func:`optimizer_tensors`.
         values: what :func:`optimizer_values` returned.
 
     Raises:
@@ -118,7 +138,7 @@ def load_optimizer(optimizer: OptimizerWrapper, folder: Path, values: Mapping[st
             f"{own}"
         )
     fields: dict[str, list[str]] = {}
-    held = sharded_files.stored(folder)
+    held = source.stored
     for key in (*held, *values["state"]):
         owner, _, field = key.rpartition("/")
         fields.setdefault(owner, []).append(field)
@@ -134,10 +154,12 @@ def load_optimizer(optimizer: OptimizerWrapper, folder: Path, values: Mapping[st
                 state[field] = values["state"][key]
         if state:
             each.state[parameter] = state
-    sharded_files.read(made, folder)
+    fill(made, source)
     for each, groups in zip(optimizer.optimizers, values["groups"], strict=True):
         for group, settings in zip(each.param_groups, groups, strict=True):
             group.update(settings)
+    if optimizer.loss_scale is not None and values["loss_scale"] is not None:
+        optimizer.loss_scale.load_state_dict(values["loss_scale"])
 
 
 def _owners(
@@ -174,9 +196,7 @@ def _placed(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
     )
 
 
-def _empty(
-    key: str, held: sharded_files.Stored, parameter: nn.Parameter, group: Mapping[str, Any]
-) -> Tensor:
+def _empty(key: str, held: Stored, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
     """Return a tensor to load a part of the state of ``parameter`` into."""
     if held.shape == tuple(parameter.shape) and held.shape:
         return torch.empty_like(parameter, dtype=held.dtype, requires_grad=False)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from runner.booster import ModelWrapper, OptimizerWrapper, Plugin, saved
 from runner.booster.joint import CRITERION
 from runner.checkpoint import folder
-from runner.parallel import sharded_files
 from runner.parallel.first_rank import on_first, several_ranks
+from runner.parallel.sharded_files import Folder, Source, fill, write
 from runner.run_folder import files
 
 
@@ -61,7 +61,7 @@ def save(training: Training, checkpoints: Path, step: int, about: Mapping[str, A
     rest["optimizers"] = saved.optimizer_values(training.optimizer)
     part = on_first(lambda: folder.begin(checkpoints, step))
     tensors = _model(training) | saved.optimizer_tensors(training.optimizer)
-    sharded_files.write(tensors, part)
+    write(tensors, part)
 
     def finish() -> Path:
         torch.save(rest, part / files.STATE)
@@ -87,8 +87,9 @@ def load(training: Training, checkpoint: Path) -> dict[str, Any]:
     manifest = on_first(lambda: folder.require_whole(checkpoint))
     # No code in the file is run.
     rest = torch.load(checkpoint / files.STATE, map_location="cpu", weights_only=True)
-    _load_model(training, checkpoint)
-    saved.load_optimizer(training.optimizer, checkpoint, rest.pop("optimizers"))
+    source = Folder(checkpoint)
+    _load_model(training, source)
+    saved.load_optimizer(training.optimizer, source, rest.pop("optimizers"))
     training.state.load_state_dict(rest)
     return manifest
 
@@ -96,7 +97,7 @@ def load(training: Training, checkpoint: Path) -> dict[str, Any]:
 def load_weights(training: Training, checkpoint: Path) -> None:
     """Load the weights alone, to evaluate them; see :func:`load`."""
     on_first(lambda: folder.require_whole(checkpoint))
-    _load_model(training, checkpoint)
+    _load_model(training, Folder(checkpoint))
 
 
 def _model(training: Training) -> dict[str, Tensor]:
@@ -109,9 +110,9 @@ def _model(training: Training) -> dict[str, Tensor]:
     return saved.model_tensors(training.model, with_buffers=first) | _criterion(training)
 
 
-def _load_model(training: Training, checkpoint: Path) -> None:
-    saved.load_model(training.model, checkpoint)
-    sharded_files.read({name: [t] for name, t in _criterion(training).items()}, checkpoint)
+def _load_model(training: Training, source: Source) -> None:
+    saved.load_model(training.model, source)
+    fill({name: [tensor] for name, tensor in _criterion(training).items()}, source)
 
 
 def _criterion(training: Training) -> dict[str, Tensor]:

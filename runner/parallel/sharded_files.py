@@ -9,11 +9,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, dtype
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -22,16 +22,59 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from runner.clip.shard import local
 from runner.config.notation import first_few
+from runner.parallel.first_rank import several_ranks
+from runner.parallel.placements import sharded
 
 
 class Stored(NamedTuple):
-    """Shape of a whole tensor in the files, and its dtype."""
+    """Shape of a whole tensor that is stored, and its dtype."""
 
     shape: tuple[int, ...]
     dtype: dtype
+
+
+class Source(Protocol):
+    """Whole tensors by name, which each rank reads its part of."""
+
+    @property
+    def stored(self) -> Mapping[str, Stored]:
+        """What there is, by the names of the tensors."""
+
+    def read(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
+        """Fill ``tensors``, each name of which is stored in the same shape.
+
+        Every rank has to call this.
+
+        Args:
+            tensors: by name the tensors to fill, whatever part of a whole tensor lies on this rank.
+                Those of one name are alike.
+
+        Raises:
+            OSError: a rank could not read, on every rank.
+        """
+
+
+def fill(tensors: Mapping[str, Sequence[Tensor]], source: Source) -> None:
+    """Fill ``tensors`` from ``source``, see :meth:`Source.read`.
+
+    Raises:
+        ValueError: the source lacks a tensor, or holds it in another shape. Nothing was read.
+        OSError: a rank could not read, on every rank.
+    """
+    held = source.stored
+    if missing := [name for name in tensors if name not in held]:
+        raise ValueError(f"what is loaded does not hold {first_few(missing)}")
+    for name, (tensor, *_) in tensors.items():
+        if held[name].shape != tuple(tensor.shape):
+            raise ValueError(
+                f"{name} has shape {list(held[name].shape)} where it is stored, but "
+                f"{list(tensor.shape)} here"
+            )
+    source.read(tensors)
 
 
 def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -48,52 +91,61 @@ def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     content = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with _one_error():
-        save(content, storage_writer=writer, no_dist=_alone())
+        save(content, storage_writer=writer, no_dist=not several_ranks())
 
 
-def stored(folder: Path) -> dict[str, Stored]:
-    """Return what the files of ``folder`` hold, by the names of the tensors."""
-    known: dict[str, Any] = _reader(folder).read_metadata().state_dict_metadata
-    return {name: Stored(tuple(one.size), one.properties.dtype) for name, one in known.items()}
-
-
-@torch.no_grad()
-def read(tensors: Mapping[str, Sequence[Tensor]], folder: Path) -> None:
-    """Copy what the files of ``folder`` hold to ``tensors``; every rank has to call this.
+class Folder:
+    """A :class:`Source` that :func:`write` wrote.
 
     Args:
-        tensors: by name the tensors to fill, whatever part of a whole tensor lies on this rank.
-            Those of one name are alike.
-        folder: folder that :func:`write` wrote.
-
-    Raises:
-        ValueError: the files lack a tensor, or hold it in another shape.
-        OSError: a rank could not read, on every rank.
+        path: folder of the files.
     """
-    held = stored(folder)
-    missing = [name for name in tensors if name not in held]
-    if missing:
-        raise ValueError(f"{folder} does not hold {first_few(missing)}")
-    for name, (first, *_) in tensors.items():
-        if held[name].shape != tuple(first.shape):
-            raise ValueError(
-                f"{name} has shape {list(held[name].shape)} in {folder} instead of "
-                f"{list(first.shape)}"
-            )
-    content = {name: first.detach() for name, (first, *_) in tensors.items()}
-    with _one_error():
-        load(content, storage_reader=_reader(folder), no_dist=_alone())
-    for first, *others in tensors.values():
-        for other in others:
-            local(other).copy_(local(first))
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    @cached_property
+    def stored(self) -> Mapping[str, Stored]:
+        """What the files hold, by the names of the tensors."""
+        held: dict[str, Any] = (
+            HuggingFaceStorageReader(self._path).read_metadata().state_dict_metadata
+        )
+        return {name: Stored(tuple(one.size), one.properties.dtype) for name, one in held.items()}
+
+    @torch.no_grad()
+    def read(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
+        """Fill ``tensors``, see :meth:`Source.read`."""
+        content = {name: first.detach() for name, (first, *_) in tensors.items()}
+        reader = HuggingFaceStorageReader(self._path)
+        with _one_error():
+            load(content, storage_reader=reader, no_dist=not several_ranks())
+        for first, *others in tensors.values():
+            for other in others:
+                local(other).copy_(local(first))
 
 
-def _reader(folder: Path) -> HuggingFaceStorageReader:
-    return HuggingFaceStorageReader(str(folder))
+class InMemory:
+    """A :class:`Source` of tensors that every rank has, whole.
 
+    Args:
+        tensors: tensors by name.
+    """
 
-def _alone() -> bool:
-    return not dist.is_initialized() or dist.get_world_size() == 1
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.stored = {name: Stored(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+    @torch.no_grad()
+    def read(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
+        """Fill ``tensors``, see :meth:`Source.read`."""
+        for name, copies in tensors.items():
+            for tensor in copies:
+                whole = self._tensors[name].to(tensor.device, tensor.dtype)
+                if isinstance(tensor, DTensor):
+                    part = sharded(whole, tensor.device_mesh, tensor.placements)
+                    tensor.to_local().copy_(part.to_local())
+                else:
+                    tensor.copy_(whole)
 
 
 @contextmanager

@@ -71,14 +71,11 @@ class TrainState:
         if self.optimizer.stage is not StepState.EMPTY:
             raise StepOrderError("the training state can be read between optimizer steps only")
         self.step_schedulers()
-        optimizers = self.optimizer.state_dict()
-        if not with_optimizers:
-            del optimizers["optimizer"]
         return {
             "progress": self.progress._asdict(),
             "meter": self.meter.state_dict(),
             "clip": self.mode.state_dict(),
-            **optimizers,
+            **(self.optimizer.state_dict() if with_optimizers else {}),
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "microbatch": self.windows.samples,
             "random": {f"rank{self.rank}": self.windows.state_dict()},
@@ -106,7 +103,10 @@ class TrainState:
                 f"the training state is that of {plural(given, 'scheduler')}, this run has "
                 f"{len(self.schedulers)}"
             )
-        self.optimizer.load_state_dict(dict(state))  # refuses another number before it loads one
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(
+                dict(state)
+            )  # refuses another number before it loads one
         self.progress = progress
         self.meter.load_state_dict(state["meter"])
         self.mode.load_state_dict(state["clip"])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from runner.booster import saved
 from runner.parallel import sharded_files
+from runner.parallel.sharded_files import Folder
 from tests.distributed.cases import FAMILIES, Case, trainer
 from tests.ranks import run_ranks
 
@@ -39,17 +40,17 @@ def train_and_write(model: str, plugin: str, folder: Path) -> Any:
 
 def read_and_write(model: str, plugin: str, old: Path, values: Any, new: Path) -> Any:
     made = trainer(case_of(model), plugin, optimizer=adam)
-    saved.load_model(made.model, old)
-    saved.load_optimizer(made.optimizer, old, values)
+    saved.load_model(made.model, Folder(old))
+    saved.load_optimizer(made.optimizer, Folder(old), values)
     return write(made, new)
 
 
 def whole(folder: Path) -> dict[str, Tensor]:
     tensors = {
         name: torch.empty(shape, dtype=dtype)
-        for name, (shape, dtype) in sharded_files.stored(folder).items()
+        for name, (shape, dtype) in Folder(folder).stored.items()
     }
-    sharded_files.read({name: [tensor] for name, tensor in tensors.items()}, folder)
+    Folder(folder).read({name: [tensor] for name, tensor in tensors.items()})
     return tensors
 
 

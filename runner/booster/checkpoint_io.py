@@ -1,0 +1,227 @@
+"""Save and load models, optimizers and schedulers, under the names of Colossal-AI's Booster."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from runner.booster import saved
+from runner.booster.optimizer import OptimizerWrapper
+from runner.booster.wrapper import ModelWrapper
+from runner.config.notation import first_few
+from runner.parallel.first_rank import on_first
+from runner.parallel.full_state_dict import gather
+from runner.parallel.sharded_files import Folder, InMemory, write
+
+_VALUES = "optimizer.pt"
+"""File in the folder of a sharded optimizer that holds what is no tensor."""
+
+_SAFETENSORS = ".safetensors"
+
+
+_DAMAGED = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, safetensors.SafetensorError)
+"""What torch and safetensors raise for a file that is cut off, or that holds something else."""
+
+
+class CheckpointIO:
+    """The methods of :class:`runner.Booster` that write and read files.
+
+    Every rank has to call them, and all ranks have to see the same disk. Reading a file runs no
+    code in it. What was saved under one plugin and number of ranks can be loaded under another.
+
+    Arguments of Colossal-AI's methods that only change how files are cut or read are accepted:
+    each rank writes one file.
+    """
+
+    def save_model(
+        self,
+        model: ModelWrapper,
+        checkpoint: str | Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = False,
+    ) -> None:
+        """Save the weights of the model.
+
+        Args:
+            model: the boosted model.
+            checkpoint: with ``shard`` a folder, which is made; else a file.
+            shard: whether each rank writes what it holds, as safetensors. Otherwise the first rank
+                gathers the whole model and writes one file.
+            gather_dtensor: accepted, without effect.
+            prefix: accepted, without effect.
+            size_per_shard: accepted, without effect.
+            use_safetensors: whether that one file is in the format of safetensors, as it also is if
+                its name ends so; else it is what ``torch.save`` writes.
+
+        Raises:
+            OSError: it cannot be written, on every rank.
+        """
+        path = Path(checkpoint)
+        if shard:
+            _write_folder(path, saved.model_tensors(model))
+            return
+        whole = saved.whole_model(model)
+        if use_safetensors or path.suffix == _SAFETENSORS:
+            # The format knows no tied tensors: each name gets its own.
+            own = {name: tensor.clone() for name, tensor in whole.items()}
+            _write_file(path, lambda: safetensors.torch.save_file(own, path))
+        else:
+            _write_file(path, lambda: torch.save(whole, path))
+
+    def load_model(
+        self,
+        model: ModelWrapper,
+        checkpoint: str | Path,
+        strict: bool = True,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> None:
+        """Load what :meth:`save_model` saved, or the state dict of a model that was not boosted.
+
+        Args:
+            model: the boosted model.
+            checkpoint: folder or file.
+            strict: whether the names have to be those of the model. Otherwise those that both have
+                are loaded.
+            low_cpu_mem_mode: accepted, without effect: a file is mapped to memory, not read whole.
+            num_threads: accepted, without effect.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: names or shapes are not those of the model, or it holds something else.
+        """
+        path = Path(checkpoint)
+        if path.is_dir():
+            saved.load_model(model, Folder(path), missing=not strict)
+            return
+        held = _tensors(_read(path), path)
+        if strict and (unknown := [name for name in held if name not in model.names]):
+            raise ValueError(f"{path} holds {first_few(unknown)}, which the model does not have")
+        saved.load_model(model, InMemory(held), missing=not strict)
+
+    def save_optimizer(
+        self,
+        optimizer: OptimizerWrapper,
+        checkpoint: str | Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+    ) -> None:
+        """Save the state of the optimizers and of the fp16 loss scale.
+
+        Args:
+            optimizer: the boosted optimizer.
+            checkpoint: with ``shard`` a folder, which is made; else a file.
+            shard: whether each rank writes what it holds. Otherwise the first rank gathers all.
+            gather_dtensor: accepted, without effect.
+            prefix: accepted, without effect.
+            size_per_shard: accepted, without effect.
+
+        Raises:
+            OSError: it cannot be written, on every rank.
+            ValueError: it cannot be known which part of a whole tensor a rank holds.
+        """
+        path = Path(checkpoint)
+        tensors, values = saved.optimizer_tensors(optimizer), saved.optimizer_values(optimizer)
+        if shard:
+            _write_folder(path, tensors)
+            _write_file(path / _VALUES, lambda: torch.save(values, path / _VALUES))
+        else:
+            whole = {"tensors": gather(tensors), **values}
+            _write_file(path, lambda: torch.save(whole, path))
+
+    def load_optimizer(
+        self,
+        optimizer: OptimizerWrapper,
+        checkpoint: str | Path,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> None:
+        """Load what :meth:`save_optimizer` saved.
+
+        Args:
+            optimizer: the boosted optimizer, of the same kind and with the same groups.
+            checkpoint: folder or file.
+            low_cpu_mem_mode: accepted, without effect.
+            num_threads: accepted, without effect.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is the state of another optimizer, or something else.
+        """
+        path = Path(checkpoint)
+        values = _read(path / _VALUES if path.is_dir() else path)
+        if path.is_dir():
+            saved.load_optimizer(optimizer, Folder(path), values)
+        else:
+            held = InMemory(_tensors(values.get("tensors"), path))
+            saved.load_optimizer(optimizer, held, values)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        """Save the state of a scheduler to a file.
+
+        Raises:
+            OSError: it cannot be written, on every rank.
+        """
+        path = Path(checkpoint)
+        _write_file(path, lambda: torch.save(lr_scheduler.state_dict(), path))
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        """Load what :meth:`save_lr_scheduler` saved.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is no state of a scheduler.
+        """
+        lr_scheduler.load_state_dict(_read(Path(checkpoint)))
+
+
+def _write_folder(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    on_first(lambda: path.mkdir(parents=True, exist_ok=True))
+    write(tensors, path)
+
+
+def _write_file(path: Path, save: Callable[[], None]) -> None:
+    """Let the first rank write a file."""
+
+    def work() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            save()
+        except RuntimeError as error:  # torch's own writer, of a disk that is full
+            raise OSError(f"{path} cannot be written: {error}") from error
+
+    on_first(work)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the dict in a file; no code in it is run."""
+    try:
+        if path.suffix == _SAFETENSORS:
+            return dict(safetensors.torch.load_file(path))
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except _DAMAGED as error:
+        raise ValueError(f"{path} is damaged, or no checkpoint: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a checkpoint")
+    return content
+
+
+def _tensors(held: object, path: Path) -> dict[str, Tensor]:
+    """Return ``held`` if it is a dict of tensors."""
+    if not isinstance(held, dict) or not all(isinstance(one, Tensor) for one in held.values()):
+        raise ValueError(f"{path} does not hold tensors by name")
+    return {name.replace("_orig_mod.", ""): tensor for name, tensor in held.items()}

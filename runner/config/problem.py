@@ -101,6 +101,18 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C was pressed, and a message about what it ended has been printed."""
 
 
+class Stopped(Exception):
+    """Training ended after a step because a signal asked for it; the run can be resumed.
+
+    Args:
+        number: number of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = number
+
+
 def _block(problems: tuple[Problem, ...]) -> str:
     count = plural(len(problems), "problem")
     width = min(max((len(problem.word) for problem in problems), default=0), 40)

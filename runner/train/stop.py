@@ -1,0 +1,38 @@
+"""A request to stop: noted when a signal arrives, read by the training loop between two steps."""
+
+from __future__ import annotations
+
+_number = 0
+_polled = False
+
+
+def requested() -> int:
+    """Return the number of the signal that asked this process to stop; 0 for none.
+
+    From the first call on, a signal is noted only: whoever calls this ends by itself, at a moment
+    at which nothing is lost. Before it, a signal ends the program at once.
+    """
+    global _polled
+    _polled = True
+    return _number
+
+
+def request(number: int) -> None:
+    """Ask this process to stop after its current step; the first request holds.
+
+    Args:
+        number: number of the signal that asks for it.
+    """
+    global _number
+    _number = _number or number
+
+
+def is_polled() -> bool:
+    """Return whether a training loop reads the request."""
+    return _polled
+
+
+def reset() -> None:
+    """Forget an earlier request and who read it, before a run begins."""
+    global _number, _polled
+    _number, _polled = 0, False

@@ -50,7 +50,7 @@ def prepare(config: RunConfig) -> None:
 
 
 def train_on_local_ranks(
-    config: RunConfig, folder: Path, ranks: int, shown: Sequence[Sink], work: Work | None
+    config: RunConfig, folder: Path, ranks: int, shown: Sequence[Sink], work: Work
 ) -> dict[str, Any]:
     """Start ranks by torch elastic, show the rows of the first rank, and wait for all ranks.
 

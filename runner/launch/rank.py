@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,13 @@ COLLECTIVE = ("torch.distributed.", "torch.autograd.graph")
 """Modules of torch that a lost connection is raised in: by a collective, or in a backward pass."""
 
 
-def rank_main(config: RunConfig, folder: Path, work: Work | None = None) -> dict[str, Any]:
+def rank_main(config: RunConfig, folder: Path, work: Work) -> dict[str, Any]:
     """Train as a local rank, which the environment describes.
 
     Args:
         config: the configuration.
         folder: folder of the run; the first rank writes its rows there.
-        work: what to do; the training of a run by default.
+        work: what to do.
 
     Returns:
         What the work returned: the summary of a run.
@@ -60,7 +61,7 @@ def rank_main(config: RunConfig, folder: Path, work: Work | None = None) -> dict
     try:
         launch_from_torch(seed=config.seed, verbose=False, timeout=config.launch.timeout)
         sinks = [JsonlSink(folder / files.ROWS)] if started.rank == 0 else []
-        return (work or execute)(config, sinks)
+        return work(config, sinks)
     except SystemExit as end:
         if end.code == 128 + signal.SIGTERM:
             raise
@@ -96,12 +97,13 @@ def join(work: Work | None = None) -> int:
     """
     try:
         launch_from_torch(verbose=False)
-        sent: list[Any] = [None, None]
+        sent: list[Any] = [None, None, None]
         dist.broadcast_object_list(sent, src=0)
-        config, folder = sent
+        config, folder, resume = sent
         if folder.is_dir():  # not on another machine without a shared disk
             _log_to(folder / files.LOG, dist.get_rank())
-        (work or execute)(config, [])
+        work = work or partial(execute, folder=folder, resume=resume)
+        work(config, [])
     except Exception:
         traceback.print_exc()
         return 1

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +50,21 @@ class Ended:
 
 
 def train(
-    config: RunConfig, folder: Path, shown: Sequence[Sink], work: Work | None = None
+    config: RunConfig,
+    folder: Path,
+    shown: Sequence[Sink],
+    work: Work | None = None,
+    resume: Path | None = None,
 ) -> dict[str, Any]:
     """Train where ``config`` and the environment ask for it.
 
     Args:
         config: the configuration.
-        folder: folder for rows and for the log of ranks.
+        folder: folder for rows, for the log of ranks and for checkpoints.
         shown: further sinks of rows.
         work: what each rank does, a function of a module that ranks can import; the training of a
             run by default.
+        resume: checkpoint to continue from.
 
     Returns:
         What the first rank's work returned: the summary of a run.
@@ -68,6 +74,7 @@ def train(
     from runner.train.job import execute
 
     joined = started_rank() is not None
+    work = work or partial(execute, folder=folder.absolute(), resume=resume)
     if is_watched(sys.stderr) and build.device_of(config.device).type == "cpu":
         log_section = config.log.model_copy(update={"flush": 1})
         config = config.model_copy(update={"log": log_section})
@@ -78,10 +85,10 @@ def train(
             import torch.distributed as dist
 
             launch_from_torch(verbose=False, timeout=config.launch.timeout)
-            dist.broadcast_object_list([config, folder.absolute()], src=0)
+            dist.broadcast_object_list([config, folder.absolute(), resume], src=0)
         elif config.plugin.name != "single":
             stand_alone()
-        return (work or execute)(config, [JsonlSink(folder / files.ROWS), *shown])
+        return work(config, [JsonlSink(folder / files.ROWS), *shown])
     finally:
         leave()
 

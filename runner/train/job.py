@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,12 +37,21 @@ def _say(text: str) -> None:
     logging.getLogger("runner.probe").info(text)
 
 
-def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
+def execute(
+    config: RunConfig,
+    sinks: Sequence[Sink],
+    *,
+    folder: Path | None = None,
+    resume: Path | None = None,
+) -> dict[str, Any]:
     """Train in this process, which is one of the ranks of the run.
 
     Args:
         config: the whole configuration.
         sinks: where rows go; empty on all ranks but the first.
+        folder: folder of the run; without one no checkpoint is saved.
+        resume: checkpoint to continue from, which :func:`runner.checkpoint.folder.require_whole`
+            has accepted.
 
     Returns:
         The summary of the run. Apart from times it is the same on every rank.
@@ -50,6 +60,8 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     trainer = make_trainer(config, sinks)
     if trainer.plugin.rank == 0:
         _log_setup(config, trainer)
+    if resume is not None:
+        trainer.load(resume)
     summary = trainer.fit()
     clip = config.clip
     effect = effect_of(trainer.optimizer.optimizers, clip.threshold, trainer.parameters)

@@ -88,6 +88,8 @@ class LoopbackWandb:
 
     def _graphql(self, body: dict[str, Any]) -> dict[str, Any]:
         query, given = body.get("query", ""), body.get("variables") or {}
+        if "RunResumeStatus" in query:
+            return {"data": {"model": self._resume_status(given)}}
         if "upsertBucket" in query:
             run = self.runs.setdefault(given["name"], ArrivedRun(given["name"]))
             run.created.update({key: value for key, value in given.items() if value is not None})
@@ -106,6 +108,32 @@ class LoopbackWandb:
         if "viewer" in query:
             return {"data": {"viewer": {"id": "1", "entity": "local", "username": "local"}}}
         return {"data": {}}
+
+    def _resume_status(self, given: dict[str, Any]) -> dict[str, Any] | None:
+        """What a client that resumes asks: how much of the run has arrived."""
+        run = self.runs.get(given["name"])
+        if run is None:
+            return None
+        tail = [json.dumps(run.rows[max(run.rows)])] if run.rows else []
+        return {
+            "id": "project",
+            "name": given.get("project") or "local",
+            "entity": {"id": "1", "name": "local"},
+            "bucket": {
+                "id": f"bucket-{run.id}",
+                "name": run.id,
+                "displayName": run.created.get("displayName"),
+                "config": run.created.get("config") or "{}",
+                "summaryMetrics": json.dumps(run.summary),
+                "wandbConfig": json.dumps({"t": 1}),  # it was started
+                "tags": run.created.get("tags") or [],
+                "historyLineCount": len(run.rows),
+                "historyTail": json.dumps(tail),
+                "logLineCount": 0,
+                "eventsLineCount": 0,
+                "eventsTail": "[]",
+            },
+        }
 
     def _file_stream(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         run_id = path.rstrip("/").split("/")[-2]

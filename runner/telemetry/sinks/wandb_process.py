@@ -20,7 +20,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -83,6 +83,7 @@ class Recorder:
         self._say = say
         self._complaints: list[str] = []
         self._run: Run | None = None
+        self._earlier = set(self._begun())  # records of the run that this one continues
         mode = effective_mode(request["mode"])
         if mode == "online":
             try:
@@ -151,15 +152,20 @@ class Recorder:
 
         # wandb's client keeps the id of a run that failed to start until a new client starts.
         wandb.teardown()
-        place = Path(self._request["record"])
-        for begun in place.glob(f"run-*-{self._request['run']['id']}"):
+        for begun in set(self._begun()) - self._earlier:
             shutil.rmtree(begun, ignore_errors=True)
+        place = self._request["record"]
         why = str(error).strip().splitlines() or [type(error).__name__]
         self._say(
             "warning",
             f"wandb cannot record online ({why[0]}); this run is recorded offline in {place}. "
             f"To send it later: wandb sync {place}/offline-run-*",
         )
+
+    def _begun(self) -> Iterator[Path]:
+        """Yield the records of this run that were begun online."""
+        run_id = self._request["run"]["id"]
+        yield from Path(self._request["record"]).glob(f"run-*-{run_id}")
 
 
 class _Relay:

@@ -60,7 +60,10 @@ class WandbSink:
         job_type: job type of the run.
         name: displayed name of the run.
         run_id: id that is unique in the project, see :func:`new_run_id`.
-        config: resolved configuration in plain containers. It is recorded and must hold no secret.
+        config: configuration in plain containers. It is recorded and must hold no secret.
+        sent_until: step up to which rows are in wandb already; they are not sent again.
+        resumes: whether to continue the wandb run of ``run_id``. Offline, a further record of that
+            id is made, which ``wandb sync`` appends to the run.
     """
 
     def __init__(
@@ -75,7 +78,10 @@ class WandbSink:
         name: str,
         run_id: str,
         config: dict[str, Any],
+        sent_until: int = 0,
+        resumes: bool = False,
     ) -> None:
+        self._sent_until = sent_until
         self._warned = False
         self._done = False
         self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -97,6 +103,7 @@ class WandbSink:
                 "name": name,
                 "id": run_id,
                 "config": config,
+                "resume": "allow" if resumes else None,
             },
         }
         try:
@@ -112,7 +119,7 @@ class WandbSink:
 
     def write(self, row: Row) -> None:
         """Queue one row, which takes a microsecond."""
-        if self._process is not None:
+        if self._process is not None and row[keys.TRAIN_STEP] > self._sent_until:
             self._outbox.put({"row": dict(row)})
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:

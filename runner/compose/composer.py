@@ -19,24 +19,22 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose import recipes, resolvers
+from runner.compose.parsing import parse
 from runner.config.clip_section import Clip
 from runner.config.folders import CONFIG_NAME, find, obstacle, outputs
-from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean, or_list
+from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
 from runner.config.tensor_plan import settled
 
 Earlier: TypeAlias = Callable[[Path, str | None], str | None]
@@ -138,16 +136,7 @@ class Composer:
         Returns:
             The parsed overrides, and a problem for each one that cannot be parsed.
         """
-        parser = OverridesParser.create(config_loader=self.loader)
-        overrides, problems = [], []
-        for word in words:
-            try:
-                if word.startswith("="):
-                    raise HydraException("there is no key")
-                overrides += parser.parse_overrides([word])
-            except HydraException as error:
-                problems.append(_unreadable(word, str(error), self.loader))
-        return overrides, problems
+        return parse(words, self.loader)
 
     def compose(self, given: Sequence[str]) -> DictConfig:
         """Compose ``given``; raises what Hydra and OmegaConf raise for overrides that are wrong."""
@@ -267,22 +256,3 @@ def plain_config(config: DictConfig, resolve: bool = True) -> dict[str, Any]:
     content = OmegaConf.to_container(config, resolve=resolve)
     assert isinstance(content, dict)
     return settled({str(key): value for key, value in content.items()})
-
-
-def _unreadable(word: str, error: str, loader: ConfigLoader) -> Problem:
-    key, equals, value = word.partition("=")
-    if not equals:
-        homes = [
-            f"{group}={word}"
-            for group in loader.list_groups("")
-            if group != "hydra" and word in loader.get_group_options(group)
-        ]
-        near = f"; did you mean {or_list(homes)}?" if homes else ""
-        return Problem(word, NOTHING, f"must be KEY=VALUE or GROUP=OPTION{near}")
-    reason = error.partition("\n")[0]
-    return Problem(
-        key,
-        value,
-        f"cannot be read: {reason}; text with spaces or signs goes in quotes within quotes, "
-        f"as in '{key}=\"a (b)\"'",
-    )

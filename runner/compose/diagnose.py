@@ -70,8 +70,8 @@ def examine(overrides: Sequence[Override], composer: Composer) -> Diagnosis:
 
 def refuse(composer: Composer, word: str) -> Problem | None:
     """Return the problem of an override that chooses an option which does not exist."""
-    [override], _ = composer.read([word])
-    return _wrong_choice(override, composer.loader)
+    overrides, problems = composer.read([word])
+    return problems[0] if problems else _wrong_choice(overrides[0], composer.loader)
 
 
 def misuses_group(overrides: Sequence[Override], loader: ConfigLoader) -> bool:

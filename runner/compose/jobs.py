@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from runner.compose import diagnose
@@ -117,8 +118,17 @@ class Lists:
         keys = self._setting("sweep.zip")
         return [str(key) for key in keys] if OmegaConf.is_list(keys) else []
 
+    @property
+    def most(self) -> int | None:
+        """``sweep.max_jobs``; None if it is not known, or wrong."""
+        most = self._setting("sweep.max_jobs")
+        return most if type(most) is int and most > 0 else None
+
     def _setting(self, key: str, default: Any = None) -> Any:
-        return OmegaConf.select(self.master or OmegaConf.create(), key, default=default)
+        try:
+            return OmegaConf.select(self.master or OmegaConf.create(), key, default=default)
+        except OmegaConfBaseException:  # it refers to nothing, which the check of a job reports
+            return default
 
 
 def read(composer: Composer, given: Sequence[str], overrides: Sequence[Override]) -> Lists:
@@ -150,6 +160,7 @@ def jobs(composer: Composer, lists: Lists, check: Check) -> tuple[list[Job], lis
         partial(diagnose.refuse, composer),
         together=lists.together,
         enumerated=lists.enumerated,
+        most=lists.most or _most(composer),
     )
     problems += found
     problems += _sweeper_problems(lists.master)
@@ -162,6 +173,11 @@ def jobs(composer: Composer, lists: Lists, check: Check) -> tuple[list[Job], lis
         if typed is not None:
             made.append(Job(typed, plain, tuple(given), tuple(apart)))
     return made, problems + _merged(by_job)
+
+
+def _most(composer: Composer) -> int:
+    """Return ``sweep.max_jobs`` as it is without any overrides; 1 if a file is at fault."""
+    return Lists((), (), composer.attempt([])).most or 1
 
 
 def _sweeper_problems(master: DictConfig | None) -> Iterator[Problem]:

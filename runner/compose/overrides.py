@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, product
+from itertools import chain, islice, product
+from math import prod
 from typing import NamedTuple
 
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
 from runner.compose.composer import plain_word
@@ -43,6 +44,7 @@ def jobs(
     *,
     together: Sequence[str] = (),
     enumerated: bool = True,
+    most: int,
 ) -> tuple[list[JobOverrides], list[Problem]]:
     """Return the jobs of a sweep: every combination of the listed values.
 
@@ -55,6 +57,7 @@ def jobs(
         together: keys whose lists advance together.
         enumerated: whether the jobs are all combinations. False for a sweeper that chooses its
             jobs: then each value, and each end of an interval, comes once.
+        most: number of jobs that are too many if it is exceeded.
 
     Returns:
         The overrides of each job, and a problem for each wrong list and each refused value.
@@ -67,10 +70,12 @@ def jobs(
             values[key] = [plain_word(override)]
             continue
         try:
-            found = _listed(override)
-        except (HydraException, ValueError, ArithmeticError) as error:
+            found = _listed(override, most)
+        except (HydraException, ValueError, TypeError, ArithmeticError) as error:
             problems.append(Problem(key, override.get_value_string(), f"cannot be read: {error}"))
             continue
+        if len(found) > most:
+            return [], [*problems, _too_many(f"{key} alone has more values", most)]
         if allowed := _wanted_instead(override, found, enumerated, loader):
             problems.append(Problem(key, override.get_value_string(), f"must be {allowed}"))
             continue
@@ -80,6 +85,12 @@ def jobs(
         values[key] = kept or list(listed)[:1]  # so that the other overrides are checked too
     if together and (problem := _not_together(values, together, enumerated)):
         return [], [*problems, problem]
+    count = _count(values, together, enumerated)
+    if count > most:
+        sizes = ", ".join(
+            f"{key} {len(listed):,}" for key, listed in values.items() if len(listed) > 1
+        )
+        return [], [*problems, _too_many(f"it has {count:,} runs (values: {sizes})", most)]
     chosen = _combinations(values, together) if enumerated else _one_by_one(values)
     made = [
         JobOverrides([*one.values()], [one[key] for key in one if len(values[key]) > 1])
@@ -119,12 +130,16 @@ def given_twice(overrides: Iterable[Override]) -> list[str]:
     ]
 
 
-def _listed(override: Override) -> list[str]:
-    """Return the values of a list, or both ends of an interval."""
-    if override.is_interval_sweep():
-        interval = override.value()
-        assert isinstance(interval, IntervalSweep)
-        return [str(interval.start), str(interval.end)]
+def _listed(override: Override, most: int) -> list[str]:
+    """Return the values of a list, or both ends of an interval.
+
+    Of a range with more than ``most`` values, one more than that many are returned.
+    """
+    sweep = override.value()
+    if isinstance(sweep, RangeSweep) and len(first := [*islice(sweep.range(), most + 1)]) > most:
+        return [str(value) for value in first]  # a range may have billions of values
+    if isinstance(sweep, IntervalSweep):
+        return [str(sweep.start), str(sweep.end)]
     return list(override.sweep_string_iterator())
 
 
@@ -140,6 +155,22 @@ def _combinations(
         dict(zip(keys, chain.from_iterable(combination), strict=True))
         for combination in product(*rows)
     ]
+
+
+def _count(values: Mapping[str, Sequence[str]], together: Sequence[str], enumerated: bool) -> int:
+    """Return the number of jobs, without making them."""
+    if not enumerated:
+        return 1 + sum(len(words) - 1 for words in values.values())
+    apart = [len(words) for key, words in values.items() if key not in together]
+    return prod(apart) * max((len(values[key]) for key in together if key in values), default=1)
+
+
+def _too_many(why: str, most: int) -> Problem:
+    return Problem(
+        "sweep.max_jobs",
+        most,
+        f"this sweep is too large: {why}; list fewer values, or raise the limit",
+    )
 
 
 def _one_by_one(values: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:

@@ -28,9 +28,9 @@ def register() -> None:
     functions: dict[str, Callable[..., Any]] = {
         "outputs": lambda: str(outputs()),
         "first": _first,
-        "groups": _groups,
-        "recipes": _recipes,
-        "keys": _keys,
+        "groups": _for_help(_groups),
+        "recipes": _for_help(_recipes),
+        "keys": _for_help(_keys),
     }
     for name, function in functions.items():
         OmegaConf.register_new_resolver(f"runner.{name}", function, replace=True)
@@ -41,27 +41,41 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _groups() -> str:
+def _for_help(text: Callable[[Container], str]) -> Callable[..., str]:
+    """Return a resolver of a part of the help, which values of a run cannot refer to.
+
+    ``${runner.keys:}`` in the value of a key would hold itself.
+    """
+
+    def resolve(*, _root_: Container, _parent_: Container) -> str:
+        if _parent_ is None or not _parent_._get_full_key("").startswith("hydra.help"):
+            raise ValueError("this is a part of --help, not of a run")
+        return text(_root_)
+
+    return resolve
+
+
+def _groups(_: Container) -> str:
     """Return groups and their options for ``--help``, also those of ``--config-dir``."""
     loader = GlobalHydra.instance().config_loader()
     groups = sorted(set(loader.list_groups("")) - {"hydra", "recipe"})
     return _table((group, ", ".join(loader.get_group_options(group))) for group in groups)
 
 
-def _recipes() -> str:
+def _recipes(_: Container) -> str:
     """Return recipes with their purposes, or with why they cannot be read, for ``--help``."""
     return _table((recipe.name, recipe.error or recipe.purpose) for recipe in recipes.read_all())
 
 
-def _keys(*, _root_: Container) -> str:
+def _keys(root: Container) -> str:
     """Return the owned keys with their values in this composition, for ``--help``."""
     rows = []
-    clip = _plain(OmegaConf.select(_root_, "clip"))
+    clip = _plain(OmegaConf.select(root, "clip"))
     for key in owned_keys({"clip": clip}).values():
         if key.name in _CHOSEN or key.name.endswith("._target_"):
             continue
         try:
-            value = OmegaConf.select(_root_, key.name, default=key.default)
+            value = OmegaConf.select(root, key.name, default=key.default)
         except OmegaConfBaseException:
             value = MISSING
         rows.append((f"{key.name}={shown(_plain(value))}", key.meaning))

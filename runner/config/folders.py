@@ -50,9 +50,34 @@ def obstacle(folder: Path) -> str | None:
             continue
         if not parent.is_dir():
             return f"must be a folder that can be written; {parent} is not a folder"
+        if message := _unusable(folder, parent):
+            return f"must be a folder that can be written; {message}"
         try:
             with tempfile.TemporaryDirectory(prefix=".writable-", dir=parent):
                 return None
         except OSError as error:
             return f"must be a folder that can be written; {parent}: {error.strerror}"
     return "must be a folder that can be written; no part of this path exists"
+
+
+_INSIDE = 200
+"""Bytes that the names of files in the folder of a run may add to its path."""
+
+
+def _unusable(folder: Path, parent: Path) -> str | None:
+    """Return why a folder below ``parent``, which exists, cannot have its name; None if it can."""
+    longest = os.pathconf(parent, "PC_NAME_MAX")
+    for name in folder.parts[len(parent.parts) :]:
+        if not _storable(name):
+            return f"{name!a} is no name of a file"
+        if (size := len(os.fsencode(name))) > longest:
+            return f"{name[:20]}… has {size} bytes, and a name has at most {longest}"
+    size, longest = len(os.fsencode(folder)), os.pathconf(parent, "PC_PATH_MAX") - _INSIDE
+    return f"the path has {size} bytes, and at most {longest} fit" if size > longest else None
+
+
+def _storable(name: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:  # a lone surrogate
+        return False

@@ -73,7 +73,17 @@ class Problem:
     @property
     def word(self) -> str:
         """The key and its value, as a user types them."""
-        return self.key if self.value is NOTHING else f"{self.key}={shown(self.value)}"
+        key = _brief(self.key)
+        return key if self.value is NOTHING else f"{key}={_brief(shown(self.value))}"
+
+
+def _brief(text: str, longest: int = 400) -> str:
+    """Return ``text`` on one line, without its middle if it would fill a screen."""
+    if not text.isprintable():
+        text = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest // 2]} … {text[-20:]} ({len(text):,} characters)"
 
 
 @dataclass(frozen=True)
@@ -118,8 +128,8 @@ def _block(problems: tuple[Problem, ...]) -> str:
     width = min(max((len(problem.word) for problem in problems), default=0), 40)
     lines = [f"clip-runner: this request cannot be run ({count})"]
     for problem in problems:
-        place = f"  (in the job {problem.job})" if problem.job else ""
-        lines.append(f"  {problem.word:<{width}}  {problem.message}{place}")
+        place = f"  (in the job {_brief(problem.job)})" if problem.job else ""
+        lines.append(f"  {problem.word:<{width}}  {_brief(problem.message, 4000)}{place}")
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from runner.config.plugin_section import PluginSection, pipeline_microbatches
 from runner.config.section import Conflict, Section, Target
 from runner.config.values import (
     Allowed,
+    Count,
     DurationText,
     FolderName,
     Natural,
@@ -138,6 +139,9 @@ class SweepSection(Section):
     )
     max_failures: Natural | None = Field(
         description="stop after more failed runs than this; null: never"
+    )
+    max_jobs: Count = Field(
+        description="refuse a sweep of more runs, such as that of range(0,1e9); raise it for more"
     )
     zip: Texts = Field(description="advance the lists of these keys together, not as a product")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
@@ -117,6 +117,12 @@ def _output_dims(value: Any) -> dict[str, int | list[int]]:
     return value
 
 
+def _folder_name(value: str) -> str:
+    if len(value.encode()) > 200:
+        raise ValueError
+    return value
+
+
 def option_of(group: str) -> OneOf:
     """Allow the options of ``group``: each file in its folder of ``conf/`` is one."""
     return OneOf(options(group))
@@ -154,9 +160,10 @@ OutputDims = Annotated[
 FolderName = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9][\w.\-]*$", max_length=100),
+    AfterValidator(_folder_name),
     Allowed(
         "the name of a folder: letters, digits, '_', '-' and '.', the first a letter or a digit, "
-        "at most 100 of them"
+        "at most 100 of them and at most 200 bytes"
     ),
 ]
 DottedName = Annotated[

@@ -9,6 +9,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.config.bounded_file import read_bounded
+from runner.config.bounded_yaml import load_yaml
 from runner.config.values import Refusal
 
 
@@ -19,8 +21,10 @@ def read_yaml(file: Path) -> Any:
         Refusal: the file cannot be read; the message names the file, and the place in it.
     """
     try:
-        # OmegaConf's reader refuses a key that stands twice; yaml's own takes the last one.
-        return OmegaConf.to_container(OmegaConf.load(file))
+        content = load_yaml(read_bounded(file).decode("utf-8"))
+        if isinstance(content, dict | list):
+            OmegaConf.create(content)  # refuses keys and references that Hydra cannot read
+        return {} if content is None else content
     except FileNotFoundError:
         raise Refusal(f"there is no file {file.absolute()}") from None
     except yaml.MarkedYAMLError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from runner.report.norms import histogram
 from runner.report.notation import plural
 from runner.report.origin import origin
 from runner.report.predicted import ratio_charts
+from runner.report.run import unreadable
 from runner.report.sweep import SweepRuns, read
 from runner.report.table import omitted, table
 from runner.report.threshold import metric_charts
@@ -44,7 +46,10 @@ def write(folder: Path, left: int = 0) -> Path:
         OSError: the page cannot be written there.
     """
     sweep = read(folder)
-    page = html(sweep, left)
+    try:
+        page = html(sweep, left)
+    except Exception:  # one run that cannot be shown must not take the page of the others
+        page = html(_readable(sweep), left)
     target = sweep.folder / files.PAGE
     # An override may hold bytes that are no UTF-8; the page shows a question mark for each.
     write_text(target, page.encode("utf-8", "replace").decode("utf-8"))
@@ -72,6 +77,18 @@ def html(sweep: SweepRuns, left: int = 0) -> str:
         Markup(f"<style>{_asset('page.css')}</style>"),
     )
     return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
+
+
+def _readable(sweep: SweepRuns) -> SweepRuns:
+    """Return a sweep with an empty run in place of each that alone cannot be shown."""
+    runs = []
+    for run in sweep.runs:
+        try:
+            html(replace(sweep, runs=(run,)))
+            runs.append(run)
+        except Exception as error:
+            runs.append(unreadable(run.folder, run.number, error))
+    return replace(sweep, runs=tuple(runs))
 
 
 def _sections(found: Findings) -> list[Child]:

@@ -11,15 +11,13 @@ from typing import Any
 
 import yaml
 
+from runner.config.bounded_file import read_bounded
+from runner.config.bounded_yaml import load_yaml
 from runner.config.modes import ModeInfo, info_of
-from runner.report.series import EMPTY, Series, read_series
+from runner.report.series import EMPTY, Series, drawn, read_series
 from runner.run_folder import files, keys
 from runner.run_folder.status import elapsed, state_of
-from runner.run_folder.strict_json import number, read_object
-
-# libyaml, if PyYAML was built with it, reads the 256 configurations of a large sweep ten times as
-# fast.
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+from runner.run_folder.strict_json import read_object
 
 
 class NoRunError(Exception):
@@ -34,7 +32,7 @@ class Run:
         folder: folder of the run; None if it was planned but never started.
         number: number in the sweep, or name of the folder.
         state: running, finished, failed, interrupted, killed (recorded as running, but its process
-            is gone), not started, or unknown.
+            is gone), not started, unreadable, or unknown.
         error: recorded cause of a failure.
         config: resolved configuration by dotted key.
         overrides: all overrides of the run.
@@ -87,15 +85,21 @@ class Run:
     @cached_property
     def steps(self) -> int:
         """Optimizer steps taken, as far as they were recorded."""
-        known = [self.summary.get("steps"), self.status.get("step")]
-        known += [one.steps[-1] for one in self.series.values() if len(one)][:1]
-        return int(max((value for value in known if isinstance(value, int | float)), default=0))
+        known = [drawn(self.summary.get("steps")), drawn(self.status.get("step"))]
+        known += [float(one.steps[-1]) for one in self.series.values() if len(one)][:1]
+        return int(max((value for value in known if value and math.isfinite(value)), default=0))
 
     @cached_property
     def seconds(self) -> float | None:
         """Wall time from the summary, or else between the recorded start and end."""
-        wall = number(self.summary.get(keys.WALL_SECONDS))
+        wall = drawn(self.summary.get(keys.WALL_SECONDS))
         return elapsed(self.status) if wall is None else wall
+
+
+def unreadable(folder: Path | None, number: str, error: Exception) -> Run:
+    """Return what is shown in place of a run whose files hold something that nobody foresaw."""
+    cause = f"its files cannot be read: {type(error).__name__}: {error}"
+    return Run(folder=folder, number=number, state="unreadable", error=cause)
 
 
 def is_run(folder: Path) -> bool:
@@ -131,7 +135,7 @@ def read_run(folder: Path) -> Run:
 def read_yaml(path: Path) -> object:
     """Return the content of a YAML file; None if it is missing or damaged."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        return load_yaml(read_bounded(path).decode("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
 
@@ -149,7 +153,7 @@ def flat(record: object, prefix: str = "") -> dict[str, Any]:
 
 def _positive(value: object) -> float | None:
     try:
-        threshold = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        threshold = drawn(float(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
         return None
-    return threshold if threshold > 0 and math.isfinite(threshold) else None
+    return threshold if threshold and 0 < threshold < math.inf else None

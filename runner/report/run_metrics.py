@@ -14,9 +14,8 @@ import numpy as np
 
 from runner.config.objective import higher_is_better
 from runner.report.run import Run
-from runner.report.series import Series
+from runner.report.series import Series, drawn
 from runner.run_folder import keys
-from runner.run_folder.strict_json import number
 
 PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 
@@ -68,10 +67,10 @@ def measure(
         final={key: value for key, value in final.items() if value is not None},
         best={key: value for key, value in best.items() if value is not None},
         ratio=ratio,
-        fraction=number(run.summary.get(keys.CLIP_FRACTION)),
+        fraction=drawn(run.summary.get(keys.CLIP_FRACTION)),
         norm=_norm(run),
         coef=float(coef.mean()) if len(coef) else None,
-        skipped=None if skipped is None or math.isnan(skipped) else int(skipped),
+        skipped=None if skipped is None or not math.isfinite(skipped) else int(skipped),
         diverged_at=diverged_at(run),
     )
 
@@ -116,12 +115,12 @@ def _best(run: Run, key: str, higher: bool, final: float | None) -> float | None
 
 def _summary(run: Run, part: str, key: str) -> float | None:
     values = run.summary.get(part)
-    return number(values.get(key)) if isinstance(values, dict) else None
+    return drawn(values.get(key)) if isinstance(values, dict) else None
 
 
 def _total(run: Run, key: str) -> float | None:
     """Return a metric that covers the whole run, from its summary or else from its last row."""
-    total = number(run.summary.get(key))
+    total = drawn(run.summary.get(key))
     return _last(run.of(key)) if total is None else total
 
 
@@ -132,7 +131,7 @@ def _last(series: Series) -> float | None:
 def _norm(run: Run) -> dict[str, float]:
     recorded = run.summary.get(keys.GRAD_NORM)
     if isinstance(recorded, dict) and recorded:
-        spread = {key: number(recorded.get(key)) for key in PERCENTILES}
+        spread = {key: drawn(recorded.get(key)) for key in PERCENTILES}
         return {key: value for key, value in spread.items() if value is not None}
     norms = run.of(keys.GRAD_NORM).finite
     if not len(norms):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -55,6 +56,17 @@ class Series:
         return self.values[np.isfinite(self.values)]
 
 
+def drawn(value: object) -> float | None:
+    """Return a number of a record as a chart or a mean can use it; None if it is none.
+
+    Beyond 1e150 it is infinite, and below 1e-150 zero: ratios and squares of others overflow.
+    """
+    found = number(value)
+    if found is None or 1e-150 <= abs(found) <= 1e150 or not found:
+        return found
+    return found if math.isnan(found) else math.copysign(math.inf if abs(found) > 1 else 0.0, found)
+
+
 EMPTY = Series(np.empty(0), np.empty(0))
 
 
@@ -71,13 +83,13 @@ def read_series(path: Path, extra: Iterable[str] = ()) -> dict[str, Series]:
     wanted = KEYS.union(extra)
     columns: dict[str, tuple[array[float], array[float]]] = {}
     for row in read_rows(path):
-        step = number(row.get(keys.TRAIN_STEP))
-        if step is None:
+        step = drawn(row.get(keys.TRAIN_STEP))
+        if step is None or not math.isfinite(step):
             continue
         for key, raw in row.items():
             if key not in wanted and not key.startswith((keys.WHAT_IF, keys.LAYER_NORM)):
                 continue
-            value = number(raw)
+            value = drawn(raw)
             if value is None:
                 continue
             column = columns.get(key)

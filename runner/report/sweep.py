@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from runner.report.run import NoRunError, Run, is_run, read_run, read_yaml
+from runner.report.run import NoRunError, Run, is_run, read_run, read_yaml, unreadable
 from runner.run_folder import files
 from runner.run_folder.sweep_record import Entry, SweepRecord
 
@@ -64,7 +64,7 @@ def read_sweep(folder: Path) -> SweepRuns:
         )
     record = _record(folder)
     planned = {str(entry.number): entry for entry in record.entries} if record else {}
-    runs = [_completed(read_run(one), planned.pop(one.name, None)) for one in found]
+    runs = [_completed(_read(one), planned.pop(one.name, None)) for one in found]
     runs += [_planned(entry) for entry in planned.values()]
     runs.sort(key=lambda run: int(run.number))
     if record is None:
@@ -83,6 +83,14 @@ def _record(folder: Path) -> SweepRecord | None:
         return SweepRecord.find(folder)
     except (OSError, ValueError):
         return None
+
+
+def _read(folder: Path) -> Run:
+    """Read a run of a sweep; one that cannot be read must not take the page of the others."""
+    try:
+        return read_run(folder)
+    except Exception as error:
+        return unreadable(folder, folder.name, error)
 
 
 def _completed(run: Run, entry: Entry | None) -> Run:

@@ -29,6 +29,7 @@ _STATES = {
     "interrupted": "‖",
     "running": "…",
     "not started": "○",
+    "unreadable": "✕",
 }
 _DIVERGED = "diverged_at"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from runner.run_folder import files
+from runner.run_folder.misplaced import misplaced
 from runner.run_folder.sweep_record import SweepRecord
 
 
@@ -16,6 +17,8 @@ def earlier_record(folder: Path, request: str | None = None) -> str | None:
         request: hash of a sweep's request, as :func:`runner.config.identity.request_hash` returns
             it: the folder may hold the record of the same request. None for a run.
     """
+    if message := misplaced(folder, sweep=request is not None):
+        return message
     if request is not None:
         return _other_sweep(folder, request)
     for name in (files.STATUS, files.MULTIRUN, files.HYDRA):

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from runner.config.bounded_file import open_file
 from runner.run_folder.strict_json import decode, fast_encoder
+
+LONGEST_LINE = 16 * 2**20
+"""Bytes of a line that is still read as one; a row with the norms of 100,000 parameters has 10
+million."""
 
 Row: TypeAlias = dict[str, int | float]
 """Metrics of one optimizer step by key, on the host. It always has `keys.TRAIN_STEP`."""
@@ -37,14 +42,15 @@ class JsonlSink:
 def read_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file whose run may have been killed, or may still be running.
 
-    Lines that are torn, or are no JSON object, are skipped. A missing file has no rows.
+    Lines that are torn, or are no JSON object, are skipped. A file that is missing, or cannot be
+    read, has no rows.
     """
     try:
-        file = path.open("rb")
-    except FileNotFoundError:
+        file = open_file(path)
+    except OSError:
         return
     with file:
-        for line in file:
+        for line in iter(lambda: file.readline(LONGEST_LINE), b""):
             try:
                 yield decode(line)
             except ValueError:

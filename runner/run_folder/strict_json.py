@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runner.config.bounded_file import read_bounded
 from runner.run_folder.atomic import write_text
 
 _NUMBERS = (int, float)
@@ -48,14 +49,17 @@ def decode(text: str | bytes) -> dict[str, Any]:
     Raises:
         ValueError: the text is not a JSON object.
     """
-    record = json.loads(text)
-    if not isinstance(record, dict):
-        raise ValueError(f"not a JSON object: {text[:80]!r}")
-    # Most values of a row are numbers: they are not passed to the function.
-    return {
-        key: value if isinstance(value, _NUMBERS) else _floats(value)
-        for key, value in record.items()
-    }
+    try:
+        record = json.loads(text)
+        if not isinstance(record, dict):
+            raise ValueError(f"not a JSON object: {text[:80]!r}")
+        # Most values of a row are numbers: they are not passed to the function.
+        return {
+            key: value if isinstance(value, _NUMBERS) else _floats(value)
+            for key, value in record.items()
+        }
+    except RecursionError:
+        raise ValueError("a JSON object that is nested too deep") from None
 
 
 def spelled(value: Any) -> Any:
@@ -78,15 +82,21 @@ def write_object(path: Path, value: dict[str, Any]) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if the file is missing or damaged."""
     try:
-        return decode(path.read_bytes())
+        return decode(read_bounded(path))
     except (OSError, ValueError):
         return {}
 
 
 def number(value: object) -> float | None:
-    """Return a number of a record, spelled as a string or not, as a float; None if it is none."""
+    """Return a number of a record, spelled as a string or not, as a float; None if it is none.
+
+    An integer beyond all floats is infinite, as JSON reads ``1e999``.
+    """
     if isinstance(value, _NUMBERS) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
     return _NONFINITE.get(value) if isinstance(value, str) else None
 
 

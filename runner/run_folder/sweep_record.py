@@ -6,12 +6,18 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+
+from runner.config.bounded_file import read_bounded
 from runner.run_folder import files
-from runner.run_folder.strict_json import decode, write_object
+from runner.run_folder.strict_json import write_object
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass
 class Entry:
     """One run of a sweep.
@@ -30,7 +36,7 @@ class Entry:
         seconds: wall time from start to end.
     """
 
-    number: int
+    number: Annotated[int, Field(ge=0)]
     folder: str
     overrides: list[str]
     words: list[str]
@@ -53,6 +59,7 @@ class Entry:
         return self.state not in ("waiting", "running")
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass
 class SweepRecord:
     """The content of ``sweep.json``.
@@ -85,7 +92,7 @@ class SweepRecord:
     started: str = ""
     ended: str | None = None
     failures: int = 0
-    entries: list[Entry] = field(default_factory=list)
+    entries: Annotated[list[Entry], Field(alias="runs")] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> SweepRecord:
@@ -95,12 +102,16 @@ class SweepRecord:
             FileNotFoundError: there is none.
             ValueError: the file is not the record of a sweep.
         """
-        content = decode((folder / files.SWEEP).read_bytes())
+        path = folder / files.SWEEP
         try:
-            entries = [Entry(**run) for run in content.pop("runs")]
-            return cls(**content, entries=entries)
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"{folder / files.SWEEP} is no record of a sweep: {error}") from None
+            record = _reader().validate_json(read_bounded(path))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise ValueError(f"{path} is no record of a sweep: {why}") from None
+        if len({entry.number for entry in record.entries}) < len(record.entries):
+            raise ValueError(f"{path} is no record of a sweep: two runs have one number")
+        return record
 
     @classmethod
     def find(cls, folder: Path) -> SweepRecord | None:
@@ -130,6 +141,11 @@ class SweepRecord:
             if entry.number == number:
                 return entry
         raise KeyError(number)
+
+
+@cache
+def _reader() -> TypeAdapter[SweepRecord]:
+    return TypeAdapter(SweepRecord)
 
 
 @contextmanager

@@ -82,6 +82,10 @@ class Tracker(Section):
     group: Text | None = Field(description="group runs by this name; null: by their sweep")
     tags: Texts = Field(description="tag runs, to find them again")
     job_type: Text = Field(description="say what kind of run this is, such as train")
+    timeout: float = Field(
+        gt=0,
+        description="wait at most so many seconds at the end until wandb has recorded the run",
+    )
 
 
 class Train(Section):

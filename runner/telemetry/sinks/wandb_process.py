@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from wandb import Run
 
 Mode = Literal["online", "offline", "disabled"]
+Inbox = queue.Queue[dict[str, Any] | None]
+
+MOST_MESSAGES = 1000
+"""Messages that were read and not passed to wandb yet."""
 
 STUCK_SECONDS = 2.0
 """Seconds after the time limit of finishing at which wandb's client is taken for stuck."""
@@ -122,7 +126,7 @@ class Recorder:
 
         finishing = threading.Thread(target=finish, daemon=True)
         finishing.start()
-        finishing.join(self._request["finish_seconds"] + STUCK_SECONDS)
+        finishing.join(self._seconds("finish_seconds", run.offline) + STUCK_SECONDS)
         stuck = finishing.is_alive()
         if stuck or (self._complaints and not run.offline):
             why = "its client is stuck" if stuck else self._complaints[0]
@@ -140,12 +144,24 @@ class Recorder:
         run: Run = wandb.init(
             **request["run"],
             mode=mode,
-            settings=_settings(wandb, request["init_seconds"], request["finish_seconds"]),
+            settings=_settings(
+                wandb,
+                self._seconds("init_seconds", mode == "offline"),
+                self._seconds("finish_seconds", mode == "offline"),
+            ),
         )
         run.define_metric(request["step"])
         run.define_metric("*", step_metric=request["step"])
         self._complaints.clear()  # later ones are about sending
         return run
+
+    def _seconds(self, limit: str, offline: bool) -> float:
+        """Return a limit in seconds; the machine may take its time where no server is waited for.
+
+        On a busy machine the start of wandb's client may take longer than a server is given.
+        """
+        seconds: float = self._request["timeout" if offline else limit]
+        return seconds
 
     def _give_up_online(self, error: Exception) -> None:
         import wandb
@@ -188,7 +204,7 @@ def _quiet_wandb(complaints: list[str] | None = None) -> Any:
     """Return the wandb module, set up to print nothing and so to prompt for nothing."""
     import wandb
 
-    silent = wandb.Settings(silent=True)
+    silent = wandb.Settings(silent=True, **_known_settings(wandb, {"x_service_wait": 600.0}))
     relay = _Relay([] if complaints is None else complaints)
     wandb.termsetup(silent, relay)
     wandb.setup(settings=silent)  # points wandb's messages back to the terminal
@@ -220,8 +236,13 @@ def _settings(wandb: Any, init_seconds: float, finish_seconds: float) -> Any:
         # A killed machine loses a second of the record instead of fifteen.
         "x_transaction_log_flush_interval": 1.0,
     }
-    known = wandb.Settings.model_fields  # older versions lack the flush interval
-    return wandb.Settings(**{key: value for key, value in wanted.items() if key in known})
+    return wandb.Settings(**_known_settings(wandb, wanted))
+
+
+def _known_settings(wandb: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that this version of wandb has: its private ones come and go."""
+    known = wandb.Settings.model_fields
+    return {key: value for key, value in wanted.items() if key in known}
 
 
 def _send(stream: IO[str], kind: str, text: str = "") -> None:
@@ -231,7 +252,7 @@ def _send(stream: IO[str], kind: str, text: str = "") -> None:
         stream.flush()
 
 
-def _read(stream: IO[str], inbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+def _read(stream: IO[str], inbox: Inbox) -> None:
     for line in stream:
         if not line.endswith("\n"):
             break
@@ -239,7 +260,7 @@ def _read(stream: IO[str], inbox: queue.SimpleQueue[dict[str, Any] | None]) -> N
     inbox.put(None)
 
 
-def _watch(trainer: int, inbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+def _watch(trainer: int, inbox: Inbox) -> None:
     """End the input when the trainer is gone: a process that it forked may hold the pipe open."""
     while os.getppid() == trainer:
         time.sleep(ORPHAN_SECONDS)
@@ -269,7 +290,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     source, answers = _own_streams()
     say = partial(_send, answers)
-    inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    # Bounded: a backlog waits with the trainer, which knows what to do about it.
+    inbox: Inbox = queue.Queue(MOST_MESSAGES)
     threading.Thread(target=_read, args=(source, inbox), daemon=True).start()
     threading.Thread(target=_watch, args=(trainer, inbox), daemon=True).start()
     request = inbox.get()

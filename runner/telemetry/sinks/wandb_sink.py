@@ -11,7 +11,6 @@ import string
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +19,7 @@ from runner.run_folder import files, keys
 from runner.run_folder.rows import Row
 from runner.run_folder.strict_json import spelled
 from runner.telemetry.sinks import wandb_process
+from runner.telemetry.sinks.progress import wait_while_working
 from runner.telemetry.sinks.wandb_process import effective_mode
 
 __all__ = ["WandbSink", "effective_mode", "new_run_id"]
@@ -30,9 +30,11 @@ INIT_SECONDS = 5.0
 FINISH_SECONDS = 5.0
 """Seconds that a server may take at the end to accept the rest of the record."""
 
-CLOSE_SECONDS = 9.0
-"""Most seconds that :meth:`WandbSink.close` takes: the start of the process and either limit of
-the server, for a run that ends before them."""
+STALLED_SECONDS = 10.0
+"""Seconds without progress after which :meth:`WandbSink.close` takes the process for stuck."""
+
+MOST_VALUES = 2_000_000
+"""Metrics that may wait for the process, about 200 MB; rows beyond that are left out."""
 
 log = logging.getLogger("runner.wandb")
 
@@ -45,15 +47,17 @@ def new_run_id() -> str:
 class WandbSink:
     """Record a run with wandb, in ``folder/wandb``.
 
-    Only :meth:`close` waits for wandb, at most ``CLOSE_SECONDS``. If the server cannot be reached,
-    refuses, hangs or dies, one warning is logged, and the complete record is in the folder, to be
-    sent later by ``wandb sync``. No error is raised, and nobody is prompted.
+    Only :meth:`close` waits for wandb, as long as its process makes progress, and at most
+    ``timeout`` seconds. If the server cannot be reached, refuses, hangs or dies, one warning is
+    logged, and the complete record is in the folder, to be sent later by ``wandb sync``. No error
+    is raised, and nobody is prompted.
 
     A run that is never closed, because its process was killed, is marked as failed.
 
     Args:
         folder: folder of the run.
         mode: auto, online, offline or disabled, see :func:`effective_mode`.
+        timeout: most seconds to wait at the end until wandb has recorded the run.
         project: project of the run in wandb.
         group: group of the run; None for none.
         tags: tags of the run.
@@ -71,6 +75,7 @@ class WandbSink:
         folder: Path,
         *,
         mode: str,
+        timeout: float,
         project: str,
         group: str | None,
         tags: list[str],
@@ -81,7 +86,10 @@ class WandbSink:
         sent_until: int = 0,
         resumes: bool = False,
     ) -> None:
+        self._timeout = timeout
         self._sent_until = sent_until
+        self._queued = self._passed = 0  # metrics given to the queue, and taken from it
+        self._heard = 0
         self._warned = False
         self._done = False
         self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -92,8 +100,9 @@ class WandbSink:
             "record": str(folder.absolute() / files.WANDB),
             "step": keys.TRAIN_STEP,
             "mode": mode,
-            "init_seconds": INIT_SECONDS,
-            "finish_seconds": FINISH_SECONDS,
+            "timeout": timeout,
+            "init_seconds": min(INIT_SECONDS, timeout),
+            "finish_seconds": min(FINISH_SECONDS, timeout),
             "run": {  # arguments of wandb.init
                 "dir": str(folder.absolute()),
                 "project": project,
@@ -119,26 +128,31 @@ class WandbSink:
 
     def write(self, row: Row) -> None:
         """Queue one row, which takes a microsecond."""
-        if self._process is not None and row[keys.TRAIN_STEP] > self._sent_until:
-            self._outbox.put({"row": dict(row)})
+        if self._process is None or row[keys.TRAIN_STEP] <= self._sent_until:
+            return
+        if self._queued - self._passed > MOST_VALUES:
+            self._warn("wandb is too slow for this run: its record lacks rows of metrics.jsonl")
+            return
+        self._queued += len(row)
+        self._outbox.put({"row": dict(row)})
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        """Send the end of the run and wait for the process, at most ``CLOSE_SECONDS``."""
+        """Send the end of the run and wait until it is recorded, see the class."""
         process, self._process = self._process, None
         if process is None:
             return
-        until = time.monotonic() + CLOSE_SECONDS
         self._outbox.put({"summary": dict(_flat(summary or {})), "exit_code": exit_code})
         self._outbox.put(None)
-        try:
-            process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._warn("wandb did not end in time; what it had recorded is in the run's folder")
+        if not wait_while_working(process, STALLED_SECONDS, self._timeout, lambda: self._heard):
+            self._warn(
+                "wandb did not end in time (tracker.timeout); what it had recorded is in the run's "
+                "folder"
+            )
             process.kill()
             process.wait()
         # Both threads end with the process, which closes the pipes.
         for thread in (self._sender, self._listener):
-            thread.join(max(until - time.monotonic(), 0.5))
+            thread.join(STALLED_SECONDS)
 
     def _thread(self, target: Any, stream: IO[str]) -> threading.Thread:
         thread = threading.Thread(target=target, args=(stream,), name="wandb", daemon=True)
@@ -151,6 +165,7 @@ class WandbSink:
             with stream:
                 while (message := self._outbox.get()) is not None:
                     stream.write(json.dumps(message) + "\n")
+                    self._passed += len(message.get("row", ()))
                     if self._outbox.empty():
                         stream.flush()
         except OSError:
@@ -160,6 +175,7 @@ class WandbSink:
         """Log the messages of the process until it ends."""
         with stream:
             for line in stream:
+                self._heard += 1
                 message = json.loads(line)
                 match message["kind"]:
                     case "warning":

@@ -1,0 +1,75 @@
+"""Wait for a process as long as it makes progress, however slow the machine is."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+POLL_SECONDS = 0.5
+"""Seconds between two looks at the process."""
+
+
+def wait_while_working(
+    process: subprocess.Popen[str],
+    stalled: float,
+    timeout: float,
+    heard: Callable[[], int] = lambda: 0,
+) -> bool:
+    """Wait until ``process`` ends.
+
+    It is given up after ``timeout`` seconds, or once it has made no progress for ``stalled``
+    seconds: no message, and no use of a CPU or disk by it or by a process that it started. A
+    process that waits for its turn on a busy machine counts as one that works.
+
+    Args:
+        process: the process.
+        stalled: most seconds without progress.
+        timeout: most seconds to wait.
+        heard: returns the number of messages that have come from the process.
+
+    Returns:
+        Whether it ended.
+    """
+    now = time.monotonic()
+    until, since = now + timeout, now
+    before: object = None
+    while True:
+        try:
+            process.wait(max(0.0, min(POLL_SECONDS, until - now)))
+            return True
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+        times = cpu_times(process.pid)
+        mark = heard(), times
+        if mark != before or None in times.values():
+            before, since = mark, now
+        if now >= until or now - since >= stalled:
+            return False
+
+
+def cpu_times(process: int) -> dict[int, int | None]:
+    """Return the CPU time that a process and each of its descendants used, in ticks of the kernel.
+
+    The time is None for one that runs, or waits for a CPU or a disk, and where the system does not
+    tell (it has no ``/proc``).
+    """
+    times: dict[int, int | None] = {}
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            # The fields follow the command name, which may itself hold blanks and parentheses.
+            stat = (entry / "stat").read_text(errors="replace")
+        except OSError:  # it has just ended
+            continue
+        state, parent, *fields = stat.rpartition(")")[2].split()
+        pid = int(entry.name)
+        children.setdefault(int(parent), []).append(pid)
+        times[pid] = None if state in "RD" else int(fields[9]) + int(fields[10])
+    found, left = {process: times.get(process)}, [process]
+    while left:
+        for child in children.get(left.pop(), ()):
+            found[child] = times[child]
+            left.append(child)
+    return found

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -14,25 +15,27 @@ from runner.booster.fused import match_strides, step_where
 from runner.booster.precision import LossScale
 from runner.booster.step_order import StepOrder, StepOrderError, StepState
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, build, total_norm, transfer
-from runner.clip.norms import norms
-from runner.config.notation import first_few
+from runner.clip.norms import Powers
+from runner.config.notation import first_few, ranks_as_text
 from runner.parallel.gradient_sync import nothing
 
 Nonfinite = Literal["skip", "error", "ignore"]
 
 
 class NonFiniteGradient(FloatingPointError):
-    """A gradient holds NaN or inf, and ``nonfinite`` is ``error``.
+    """A gradient holds NaN or inf, and ``nonfinite`` is ``error``; or too many steps were skipped.
 
     Args:
         finding: what is not finite.
         advice: what to do about it.
+        norm: norm of the gradient.
     """
 
-    def __init__(self, finding: str, advice: str = "") -> None:
-        super().__init__(finding, advice)
+    def __init__(self, finding: str, advice: str = "", norm: float = math.nan) -> None:
+        super().__init__(finding, advice, norm)
         self.finding = finding
         self.advice = advice
+        self.norm = norm
 
     def __str__(self) -> str:
         return f"{self.finding} ({self.advice})" if self.advice else self.finding
@@ -59,6 +62,7 @@ class OptimizerWrapper(StepOrder):
 
     Attributes:
         optimizers: the user's optimizers, in the order in which they were given.
+        powers: share of each gradient in the norm that :meth:`clip` measured last, or None.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class OptimizerWrapper(StepOrder):
         self._sync_grads = sync_grads
         self._broadcast_params = broadcast_params
         self._max_norm = max_norm
+        self.powers: Powers | None = None
         self._final = False
         self._unscaled = False
         self._scaled = False
@@ -129,7 +134,9 @@ class OptimizerWrapper(StepOrder):
             NonFiniteGradient: they are not finite and ``nonfinite`` is ``error``.
         """
         self.begin_clip()
-        norm = total_norm(self.layout, mode.norm_type)
+        kept: list[Powers] = []
+        norm = total_norm(self.layout, mode.norm_type, kept)
+        self.powers = kept[0] if kept else None
         self.stage = StepState.CLIPPED
         return mode.clip(self.layout, GradStats(norm, self._judge(norm)))
 
@@ -250,7 +257,7 @@ class OptimizerWrapper(StepOrder):
         decision = self.clip(self._mode("norm", max_norm, norm_type))
         norm = torch.as_tensor(decision.norm, dtype=torch.float32)
         if error_if_nonfinite and not torch.isfinite(norm):
-            raise NonFiniteGradient(f"the gradient's norm is {norm.item()}")
+            raise NonFiniteGradient(f"the gradient's norm is {norm.item()}", norm=norm.item())
         return norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
@@ -330,8 +337,23 @@ class OptimizerWrapper(StepOrder):
         else:
             known = math.isfinite(norm)
         if not known and self.loss_scale is None and self.nonfinite == "error":
-            bad = [name for name, each in norms(self.layout).items() if not math.isfinite(each)]
-            finding = f"the gradient's norm is {float(norm)}: {first_few(bad)}"
-            raise NonFiniteGradient(finding, "clip.nonfinite=skip leaves such steps out")
+            advice = "clip.nonfinite=skip leaves such steps out"
+            raise NonFiniteGradient(self._finding(float(norm)), advice, float(norm))
         self._finite = known or (self.nonfinite == "ignore" and self.loss_scale is None)
         return known
+
+    def _finding(self, norm: float) -> str:
+        """Name the parameters whose gradient is not finite, and the ranks that hold it.
+
+        One collective of the ranks of the layout, all of which have seen the same norm.
+        """
+        here = [] if self.powers is None else self.powers.not_finite()
+        group = self.layout.group
+        if group is None:
+            return f"the gradient's norm is {norm}: {first_few(here)}"
+        every: list[list[str]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(every, here, group=group)
+        bad = {name for names in every for name in names}
+        named = first_few([name for name in self.layout.names if name in bad])
+        ranks = [dist.get_global_rank(group, number) for number, names in enumerate(every) if names]
+        return f"the gradient's norm is {norm}: {named} on {ranks_as_text(ranks)}"

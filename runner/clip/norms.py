@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from runner.clip import transfer
 from runner.clip.layout import Layout
+from runner.clip.shard import ParamShard
 from runner.clip.transfer import Number
 
 ROW = 2_048
@@ -29,18 +31,37 @@ SQUARES_OVERFLOW = 1e30
 """A float32 sum of squares outside of these bounds is taken again in float64."""
 
 
-def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
+class Powers(NamedTuple):
+    """Σ|g|^p of each gradient on one rank (max|g| for p = inf), kept for a step that is not finite.
+
+    Attributes:
+        shards: the shards that have a gradient.
+        each: one value for each shard: floats on a CPU, one vector on an accelerator.
+    """
+
+    shards: Sequence[ParamShard]
+    each: Sequence[Number] | Tensor
+
+    def not_finite(self) -> list[str]:
+        """Return the names of the shards whose gradient is not finite; waits for an accelerator."""
+        each: Sequence[Number] = self.each.tolist() if isinstance(self.each, Tensor) else self.each
+        found = zip(self.shards, each, strict=True)
+        return [shard.name for shard, power in found if not math.isfinite(power)]
+
+
+def total_norm(layout: Layout, norm_type: float = 2.0, kept: list[Powers] | None = None) -> Number:
     """Return ‖G‖ of all gradients of ``layout``; one small collective if it spans ranks.
 
     Args:
         layout: where the gradients live. A rank without gradients takes part with 0.
         norm_type: p of the norm, at least 1, or inf.
+        kept: list to which the share of each gradient is appended, which is computed anyway.
 
     Returns:
         A float on a CPU, a 0-dimensional float64 tensor on an accelerator. NaN or inf where any
         gradient holds one.
     """
-    local = local_power(layout, norm_type)
+    local = local_power(layout, norm_type, kept)
     return combine([local] if layout.group is None else layout.gather([local])[0], norm_type)
 
 
@@ -60,17 +81,29 @@ def combine(powers: Sequence[Number], norm_type: float) -> Number:
     return total
 
 
-def local_power(layout: Layout, norm_type: float) -> Number:
-    """Return this rank's share of ‖G‖^p (Σ|g|^p ÷ num_replicas), or its largest |g| for p = inf."""
+def local_power(layout: Layout, norm_type: float, kept: list[Powers] | None = None) -> Number:
+    """Return this rank's share of ‖G‖^p (Σ|g|^p ÷ num_replicas), or its largest |g| for p = inf.
+
+    Args:
+        layout: where the gradients live.
+        norm_type: p of the norm.
+        kept: see :func:`total_norm`.
+    """
     shards, gradients = layout.gradients()
     powers = power_sums(gradients, norm_type)
-    if math.isinf(norm_type):
-        return combine(powers or [0.0], norm_type)
     num_replicas = [shard.num_replicas for shard in shards]
     tensors = [power for power in powers if isinstance(power, Tensor)]
     if tensors:
-        shares = tensors if max(num_replicas) == 1 else torch._foreach_div(tensors, num_replicas)
-        return torch.stack(shares).sum()
+        added = not math.isinf(norm_type)
+        divided = added and max(num_replicas) > 1
+        shares = torch.stack(torch._foreach_div(tensors, num_replicas) if divided else tensors)
+        if kept is not None:
+            kept.append(Powers(shards, shares))
+        return shares.sum() if added else shares.amax()
+    if kept is not None:
+        kept.append(Powers(shards, powers))
+    if math.isinf(norm_type):
+        return combine(powers or [0.0], norm_type)
     return sum(power / ranks for power, ranks in zip(powers, num_replicas, strict=True))
 
 

@@ -16,6 +16,7 @@ from runner.config.modes import NAMES, Mode, ModeError, built_in, load, options_
 from runner.config.section import Conflict, Section
 from runner.config.values import (
     Allowed,
+    Count,
     DottedName,
     NormOrder,
     Positive,
@@ -47,6 +48,10 @@ class Clip(Section):
     nonfinite: Literal["skip", "error", "ignore"] = Field(
         description="choose what to do with a step whose gradient is not finite: leave it out, end "
         "the run, or take it"
+    )
+    max_skips: Count | None = Field(
+        description="end the run with an error when so many steps in a row were skipped because "
+        "their gradient was not finite; null: never"
     )
     what_if: Positives = Field(
         description="try further thresholds: log the share of steps that each would have clipped"

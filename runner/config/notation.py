@@ -56,3 +56,8 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
     """Format a list of names, at most ``most`` of them: ``a, b and 4 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def ranks_as_text(ranks: Sequence[int]) -> str:
+    """Format a list of ranks: ``rank 1``, ``ranks 0, 2``."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {first_few([str(rank) for rank in ranks], 8)}"

@@ -7,7 +7,7 @@ optimizer would change it by momentum and weight decay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -15,11 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakIdKeyDictionary
 
 from runner.parallel.buckets import on_any_rank
 from runner.parallel.experts import split_parameters
 from runner.parallel.hooks import HookError, Hooks, carry_over, register
 from runner.parallel.mesh import Axes
+
+_UNSHARDED: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+"""The unsharded parameter that a forward pass computes with, by the shard on this rank."""
+
+
+def computed_with(parameter: Tensor) -> Tensor:
+    """Return the tensor whose gradient autograd computes: of a shard, the unsharded parameter."""
+    return _UNSHARDED.get(parameter, parameter)
 
 
 class Usage:
@@ -45,16 +54,17 @@ class Usage:
             if not isinstance(block, FSDPModule):
                 continue
             slots = {
-                id(parameter): (module, key)
+                id(parameter): (module, key, parameter)
                 for module in block.modules()
                 for key, parameter in module._parameters.items()
                 if parameter is not None and id(parameter) not in seen
             }
             seen.update(slots)
             block.unshard()
-            for sharded, (module, key) in slots.items():
+            for sharded, (module, key, shard) in slots.items():
                 gathered = module._parameters[key]
                 assert gathered is not None
+                _UNSHARDED[shard] = gathered
                 carry_over(hooks.get((module, key)), gathered)
                 # Not a post-accumulate hook: zero-bubble schedules call autograd.grad, which runs
                 # none.

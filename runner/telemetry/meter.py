@@ -74,6 +74,8 @@ class Meter:
         what_if: further thresholds: the share of steps whose ``Decision.max_stat`` is above each.
             It would have clipped these steps if the run had gone the same way.
         layers: measures the layer norms that rows log, if they do.
+        follow: called with the number and the norm of each step when its metrics have left the
+            device, on all ranks alike; not for those that are flushed when a run breaks off.
     """
 
     sinks: Sequence[Sink] = ()
@@ -82,6 +84,7 @@ class Meter:
     mean_over_data: Callable[[list[float]], list[float]] | None = None
     what_if: Sequence[float] = ()
     layers: LayerNorms | None = None
+    follow: Callable[[int, float], None] | None = None
     nonfinite: int = 0
     last: Row = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
@@ -137,6 +140,8 @@ class Meter:
             each = next(layers, None) if step.layers is not None else None
             further = last if step is pending[-1] else None
             self._take(step, loss, Decision(*row[1:]), each, further)
+            if together and self.follow is not None:
+                self.follow(step.step, row[1])
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics of the whole run: every step counts, whatever the interval."""

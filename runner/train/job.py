@@ -149,6 +149,7 @@ def make_trainer(
         accumulation_steps=config.accumulation.steps,
         eval_interval=config.eval.interval,
         nonfinite=config.clip.nonfinite,
+        max_skips=config.clip.max_skips,
         loss_scale=loss_scale,
         sinks=sinks,
         log_interval=config.log.interval,

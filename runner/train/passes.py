@@ -28,6 +28,9 @@ class Passes:
         optimizer: the boosted optimizer, for backward passes.
         loss: sums and counts what the criterion averages.
         device: where microbatches are moved to.
+
+    Attributes:
+        losses: summed loss of each microbatch of the window so far; 0 where another rank has it.
     """
 
     booster: Booster
@@ -39,6 +42,7 @@ class Passes:
     def __post_init__(self) -> None:
         # Without autocast the wrapper would only cost a call.
         self._module = self.model if self.model.dtype else self.model.module
+        self.losses: list[Tensor] = []
 
     def accumulate(
         self,
@@ -61,6 +65,7 @@ class Passes:
             the window: a float on a CPU, a tensor on an accelerator.
         """
         # Data-parallel ranks average their gradients; the loss is divided by all items already.
+        self.losses = []
         weight = self.booster.plugin.data_size / self.loss.divisor(items)
         total: Tensor | None = None
         for number, (batch, count) in enumerate(zip(batches, counts, strict=True), 1):
@@ -68,6 +73,7 @@ class Passes:
             held = nullcontext() if final else self.booster.no_sync(self.model, self.optimizer)
             with held:
                 loss = self._train(batch, count, weight)
+            self.losses.append(loss)
             total = loss if total is None else total + loss
             if not final:
                 after_each(number, len(batches))

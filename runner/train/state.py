@@ -13,6 +13,7 @@ from runner.booster.step_order import StepOrderError, StepState
 from runner.clip import ClipMode
 from runner.config.notation import plural
 from runner.telemetry.meter import Meter
+from runner.train.bad_gradients import BadGradients
 from runner.train.progress import Progress
 from runner.train.windows import Windows
 
@@ -28,6 +29,7 @@ class TrainState:
         windows: the training data and the random generators.
         schedulers: learning-rate schedulers.
         rank: rank of this process.
+        bad_gradients: counts skipped steps, if somebody does.
         progress: counts, and the position in the data.
     """
 
@@ -37,6 +39,7 @@ class TrainState:
     windows: Windows
     schedulers: list[Any] = field(default_factory=list)
     rank: int = 0
+    bad_gradients: BadGradients | None = None
     progress: Progress = field(default_factory=Progress)
     _schedulers_behind: bool = False
 
@@ -74,6 +77,7 @@ class TrainState:
         return {
             "progress": self.progress._asdict(),
             "meter": self.meter.state_dict(),
+            "skips": self.bad_gradients.state_dict() if self.bad_gradients else None,
             "clip": self.mode.state_dict(),
             **(self.optimizer.state_dict() if with_optimizers else {}),
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
@@ -109,6 +113,8 @@ class TrainState:
             )  # refuses another number before it loads one
         self.progress = progress
         self.meter.load_state_dict(state["meter"])
+        if self.bad_gradients is not None and state["skips"] is not None:
+            self.bad_gradients.load_state_dict(state["skips"])
         self.mode.load_state_dict(state["clip"])
         for scheduler, each in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(each)

@@ -27,7 +27,9 @@ from runner.run_folder import keys
 from runner.telemetry.layer_norms import LayerNorms
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.telemetry.sinks.sink import Sink
+from runner.train.bad_gradients import MAX_SKIPS, BadGradients
 from runner.train.counting import count
+from runner.train.forward_order import ForwardOrder
 from runner.train.passes import Passes
 from runner.train.state import TrainState
 from runner.train.windows import Window, Windows
@@ -58,6 +60,8 @@ class Trainer:
         accumulation_steps: microbatches of one optimizer step.
         eval_interval: a duration between evaluations; there is always one at the end.
         nonfinite: what to do with a step whose gradient is not finite: skip, error or ignore.
+        max_skips: number of skipped steps in a row after which the run fails; None for never. See
+            :class:`runner.train.bad_gradients.BadGradients`.
         loss_scale: fp16 loss scale.
         sinks: where rows go. Give them on the first rank only.
         log_interval: steps between rows.
@@ -97,6 +101,7 @@ class Trainer:
         accumulation_steps: int = 1,
         eval_interval: str | Duration = "1ep",
         nonfinite: Nonfinite = "skip",
+        max_skips: int | None = MAX_SKIPS,
         loss_scale: LossScale | None = None,
         sinks: Sequence[Sink] = (),
         log_interval: int = 1,
@@ -141,14 +146,27 @@ class Trainer:
             meter.mean_over_data = self._mean_over_data
         divided = accumulation_steps > 1 or self.plugin.data_size > 1 or staged
         self.loss.checked &= divided and self.plugin.reports_metrics and self.plugin.data_rank == 0
+        windows = Windows(train_dataloader, accumulation_steps)
+        self.bad_gradients = BadGradients(
+            self.plugin,
+            self.optimizer,
+            self.passes,
+            windows,
+            ForwardOrder.of(self.model, criterion, self.optimizer.layout),
+            nonfinite,
+            max_skips,
+            self.booster.dtype,
+        )
+        meter.follow = self.bad_gradients.follow
         several = isinstance(schedulers, Sequence)
         self.state = TrainState(
             meter,
             mode,
             self.optimizer,
-            Windows(train_dataloader, accumulation_steps),
+            windows,
             list(schedulers) if several else [schedulers] if schedulers else [],
             self.plugin.rank,
+            self.bad_gradients,
         )
 
     def fit(self) -> dict[str, Any]:
@@ -158,7 +176,8 @@ class Trainer:
             The summary of the run: final and best metrics, percentiles of ‖G‖, the clip ratio.
 
         Raises:
-            NonFiniteGradient: a gradient is not finite and ``nonfinite`` is ``error``.
+            NonFiniteGradient: a gradient is not finite and ``nonfinite`` is ``error``, or
+                ``max_skips`` steps in a row were skipped.
         """
         meter = self.state.meter
         try:
@@ -226,13 +245,14 @@ class Trainer:
         at = before.after(len(window.batches), total.samples, total.tokens, window.last)
         evaluates = at.completed(self.eval_interval, before) or at.reached(self.max_duration)
 
-        loss = self.passes.accumulate(window.batches, held, total.items, self._show)
+        with self.bad_gradients.watched(at.step):
+            loss = self.passes.accumulate(window.batches, held, total.items, self._show)
         layers = None
         if meter.layers is not None and (evaluates or meter.row_due(at.step)):
             self.optimizer.unscale()
             layers = meter.layers.share()
         state.step_schedulers()  # for the step before, see there
-        decision = self.optimizer.clip(state.mode)
+        decision = self.bad_gradients.clip(state.mode, before, window)
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         state.step_taken()
@@ -245,6 +265,7 @@ class Trainer:
             StepMetrics(at.step, loss, decision, lr, at.samples, at.tokens, seconds, layers),
             self.evaluate() if evaluates else None,
         )
+        self.bad_gradients.check(meter)
 
     def _windows(self) -> Iterator[Window]:
         """Read windows of microbatches, epoch after epoch, until ``max_duration``.

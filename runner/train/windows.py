@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
@@ -61,6 +62,22 @@ class Windows:
     def weightless(self, microbatch: int) -> bool:
         """Return whether this rank has no sample of a microbatch and reads a stand-in."""
         return isinstance(self._order, PartitionedBatches) and self._order.weightless(microbatch)
+
+    def indices(self, epoch: int, microbatch: int) -> list[list[int]] | None:
+        """Return the indices of the samples that each data-parallel rank reads in a microbatch.
+
+        Args:
+            epoch: number of the epoch.
+            microbatch: index of the microbatch in the epoch.
+
+        Returns:
+            The indices by data-parallel rank; None if the loader does not tell them.
+        """
+        if not isinstance(self._order, PartitionedBatches):
+            return None
+        order = copy.copy(self._order)
+        order.set_epoch(epoch)
+        return order.parts(microbatch)
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[Window]:
         """Read one epoch.

@@ -192,7 +192,7 @@ def test_a_model_that_is_only_checked_is_not_warned_about(caplog):
 
 def test_the_config_hands_units_over():
     clip = {"mode": "adaptive", "threshold": 0.1, "norm_type": 2.0, "nonfinite": "skip"}
-    clip |= {"what_if": [], "exclude": [], "eps": 1e-3}
+    clip |= {"max_skips": 50, "what_if": [], "exclude": [], "eps": 1e-3}
     for given in (None, {"w": [0, 1]}):
         section = clip_section(clip).model_validate(clip | {"units": given})
         assert build(section.kind, **section.options).units == given

@@ -120,7 +120,7 @@ def test_the_folder_of_a_run_must_be_one_that_can_be_written(tmp_path, monkeypat
 
 def test_a_folder_of_further_options_is_searched(tmp_path):
     (tmp_path / "more" / "clip").mkdir(parents=True)
-    text = "mode: norm\nthreshold: 3\nnorm_type: 1\nnonfinite: skip\nwhat_if: []\n"
+    text = "mode: norm\nthreshold: 3\nnorm_type: 1\nnonfinite: skip\nmax_skips: 50\nwhat_if: []\n"
     (tmp_path / "more" / "clip" / "mild.yaml").write_text(text)
     source = Source(extra=tmp_path / "more")
     assert one("clip=mild", source=source).config.clip.threshold == 3

@@ -165,7 +165,7 @@ def test_every_problem_is_reported_at_once(plain):
     found = problems(plain)
     assert found.keys() == {"clip.treshold", "accumulation.steps", "sed", "device"}
     assert "did you mean clip.threshold?" in found["clip.treshold"]
-    assert "keys of clip: eps, exclude, mode" in found["clip.treshold"]
+    assert "keys of clip: eps, exclude, max_skips" in found["clip.treshold"]
     assert "did you mean seed?" in found["sed"]
     assert "no value given" in found["device"]
 

@@ -18,7 +18,9 @@ class Faulty(DigitsCNN):
 
     Args:
         fault: ``raise``, ``kill`` (SIGKILL to itself), ``exit``, ``exit_0``, ``exit_none``,
-            ``die`` (at once, as C code does), ``hang``, ``none``, or ``warn`` (all ranks).
+            ``die`` (at once, as C code does), ``hang``, ``loop``, ``halt`` (SIGSTOP to itself),
+            ``apart`` (a collective that the other ranks do not join), ``memory``, ``slow`` (each
+            forward pass of all ranks), ``none``, or ``warn`` (all ranks).
         rank: where.
         at: in which forward pass.
     """
@@ -31,6 +33,8 @@ class Faulty(DigitsCNN):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self.seen += images.device.type != "meta"
+        if self.fault == "slow" and images.device.type != "meta":
+            time.sleep(0.2)
         if self.seen == self.at and self.fault == "warn":
             rank = os.environ.get("RANK", 0)
             logging.getLogger("tests.faulty").warning("planted warning of rank %s", rank)
@@ -53,4 +57,14 @@ class Faulty(DigitsCNN):
                     os._exit(4)
                 case "hang":
                     time.sleep(600)
+                case "loop":
+                    while True:
+                        pass
+                case "halt":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                case "apart":
+                    torch.distributed.barrier()
+                    torch.distributed.barrier()
+                case "memory":
+                    torch.empty(2**50)
         return super().forward(images)

@@ -8,7 +8,6 @@ Ctrl-C in that time ends in one line as it does later.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +17,9 @@ from importlib import import_module
 from runner.cli import FAILED, INTERRUPTED, WRONG_REQUEST
 from runner.config.environment import joins, started_rank
 from runner.config.problem import Interrupted, RequestError
-from runner.telemetry.sinks.console import announce, leave_unread, print_line
+from runner.launch import signals
+from runner.telemetry.sinks.console import announce, leave_unread, open_streams, print_line
+from runner.telemetry.sinks.sink import ending
 
 COMMANDS = ("calibrate", "dashboard", "plan", "report", "run", "schema", "verify")
 """Each is a module of :mod:`runner.cli` with a function ``main(arguments) -> exit code``. One that
@@ -37,9 +38,14 @@ def start() -> int:
     Returns:
         The exit code, see :func:`main`.
     """
+    open_streams()
+    signals.listen()
     code = main(sys.argv[1:])
-    # Only the end of the interpreter is left, which has no good answer to an interrupt.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signals.ignore()  # only the end of the interpreter is left, which has no good answer to them
+    signals.requeue()
+    if code not in (0, WRONG_REQUEST) and started_rank() is not None:
+        sys.stderr.flush()
+        os._exit(code)  # the end of the interpreter would wait for ranks that may be gone
     return code
 
 
@@ -51,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns:
         0 finished; 1 a run failed; 2 the request is wrong (one message on stderr, nothing is
-        created); 130 interrupted; 143 terminated.
+        created); 129 hung up; 130 interrupted; 143 terminated.
     """
     # Threads of torch that wait in sleep: spinning ones make a small net's step ten times slower
     # as soon as anything else wants a core. Read when torch is imported.
@@ -64,6 +70,8 @@ def main(arguments: Sequence[str]) -> int:
             code = _command(list(arguments))
         except SystemExit as end:  # argparse, or a run that was terminated
             code = end.code if isinstance(end.code, int) else FAILED
+            if isinstance(end, signals.Terminated) and not joins():
+                print_line(ending(code), sys.stderr)
         sys.stdout.flush()  # at the end of the interpreter a broken pipe could not be caught
         return code
     except RequestError as error:

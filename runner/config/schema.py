@@ -131,6 +131,16 @@ class Launch(Section):
     )
 
 
+class Shutdown(Section):
+    """How a run ends when a signal asks it to stop."""
+
+    timeout: float = Field(
+        gt=0,
+        description="end a run that was asked to stop after so many seconds; raise it if a step "
+        "and a checkpoint take longer",
+    )
+
+
 class SweepSection(Section):
     """A sweep: several runs of one command."""
 
@@ -214,6 +224,7 @@ class RunConfig(Section):
     log: Log
     telemetry: Telemetry
     launch: Launch
+    shutdown: Shutdown
     sweep: SweepSection
     calibrate: Calibrate
     verify: Verify

@@ -1,15 +1,25 @@
-"""Reasons why a run does not finish: a failed rank, an interrupt, a signal."""
+"""Reasons why a run does not finish: a failed rank, or a signal."""
 
 from __future__ import annotations
 
-import signal
-import threading
+import re
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
+from signal import SIGINT
 from typing import Any, Literal
+
+from runner.config.problem import Stopped
+from runner.launch import signals
+from runner.train import stop
+
+KNOBS = (
+    "out of memory: lower data.batch_size (accumulation.steps keeps the size of the step), or "
+    "shard the model over more ranks (plugin=fsdp, plugin=tensor, plugin=pipeline)"
+)
+"""What to change in a request that needs too much memory."""
+
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.I)
 
 
 @dataclass(frozen=True)
@@ -22,12 +32,8 @@ class Failure:
     rank: int | None = None
 
 
-class Terminated(BaseException):
-    """SIGTERM was received."""
-
-
 class RankFailed(Exception):
-    """A local rank failed; the exception has its number, and its traceback or signal."""
+    """A local rank failed; the exception has its number, and its traceback or how it ended."""
 
     def __init__(self, rank: int, error: str) -> None:
         super().__init__(rank, error)
@@ -36,42 +42,38 @@ class RankFailed(Exception):
 
 
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
-    """Return what ``work`` returns, or why it failed; SIGTERM counts as a failure."""
+    """Return what ``work`` returns, or why it failed; a signal counts as a failure."""
     try:
-        with _terminated_by_sigterm():
-            return work()
+        if number := stop.reset():
+            raise signals.Terminated(number)
+        return work()
     except BaseException as error:
+        stop.requested()  # from here on a signal is noted: the record is written whole
         return _why(error)
 
 
+def described(error: BaseException) -> str:
+    """Return the traceback of an error, and what to change if memory ran out."""
+    text = "".join(traceback.format_exception(error)).strip()
+    # torch's own errors are recognised by name: this module does not import torch.
+    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if memory or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))):
+        return f"{text}\n{KNOBS}"
+    return text
+
+
 def _why(error: BaseException) -> Failure:
-    if isinstance(error, RankFailed):
-        return Failure("failed", 1, error.error, error.rank)
-    # torch elastic turns the signals it receives into an exception of its own.
-    number = getattr(error, "sigval", None)
-    if isinstance(error, KeyboardInterrupt) or number == signal.SIGINT:
-        return Failure("interrupted", 130, "interrupted by the user")
-    if isinstance(error, Terminated) or number is not None:
-        name = signal.Signals(number or signal.SIGTERM).name
-        return Failure("interrupted", 143, f"terminated by {name}")
-    return Failure("failed", 1, "".join(traceback.format_exception(error)).strip(), 0)
-
-
-@contextmanager
-def _terminated_by_sigterm() -> Iterator[None]:
-    """Raise :class:`Terminated` on SIGTERM in this block; restore all handlers afterwards."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    watched = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in watched}
-    signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    number = SIGINT if isinstance(error, KeyboardInterrupt) else 0
+    if isinstance(error, Stopped | signals.Terminated):
+        number = error.signal
+    if number:
+        return Failure("interrupted", signals.exit_code(number), signals.reason(number))
+    rank, text = (
+        (error.rank, error.error) if isinstance(error, RankFailed) else (0, described(error))
+    )
+    number = stop.requested()
+    if number and not isinstance(error, OSError):
+        # Some processes of the run got the signal too, and ended before this one: its workers.
+        text = f"{text}\n{signals.reason(number)}"
+        return Failure("interrupted", signals.exit_code(number), text, rank)
+    return Failure("failed", 1, text, rank)

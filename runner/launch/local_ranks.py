@@ -1,40 +1,48 @@
-"""Ranks on this machine, started by torch elastic from a fork server that has torch imported.
+"""Ranks on this machine: processes of a fork server that has torch imported.
 
 This process trains nothing. It follows the rows that the first rank appends to ``metrics.jsonl``,
-so a rank that is killed takes none of the record with it.
+so a rank that is killed takes none of the record with it. Nothing that is shared with the ranks has
+a name in the file system, so a launcher that is killed leaves nothing behind.
 """
 
 from __future__ import annotations
 
-import logging
+import mmap
 import multiprocessing
 import multiprocessing.forkserver
+import os
 import signal
-import sys
 import tempfile
 import threading
-import uuid
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from runner.config.problem import Stopped
 from runner.config.schema import RunConfig
 from runner.config.sizes import least_ranks
+from runner.launch import hang, signals
 from runner.launch.failure import RankFailed
+from runner.launch.local_rank import LocalRank, Seat
 from runner.run_folder import files
 from runner.run_folder.rows import follow
 from runner.telemetry.sinks.sink import Sink
-from runner.telemetry.sinks.terminal import is_watched
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-    from torch.distributed.launcher.api import LaunchConfig
+from runner.train import stop
 
 Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]
 """Function that a rank runs: it takes the configuration and the sinks (none but on rank 0)."""
 
-ENDING = 5
+POLL = 0.1
+"""Seconds between two looks at a request to stop."""
+
+PATIENCE = 2.0
+"""Seconds in which the cause is looked for after a rank lost a connection to another one."""
+
+ENDING = 4.0
 """Seconds that the other ranks have to end after one has failed, before they are killed."""
 
 
@@ -45,82 +53,157 @@ def prepare(config: RunConfig) -> None:
     """
     if least_ranks(config.plugin) > 1:
         multiprocessing.set_forkserver_preload(["runner.launch.rank"])
-        with _ignoring_interrupts():
+        with _unasked():
             multiprocessing.forkserver.ensure_running()
 
 
 def train_on_local_ranks(
     config: RunConfig, folder: Path, ranks: int, shown: Sequence[Sink], work: Work
 ) -> dict[str, Any]:
-    """Start ranks by torch elastic, show the rows of the first rank, and wait for all ranks.
+    """Start ranks, show the rows of the first rank, and wait for all ranks.
 
     Raises:
-        RankFailed: a rank failed; it names the first one. All ranks have ended by then.
+        RankFailed: a rank failed or hangs; it names that one. All ranks have ended by then.
+        Stopped: a signal asked to stop. All ranks have ended by then.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from runner.launch.rank import rank_main
-
-    multiprocessing.set_forkserver_preload(["runner.launch.rank"])
-    stopped = threading.Event()
-    follower = threading.Thread(
-        target=_feed, args=(folder / files.ROWS, stopped, shown), name="rows"
-    )
+    stop.requested()  # from here on a signal is noted, and passed on to the ranks
+    ended = threading.Event()
+    rows = (folder / files.ROWS, ended, shown)
+    follower = threading.Thread(target=_feed, args=rows, name="rows")
     follower.start()
     try:
-        with tempfile.TemporaryDirectory(prefix="clip-runner-") as logs, _quiet_elastic():
-            launch = elastic_launch(_launch_config(ranks, logs), rank_main)
-            try:
-                summaries: dict[int, dict[str, Any]] = launch(config, folder, work)
-            except ChildFailedError as error:
-                rank, failed = error.get_first_failure()
-                raise RankFailed(rank, _rank_error(failed, Path(logs))) from None
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with _Ranks(ranks, store.port, config.launch.timeout, (config, folder, work)) as started:
+            return started.wait()
     finally:
-        stopped.set()
+        ended.set()
         follower.join()
-    return summaries[0]
 
 
-def _launch_config(ranks: int, logs: str) -> LaunchConfig:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.launcher.api import LaunchConfig
+class _Ranks:
+    """All local ranks of one run.
 
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        # What ranks print on stderr is shown, and kept for those that die without a traceback.
-        logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.ERR),
-        # On a terminal such a line takes the place of the bar.
-        log_line_prefix_template=("\r\x1b[K" if is_watched(sys.stderr) else "") + "rank ${rank}: ",
-        max_restarts=0,
-        monitor_interval=0.05,
-        start_method="forkserver",
-        shutdown_timeout=ENDING,
-    )
+    Args:
+        size: number of ranks.
+        port: port of the store by which they find each other.
+        timeout: seconds after which a rank that the others wait for hangs.
+        job: configuration, folder and work of each rank.
+    """
 
+    def __init__(
+        self, size: int, port: int, timeout: float, job: tuple[RunConfig, Path, Work]
+    ) -> None:
+        self._open = ExitStack()
+        memory = self._open.enter_context(_unnamed(8 * (size + 1)))
+        # One count of each rank, and whether they are to end without a checkpoint.
+        self._shared = mmap.mmap(memory.fileno(), 8 * (size + 1))
+        self._counts = memoryview(self._shared).cast("q")
+        self._timeout = timeout
+        self._changed, self._sum = time.monotonic(), 0
+        self._lost: float | None = None
+        self._passed_on = False
+        multiprocessing.set_forkserver_preload(["runner.launch.rank"])
+        with _unasked():
+            self._ranks = [
+                LocalRank(Seat(number, size, port, memory, signals.handled()), job)
+                for number in range(size)
+            ]
 
-def _rank_error(failed: ProcessFailure, logs: Path) -> str:
-    """Return the traceback of a rank; without one, its last lines and how it ended."""
-    message: Any = failed.message  # torch declares it as text
-    if isinstance(message, dict):
-        text = message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
-        return str(text).strip()
-    printed: list[str] = []
-    for file in logs.glob(f"*/attempt_*/{failed.local_rank}/stderr.log"):
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        printed = [line for line in lines if line.strip()][-20:]
-    if failed.exitcode < 0:
-        end = str(message).strip()  # the signal
-    else:
-        last = f"last: {printed[-1].strip()}" if printed else "nothing"
-        end = f"it exited with code {failed.exitcode} and printed {last}"
-    return "\n".join([*printed, end])
+    def __enter__(self) -> _Ranks:
+        self._open.enter_context(signals.last_words(lambda code, why: self._kill()))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+        self._counts.release()
+        self._shared.close()
+        self._open.close()
+
+    def wait(self) -> dict[str, Any]:
+        """Wait until every rank has finished, and return the result of the first one.
+
+        Raises:
+            RankFailed: a rank failed or hangs.
+            Stopped: a signal asked to stop.
+        """
+        while True:
+            self._collect()
+            if all(rank.state == "finished" for rank in self._ranks):
+                summary: dict[str, Any] = self._ranks[0].result
+                return summary
+            if number := stop.requested():
+                self._pass_on(number)
+            stopped = [rank.result for rank in self._ranks if rank.state == "stopped"]
+            if stopped and not any(rank.runs for rank in self._ranks):
+                raise Stopped(stopped[0])
+            if failed := self._failed():
+                raise RankFailed(failed.number, failed.error())
+            if found := self._hanging():
+                raise RankFailed(*found)
+
+    def _collect(self) -> None:
+        """Wait for news of the ranks, at most ``POLL`` seconds."""
+        running = [rank for rank in self._ranks if rank.runs]
+        wait([waited for rank in running for waited in rank.waited], POLL)
+        for rank in running:
+            rank.look()
+            if rank.state == "lost" and self._lost is None:
+                self._lost = time.monotonic()
+        if (total := sum(self._counts[:-1])) != self._sum:
+            self._changed, self._sum = time.monotonic(), total
+
+    def _pass_on(self, number: int) -> None:
+        """Ask the ranks to stop, or end them where no rank trains yet.
+
+        Raises:
+            Stopped: no rank trains yet.
+        """
+        if max(self._counts[:-1]) < hang.TRAINS:
+            raise Stopped(number)
+        if not self._passed_on:
+            self._passed_on = True
+            for rank in self._ranks:
+                rank.send(number)
+
+    def _failed(self) -> LocalRank | None:
+        """Return the rank that failed first, unless it may have lost a connection to another."""
+        failed = [rank for rank in self._ranks if rank.state == "failed"]
+        return min(failed, key=lambda rank: rank.ended, default=None)
+
+    def _hanging(self) -> tuple[int, str] | None:
+        """Return the rank for which the others wait, and where it is; None if none hangs."""
+        now, counts = time.monotonic(), list(self._counts[:-1])
+        running = [rank for rank in self._ranks if rank.runs]
+        if self._lost is not None and now - self._lost > PATIENCE:
+            if found := hang.behind(running, counts, self._timeout):
+                return found
+            lost = [rank for rank in self._ranks if rank.state == "lost"]
+            first = min(lost, key=lambda rank: rank.ended)
+            return first.number, first.error()
+        trains = min((counts[rank.number] for rank in running), default=0) >= hang.TRAINS
+        if self._lost is None and trains and now - self._changed > self._timeout:
+            self._changed = now  # a rank may compute for long: look again after the same time
+            return hang.waited_for(running, counts, self._timeout)
+        return None
+
+    def _end(self) -> None:
+        """End the ranks that still run; they write their last rows, but no checkpoint."""
+        self._counts[-1] = 1
+        for rank in self._ranks:
+            if rank.runs:
+                rank.send(signal.SIGKILL if hang.is_stopped(rank.pid) else signal.SIGTERM)
+        until = time.monotonic() + ENDING
+        for rank in self._ranks:
+            rank.join(max(0.0, until - time.monotonic()))
+        self._kill()
+        for rank in self._ranks:
+            rank.close()
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            rank.send(signal.SIGKILL)
 
 
 def _feed(file: Path, stopped: threading.Event, sinks: Sequence[Sink]) -> None:
@@ -130,28 +213,30 @@ def _feed(file: Path, stopped: threading.Event, sinks: Sequence[Sink]) -> None:
 
 
 @contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Make processes that are started in this block ignore Ctrl-C; they are ended by SIGTERM."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _unnamed(size: int) -> Iterator[Connection]:
+    """Yield memory that other processes can map, as a connection: these can be sent to ranks."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("clip-runner")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    with Connection(descriptor) as memory:
+        yield memory
 
 
 @contextmanager
-def _quiet_elastic() -> Iterator[None]:
-    """Silence torch elastic's report of a failure, because ours is shorter and is recorded."""
-    about = ("torch.distributed", "torch.multiprocessing")
-    known = [name for name in logging.root.manager.loggerDict if name.startswith(about)]
-    before = {logging.getLogger(name): logging.getLogger(name).disabled for name in known}
-    for logger in before:
-        logger.disabled = True
+def _unasked() -> Iterator[None]:
+    """Start processes in this block that no signal reaches, until they unblock it.
+
+    A terminal and Slurm send each signal to every process of a run; this one decides.
+    """
+    resource_tracker.ensure_running()  # it would unblock some of them
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKING)
     try:
         yield
     finally:
-        for logger, disabled in before.items():
-            logger.disabled = disabled
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

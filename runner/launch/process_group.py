@@ -72,6 +72,11 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def abandon() -> None:
+    """Do not leave the process group at exit: that would wait for ranks that are gone."""
+    atexit.unregister(_leave_at_exit)
+
+
 def _leave_at_exit() -> None:
     """Leave, and let gloo's threads drop the tensors of the last collectives.
 

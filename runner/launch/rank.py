@@ -6,38 +6,108 @@ ranks preloads this module, torch included.
 
 from __future__ import annotations
 
+import faulthandler
+import fcntl
 import logging
+import mmap
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-import time
 import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from runner.config.environment import started_rank
+from runner.config.problem import Stopped
 from runner.config.schema import RunConfig
+from runner.launch import signals
+from runner.launch.failure import described
+from runner.launch.local_rank import Report, Seat
 from runner.launch.local_ranks import Work
-from runner.launch.process_group import launch_from_torch, leave
+from runner.launch.process_group import abandon, launch_from_torch, leave
 from runner.run_folder import files
 from runner.run_folder.rows import JsonlSink
 from runner.telemetry.sinks.terminal import ConsoleHandler
+from runner.train import beat, stop
 from runner.train.job import execute
-
-PATIENCE = 5.0
-"""Seconds that a rank which lost its peers waits to be ended, so that theirs is the first failure.
-
-The launcher ends it at once when it has seen the peer fail."""
 
 COLLECTIVE = ("torch.distributed.", "torch.autograd.graph")
 """Modules of torch that a lost connection is raised in: by a collective, or in a backward pass."""
+
+
+def local_main(
+    seat: Seat, reports: Connection, stderr: Connection, stacks: Connection, *job: Any
+) -> None:
+    """Train as a local rank, and report how that ended.
+
+    Args:
+        seat: which rank, of how many.
+        reports: takes one report.
+        stderr: takes what the rank prints on standard error.
+        stacks: takes the stack of the main thread at each SIGUSR2.
+        job: arguments of :func:`rank_main`.
+    """
+    os.dup2(stderr.fileno(), 2)
+    _die_with_the_launcher()
+    faulthandler.register(signal.SIGUSR2, file=stacks.fileno(), all_threads=False)
+    shared = mmap.mmap(seat.counts.fileno(), 8 * (seat.size + 1))
+    counts = memoryview(shared).cast("q")
+    _answer_signals(counts, seat.handled)
+    beat.share(counts, seat.number)
+    beat.beat()
+    os.environ |= {
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(seat.number)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(seat.size)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(seat.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher serves the store
+    }
+    report = _report(seat.number, job)
+    with suppress(OSError):  # the launcher is gone
+        reports.send(report)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if report[0] != "finished":
+        os._exit(1)  # leaving the process group would wait for the other ranks
+
+
+def _report(number: int, job: Sequence[Any]) -> Report:
+    """Train, and return how it ended."""
+    try:
+        return "finished", rank_main(*job)
+    except Stopped as stopped:
+        return "stopped", stopped.signal
+    except signals.Terminated:
+        os._exit(1)  # the launcher does not wait for a report
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        return "failed", f"{described(end)}\nrank {number} exited with code {code}"
+    except BaseException as error:
+        return "lost" if _may_have_lost_a_peer(error) else "failed", described(error)
+
+
+def _answer_signals(counts: Sequence[int], handled: Sequence[int]) -> None:
+    """Note signals that ask to stop; end at once if the launcher does not want a checkpoint."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and counts[-1]:
+            raise signals.Terminated(number)  # the rows that are on the device are still written
+        if number in handled:
+            stop.request(number)
+
+    for number in signals.ASKING:
+        signal.signal(number, note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.ASKING)
 
 
 def rank_main(config: RunConfig, folder: Path, work: Work) -> dict[str, Any]:
@@ -51,32 +121,18 @@ def rank_main(config: RunConfig, folder: Path, work: Work) -> dict[str, Any]:
     Returns:
         What the work returned: the summary of a run.
     """
-    _die_with_the_launcher()
-    # A rank that the launcher terminates still writes the rows that are on the device.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     started = started_rank()
     assert started is not None
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // started.local_world_size))
     _log_to(folder / files.LOG, started.rank)
-    try:
-        launch_from_torch(seed=config.seed, verbose=False, timeout=config.launch.timeout)
-        sinks = [JsonlSink(folder / files.ROWS)] if started.rank == 0 else []
-        return work(config, sinks)
-    except SystemExit as end:
-        if end.code == 128 + signal.SIGTERM:
-            raise
-        # torch elastic records an exception, and of an exit at most its code; it takes 0 for
-        # success, and waits for ever for a result after None.
-        raise RuntimeError(f"sys.exit({end.code!r}) was called") from end
-    except Exception as error:
-        if _may_have_lost_a_peer(error):
-            time.sleep(PATIENCE)
-        raise
-    finally:
-        leave()
+    launch_from_torch(seed=config.seed, verbose=False, timeout=config.launch.timeout)
+    sinks = [JsonlSink(folder / files.ROWS)] if started.rank == 0 else []
+    ended = work(config, sinks)
+    leave()
+    return ended
 
 
-def _may_have_lost_a_peer(error: Exception) -> bool:
+def _may_have_lost_a_peer(error: BaseException) -> bool:
     """Return whether ``error`` may be the end of a connection to another rank.
 
     It is a RuntimeError then, of any text: gloo, NCCL and the kernel each have their own.
@@ -104,11 +160,14 @@ def join(work: Work | None = None) -> int:
             _log_to(folder / files.LOG, dist.get_rank())
         work = work or partial(execute, folder=folder, resume=resume)
         work(config, [])
+    except Stopped as stopped:
+        leave()
+        return signals.exit_code(stopped.signal)
     except Exception:
         traceback.print_exc()
+        abandon()
         return 1
-    finally:
-        leave()
+    leave()
     return 0
 
 
@@ -117,6 +176,12 @@ def _die_with_the_launcher() -> None:
     launcher = multiprocessing.parent_process()
     if launcher is None:
         return
+    if sys.platform == "linux":
+        # The kernel kills a rank even if it is stopped or does not run Python code.
+        end = launcher.sentinel
+        fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
 
     def watch() -> None:
         wait([launcher.sentinel])

@@ -16,8 +16,9 @@ from typing import Any
 
 from runner.config.environment import started_rank
 from runner.config.identity import config_hash
-from runner.config.problem import Interrupted
+from runner.config.problem import Interrupted, Stopped
 from runner.config.schema import RunConfig
+from runner.launch import signals
 from runner.launch.failure import Failure, attempt
 from runner.launch.local_ranks import Work, train_on_local_ranks
 from runner.launch.page import write_page
@@ -31,6 +32,7 @@ from runner.telemetry.sinks.console import print_line
 from runner.telemetry.sinks.sink import Sink
 from runner.telemetry.sinks.terminal import TerminalSink, is_watched
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
+from runner.train import stop
 from runner.train.progress import steps_between_lines
 
 log = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ def train(
     Returns:
         What the first rank's work returned: the summary of a run.
     """
-    from runner.launch.process_group import launch_from_torch, leave, stand_alone
+    from runner.launch.process_group import abandon, launch_from_torch, leave, stand_alone
     from runner.train import build
     from runner.train.job import execute
 
@@ -88,9 +90,15 @@ def train(
             dist.broadcast_object_list([config, folder.absolute(), resume], src=0)
         elif config.plugin.name != "single":
             stand_alone()
-        return work(config, [JsonlSink(folder / files.ROWS), *shown])
-    finally:
-        leave()
+        ended = work(config, [JsonlSink(folder / files.ROWS), *shown])
+    except BaseException as error:
+        if joined and not isinstance(error, Stopped):
+            abandon()
+        else:
+            leave()
+        raise
+    leave()
+    return ended
 
 
 def run(
@@ -114,11 +122,13 @@ def run(
 
     Raises:
         Interrupted: the user interrupted; it is recorded.
-        SystemExit: with 143 after SIGTERM; it is recorded.
+        SystemExit: with 129 or 143 after another signal; it is recorded.
     """
+    signals.set_timeout(config.shutdown.timeout)
     run_id = new_run_id() if config.tracker.name == "wandb" else None
     record = Record(folder)
     made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
+    stop.requested()  # a signal is noted from here on, so that it is recorded
     record.begin(plain, config_hash(plain), run_id)
     shown: list[Sink] = [_Steps(record), RunLog(folder, words, made_with)]
 
@@ -127,35 +137,47 @@ def run(
         shown.extend(_sinks(config, plain, folder, run_id, words, title))
         return train(config, folder, shown)
 
+    def write_last(code: int, why: str) -> None:
+        record.end("interrupted", code, why, None)
+
     logging.captureWarnings(True)  # and so in runner.log
-    ended = attempt(show_and_train)
-    logging.captureWarnings(False)
-    # The status first: closing wandb may take seconds, in which the user may interrupt again.
-    summary: dict[str, Any] | None = None
-    if isinstance(ended, Failure):
-        exit_code = ended.exit_code
-        record.end(ended.state, exit_code, ended.error, ended.rank)
-        log.info("%s", ended.error)
-    else:
-        exit_code = 0
-        summary = ended | {"guidance": sentences(ended.get("remarks", ()), swept)} | made_with
-        record.summary(summary)
-        record.end("finished", 0, None, None)
+    with signals.last_words(write_last):
+        ended = attempt(show_and_train)
+        logging.captureWarnings(False)
+        # The status first: closing wandb may take seconds.
+        summary: dict[str, Any] | None = None
+        if isinstance(ended, Failure):
+            exit_code = ended.exit_code
+            record.end(ended.state, exit_code, ended.error, ended.rank)
+            log.info("%s", ended.error)
+        else:
+            exit_code = 0
+            summary = ended | {"guidance": sentences(ended.get("remarks", ()), swept)} | made_with
+            record.summary(summary)
+            record.end("finished", 0, None, None)
     for sink in shown:
         sink.close(summary, exit_code)
     page = write_page(folder)
-    if isinstance(ended, Failure) and ended.state == "failed":
-        who = "the run" if config.plugin.name == "single" else f"rank {ended.rank}"
-        last = ended.error.splitlines()[-1] if ended.error else "no message"
+    if isinstance(ended, Failure) and (ended.state == "failed" or "\n" in ended.error):
         level = logging.ERROR if reports_end else logging.INFO
-        log.log(level, "%s failed: %s (see %s)", who, last, folder / files.STATUS)
+        log.log(level, "%s (see %s)", _headline(ended, config.plugin.name), folder / files.STATUS)
     if reports_end:
         print_line(str(page or folder))
+    late = stop.reset()  # a signal after the training had ended
     if exit_code == 130:
         raise Interrupted
-    if exit_code == 143:
-        raise SystemExit(143)
+    if exit_code > 128:
+        raise SystemExit(exit_code)
+    if late and not reports_end:  # the sweep ends
+        raise signals.Terminated(late)
     return Ended(exit_code, objective_of(summary or {}, config.sweep.objective))
+
+
+def _headline(failure: Failure, plugin: str) -> str:
+    """Return in one line why a run did not finish."""
+    *_, last = failure.error.splitlines() or ["no message"]
+    who = "the run" if plugin == "single" else f"rank {failure.rank}"
+    return last if last.startswith(f"{who} ") else f"{who} failed: {last}"
 
 
 def _sinks(

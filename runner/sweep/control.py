@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from filelock import FileLock, Timeout
 
 from runner.compose.jobs import Job, Sweep
 from runner.compose.request import Request
 from runner.config.problem import Interrupted, Problem, RequestError
+from runner.launch import signals
 from runner.launch.page import write_page
 from runner.run_folder import files
 from runner.run_folder.status import now
@@ -25,6 +22,7 @@ from runner.sweep import live
 from runner.sweep.job import run_job
 from runner.sweep.resume import archive, load_status, plan_runs
 from runner.telemetry.sinks.console import print_line
+from runner.train import stop
 
 _RELEASED = 8
 """Seconds to wait until the processes of a killed sweep release its folder."""
@@ -49,7 +47,7 @@ def run_sweep(
     Raises:
         RequestError: a job is wrong, or another process runs this sweep.
         Interrupted: the user interrupted; it is recorded.
-        SystemExit: with 143 after SIGTERM; it is recorded.
+        SystemExit: with 129 or 143 after another signal; it is recorded.
     """
     sweep = request.sweep
     assert sweep is not None
@@ -65,19 +63,24 @@ def run_sweep(
             return _show(sweep.folder, SweepRecord.read(sweep.folder))
         _begin(request, sweep, entries, typed)
         code, interrupted = 1, True
+
+        def write_last(code: int, why: str) -> None:
+            _end(sweep.folder, code, True, search)
+
         try:
-            with _terminable():
+            with signals.last_words(write_last):
                 request.launch(run_job)
             code, interrupted = 0, False
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
-            interrupted = code in (130, 143)
+            interrupted = code in (129, 130, 143)
         except KeyboardInterrupt:
             raise Interrupted from None
         except Exception:  # of Hydra's sweeper or launcher
             traceback.print_exc()
             interrupted = False
         finally:
+            stop.requested()  # a signal is noted from here on: the record is written whole
             record = _end(sweep.folder, code, interrupted, search)
             if record.state == "interrupted":
                 print_line(live.interruption(record, search), sys.stderr)
@@ -155,20 +158,3 @@ def _show(folder: Path, record: SweepRecord) -> int:
     print_line(live.table(record))
     print_line(str(page or folder))
     return int(any(entry.state == "failed" for entry in record.entries))
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Exit with 143 on SIGTERM between runs too, so that the end is recorded."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        sys.exit(143)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

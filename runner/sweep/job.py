@@ -42,13 +42,15 @@ def run_job(config: DictConfig) -> float | None:
         not finite.
 
     Raises:
-        SystemExit: with 1, if more runs failed than ``sweep.max_failures`` allows; with 143 after
-            SIGTERM.
+        SystemExit: with 1, if more runs failed than ``sweep.max_failures`` allows; with 129 or 143
+            after a signal.
         KeyboardInterrupt: the user interrupted.
     """
-    from runner.launch import supervise
+    from runner.launch import signals, supervise
 
     settings = HydraConfig.get()
+    if not _is_here(settings):
+        signals.listen()
     sweep, folder = Path(settings.sweep.dir), Path(settings.runtime.output_dir)
     words, plain = list(settings.overrides.task), plain_config(config)
     with changed(sweep) as record:
@@ -78,14 +80,18 @@ def run_job(config: DictConfig) -> float | None:
             write_page(sweep, left)
     if entry.state == "failed":
         print_line(live.failure(record, entry), sys.stderr)
-        # A launcher that runs jobs in other processes cannot be stopped from here.
-        if _gives_up(record) and settings.launcher._target_.endswith(".BasicLauncher"):
+        if _gives_up(record) and _is_here(settings):
             stop = f"the sweep stops: sweep.max_failures={record.max_failures}"
             print_line(stop, sys.stderr)
             raise SystemExit(1)
         return None
     objective = entry.objective
     return objective if objective is not None and math.isfinite(objective) else None
+
+
+def _is_here(settings: Any) -> bool:
+    """Return whether this is the process of the command, not one that a launcher started."""
+    return str(settings.launcher._target_).endswith(".BasicLauncher")
 
 
 def _entry(record: SweepRecord, number: int, plain: dict[str, Any], words: Sequence[str]) -> Entry:

@@ -6,9 +6,8 @@ A rank that waits for the others in a collective has begun as many as they have,
 from __future__ import annotations
 
 from array import array
-from collections.abc import MutableSequence
 
-_counts: MutableSequence[int] = array("q", [0])
+_counts: array[int] | memoryview[int] = array("q", [0])
 _rank = 0
 
 
@@ -17,7 +16,7 @@ def beat() -> None:
     _counts[_rank] += 1
 
 
-def share(counts: MutableSequence[int], rank: int) -> None:
+def share(counts: memoryview[int], rank: int) -> None:
     """Count in memory that another process reads.
 
     Args:

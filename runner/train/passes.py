@@ -16,6 +16,7 @@ from runner.booster.loss import WindowLoss
 from runner.clip import Number, transfer
 from runner.data.order import PartitionedBatches
 from runner.run_folder import keys
+from runner.train.beat import beat
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Passes:
         total: Tensor | None = None
         for number, (batch, count) in enumerate(zip(batches, counts, strict=True), 1):
             final = number == len(batches)
+            beat()
             held = nullcontext() if final else self.booster.no_sync(self.model, self.optimizer)
             with held:
                 loss = self._train(batch, count, weight)
@@ -94,6 +96,7 @@ class Passes:
         total, items, correct, graded, ungraded = 0.0, 0.0, 0.0, 0.0, False
         order = getattr(loader, "batch_sampler", None)
         for number, host in enumerate(loader):
+            beat()
             batch = self._to_device(host)
             # Other ranks may wait for this one in a forward pass, even if it has no sample.
             idle = isinstance(order, PartitionedBatches) and order.weightless(number)

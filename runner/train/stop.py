@@ -32,7 +32,9 @@ def is_polled() -> bool:
     return _polled
 
 
-def reset() -> None:
-    """Forget an earlier request and who read it, before a run begins."""
+def reset() -> int:
+    """End the time in which signals are noted only; return the number of one that was noted."""
     global _number, _polled
-    _number, _polled = 0, False
+    _polled = False
+    number, _number = _number, 0
+    return number

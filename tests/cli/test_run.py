@@ -3,7 +3,6 @@ import json
 import logging
 import os
 import re
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import runner
 from runner.cli import main as cli
 from runner.cli.main import COMMANDS
 from runner.config.problem import Problem, RequestError
+from runner.launch import signals
 
 ROOT = Path(runner.__file__).parents[1]
 
@@ -211,9 +211,9 @@ def test_the_terminal_is_left_to_the_run(fakes, capsys):
 
 def test_words_come_from_the_command_line_by_default(fakes, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["prog", "seed=4"])
-    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(signals, "listen", lambda: None)
+    monkeypatch.setattr(signals, "ignore", lambda: None)
     assert cli.start() == 0
-    signal.signal(signal.SIGINT, handler)
     assert fakes.runs[0][0]["seed"] == 4
 
 

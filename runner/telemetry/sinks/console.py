@@ -37,6 +37,20 @@ def print_line(text: str = "", stream: TextIO | None = None) -> None:
         leave_unread(stream)
 
 
+def open_streams() -> None:
+    """Discard what is printed on a standard stream that is closed (``>&-``).
+
+    Otherwise the next file that is opened would take its place, and what other programs print.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+
+
 def leave_unread(stream: TextIO) -> None:
     """Discard what is printed on ``stream`` from now on: its reader, such as ``head``, has left."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -28,5 +28,6 @@ class Sink(Protocol):
 
 
 def ending(exit_code: int) -> str:
-    """Return one word for how a run ended, given its exit code."""
-    return {0: "finished", 130: "interrupted", 143: "terminated"}.get(exit_code, "failed")
+    """Return in one or two words how a run ended, given its exit code."""
+    words = {0: "finished", 129: "hung up", 130: "interrupted", 143: "terminated"}
+    return words.get(exit_code, "failed")

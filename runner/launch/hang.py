@@ -1,0 +1,114 @@
+"""Find the local rank that the others wait for, by where each of them is."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from runner.launch.local_rank import LocalRank
+
+TRAINS = 2
+"""Count of a rank that has begun its first microbatch; with 1 it can be asked for its stack."""
+
+ANSWER = 1.0
+"""Seconds that a rank has to say where it is."""
+
+AGAIN = 1.0
+"""Seconds between two looks: a rank that waits does so both times."""
+
+_FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_WAITING = re.compile(r"/torch/(distributed/|autograd/graph\.py|nn/parallel/distributed\.py)")
+_SHELL = re.compile(r"/torch/_ops\.py")
+"""Calls of operators, which say nothing of what they do."""
+
+
+class _Place(NamedTuple):
+    """Where a rank is; places of ranks that hang come first in order.
+
+    Attributes:
+        goes_on: whether its process is not stopped by a signal.
+        waits: whether it is in a collective, or in a backward pass that runs one.
+        begun: number of microbatches that it has begun.
+        number: number of the rank.
+        stack: its calls, the innermost first; empty if it does not answer.
+    """
+
+    goes_on: bool
+    waits: bool
+    begun: int
+    number: int
+    stack: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """Where the rank is, in words."""
+        if not self.goes_on:
+            return "its process is stopped (SIGSTOP)"
+        if not self.stack:
+            return "it does not answer"
+        found = _FRAME.match(self.stack[0])
+        return f"it is in {found['function']} ({found['file']}:{found['line']})" if found else ""
+
+
+def waited_for(
+    ranks: Sequence[LocalRank], counts: Sequence[int], timeout: float
+) -> tuple[int, str] | None:
+    """Return the rank that the others wait for, and where it is; None if no rank waits.
+
+    Args:
+        ranks: ranks that run.
+        counts: microbatches that each rank has begun.
+        timeout: seconds without any.
+    """
+    before = {place.number for place in _places(ranks, counts) if place.waits}
+    time.sleep(AGAIN)
+    places = _places(ranks, counts)
+    waiting = {place.number for place in places if place.waits} & before
+    # Several that compute may all be on their way; of those that wait, the last one is behind.
+    alone = len(places) - len(waiting) <= 1 or not all(place.goes_on for place in places)
+    return _named(places[0], timeout) if waiting and alone else None
+
+
+def behind(
+    ranks: Sequence[LocalRank], counts: Sequence[int], timeout: float
+) -> tuple[int, str] | None:
+    """Return the rank for which a collective of the others took too long, and where it is.
+
+    None if all ranks that still run wait for another one too.
+    """
+    places = _places(ranks, counts)
+    return _named(places[0], timeout) if places and not places[0].waits else None
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process of this machine was stopped by a signal."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+
+
+def _places(ranks: Sequence[LocalRank], counts: Sequence[int]) -> list[_Place]:
+    places = []
+    for rank in ranks:
+        goes_on, count = not is_stopped(rank.pid), counts[rank.number]
+        stack = tuple(rank.stack(ANSWER)) if goes_on and count else ()
+        shown = next((line for line in stack if not _SHELL.search(line)), "")
+        waits = bool(_WAITING.search(shown))
+        places.append(_Place(goes_on, waits, count, rank.number, stack))
+    return sorted(places)
+
+
+def _named(place: _Place, timeout: float) -> tuple[int, str]:
+    calls = [f"  {line}" for line in place.stack]
+    if calls:
+        calls.insert(0, f"where rank {place.number} is (most recent call first):")
+    end = (
+        f"rank {place.number} hangs: {place.text}; "
+        f"the others waited for it for more than launch.timeout={timeout:g} s"
+    )
+    return place.number, "\n".join([*calls, end])

@@ -1,0 +1,200 @@
+"""Signals that ask a run to stop: SIGTERM, SIGINT, SIGHUP, and SIGUSR1 (Slurm's pre-emption).
+
+The first one is a request. A training that polls :mod:`runner.train.stop` ends after its step;
+anything else ends at once, by an exception in the main thread. A second signal, or the end of
+``shutdown.timeout``, ends the process as it is: a thread does that, which is told of signals even
+while the main thread waits in C++.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from runner.train import stop
+
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+ECHO = 0.5
+"""Seconds in which further signals count as the first: ``timeout`` sends each one twice, and
+torchrun passes on what the terminal sends to all of its processes."""
+
+AT_ONCE = 5.0
+"""Seconds that the main thread has to end where no training polls."""
+
+LAST_WORDS = 3.0
+"""Seconds that the functions of :func:`last_words` have, together."""
+
+LastWords = Callable[[int, str], None]
+"""Called with the exit code and the reason, in a thread of its own."""
+
+
+class Terminated(SystemExit):
+    """A signal other than SIGINT asked to stop where no training polls.
+
+    Args:
+        number: number of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(exit_code(number))
+        self.signal = number
+
+
+class _State:
+    """Signals of this process.
+
+    Attributes:
+        number: the first signal; 0 before it.
+        at: time of the first signal.
+        timeout: seconds that a training has to end.
+        listens: whether handlers are installed.
+        patient: whether ``timeout`` holds: something ends by itself, and wants to be waited for.
+        raised: whether a signal has raised an exception; a second one would hit its handling.
+        last: what to do before the process ends as it is; the last one first.
+    """
+
+    number = 0
+    at = 0.0
+    timeout = 30.0
+    listens = False
+    patient = False
+    raised = False
+    last: list[LastWords] = []  # noqa: RUF012
+
+
+def exit_code(number: int) -> int:
+    """Return the exit code of a run that a signal stopped: 130, 129 or 143."""
+    return 128 + (signal.SIGTERM if number == signal.SIGUSR1 else number)
+
+
+def reason(number: int) -> str:
+    """Return why a run was stopped by a signal."""
+    if number == signal.SIGINT:
+        return "interrupted by the user"
+    return f"terminated by {signal.Signals(number).name}"
+
+
+def listen() -> None:
+    """Handle the signals from now on; one that is ignored (``nohup``) remains ignored.
+
+    Nothing changes if this was called before, or outside of the main thread.
+    """
+    if _State.listens or threading.current_thread() is not threading.main_thread():
+        return
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    _State.listens = True
+    threading.Thread(target=_watch, args=(heard,), daemon=True, name="signals").start()
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    for number in ASKING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _handle)
+
+
+def handled() -> list[int]:
+    """Return the numbers of the signals that this process handles."""
+    return [number for number in ASKING if signal.getsignal(number) is _handle]
+
+
+def ignore() -> None:
+    """Ignore the signals from now on: nothing is left to do but to end."""
+    for number in ASKING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def set_timeout(seconds: float) -> None:
+    """Set the seconds that a training has to end after the first signal."""
+    _State.timeout = seconds
+
+
+@contextmanager
+def last_words(function: LastWords) -> Iterator[None]:
+    """Call ``function`` if the process ends as it is while it is in this block."""
+    _State.last.append(function)
+    try:
+        yield
+    finally:
+        _State.last.remove(function)
+
+
+def requeue() -> None:
+    """Let Slurm start this job again if SIGUSR1 stopped it; the first rank asks for it."""
+    job = os.environ.get("SLURM_JOB_ID")
+    first = {os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID")} == {"0"}
+    if _State.number != signal.SIGUSR1 or not job or not first:
+        return
+    command = ["scontrol", "requeue", job]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stderr", "") or error).strip()
+        print(f"clip-runner: Slurm does not start the job again: {said}", file=sys.stderr)
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    """Note a signal; raise in the main thread if nobody polls."""
+    stop.request(number)
+    if stop.is_polled() or _State.raised:
+        return
+    _State.raised = True
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise Terminated(number)
+
+
+def _watch(heard: int) -> None:
+    """End the process at a second signal, and when its time is over."""
+    while True:
+        ready, _, _ = select.select([heard], [], [], 0.2 if _State.number else None)
+        numbers = os.read(heard, 256) if ready else b""
+        now = time.monotonic()
+        for number in filter(ASKING.__contains__, numbers):
+            if not _State.number:
+                _State.number, _State.at = number, now
+            elif now - _State.at > ECHO:
+                _end("a second signal")
+        if _State.number:
+            _State.patient = _State.patient or stop.is_polled()
+            left = _State.timeout if _State.patient else min(_State.timeout, AT_ONCE)
+            if now - _State.at > left:
+                _end(f"it had not ended after {left:g} s")
+
+
+def _end(why: str) -> None:
+    """End this process as it is, after the last words."""
+    code, why = exit_code(_State.number), f"{reason(_State.number)}; {why}"
+
+    def speak() -> None:
+        for function in reversed(_State.last):
+            with suppress(Exception):
+                function(code, why)
+        with suppress(OSError):
+            os.write(2, f"clip-runner: {why}\n".encode())
+        requeue()
+
+    speaker = threading.Thread(target=speak, daemon=True)
+    speaker.start()
+    speaker.join(LAST_WORDS)
+    os._exit(code)
+
+
+def _leave_to_parent() -> None:
+    """Let a forked process, such as a worker of a data loader, be ended by its parent alone."""
+    if not _State.listens:
+        return
+    signal.set_wakeup_fd(-1)
+    for number in handled():
+        ends = number == signal.SIGTERM
+        signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,155 @@
+"""Start a run as a user does, end it in some way, and look at what is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.run_folder.strict_json import read_object
+
+PRIVATE = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"']
+"""A command whose /dev/shm is the folder that follows."""
+
+
+@dataclass
+class Started:
+    """A command that was started.
+
+    Attributes:
+        process: its process, the first of a session of its own.
+        home: folder of everything that it writes: outputs, shared memory, temporary files.
+    """
+
+    process: subprocess.Popen[bytes]
+    home: Path
+
+    @property
+    def printed(self) -> str:
+        """What it printed so far, on both streams."""
+        return (self.home / "printed").read_text(errors="replace")
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its only run."""
+        (folder,) = (self.home / "outputs" / "runs").iterdir()
+        return folder
+
+    @property
+    def status(self) -> dict[str, object]:
+        """The status of its only run."""
+        return read_object(self.folder / "status.json")
+
+    def wait_for(self, happened: Callable[[], bool], limit: float = 120) -> None:
+        """Wait until something happened, while the command runs."""
+        until = time.monotonic() + limit
+        while not happened():
+            assert self.process.poll() is None, self.printed
+            assert time.monotonic() < until, self.printed
+            time.sleep(0.02)
+
+    def wait_for_rows(self, at_least: int = 1) -> None:
+        """Wait until the run has written so many rows."""
+
+        def written() -> bool:
+            files = list(self.home.glob("outputs/**/metrics.jsonl"))
+            return bool(files) and files[-1].read_bytes().count(b"\n") >= at_least
+
+        self.wait_for(written)
+
+    def processes(self) -> list[int]:
+        """Return the processes that the command started, and itself; zombies do not count."""
+        mark = f"RUNNER_OUTPUTS={self.home / 'outputs'}".encode()
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (process / "environ").read_bytes().split(b"\0"):
+                    state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+                    if state not in "ZX":
+                        found.append(int(process.name))
+            except OSError:
+                continue
+        return found
+
+    def ranks(self) -> list[int]:
+        """Return the processes of local ranks, by rank: children of the fork server."""
+
+        def forked(pid: int) -> bool:
+            return b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+        def parent(pid: int) -> int:
+            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+        server, *_ = (
+            pid for pid in self.processes() if parent(pid) == self.process.pid and forked(pid)
+        )
+        return sorted(pid for pid in self.processes() if parent(pid) == server)
+
+    def left(self, seconds: float) -> list[str]:
+        """Return what the command has left behind ``seconds`` after its end."""
+        until = time.monotonic() + seconds
+        while (found := self._left()) and time.monotonic() < until:
+            time.sleep(0.2)
+        return found
+
+    def _left(self) -> list[str]:
+        orphans = [f"process {pid}" for pid in self.processes()]
+        files = [*(self.home / "shm").iterdir(), *(self.home / "tmp").iterdir()]
+        # torch keeps a cache there on purpose.
+        return orphans + [str(file) for file in files if "torchinductor" not in file.name]
+
+
+@contextmanager
+def started(
+    environment: Mapping[str, str],
+    words: Sequence[str],
+    before: Sequence[str] = ("-m", "runner"),
+    ignored: Sequence[int] = (),
+) -> Iterator[Started]:
+    """Start a command with folders of its own, on the CPU; its processes are killed at the end.
+
+    Args:
+        environment: environment variables, with the folder for outputs.
+        words: overrides.
+        before: arguments of Python before the overrides.
+        ignored: signals that it finds ignored, as ``nohup`` has it.
+    """
+    home = Path(environment["RUNNER_OUTPUTS"]).parent
+    for name in ("shm", "tmp"):
+        (home / name).mkdir(exist_ok=True)
+    command = [sys.executable, *before, "device=cpu", *words]
+    probe = [*PRIVATE, str(home / "shm"), "true"]
+    if shutil.which("unshare") and subprocess.run(probe, capture_output=True).returncode == 0:
+        command = [*PRIVATE, str(home / "shm"), *command]
+
+    def signals() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+    with (home / "printed").open("wb") as printed:
+        process = subprocess.Popen(
+            command,
+            env={**environment, "TMPDIR": str(home / "tmp")},
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=printed,
+            start_new_session=True,
+            preexec_fn=signals,
+        )
+    run = Started(process, home)
+    try:
+        yield run
+    finally:
+        for pid in {*run.processes(), *([] if process.returncode is not None else [process.pid])}:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.wait()

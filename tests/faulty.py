@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from runner.data import Data
+from runner.data.digits import digits
 from runner.models.cnn import DigitsCNN
 
 
@@ -68,3 +70,11 @@ class Faulty(DigitsCNN):
                 case "memory":
                     torch.empty(2**50)
         return super().forward(images)
+
+
+def slow_data(test_fraction: float, seed: int, seconds: float = 6.0) -> Data:
+    """The digits, after some seconds."""
+    Path(os.environ["RUNNER_OUTPUTS"]).mkdir(exist_ok=True)
+    Path(os.environ["RUNNER_OUTPUTS"], "reads").touch()
+    time.sleep(seconds)
+    return digits(test_fraction, seed)

@@ -46,14 +46,14 @@ in their own units. `python -m runner --help` lists all overrides.
   calibrate.warmup_steps=20    number of first steps to describe separately; a tenth by default
   calibrate.output=FOLDER      folder of calibrate.json
 
-Exit codes: 0 measured   1 training failed   2 the request was wrong   130, 143 interrupted"""
+Exit codes: 0 measured   1 training failed   2 the request was wrong   129, 130, 143 interrupted"""
 
 
 def main(words: Sequence[str]) -> int:
     """Calibrate as the arguments ``words`` ask.
 
     Returns:
-        0; 1 if training failed; 130 if it was interrupted; 143 if it was terminated.
+        0; 1 if training failed; 130 if it was interrupted; 129 or 143 after another signal.
 
     Raises:
         RequestError: the request is wrong; nothing was created.

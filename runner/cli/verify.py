@@ -38,7 +38,7 @@ torch.nn.utils computes from each rank's gradients. `python -m runner --help` li
   hydra.run.dir=FOLDER      folder of verify.json
 
 Exit codes: 0 equal   1 not equal, or a rank failed   2 the request was wrong
-130, 143 interrupted"""
+129, 130, 143 interrupted"""
 
 
 def main(words: Sequence[str]) -> int:
@@ -46,7 +46,7 @@ def main(words: Sequence[str]) -> int:
 
     Returns:
         0 if the plugin's steps equal those of one process; 1 if they do not or a rank failed; 130
-        if it was interrupted; 143 if it was terminated.
+        if it was interrupted; 129 or 143 after another signal.
 
     Raises:
         RequestError: the request is wrong; nothing was created.

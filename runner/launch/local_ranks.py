@@ -52,7 +52,7 @@ def prepare(config: RunConfig) -> None:
     The server imports torch in its own process; ranks then start in milliseconds.
     """
     if least_ranks(config.plugin) > 1:
-        multiprocessing.set_forkserver_preload(["runner.launch.rank"])
+        multiprocessing.set_forkserver_preload(["runner.launch.fork_server"])
         with _unasked():
             multiprocessing.forkserver.ensure_running()
 
@@ -104,7 +104,7 @@ class _Ranks:
         self._changed, self._sum = time.monotonic(), 0
         self._lost: float | None = None
         self._passed_on = False
-        multiprocessing.set_forkserver_preload(["runner.launch.rank"])
+        multiprocessing.set_forkserver_preload(["runner.launch.fork_server"])
         with _unasked():
             self._ranks = [
                 LocalRank(Seat(number, size, port, memory, signals.handled()), job)
@@ -136,7 +136,8 @@ class _Ranks:
             if number := stop.requested():
                 self._pass_on(number)
             stopped = [rank.result for rank in self._ranks if rank.state == "stopped"]
-            if stopped and not any(rank.runs for rank in self._ranks):
+            # Ranks that were stopped before they trained leave others in a collective.
+            if stopped and (self._lost or not any(rank.runs for rank in self._ranks)):
                 raise Stopped(stopped[0])
             if failed := self._failed():
                 raise RankFailed(failed.number, failed.error())

@@ -87,8 +87,8 @@ def _report(number: int, job: Sequence[Any]) -> Report:
         return "finished", rank_main(*job)
     except Stopped as stopped:
         return "stopped", stopped.signal
-    except signals.Terminated:
-        os._exit(1)  # the launcher does not wait for a report
+    except signals.Terminated as ended:
+        return "stopped", ended.signal
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         return "failed", f"{described(end)}\nrank {number} exited with code {code}"
@@ -104,6 +104,8 @@ def _answer_signals(counts: Sequence[int], handled: Sequence[int]) -> None:
             raise signals.Terminated(number)  # the rows that are on the device are still written
         if number in handled:
             stop.request(number)
+            if not stop.is_polled():
+                raise signals.Terminated(number)
 
     for number in signals.ASKING:
         signal.signal(number, note)

@@ -29,7 +29,8 @@ class Entry:
         words: all its overrides.
         config_hash: hash of its configuration.
         state: waiting, running, finished, failed or interrupted.
-        exit_code: 0 finished, 1 failed, 130 interrupted, 143 terminated; None before the end.
+        exit_code: 0 finished, 1 failed, 129 hung up, 130 interrupted, 143 terminated; None before
+            the end.
         error: last line of the error message.
         objective: value of the metric by which runs are compared; may be NaN or infinite.
         clip_ratio: share of its steps that were clipped.

@@ -33,8 +33,8 @@ class Started:
 
     @property
     def printed(self) -> str:
-        """What it printed so far, on both streams."""
-        return (self.home / "printed").read_text(errors="replace")
+        """The end of what it printed so far, on both streams."""
+        return (self.home / "printed").read_text(errors="replace")[-4000:]
 
     @property
     def folder(self) -> Path:
@@ -54,6 +54,17 @@ class Started:
             assert self.process.poll() is None, self.printed
             assert time.monotonic() < until, self.printed
             time.sleep(0.02)
+
+    def wait_for_handlers(self) -> None:
+        """Wait until the command handles signals, which is the first thing that it does."""
+
+        def caught() -> bool:
+            for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+                if line.startswith("SigCgt:"):
+                    return bool(int(line.split()[1], 16) & 1 << (signal.SIGUSR1 - 1))
+            return False
+
+        self.wait_for(caught)
 
     def wait_for_rows(self, at_least: int = 1) -> None:
         """Wait until the run has written so many rows."""

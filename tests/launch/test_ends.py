@@ -1,8 +1,12 @@
 """How a run ends: by a rank that dies or hangs, by SIGKILL, or by a signal that asks it to stop."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +77,135 @@ def test_sigkill_of_one_process_ends_all(environment, ranks, victim):
         assert f"rank {number} was ended by SIGKILL" in run.printed
         assert "data.batch_size" in run.printed
         assert not run.left(5)
+
+
+SINGLE = {"single": ["plugin=single"]}
+CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 143}
+
+
+def rows(run):
+    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("ranks", SINGLE | RANKS)
+@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+def test_a_signal_ends_the_run_after_its_step(environment, ranks, number):
+    with started(environment, [*(SINGLE | RANKS)[ranks], *LONG]) as run:
+        run.wait_for_rows(10)
+        at = time.monotonic()
+        run.process.send_signal(number)
+        assert run.process.wait(60) == CODES[number], run.printed
+        assert time.monotonic() - at < 30
+        status = run.status
+        assert (status["state"], status["exit_code"]) == ("interrupted", CODES[number])
+        assert [row["train/step"] for row in rows(run)] == [*range(1, len(rows(run)) + 1)]
+        assert "Traceback" not in run.printed
+        assert not run.left(5)
+
+
+@pytest.mark.parametrize("to", ["all", "rank 1"])
+def test_a_signal_to_ranks_stops_the_run(environment, to):
+    """As a terminal and Slurm send it: to every process; or as somebody does: to one rank."""
+    with started(environment, [*RANKS["ddp 2"], *LONG]) as run:
+        run.wait_for_rows(5)
+        if to == "all":
+            os.killpg(run.process.pid, signal.SIGTERM)
+        else:
+            os.kill(run.ranks()[1], signal.SIGTERM)
+        assert run.process.wait(60) == 143, run.printed
+        assert (run.status["state"], run.status["exit_code"]) == ("interrupted", 143)
+        assert "Traceback" not in run.printed
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("ranks", ["single", "ddp 2"])
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_run_that_does_not_end_is_ended(environment, ranks, signals):
+    """By a second signal at once, otherwise after shutdown.timeout."""
+    words = [*(SINGLE | RANKS)[ranks], *LONG, *faulty("hang", rank=0)]
+    words.append(f"shutdown.timeout={4 if signals == 1 else 60}")
+    with started(environment, words) as run:
+        run.wait_for((run.home / "outputs" / "struck").exists)
+        run.process.send_signal(signal.SIGTERM)
+        at = time.monotonic()
+        if signals == 2:
+            time.sleep(1.5)
+            run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait(30) == 143, run.printed
+        assert time.monotonic() - at < 12
+        assert (run.status["state"], run.status["exit_code"]) == ("interrupted", 143)
+        why = "it had not ended after 4 s" if signals == 1 else "a second signal"
+        assert str(run.status["error"]).endswith(why)
+        assert not run.left(12)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_an_ignored_signal_remains_ignored(environment, number):
+    with started(environment, [*RANKS["ddp 2"], *LONG], ignored=[number]) as run:
+        run.wait_for_rows(5)
+        os.killpg(run.process.pid, number)
+        written = len(rows(run))
+        run.wait_for_rows(written + 20)
+        run.process.terminate()
+        assert run.process.wait(60) == 143, run.printed
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+@pytest.mark.parametrize("ranks", ["single", "ddp 2"])
+@pytest.mark.parametrize("at", ["the first import", "torch", "data"])
+def test_a_signal_before_the_training(environment, number, ranks, at):
+    words = [*(SINGLE | RANKS)[ranks], *LONG, "data._target_=tests.faulty.slow_data"]
+    with started(environment, words) as run:
+        run.wait_for_handlers()
+        if at == "torch":
+            library = "libtorch_cpu"
+            run.wait_for(lambda: library in Path(f"/proc/{run.process.pid}/maps").read_text())
+        if at == "data":
+            run.wait_for((run.home / "outputs" / "reads").exists)
+        sent = time.monotonic()
+        run.process.send_signal(number)
+        assert run.process.wait(60) == CODES[number], run.printed
+        assert time.monotonic() - sent < 15
+        assert "Traceback" not in run.printed
+        for status in run.home.glob("outputs/runs/*/status.json"):
+            assert json.loads(status.read_text())["exit_code"] == CODES[number]
+        assert not run.left(5)
+
+
+@pytest.mark.parametrize("ranks", ["single", "ddp 2"])
+def test_memory_that_runs_out_names_what_to_change(environment, ranks):
+    words = [*(SINGLE | RANKS)[ranks], *faulty("memory", rank=0), "tracker=none"]
+    with started(environment, words) as run:
+        assert run.process.wait(120) == 1, run.printed
+        for key in ("data.batch_size", "accumulation.steps", "plugin="):
+            assert key in run.printed.splitlines()[-1] + run.printed.splitlines()[-2]
+            assert key in run.status["error"]
+        assert "can't allocate memory" in run.status["error"]
+
+
+def test_a_sweep_is_interrupted_as_a_whole(environment):
+    words = ["-m", "seed=1,2", "sweep.name=mine", *LONG, "tracker=none"]
+    with started(environment, words) as run:
+        run.wait_for_rows(5)
+        run.process.terminate()
+        assert run.process.wait(60) == 143, run.printed
+        sweep = json.loads((run.home / "outputs/sweeps/mine/sweep.json").read_text())
+        assert sweep["state"] == "interrupted"
+        assert [one["state"] for one in sweep["runs"]] == ["interrupted", "waiting"]
+        assert sweep["runs"][0]["exit_code"] == 143
+        assert "Traceback" not in run.printed
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "2>&1 | head -1"])
+def test_a_stream_that_is_closed_changes_nothing(environment, closed):
+    words = "tracker=none device=cpu train.max_duration=3ba clip.threshold=0.5"
+    command = f"set -o pipefail; {sys.executable} -m runner {words} {closed}"
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    (folder,) = Path(environment["RUNNER_OUTPUTS"], "runs").iterdir()
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    text = (folder / "runner.log").read_text() + (folder / "metrics.jsonl").read_text()
+    assert "report.html" not in text

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         TorchDDPPlugin,
         TorchFSDPPlugin,
     )
+    from runner.checkpoint.saver import CheckpointSaver
     from runner.clip import GradientClipping, apply_gradient_clipping
     from runner.launch.process_group import get_dist_logger, launch_from_torch
     from runner.models import Classifier
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Booster": "runner.booster",
+    "CheckpointSaver": "runner.checkpoint.saver",
     "Classifier": "runner.models",
     "CosineAnnealingLR": "runner.optim.schedulers",
     "GradientClipping": "runner.clip",
@@ -47,6 +49,7 @@ _HOME = {
 
 __all__ = [
     "Booster",
+    "CheckpointSaver",
     "Classifier",
     "CosineAnnealingLR",
     "GradientClipping",

@@ -57,8 +57,6 @@ def load_model(model: ModelWrapper, source: Source, *, missing: bool = False) ->
         ValueError: the source lacks a tensor of this model, or holds it in another shape.
         OSError: a rank could not read, on every rank.
     """
-    stages = [] if model.pipeline is None else list(model.pipeline.stages.values())
-    reshard([model.unwrap(), *stages])
     tensors = _copies(model)
     if missing:
         tensors = {name: copies for name, copies in tensors.items() if name in source.stored}
@@ -66,7 +64,13 @@ def load_model(model: ModelWrapper, source: Source, *, missing: bool = False) ->
 
 
 def _copies(model: ModelWrapper, with_buffers: bool = True) -> dict[str, list[Tensor]]:
-    """Return the tensors of a model by name; a rank with two stages may hold a tied one twice."""
+    """Return the tensors of a model by name; a rank with two stages may hold a tied one twice.
+
+    Under fully sharded data parallelism they are the shards: a forward pass, such as that of an
+    evaluation, has left whole parameters in their place.
+    """
+    stages = [] if model.pipeline is None else list(model.pipeline.stages.values())
+    reshard([model.unwrap(), *stages])
     module, known = model.unwrap(), set(model.names.values())
     found: dict[str, list[Tensor]] = {}
     for own, tensor in (

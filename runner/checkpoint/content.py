@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from runner.booster import ModelWrapper, OptimizerWrapper, Plugin, saved
 from runner.booster.joint import CRITERION
 from runner.checkpoint import folder
-from runner.parallel.first_rank import on_first, several_ranks
-from runner.parallel.sharded_files import Folder, Source, fill, write
+from runner.checkpoint.pending import Pending
+from runner.checkpoint.space import explained, require_space
+from runner.parallel.first_rank import is_first, on_first, several_ranks
+from runner.parallel.sharded_files import Folder, Source, fill, write, write_later
 from runner.run_folder import files
 
 
@@ -35,6 +38,7 @@ class Training(Protocol):
     optimizer: OptimizerWrapper
     criterion: Any
     plugin: Plugin
+    device: torch.device
 
     @property
     def state(self) -> Stateful:
@@ -54,20 +58,51 @@ def save(training: Training, checkpoints: Path, step: int, about: Mapping[str, A
         The checkpoint.
 
     Raises:
-        OSError: a rank could not write, on every rank. Earlier checkpoints are unchanged.
+        OSError: a rank could not write, on every rank; the message names a disk that is full.
+            Earlier checkpoints are unchanged.
     """
-    rest = training.state.state_dict(with_optimizers=False)
-    rest["random"] = _joined(rest["random"])
-    rest["optimizers"] = saved.optimizer_values(training.optimizer)
-    part = on_first(lambda: folder.begin(checkpoints, step))
-    tensors = _model(training) | saved.optimizer_tensors(training.optimizer)
-    write(tensors, part)
+    tensors, rest = _content(training)
+    part = _begin(checkpoints, step, tensors)
+    with explained(part):
+        write(tensors, part)
+        return on_first(lambda: _complete(part, rest, {"step": step, **about}))
 
-    def finish() -> Path:
-        torch.save(rest, part / files.STATE)
-        return folder.complete(part, {"step": step, **about})
 
-    return on_first(finish)
+def save_later(
+    training: Training,
+    checkpoints: Path,
+    step: int,
+    about: Mapping[str, Any],
+    group: dist.ProcessGroup | None,
+    after: Callable[[], None],
+) -> Pending:
+    """Copy a training to host memory and save it while the training goes on; see :func:`save`.
+
+    Args:
+        training: the training.
+        checkpoints: folder of all checkpoints of the run, on a disk that all ranks share.
+        step: number of optimizer steps taken.
+        about: what the manifest says of the checkpoint.
+        group: gloo group of all ranks that nothing else uses; None on one rank.
+        after: called on the first rank when the checkpoint is complete.
+    """
+    tensors, rest = _content(training)
+    part = _begin(checkpoints, step, tensors)
+
+    def complete() -> None:
+        _complete(part, rest, {"step": step, **about})
+        after()
+
+    return Pending(part, write_later(tensors, part, group), complete)
+
+
+def save_weights(training: Training, checkpoints: Path, about: Mapping[str, Any]) -> Path:
+    """Save the weights alone as the checkpoint ``final``; see :func:`save`."""
+    tensors = _model(training)
+    part = _begin(checkpoints, None, tensors)
+    with explained(part):
+        write(tensors, part)
+        return on_first(lambda: folder.complete(part, dict(about)))
 
 
 def load(training: Training, checkpoint: Path) -> dict[str, Any]:
@@ -82,9 +117,11 @@ def load(training: Training, checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: the checkpoint is not whole. Nothing was loaded.
-        ValueError: it is that of another training.
+        ValueError: it is that of another training, or it holds weights alone.
     """
     manifest = on_first(lambda: folder.require_whole(checkpoint))
+    if files.STATE not in manifest["files"]:
+        raise ValueError(f"{checkpoint} holds weights alone: no training can continue from it")
     # No code in the file is run.
     rest = torch.load(checkpoint / files.STATE, map_location="cpu", weights_only=True)
     source = Folder(checkpoint)
@@ -98,6 +135,37 @@ def load_weights(training: Training, checkpoint: Path) -> None:
     """Load the weights alone, to evaluate them; see :func:`load`."""
     on_first(lambda: folder.require_whole(checkpoint))
     _load_model(training, Folder(checkpoint))
+
+
+def _content(training: Training) -> tuple[dict[str, Tensor], bytes]:
+    """Return the tensors of this rank, and the rest of the state as a file on the first rank."""
+    rest = training.state.state_dict(with_optimizers=False)
+    rest["random"] = _joined(rest["random"])
+    rest["optimizers"] = saved.optimizer_values(training.optimizer)
+    buffer = io.BytesIO()
+    if is_first():
+        torch.save(rest, buffer)
+    return _model(training) | saved.optimizer_tensors(training.optimizer), buffer.getvalue()
+
+
+def _begin(checkpoints: Path, step: int | None, tensors: Mapping[str, Tensor]) -> Path:
+    """Make the folder that a checkpoint is written to, if the disk has space for it."""
+
+    def work() -> Path:
+        part = folder.begin(checkpoints, step)
+        try:
+            require_space(part, tensors)
+        except OSError:
+            part.rmdir()
+            raise
+        return part
+
+    return on_first(work)
+
+
+def _complete(part: Path, rest: bytes, about: dict[str, Any]) -> Path:
+    (part / files.STATE).write_bytes(rest)
+    return folder.complete(part, about)
 
 
 def _model(training: Training) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ its name, so that a run that is killed while it saves leaves the checkpoints bef
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.run_folder import files
-from runner.run_folder.strict_json import decode, encode
+from runner.run_folder.strict_json import decode, encode, number
 
 VERSION = 1
 """Version of the format; a checkpoint of a later one is refused."""
@@ -26,18 +27,22 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint that is not whole; the message names the file and what is wrong with it."""
 
 
-def begin(folder: Path, step: int) -> Path:
-    """Make the folder that the checkpoint of a step is written to, until it is whole.
+def begin(folder: Path, step: int | None) -> Path:
+    """Make the folder that a checkpoint is written to, until it is whole.
+
+    What earlier writes have left unfinished is removed.
 
     Args:
         folder: folder of all checkpoints of a run.
-        step: number of optimizer steps taken.
+        step: number of optimizer steps taken; None for the weights of the end.
 
     Returns:
         A hidden folder, empty.
     """
-    part = folder / f".{_PREFIX}{step:09d}{_PART}"
-    shutil.rmtree(part, ignore_errors=True)
+    for former in folder.glob(f".*{_PART}"):
+        shutil.rmtree(former, ignore_errors=True)
+    name = files.FINAL if step is None else _name(step)
+    part = folder / f".{name}{_PART}"
     part.mkdir(parents=True)
     return part
 
@@ -139,7 +144,9 @@ def whole(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             continue
 
 
-def prune(folder: Path, keep: int, best: str | None, maximizes: bool) -> None:
+def prune(
+    folder: Path, keep: int, best: str | None, maximizes: bool, newest: int | None = None
+) -> None:
     """Remove all but the newest checkpoints, and what unfinished writes have left.
 
     Args:
@@ -147,26 +154,34 @@ def prune(folder: Path, keep: int, best: str | None, maximizes: bool) -> None:
         keep: number of checkpoints to keep.
         best: name of a metric of the manifests: the checkpoint that has the best value is kept too.
         maximizes: whether a higher value is better.
+        newest: step of the newest checkpoint. Those of later steps are removed: the run went on
+            from an earlier one.
     """
     listed = found(folder)
-    kept = set(listed[:keep])
-    if best is not None and (leader := _best(listed, best, maximizes)):
+    current = [one for one in listed if newest is None or one.name <= _name(newest)]
+    kept = set(current[:keep])
+    if best is not None and (leader := _best(current, best, maximizes)):
         kept.add(leader)
-    unfinished = [one for one in folder.glob(f".{_PREFIX}*{_PART}") if one.is_dir()]
+    unfinished = [one for one in folder.glob(f".*{_PART}") if one.is_dir()]
     for one in (*(set(listed) - kept), *unfinished):
         shutil.rmtree(one, ignore_errors=True)
 
 
 def _best(checkpoints: list[Path], metric: str, maximizes: bool) -> Path | None:
+    """Return the checkpoint with the best value; of several, the first one after the evaluation."""
     scored = []
-    for one in checkpoints:
+    for one in sorted(checkpoints):
         try:
-            value = manifest_of(one).get("metrics", {}).get(metric)
+            value = number(manifest_of(one).get("metrics", {}).get(metric))
         except DamagedCheckpoint:
             continue
-        if isinstance(value, int | float):
-            scored.append((value if maximizes else -value, one))
-    return max(scored)[1] if scored else None
+        if value is not None and math.isfinite(value):
+            scored.append((-value if maximizes else value, one))
+    return min(scored)[1] if scored else None
+
+
+def _name(step: int) -> str:
+    return f"{_PREFIX}{step:09d}"
 
 
 def _entry(file: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-NOT_HASHED = ("tracker", "log", "sweep", "calibrate", "verify")
+NOT_HASHED = ("tracker", "log", "checkpoint", "sweep", "calibrate", "verify")
 """Sections that do not change what is trained. Two runs that differ only in these sections are the
 same experiment."""
 

@@ -18,6 +18,7 @@ from runner.config.values import (
     Count,
     DurationText,
     FolderName,
+    IntervalText,
     Natural,
     OneOf,
     Positive,
@@ -108,6 +109,24 @@ class Log(Section):
     interval: int = Field(ge=1, description="log a row of metrics every so many optimizer steps")
     flush: int = Field(
         ge=1, description="copy metrics from the device every so many optimizer steps"
+    )
+
+
+class Checkpoint(Section):
+    """When a run saves what it needs to continue, and the weights of its end."""
+
+    interval: IntervalText | None = Field(
+        description="save a checkpoint this often, such as 500ba or 10min; null: only when the run "
+        "is asked to stop"
+    )
+    keep: Natural = Field(
+        description="keep this many newest checkpoints; lower it if the disk is small; 0: save none"
+    )
+    keep_best: bool = Field(description="keep one more, that with the best sweep.objective so far")
+    save_final: bool = Field(description="save the weights of the end in checkpoints/final")
+    asynchronous: Literal["auto"] | bool = Field(
+        description="train on while files are written, from a copy in host memory; auto: on "
+        "accelerators"
     )
 
 
@@ -222,6 +241,7 @@ class RunConfig(Section):
     train: Train
     eval: Eval
     log: Log
+    checkpoint: Checkpoint
     telemetry: Telemetry
     launch: Launch
     shutdown: Shutdown

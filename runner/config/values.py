@@ -11,7 +11,15 @@ from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, WithJson
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
-from runner.config.duration import FORM, PATTERN, Duration
+from runner.config.duration import (
+    FORM,
+    INTERVAL_FORM,
+    INTERVAL_PATTERN,
+    PATTERN,
+    Duration,
+    Interval,
+    parse_interval,
+)
 from runner.config.folders import options
 
 CONFIG = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
@@ -176,4 +184,10 @@ DurationText = Annotated[
     PlainValidator(Duration.parse),
     Allowed(FORM),
     WithJsonSchema({"type": "string", "pattern": f"^{PATTERN.pattern}$"}),
+]
+IntervalText = Annotated[
+    Interval,
+    PlainValidator(parse_interval),
+    Allowed(INTERVAL_FORM),
+    WithJsonSchema({"type": "string", "pattern": f"^{INTERVAL_PATTERN.pattern}$"}),
 ]

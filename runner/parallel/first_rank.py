@@ -15,6 +15,11 @@ def several_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
+def is_first() -> bool:
+    """Return whether this is the first rank, or the only one."""
+    return not several_ranks() or dist.get_rank() == 0
+
+
 def on_first(work: Callable[[], T]) -> T:
     """Call ``work`` on the first rank alone; every rank has to call this.
 
@@ -25,7 +30,7 @@ def on_first(work: Callable[[], T]) -> T:
         Exception: what ``work`` raised, on every rank.
     """
     result: list[Any] = [None, None]
-    if not several_ranks() or dist.get_rank() == 0:
+    if is_first():
         try:
             result[0] = work()
         except Exception as error:  # the other ranks wait for it

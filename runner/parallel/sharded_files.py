@@ -6,14 +6,17 @@ each plain tensor. The files hold tensors only, so that nothing in them is run w
 
 from __future__ import annotations
 
+import errno
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, dtype
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -21,13 +24,16 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
 from runner.clip.shard import local
 from runner.config.notation import first_few
 from runner.parallel.first_rank import several_ranks
 from runner.parallel.placements import sharded
+
+_ADVICE = "torch.distributed is disabled"
+"""Start of a warning of torch's where one process saves."""
 
 
 class Stored(NamedTuple):
@@ -90,8 +96,32 @@ def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     content = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    with _one_error():
+    with one_error():
         save(content, storage_writer=writer, no_dist=not several_ranks())
+
+
+def write_later(
+    tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None
+) -> Future[Any]:
+    """Copy tensors to host memory, and write them in a thread; see :func:`write`.
+
+    Args:
+        tensors: tensors by name; they may change when this returns.
+        folder: folder that exists, on a disk that all ranks share.
+        group: gloo group of all ranks that nothing else uses; None on one rank.
+
+    Returns:
+        Done when all ranks have written; its result belongs into :func:`one_error`.
+    """
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    content = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    # For the thread: catch_warnings of one thread would change those of all.
+    warnings.filterwarnings("ignore", _ADVICE)
+    written = async_save(
+        content, storage_writer=writer, process_group=group, no_dist=not several_ranks()
+    )
+    assert isinstance(written, Future)
+    return written
 
 
 class Folder:
@@ -117,7 +147,7 @@ class Folder:
         """Fill ``tensors``, see :meth:`Source.read`."""
         content = {name: first.detach() for name, (first, *_) in tensors.items()}
         reader = HuggingFaceStorageReader(self._path)
-        with _one_error():
+        with one_error():
             load(content, storage_reader=reader, no_dist=not several_ranks())
         for first, *others in tensors.values():
             for other in others:
@@ -149,12 +179,15 @@ class InMemory:
 
 
 @contextmanager
-def _one_error() -> Iterator[None]:
+def one_error() -> Iterator[None]:
     """Raise the first error of any rank as an OSError, and silence advice about process groups."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            warnings.filterwarnings("ignore", _ADVICE)
             yield
     except CheckpointException as error:
         rank, (first, _) = min(error.failures.items())
-        raise OSError(f"rank {rank}: {type(first).__name__}: {first}") from first
+        number = first.errno if isinstance(first, OSError) else None
+        raise OSError(
+            number or errno.EIO, f"rank {rank}: {type(first).__name__}: {first}"
+        ) from first

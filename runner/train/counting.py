@@ -14,6 +14,7 @@ from runner.booster import Plugin
 from runner.booster.loss import Count, WindowLoss
 from runner.booster.plugin.base import SHARD_BY_HAND
 from runner.data.order import PartitionedBatches
+from runner.train.asked import Asked
 from runner.train.windows import Window, Windows
 
 
@@ -23,19 +24,26 @@ class WindowCount(NamedTuple):
     Attributes:
         items: number of items of each microbatch on this rank; None where this rank has no sample.
         total: items, samples and tokens of the whole window, over all ranks.
+        asked: what some rank asks of all of them.
     """
 
     items: list[float | None]
     total: Count
+    asked: Asked
 
 
 def count(
-    window: Window, windows: Windows, loss: WindowLoss, plugin: Plugin, first: bool
+    window: Window,
+    windows: Windows,
+    loss: WindowLoss,
+    plugin: Plugin,
+    first: bool,
+    asked: Asked,
 ) -> WindowCount:
     """Count a window on the host, before its microbatches move to the device.
 
     The loss of the first microbatch is divided by the items of the whole window. There is one
-    collective of host memory where several data-parallel ranks read.
+    collective of host memory where there are several ranks.
 
     Args:
         window: microbatches of this rank.
@@ -44,6 +52,7 @@ def count(
         plugin: how many ranks read, and which one this is.
         first: whether this is the first window of a run, in which all ranks have to read different
             samples.
+        asked: what this rank asks of all of them.
 
     Raises:
         ValueError: all ranks read the same samples, or the data of some ranks has ended.
@@ -59,12 +68,17 @@ def count(
         total, samples, tokens = total + here, samples + read, tokens + seen
     size, length = plugin.data_size, len(window.batches)
     if size == 1:
-        return WindowCount(items, Count(total, samples, tokens))
+        if plugin.world_size > 1:
+            asked = asked.of_all(plugin.sum_over_ranks(asked.counts()))
+        return WindowCount(items, Count(total, samples, tokens), asked)
     mark = _mark(window.batches[0]) if first and not _is_partitioned(windows.loader) else 0
     mine = [total, samples, tokens, window.last, length, length**2, mark, mark**2]
-    all_items, *others = plugin.sum_over_data(mine)
+    if not plugin.reports_metrics:
+        mine = [0] * len(mine)
+    # Every rank may ask, also one whose samples another rank counts.
+    all_items, *others = plugin.sum_over_ranks([*mine, *asked.counts()])
     all_samples, all_tokens, ended, *sums = map(int, others)
-    lengths, squared_lengths, marks, squared_marks = sums
+    lengths, squared_lengths, marks, squared_marks, *all_asked = sums
     if mark and squared_marks * size == marks**2:  # All marks are the same.
         raise ValueError(
             f"all {size} data-parallel ranks read the same first batch, so every sample counts "
@@ -78,7 +92,8 @@ def count(
             "others: make the loader by plugin.prepare_dataloader, or let an "
             "IterableDataset yield the same number of batches on each rank"
         )
-    return WindowCount(items, Count(all_items, all_samples, all_tokens))
+    total_count = Count(all_items, all_samples, all_tokens)
+    return WindowCount(items, total_count, asked.of_all(all_asked))
 
 
 def _is_partitioned(loader: Any) -> bool:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from runner.booster import LossScale
+from runner.checkpoint.saver import CheckpointSaver
 from runner.clip import ClipMode
 from runner.clip import build as build_mode
 from runner.config.duration import Duration
@@ -21,7 +23,8 @@ from runner.config.notation import plural
 from runner.config.schema import RunConfig
 from runner.config.sizes import sizes
 from runner.optim.effects import effect_of
-from runner.run_folder import keys
+from runner.run_folder import files, keys
+from runner.run_folder.strict_json import read_object
 from runner.telemetry import guidance
 from runner.telemetry.sinks.console import print_line
 from runner.telemetry.sinks.sink import Sink
@@ -57,7 +60,7 @@ def execute(
         The summary of the run. Apart from times it is the same on every rank.
     """
     started = time.perf_counter()
-    trainer = make_trainer(config, sinks)
+    trainer = make_trainer(config, sinks, saver=_saver(config, folder))
     if trainer.plugin.rank == 0:
         _log_setup(config, trainer)
     if resume is not None:
@@ -77,6 +80,31 @@ def execute(
         "world_size": trainer.plugin.world_size,
         "device": str(trainer.device),
     }
+
+
+def _saver(config: RunConfig, folder: Path | None) -> CheckpointSaver | None:
+    """Return what saves the checkpoints of the run; None if it saves nothing."""
+    section = config.checkpoint
+    if folder is None or not (section.keep or section.save_final):
+        return None
+    # As the run folder records it: masked where it is secret.
+    file, status = folder / files.CONFIG, read_object(folder / files.STATUS)
+    about = {
+        "config": yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None,
+        "config_hash": status.get("config_hash"),
+        "wandb_run_id": status.get("wandb_run_id"),
+        "plugin": config.plugin.name,
+    }
+    return CheckpointSaver(
+        folder / files.CHECKPOINTS,
+        section.interval,
+        keep=section.keep,
+        best=config.sweep.objective if section.keep_best else None,
+        maximizes=config.sweep.maximizes,
+        save_final=section.save_final,
+        asynchronous=None if section.asynchronous == "auto" else section.asynchronous,
+        about=about,
+    )
 
 
 def _log_setup(config: RunConfig, trainer: Trainer) -> None:
@@ -104,6 +132,7 @@ def make_trainer(
     mode: ClipMode | None = None,
     max_duration: Duration | None = None,
     evaluates: bool = True,
+    saver: CheckpointSaver | None = None,
 ) -> Trainer:
     """Make the trainer of a run.
 
@@ -113,6 +142,7 @@ def make_trainer(
         mode: clipping mode to use instead of that of ``config``.
         max_duration: when to stop instead; the schedule remains that of the whole run.
         evaluates: whether to evaluate on held-out data.
+        saver: saves the checkpoints of the run.
     """
     device = build.device_of(config.device)
     plugin = build.make_plugin(config)
@@ -159,4 +189,5 @@ def make_trainer(
         objective=config.sweep.objective,
         probe=config.telemetry.probe,
         say=_say,
+        saver=saver,
     )

@@ -19,19 +19,23 @@ from runner.booster.criterion import Criterion
 from runner.booster.loss import WindowLoss
 from runner.booster.optimizer import Nonfinite
 from runner.checkpoint import content as checkpoint
+from runner.checkpoint.saver import CheckpointSaver
 from runner.clip import ClipMode, GradientClipping, build
 from runner.clip.shard import local
 from runner.config.duration import Duration
-from runner.config.problem import or_list
+from runner.config.problem import Stopped, or_list
 from runner.run_folder import keys
 from runner.telemetry.layer_norms import LayerNorms
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.telemetry.sinks.sink import Sink
+from runner.train.asked import Asked
 from runner.train.bad_gradients import MAX_SKIPS, BadGradients
 from runner.train.counting import count
 from runner.train.forward_order import ForwardOrder
 from runner.train.passes import Passes
+from runner.train.progress import Progress
 from runner.train.state import TrainState
+from runner.train.stop import requested
 from runner.train.windows import Window, Windows
 
 log = logging.getLogger(__name__)
@@ -74,6 +78,10 @@ class Trainer:
         probe: number of elements of the first parameter to print after each microbatch; 0 for none.
         say: prints for ``probe``.
         device: the model, the criterion and each batch are moved there; by default the model's own.
+        saver: saves checkpoints while the training runs, and the final weights.
+        stop: returns the number of the signal that asked this process to stop, 0 for none. All
+            ranks stop if one is asked to: after the next step, and after a checkpoint if there is a
+            ``saver``.
 
     Attributes:
         state: everything besides the weights that a run must have to continue exactly: counts,
@@ -112,6 +120,8 @@ class Trainer:
         probe: int = 0,
         say: Callable[[str], None] = print,
         device: torch.device | str | None = None,
+        saver: CheckpointSaver | None = None,
+        stop: Callable[[], int] = requested,
     ) -> None:
         if device is not None:
             model.to(device)
@@ -122,6 +132,7 @@ class Trainer:
         self.train_dataloader, self.eval_dataloader = train_dataloader, eval_dataloader
         self.max_duration, self.eval_interval = _duration(max_duration), _duration(eval_interval)
         self.objective, self.probe, self.say = objective, probe, say
+        self.saver, self._stop = saver, stop
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         if accumulation_steps > 1:
             _warn_of_batch_norm(model, accumulation_steps)
@@ -178,6 +189,8 @@ class Trainer:
         Raises:
             NonFiniteGradient: a gradient is not finite and ``nonfinite`` is ``error``, or
                 ``max_skips`` steps in a row were skipped.
+            Stopped: a rank was asked to stop; on every rank, after the checkpoint.
+            OSError: a checkpoint cannot be written, on every rank. Earlier ones are unchanged.
         """
         meter = self.state.meter
         try:
@@ -187,6 +200,8 @@ class Trainer:
                 self._step(window, started)
                 started = time.perf_counter()
             self.state.step_schedulers()
+            if self.saver is not None:
+                self.saver.finish(self, self.state.progress.step, self._metrics())
         except BaseException:
             # What led up to the end is the most wanted part of the record; a full disk must not
             # hide what ended the run.
@@ -207,6 +222,13 @@ class Trainer:
 
         Raises:
             OSError: it cannot be written, on every rank. Earlier checkpoints are unchanged.
+
+        Example:
+            >>> trainer.fit()
+            >>> path = trainer.save("checkpoints")
+            >>> other = Trainer(same_model, same_loader, "20ep", optimizers=same_optimizer)
+            >>> other.load(path)
+            >>> other.fit()  # takes the steps that are left to 20 epochs
         """
         step = self.state.progress.step
         return checkpoint.save(self, Path(checkpoints), step, about or {})
@@ -241,7 +263,9 @@ class Trainer:
     def _step(self, window: Window, started: float) -> None:
         """Take one optimizer step, which began at the time ``started``."""
         state, meter, before = self.state, self.state.meter, self.state.progress
-        held, total = count(window, state.windows, self.loss, self.plugin, before.step == 0)
+        held, total, asked = count(
+            window, state.windows, self.loss, self.plugin, before.step == 0, self._asks()
+        )
         at = before.after(len(window.batches), total.samples, total.tokens, window.last)
         evaluates = at.completed(self.eval_interval, before) or at.reached(self.max_duration)
 
@@ -266,6 +290,48 @@ class Trainer:
             self.evaluate() if evaluates else None,
         )
         self.bad_gradients.check(meter)
+        self._save_or_stop(asked, before)
+
+    def _asks(self) -> Asked:
+        """Return what this rank asks for; checkpoints are due by the clock of the first one."""
+        saver = self.saver
+        if saver is None:
+            return Asked(self._stop())
+        return Asked(self._stop(), self.plugin.rank == 0 and saver.overdue(), saver.failed())
+
+    def _save_or_stop(self, asked: Asked, before: Progress) -> None:
+        """Save a checkpoint if one is due after this step, and stop if a rank was asked to.
+
+        Args:
+            asked: what some rank asked for when the step began, the same on every rank.
+            before: counts before the step.
+
+        Raises:
+            Stopped: a rank was asked to stop, and steps are left.
+        """
+        at, saver = self.state.progress, self.saver
+        stops = asked.stop != 0 and not at.reached(self.max_duration)
+        if saver is not None:
+            if asked.failed:
+                saver.wait()
+            interval = saver.duration
+            if stops or asked.save or (interval is not None and at.completed(interval, before)):
+                saver.save(self, at.step, self._metrics())
+            if stops:
+                saver.wait()
+        if stops:
+            self.state.meter.flush()
+            raise Stopped(asked.stop)
+
+    def _metrics(self) -> dict[str, Any]:
+        """Return the metrics that a checkpoint is recorded with: evaluations, and the best's."""
+        self.state.meter.flush()
+        best = "" if self.saver is None else self.saver.best
+        return {
+            key: value
+            for key, value in self.state.meter.last.items()
+            if key.startswith(keys.EVAL) or key == best
+        }
 
     def _windows(self) -> Iterator[Window]:
         """Read windows of microbatches, epoch after epoch, until ``max_duration``.

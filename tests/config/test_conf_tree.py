@@ -12,7 +12,7 @@ from runner.config.modes import NAMES, built_in, options_of
 from runner.config.plugin_section import USES
 
 FILES = sorted(find("conf").glob("*/*.yaml"))
-OWNED = ["plugin", "clip", "accumulation", "precision", "tracker"]
+OWNED = ["plugin", "clip", "accumulation", "precision", "tracker", "checkpoint"]
 GROUPS = [*OWNED, "model", "data", "optimizer", "scheduler"]
 
 
@@ -120,6 +120,13 @@ def test_the_index_gives_the_promised_defaults():
     assert plain["train"] == {"max_duration": "15ep"}
     assert plain["eval"] == {"interval": "1ep"}
     assert plain["log"] == {"interval": 1, "flush": 50}
+    assert plain["checkpoint"] == {
+        "interval": "10min",
+        "keep": 2,
+        "keep_best": True,
+        "save_final": True,
+        "asynchronous": "auto",
+    }
     assert plain["telemetry"] == {"per_layer": False, "probe": 0}
     assert plain["launch"] == {"timeout": 600}
     assert plain["verify"] == {

@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from runner.config.duration import UNITS, Duration
+from runner.config.duration import UNITS, Duration, Minutes, parse_interval
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,24 @@ def test_an_unknown_unit_is_refused():
 
 def test_travels_between_processes():
     assert pickle.loads(pickle.dumps(Duration(3, "ba"))) == Duration(3, "ba")
+
+
+@pytest.mark.parametrize(
+    ("text", "interval"),
+    [("10min", Minutes(10)), ("1_000min", Minutes(1000)), ("500ba", Duration(500, "ba"))],
+)
+def test_an_interval_may_be_minutes(text, interval):
+    assert parse_interval(text) == interval
+    assert parse_interval(str(interval)) == interval
+
+
+@pytest.mark.parametrize("text", ["0min", "min", "1.5min", "10m", "10 min", "-1min", None])
+def test_an_interval_that_is_none_is_refused_with_its_units(text):
+    with pytest.raises(ValueError, match=r"must be a duration .* min \(minutes\)"):
+        parse_interval(text)
+
+
+def test_a_duration_of_training_is_no_minutes():
+    with pytest.raises(ValueError, match="must be a duration") as caught:
+        Duration.parse("10min")
+    assert "minutes" not in str(caught.value)

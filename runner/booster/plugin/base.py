@@ -135,7 +135,11 @@ class Plugin(ABC):
         On the host (gloo), so that no accelerator is waited for.
         """
         mine = values if self.reports_metrics else [0.0] * len(values)
-        buffer = torch.tensor(mine, dtype=torch.float64)
+        return self.sum_over_ranks(mine)
+
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """Sum values over all ranks, as :meth:`sum_over_data` does over data-parallel ones."""
+        buffer = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(buffer)
         return buffer.tolist()
 

@@ -1,0 +1,138 @@
+"""Save checkpoints while a training runs, and keep the newest and the best of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from runner.checkpoint import content, folder
+from runner.checkpoint.content import Training
+from runner.checkpoint.pending import Pending
+from runner.config.duration import Duration, Interval, Minutes, parse_interval
+from runner.config.objective import higher_is_better
+from runner.parallel.first_rank import is_first, several_ranks
+
+
+class CheckpointSaver:
+    """Saves a training at intervals; give it to :class:`runner.Trainer`.
+
+    A checkpoint is a folder ``step_<number>`` that holds everything to continue with the same
+    steps. It gets its name when it is complete, so an interrupted write leaves the one before it.
+
+    Args:
+        folder: folder of all checkpoints of the run, on a disk that all ranks share.
+        interval: duration between checkpoints, such as ``500ba`` or ``10min``; None: only when the
+            training is asked to stop.
+        keep: number of newest checkpoints to keep; 0: none is saved.
+        best: metric by which a further checkpoint is kept, such as ``eval/loss``: the one whose
+            last evaluation is the best. None: none is.
+        maximizes: whether a higher value of ``best`` is better; by default it is of an accuracy.
+        save_final: whether to save the weights of the end in ``final``.
+        asynchronous: whether training goes on while files are written, which takes host memory for
+            a copy; by default on accelerators.
+        about: what each manifest says besides step, metrics and world size: a JSON-like dict.
+
+    Example:
+        >>> saver = CheckpointSaver("checkpoints", "100ba", best="eval/loss")
+        >>> trainer = Trainer(model, loader, "10ep", eval_dataloader=held_out, saver=saver)
+        >>> trainer.load("checkpoints/step_000000300")  # in a later process
+        >>> trainer.fit()
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        interval: str | Interval | None = "10min",
+        *,
+        keep: int = 2,
+        best: str | None = None,
+        maximizes: bool | None = None,
+        save_final: bool = True,
+        asynchronous: bool | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.interval = parse_interval(interval) if isinstance(interval, str) else interval
+        self.keep, self.best, self.save_final = keep, best, save_final
+        self._maximizes = higher_is_better(best or "") if maximizes is None else maximizes
+        self._asynchronous = asynchronous
+        self._about = dict(about or {})
+        self._pending: Pending | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._saved = time.monotonic()
+
+    @property
+    def duration(self) -> Duration | None:
+        """The interval, if it is counted in steps, samples, tokens or epochs."""
+        return self.interval if isinstance(self.interval, Duration) and self.keep else None
+
+    def overdue(self) -> bool:
+        """Return whether the minutes of the interval have passed, by the clock of this rank."""
+        if not isinstance(self.interval, Minutes) or not self.keep:
+            return False
+        return time.monotonic() - self._saved >= self.interval.seconds
+
+    def failed(self) -> bool:
+        """Return whether this rank knows that the last checkpoint could not be written."""
+        return self._pending is not None and self._pending.failed()
+
+    def save(self, training: Training, step: int, metrics: Mapping[str, Any]) -> None:
+        """Save a checkpoint between two steps; every rank has to call this.
+
+        Args:
+            training: the training.
+            step: number of optimizer steps taken.
+            metrics: last metrics, by which the best checkpoint is found.
+
+        Raises:
+            OSError: this checkpoint or the one before cannot be written, on every rank.
+        """
+        self.wait()
+        if not self.keep:
+            return
+        about = {**self._about, "metrics": dict(metrics), "world_size": training.plugin.world_size}
+        if self._in_background(training):
+            if self._group is None and several_ranks():
+                # Its collectives run in a thread beside those of the training.
+                self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+            self._pending = content.save_later(
+                training, self.folder, step, about, self._group, lambda: self._prune(step)
+            )
+        else:
+            content.save(training, self.folder, step, about)
+            if is_first():
+                self._prune(step)
+        self._saved = time.monotonic()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete; every rank has to call this.
+
+        Raises:
+            OSError: it could not be written, on every rank.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def finish(self, training: Training, step: int, metrics: Mapping[str, Any]) -> None:
+        """Complete the last checkpoint, and save the final weights; every rank has to call this.
+
+        Raises:
+            OSError: one of them cannot be written, on every rank.
+        """
+        self.wait()
+        if self.save_final:
+            about = {**self._about, "step": step, "metrics": dict(metrics)}
+            content.save_weights(training, self.folder, about)
+
+    def _in_background(self, training: Training) -> bool:
+        if self._asynchronous is None:
+            return training.device.type != "cpu"
+        return self._asynchronous
+
+    def _prune(self, step: int) -> None:
+        folder.prune(self.folder, self.keep, self.best, self._maximizes, newest=step)

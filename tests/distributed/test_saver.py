@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from runner import CheckpointSaver
 from runner.checkpoint import content, folder
+from runner.config.duration import Duration
 from runner.config.problem import Stopped
 from runner.train import trainer as training_loop
 from tests.distributed.cases import FAMILIES, Case, trainer
@@ -26,7 +27,9 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def made(model: str, plugin: str | None, **options: Any) -> Any:
     case = Case(model, "L2", accumulation=2, steps=STEPS)
-    return trainer(case, plugin, optimizer=adam, **options)
+    training = trainer(case, plugin, optimizer=adam, **options)
+    training.eval_interval = Duration(1, "ba")
+    return training
 
 
 def steps_of(path: Path) -> list[int]:
@@ -36,7 +39,7 @@ def steps_of(path: Path) -> list[int]:
 def saved_and_stopped(model: str, plugin: str, path: Path, asynchronous: bool) -> Any:
     """Train with a checkpoint every second step; the last rank is asked to stop in step five."""
     saver = CheckpointSaver(path, "2ba", best="eval/loss", asynchronous=asynchronous)
-    training = made(model, plugin, saver=saver, eval_interval="1ba")
+    training = made(model, plugin, saver=saver)
     last = dist.get_rank() == dist.get_world_size() - 1
     training._stop = lambda: 10 if last and training.state.progress.step == 4 else 0
     try:

@@ -94,7 +94,8 @@ def test_the_key_that_was_meant_comes_first(wrong, right):
 
 
 def test_a_key_in_several_sections_names_them():
-    assert set(nearest_keys("interval", KEYS)) == {"eval.interval", "log.interval"}
+    named = {"checkpoint.interval", "eval.interval", "log.interval"}
+    assert set(nearest_keys("interval", KEYS)) == named
 
 
 def test_nothing_is_near_to_nonsense():

@@ -290,12 +290,22 @@ def test_the_state_is_read_between_steps_alone():
         made.state.state_dict()
 
 
-def test_the_state_of_another_number_of_ranks_is_refused():
+def test_a_rank_that_the_state_does_not_know_draws_numbers_of_its_own():
     made = trainer(Rows(), partitioned)
     state = made.state.state_dict()
-    made.state.rank = 1
-    with pytest.raises(ValueError, match="no random state of rank1"):
+    drawn = []
+    for rank in (0, 1, 1, 2):
+        made.state.rank = rank
         made.state.load_state_dict(state)
+        drawn.append(torch.rand(1).item())
+    assert drawn[1] == drawn[2]
+    assert len(set(drawn)) == 3
+
+
+def test_a_state_without_random_numbers_is_refused():
+    made = trainer(Rows(), partitioned)
+    with pytest.raises(ValueError, match="no random state of rank0"):
+        made.state.load_state_dict(made.state.state_dict() | {"random": {}})
 
 
 @pytest.mark.parametrize("part", ["schedulers", "optimizer"])

@@ -21,13 +21,16 @@ from runner.cli import WRONG_REQUEST
 from runner.compose.answers import answer, help_text
 from runner.compose.composer import Composer, Source, with_own_mode
 from runner.compose.jobs import Job
+from runner.compose.overrides import spelled_out
 from runner.compose.request import Request, request
 from runner.config.environment import joins, started_rank
 from runner.config.folders import CONFIG_NAME
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.sizes import may_grow
 from runner.run_folder import files
+from runner.run_folder.claim import claimed
 from runner.run_folder.earlier import earlier_record
+from runner.run_folder.strict_json import read_object
 from runner.telemetry.sinks.console import announce, print_line
 
 
@@ -65,12 +68,30 @@ def main(words: Sequence[str]) -> int:
         from runner.launch.rank import join
 
         return join()
-    from runner.launch import supervise
+    return _run(wanted)
+
+
+def _run(wanted: Request) -> int:
+    """Run the one job of a request, from its start or from a checkpoint."""
+    from runner.launch import resume, supervise
 
     [job] = wanted.jobs
-    ended = wanted.run(
-        lambda folder: supervise.run(job.config, job.plain, folder, wanted.overrides)
-    )
+    folder = wanted.folder
+    assert folder is not None
+    folder = resume.requeued(job.plain, folder) or folder
+    if not folder.exists():
+        note(resume.unfinished(job.plain, folder))
+    status = read_object(folder / files.STATUS)
+    start = resume.decide(job.config, job.plain, folder)  # refuses before anything is created
+    with claimed(folder):
+        if read_object(folder / files.STATUS) != status:  # another run has ended here meanwhile
+            start = resume.decide(job.config, job.plain, folder)
+        ended = wanted.run(
+            lambda folder: supervise.run(
+                job.config, job.plain, folder, wanted.overrides, start=start
+            ),
+            folder,
+        )
     return ended.exit_code
 
 
@@ -123,7 +144,7 @@ def read(words: Sequence[str], purpose: str = "", also: Sequence[str] = ()) -> a
         ]
     # argparse takes overrides before or after a flag, not both.
     args.overrides += [word for word in rest if not word.startswith("-")]
-    args.overrides = with_own_mode(args.overrides)
+    args.overrides = with_own_mode(spelled_out(args.overrides))
     if problems:
         raise RequestError([*problems, *_wrong_overrides(args)])
     return args

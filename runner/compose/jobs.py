@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -224,11 +225,23 @@ def placed(
         return None, problems
     if writes and earlier is not None and (message := earlier(folder, identity)):
         return None, [Problem("sweep.name", name, message)]
+    if problem := _subdir_problem(master):
+        return None, [problem]
     trials = None if lists.enumerated else int(master.hydra.sweeper.get("n_trials") or 0)
     final = _for_hydra(lists, folder, made[0].config.sweep.maximizes)
     keys = [*(word.partition("=")[0] for word in lists.params)]
     keys += [override.get_key_element() for override in typed]
     return Sweep(name, folder, identity, trials, tuple(dict.fromkeys(keys)), final), []
+
+
+def _subdir_problem(master: DictConfig) -> Problem | None:
+    """Return a problem if the folders of runs would not lie directly in that of the sweep."""
+    settings: Any = OmegaConf.to_container(master.hydra.sweep, resolve=False)
+    subdir = str(settings["subdir"])
+    if "/" not in re.sub(r"\$\{[^{}]*\}", "", subdir):
+        return None
+    message = "must name one folder, without slashes: the runs of a sweep lie in its folder"
+    return Problem("hydra.sweep.subdir", subdir, message)
 
 
 def _for_hydra(lists: Lists, folder: Path, maximizes: bool) -> tuple[str, ...]:

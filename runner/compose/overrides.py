@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 
 from runner.compose.composer import plain_word
 from runner.config.problem import NOTHING, Problem
+from runner.config.schema import SHORT
 
 SWEEP_WITHOUT_FLAG = (
     "a list of values is a sweep: add -m; a list as one value goes in brackets, [a,b], and text "
@@ -23,6 +24,18 @@ SWEEP_WITHOUT_FLAG = (
 def key_of(word: str) -> str:
     """Return the key of an override that is not parsed yet, without the signs before it."""
     return word.lstrip("+~").partition("=")[0]
+
+
+def spelled_out(given: Iterable[str]) -> list[str]:
+    """Return overrides with ``resume.from=...`` for each ``resume=...``; see ``SHORT``."""
+    spelled = []
+    for word in given:
+        key, equals, value = word.partition("=")
+        plain = key.lstrip("+")
+        short = plain in SHORT and equals and not value.startswith("{")
+        signs = key[: len(key) - len(plain)]
+        spelled.append(f"{signs}{SHORT[plain]}={value}" if short else word)
+    return spelled
 
 
 class JobOverrides(NamedTuple):

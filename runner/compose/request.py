@@ -63,8 +63,12 @@ class Request:
         """Overrides of one run, without those of Hydra's own settings."""
         return [] if self.composed is None else list(self.composed.hydra.overrides.task)
 
-    def run(self, work: Callable[[Path], T]) -> T:
+    def run(self, work: Callable[[Path], T], folder: Path | None = None) -> T:
         """Call ``work`` with the folder of the run, in which Hydra has set up logging.
+
+        Args:
+            work: what the run does.
+            folder: another folder than that of the request.
 
         Returns:
             What ``work`` returned.
@@ -73,6 +77,7 @@ class Request:
         assert composed is not None
         with read_write(composed.hydra):
             composed.hydra.mode = RunMode.RUN
+            composed.hydra.run.dir = str(folder or self.folder).replace("${", "\\${")
         name, callbacks = self.composer.source.name, Callbacks(composed)
         context = HydraContext(self.composer.loader, callbacks)
         with self.composer.active(), logging_restored():

@@ -14,6 +14,7 @@ from runner.compose import recipes
 from runner.config.check import owned_keys
 from runner.config.folders import outputs
 from runner.config.problem import MISSING, shown
+from runner.config.schema import SHORT
 
 # Keys that are set by choosing an option of a group.
 _CHOSEN = {"plugin.name", "clip.mode", "precision.name", "tracker.name", "recipe"}
@@ -70,6 +71,7 @@ def _recipes(_: Container) -> str:
 def _keys(root: Container) -> str:
     """Return the owned keys with their values in this composition, for ``--help``."""
     rows = []
+    short = {key: section for section, key in SHORT.items()}
     clip = _plain(OmegaConf.select(root, "clip"))
     for key in owned_keys({"clip": clip}).values():
         if key.name in _CHOSEN or key.name.endswith("._target_"):
@@ -78,7 +80,7 @@ def _keys(root: Container) -> str:
             value = OmegaConf.select(root, key.name, default=key.default)
         except OmegaConfBaseException:
             value = MISSING
-        rows.append((f"{key.name}={shown(_plain(value))}", key.meaning))
+        rows.append((f"{short.get(key.name, key.name)}={shown(_plain(value))}", key.meaning))
     return _table(rows)
 
 

@@ -1,4 +1,4 @@
-"""Read the environment variables by which torchrun, Slurm or torch elastic describe a rank."""
+"""Read the environment variables by which torchrun, Slurm or torch elastic describe a process."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ def joins() -> bool:
     """Return whether a launcher started this process as a rank other than the first."""
     started = started_rank()
     return started is not None and started.rank > 0
+
+
+def slurm_job() -> str | None:
+    """Return the id of the Slurm job that this process belongs to; None outside of Slurm."""
+    return os.environ.get("SLURM_JOB_ID") or None
+
+
+def was_requeued() -> bool:
+    """Return whether Slurm started this process's job again, such as after a pre-emption."""
+    return bool(_number("SLURM_RESTART_COUNT"))
 
 
 def _number(name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Hashes that tell whether two jobs, or two sweeps, are the same."""
+"""Whether two jobs, or two sweeps, are the same, and what a continued run may change."""
 
 from __future__ import annotations
 
@@ -8,11 +8,26 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-NOT_HASHED = ("tracker", "log", "checkpoint", "sweep", "calibrate", "verify")
+from runner.config.check import leaves
+from runner.config.duration import Duration
+from runner.config.problem import MISSING
+
+NOT_HASHED = (
+    *("tracker", "log", "sweep", "calibrate", "verify"),
+    *("checkpoint", "resume", "shutdown"),
+)
 """Sections that do not change what is trained. Two runs that differ only in these sections are the
 same experiment."""
 
+MAY_CHANGE = (
+    *NOT_HASHED,
+    *("telemetry", "launch", "plugin", "device", "recipe"),
+    *("data.num_workers", "clip.what_if", "clip.max_skips"),
+)
+"""Sections and keys that may differ between a checkpoint and the run that continues from it."""
+
 _LONGEST_NAME = 48
+_LENGTH = "train.max_duration"
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -22,6 +37,36 @@ def config_hash(config: Mapping[str, Any]) -> str:
     the order of keys does not matter.
     """
     return _digest({key: value for key, value in config.items() if key not in NOT_HASHED})
+
+
+def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the keys in which a run must not differ from the one that it continues.
+
+    Keys of ``MAY_CHANGE`` are left out, and so is ``train.max_duration`` where it is longer.
+
+    Args:
+        saved: resolved configuration of the checkpoint, in plain containers.
+        wanted: that of the run.
+
+    Returns:
+        By its dotted key, the value of each; `MISSING` where there is none.
+    """
+    before, now = dict(leaves("", saved)), dict(leaves("", wanted))
+    found = {}
+    for key in dict.fromkeys([*now, *before]):
+        pair = before.get(key, MISSING), now.get(key, MISSING)
+        counts = key not in MAY_CHANGE and key.partition(".")[0] not in MAY_CHANGE
+        if counts and pair[0] != pair[1] and not (key == _LENGTH and _is_longer(*pair)):
+            found[key] = pair
+    return found
+
+
+def _is_longer(saved: Any, wanted: Any) -> bool:
+    try:
+        before, now = Duration.parse(saved), Duration.parse(wanted)
+    except ValueError:
+        return False
+    return before.unit == now.unit and before.value <= now.value
 
 
 def request_hash(hashes: Iterable[str], search: Sequence[str] = ()) -> str:

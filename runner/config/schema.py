@@ -34,6 +34,9 @@ _SomeModes = Annotated[
     Allowed(f"a list of some of {', '.join(_MODES)}, such as [{_MODES[0]}]"),
 ]
 
+SHORT = {"resume": "resume.from"}
+"""Sections that may be given a value, and the key that it is the value of."""
+
 
 class Accumulation(Section):
     """How many microbatches make one optimizer step."""
@@ -160,6 +163,19 @@ class Shutdown(Section):
     )
 
 
+class Resume(Section):
+    """Whether a run continues from a checkpoint."""
+
+    source: Text = Field(
+        alias="from",
+        description="continue from a checkpoint: auto for what the folder of this run holds, "
+        "never, or the path of a run or a checkpoint",
+    )
+    force: bool = Field(
+        description="continue though the checkpoint is that of another configuration"
+    )
+
+
 class SweepSection(Section):
     """A sweep: several runs of one command."""
 
@@ -245,6 +261,7 @@ class RunConfig(Section):
     telemetry: Telemetry
     launch: Launch
     shutdown: Shutdown
+    resume: Resume
     sweep: SweepSection
     calibrate: Calibrate
     verify: Verify

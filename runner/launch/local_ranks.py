@@ -70,7 +70,8 @@ def train_on_local_ranks(
 
     stop.requested()  # from here on a signal is noted, and passed on to the ranks
     ended = threading.Event()
-    rows = (folder / files.ROWS, ended, shown)
+    file = folder / files.ROWS
+    rows = (file, ended, shown, file.stat().st_size if file.exists() else 0)
     follower = threading.Thread(target=_feed, args=rows, name="rows")
     follower.start()
     try:
@@ -207,8 +208,8 @@ class _Ranks:
             rank.send(signal.SIGKILL)
 
 
-def _feed(file: Path, stopped: threading.Event, sinks: Sequence[Sink]) -> None:
-    for row in follow(file, stopped):
+def _feed(file: Path, stopped: threading.Event, sinks: Sequence[Sink], earlier: int) -> None:
+    for row in follow(file, stopped, start=earlier):
         for sink in sinks:
             sink.write(row)
 

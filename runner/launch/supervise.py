@@ -22,10 +22,11 @@ from runner.launch import signals
 from runner.launch.failure import Failure, attempt
 from runner.launch.local_ranks import Work, train_on_local_ranks
 from runner.launch.page import write_page
+from runner.launch.resume import ANEW, Start
 from runner.run_folder import files, keys
 from runner.run_folder.provenance import provenance
-from runner.run_folder.rows import JsonlSink, Row
-from runner.run_folder.status import Record, objective_of
+from runner.run_folder.rows import JsonlSink, Row, cut, last_step
+from runner.run_folder.status import WANDB_STEP, Record, objective_of
 from runner.telemetry.guidance import sentences
 from runner.telemetry.run_log import RunLog
 from runner.telemetry.sinks.console import print_line
@@ -107,6 +108,7 @@ def run(
     folder: Path,
     words: Sequence[str] = (),
     *,
+    start: Start = ANEW,
     reports_end: bool = True,
     swept: Sequence[str] = (),
 ) -> Ended:
@@ -117,6 +119,7 @@ def run(
         plain: the same as plain containers, for the record.
         folder: the run's own folder, which exists.
         words: overrides that the user typed, for the run's name.
+        start: where the training starts.
         reports_end: whether to print that the run failed, and where its results are.
         swept: keys that the sweep of this run varies: the run gives no advice on them.
 
@@ -125,17 +128,29 @@ def run(
         SystemExit: with 129 or 143 after another signal; it is recorded.
     """
     signals.set_timeout(config.shutdown.timeout)
-    run_id = new_run_id() if config.tracker.name == "wandb" else None
+    run_id = None
+    if config.tracker.name == "wandb":
+        run_id = str(start.former.get("wandb_run_id") or new_run_id())
     record = Record(folder)
     made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
     stop.requested()  # a signal is noted from here on, so that it is recorded
-    record.begin(plain, config_hash(plain), run_id)
+    rows = folder / files.ROWS
+    resumed = start.status(last_step(rows))
+    record.begin(plain, config_hash(plain), run_id, resumed)
+    cut(rows, start.step if start.former else 0)
     shown: list[Sink] = [_Steps(record), RunLog(folder, words, made_with)]
+    for sentence in start.warnings:
+        log.warning("%s", sentence)
+    if start.checkpoint is not None:
+        line = f"continuing after step {start.step} from {start.checkpoint}"
+        log.info(line)
+        print_line(f"clip-runner: {line}", sys.stderr)
 
     def show_and_train() -> dict[str, Any]:
         title = folder.name if reports_end else f"run {folder.name}"
-        shown.extend(_sinks(config, plain, folder, run_id, words, title))
-        return train(config, folder, shown)
+        sent = resumed.get(WANDB_STEP)
+        shown.extend(_sinks(config, plain, folder, run_id, words, title, sent))
+        return train(config, folder, shown, resume=start.checkpoint)
 
     def write_last(code: int, why: str) -> None:
         record.end("interrupted", code, why, None)
@@ -152,6 +167,7 @@ def run(
             log.info("%s", ended.error)
         else:
             exit_code = 0
+            ended[keys.WALL_SECONDS] += start.seconds
             summary = ended | {"guidance": sentences(ended.get("remarks", ()), swept)} | made_with
             record.summary(summary)
             record.end("finished", 0, None, None)
@@ -187,6 +203,7 @@ def _sinks(
     run_id: str | None,
     words: Sequence[str],
     title: str,
+    sent: int | None,
 ) -> list[Sink]:
     from runner.train import build
 
@@ -199,6 +216,7 @@ def _sinks(
     if run_id is not None:
         settings = config.tracker.model_dump(exclude={"name"})
         name = " ".join(words) or folder.name
+        settings |= {"sent_until": sent or 0, "resumes": sent is not None}
         sinks.append(WandbSink(folder, name=name, run_id=run_id, config=plain, **settings))
     return sinks
 

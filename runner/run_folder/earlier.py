@@ -6,7 +6,8 @@ from pathlib import Path
 
 from runner.run_folder import files
 from runner.run_folder.misplaced import misplaced
-from runner.run_folder.sweep_record import SweepRecord
+from runner.run_folder.status import is_unfinished
+from runner.run_folder.sweep_record import ForeignFolder, SweepRecord
 
 
 def earlier_record(folder: Path, request: str | None = None) -> str | None:
@@ -21,6 +22,11 @@ def earlier_record(folder: Path, request: str | None = None) -> str | None:
         return message
     if request is not None:
         return _other_sweep(folder, request)
+    if is_unfinished(folder):
+        return None  # the run continues it, or is refused where its configuration is known
+    claimed = (folder / files.LOCK).exists()
+    if claimed and not (folder / files.STATUS).exists():
+        return None  # a run that was killed before its record began
     for name in (files.STATUS, files.MULTIRUN, files.HYDRA):
         if (folder / name).exists():
             return f"holds the record of an earlier run ({name}); choose another name or remove it"
@@ -30,6 +36,8 @@ def earlier_record(folder: Path, request: str | None = None) -> str | None:
 def _other_sweep(folder: Path, request: str) -> str | None:
     try:
         record = SweepRecord.find(folder)
+    except ForeignFolder as error:
+        return f"{error}; choose another sweep.name or remove {files.SWEEP}"
     except (OSError, ValueError):
         return (
             f"{folder / files.SWEEP} cannot be read; choose another sweep.name or remove the folder"

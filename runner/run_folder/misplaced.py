@@ -6,7 +6,10 @@ from pathlib import Path
 
 from runner.run_folder import files
 
-_OF_RUN = (files.CONFIG, files.STATUS, files.ROWS, files.SUMMARY, files.PAGE, files.LOG)
+_OF_RUN = (
+    *(files.CONFIG, files.STATUS, files.ROWS, files.SUMMARY, files.PAGE, files.LOG),
+    *(files.LOCK, files.HOLDER),
+)
 _OF_SWEEP = (files.SWEEP, files.MULTIRUN, files.PAGE, ".sweep.lock", f".{files.SWEEP}.lock")
 _FOLDERS_OF_RUN = (files.HYDRA, files.CHECKPOINTS, files.WANDB)
 _FOLDERS_OF_SWEEP = (files.EARLIER,)

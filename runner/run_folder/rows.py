@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from runner.config.bounded_file import open_file
-from runner.run_folder.strict_json import decode, fast_encoder
+from runner.run_folder import keys
+from runner.run_folder.atomic import replacing
+from runner.run_folder.strict_json import decode, encode, fast_encoder
 
 LONGEST_LINE = 16 * 2**20
 """Bytes of a line that is still read as one; a row with the norms of 100,000 parameters has 10
@@ -57,7 +59,31 @@ def read_rows(path: Path) -> Iterator[Row]:
                 continue
 
 
-def follow(path: Path, stopped: threading.Event, poll: float = 0.1) -> Iterator[Row]:
+def last_step(path: Path) -> int:
+    """Return the largest step of the rows of a file; 0 if there are none."""
+    steps = (row.get(keys.TRAIN_STEP) for row in read_rows(path))
+    return max((step for step in steps if isinstance(step, int)), default=0)
+
+
+def cut(path: Path, step: int) -> None:
+    """Remove the rows after an optimizer step, and lines that are torn.
+
+    The file is replaced as a whole. It then has each step once, in order.
+    """
+    if not path.exists():
+        return
+    kept = 0
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for row in read_rows(path):
+            at = row.get(keys.TRAIN_STEP)
+            if isinstance(at, int) and kept < at <= step:
+                file.write(encode(row) + "\n")
+                kept = at
+
+
+def follow(
+    path: Path, stopped: threading.Event, poll: float = 0.1, start: int = 0
+) -> Iterator[Row]:
     """Yield rows while another process appends them.
 
     Waits until the file exists and, at its end, for more. A line without its newline is kept until
@@ -67,6 +93,7 @@ def follow(path: Path, stopped: threading.Event, poll: float = 0.1) -> Iterator[
         path: file to read.
         stopped: set once nothing more will be written; all rows complete by then are yielded.
         poll: seconds between two reads.
+        start: number of bytes of earlier rows, which are left out.
 
     Raises:
         ValueError: a complete line is no JSON object.
@@ -76,6 +103,7 @@ def follow(path: Path, stopped: threading.Event, poll: float = 0.1) -> Iterator[
             return
     kept = b""
     with path.open("rb") as file:
+        file.seek(start)
         while True:
             # Read the event before the file: rows written before it was set are never missed.
             ending = stopped.is_set()

@@ -12,9 +12,16 @@ from typing import Any, Literal
 
 import yaml
 
-from runner.run_folder import files
+from runner.config.environment import slurm_job
+from runner.run_folder import files, keys
 from runner.run_folder.atomic import write_text
-from runner.run_folder.strict_json import number, write_object
+from runner.run_folder.strict_json import number, read_object, write_object
+
+SLURM_JOB = "slurm_job_id"
+RESUMED = "resumed"
+"""Entry of a status: the steps at which the run was continued in its own folder."""
+WANDB_STEP = "wandb_step"
+"""Entry of the status of a continued run: the last step whose row wandb got before."""
 
 PROGRESS_SECONDS = 1.0
 """Shortest time between two writes of the step to ``status.json``."""
@@ -31,14 +38,23 @@ class Record:
         self._folder = folder
         self._status: dict[str, Any] = {}
         self._written = -float("inf")
+        self._before = 0.0
 
-    def begin(self, config: dict[str, Any], config_hash: str, wandb_run_id: str | None) -> None:
+    def begin(
+        self,
+        config: dict[str, Any],
+        config_hash: str,
+        wandb_run_id: str | None,
+        resumed: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write the resolved configuration and the state ``running``.
 
         Args:
             config: resolved configuration in plain containers.
             config_hash: its hash, from :func:`runner.config.identity.config_hash`.
             wandb_run_id: id of the run in wandb; None if wandb records nothing.
+            resumed: entries of the status of a run that continues: it keeps ``started`` and
+                ``wall_s``, its first step and its time so far.
         """
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         write_text(self._folder / files.CONFIG, text)
@@ -54,7 +70,12 @@ class Record:
             "wandb_run_id": wandb_run_id,
             "pid": os.getpid(),
             "host": socket.gethostname(),
+            keys.WALL_SECONDS: 0.0,
         }
+        if job := slurm_job():
+            self._status[SLURM_JOB] = job
+        self._status |= resumed or {}
+        self._before = self._status[keys.WALL_SECONDS] - time.monotonic()
         self._write_status()
 
     def progress(self, step: int) -> None:
@@ -92,6 +113,7 @@ class Record:
         self._write_status()
 
     def _write_status(self) -> None:
+        self._status[keys.WALL_SECONDS] = round(self._before + time.monotonic(), 3)
         write_object(self._folder / files.STATUS, self._status)
         self._written = time.monotonic()
 
@@ -102,7 +124,12 @@ def now() -> str:
 
 
 def elapsed(status: Mapping[str, Any]) -> float | None:
-    """Return the seconds between start and end of a run; None if one of them is not recorded."""
+    """Return the seconds between start and end of a run; None if one of them is not recorded.
+
+    Of a run that was continued it is the time that it ran.
+    """
+    if status.get(RESUMED):
+        return number(status.get(keys.WALL_SECONDS))
     began, ended = (_moment(status.get(key)) for key in ("started", "ended"))
     return (ended - began).total_seconds() if began and ended else None
 
@@ -116,6 +143,17 @@ def state_of(status: Mapping[str, Any]) -> str:
     pid, host = status.get("pid"), status.get("host")
     here = isinstance(pid, int) and pid > 0 and host in (None, socket.gethostname())
     return "killed" if state == "running" and here and not is_alive(int(pid or 0)) else state
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Return whether a folder holds the record of a run that did not come to its end.
+
+    A run whose summary is gone counts as one.
+    """
+    state = read_object(folder / files.STATUS).get("state")
+    if state == "finished":
+        return not read_object(folder / files.SUMMARY)
+    return state in ("running", "failed", "interrupted")
 
 
 def is_alive(pid: int) -> bool:

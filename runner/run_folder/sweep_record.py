@@ -17,6 +17,10 @@ from runner.run_folder import files
 from runner.run_folder.strict_json import write_object
 
 
+class ForeignFolder(ValueError):
+    """A record of a sweep that names a folder outside of the sweep."""
+
+
 @with_config(ConfigDict(extra="forbid"))
 @dataclass
 class Entry:
@@ -101,7 +105,7 @@ class SweepRecord:
 
         Raises:
             FileNotFoundError: there is none.
-            ValueError: the file is not the record of a sweep.
+            ValueError: the file is not the record of a sweep, or names a folder outside of it.
         """
         path = folder / files.SWEEP
         try:
@@ -112,6 +116,12 @@ class SweepRecord:
             raise ValueError(f"{path} is no record of a sweep: {why}") from None
         if len({entry.number for entry in record.entries}) < len(record.entries):
             raise ValueError(f"{path} is no record of a sweep: two runs have one number")
+        for entry in record.entries:
+            if not _is_own_folder(entry.folder):
+                raise ForeignFolder(
+                    f"{path} gives run {entry.number} the folder {entry.folder!r}, and the runs of "
+                    "a sweep lie directly in its own folder"
+                )
         return record
 
     @classmethod
@@ -147,6 +157,11 @@ class SweepRecord:
 @cache
 def _reader() -> TypeAdapter[SweepRecord]:
     return TypeAdapter(SweepRecord)
+
+
+def _is_own_folder(name: str) -> bool:
+    """Return whether a name is that of a folder directly in the folder of a sweep."""
+    return Path(name).name == name and "\0" not in name and name not in ("", "..", files.EARLIER)
 
 
 @contextmanager

@@ -20,7 +20,14 @@ from runner.run_folder.status import now
 from runner.run_folder.sweep_record import Entry, SweepRecord, changed
 from runner.sweep import live
 from runner.sweep.job import run_job
-from runner.sweep.resume import archive, load_status, plan_runs
+from runner.sweep.resume import (
+    archive,
+    continues,
+    load_status,
+    plan_runs,
+    require_own_folders,
+    require_same,
+)
 from runner.telemetry.sinks.console import print_line
 from runner.train import stop
 
@@ -54,9 +61,11 @@ def run_sweep(
     search = sweep.trials is not None
     if left := _left(request, sweep, plan_runs(request)):
         check(left)
+        require_same(left)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     with _claimed(sweep):
         entries = plan_runs(request)
+        require_own_folders(sweep.folder, entries)
         if done := live.resumed(entries):
             print_line(done, sys.stderr)
         if not _left(request, sweep, entries):
@@ -76,6 +85,9 @@ def run_sweep(
             interrupted = code in (129, 130, 143)
         except KeyboardInterrupt:
             raise Interrupted from None
+        except RequestError:
+            interrupted = False
+            raise
         except Exception:  # of Hydra's sweeper or launcher
             traceback.print_exc()
             interrupted = False
@@ -117,7 +129,11 @@ def _begin(request: Request, sweep: Sweep, entries: list[Entry], typed: Sequence
             one.name for one in sweep.folder.iterdir() if one.is_dir() and one.name != files.EARLIER
         ]
         archive(sweep.folder, begun)
-    archive(sweep.folder, (one.folder for one in entries if one.state == "waiting"))
+    never = request.jobs[0].config.resume.source == "never"
+    waiting = [one for one in entries if one.state == "waiting"]
+    archive(
+        sweep.folder, (one.folder for one in waiting if never or not continues(one, sweep.folder))
+    )
     record = SweepRecord(
         name=sweep.name,
         words=list(typed),

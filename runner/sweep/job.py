@@ -15,8 +15,10 @@ from omegaconf import DictConfig
 from runner.compose.composer import plain_config
 from runner.config.check import parse
 from runner.config.identity import config_hash
+from runner.config.problem import Problem, RequestError
 from runner.launch.page import write_page
 from runner.run_folder import files
+from runner.run_folder.claim import claimed
 from runner.run_folder.sweep_record import Entry, SweepRecord, changed
 from runner.sweep import live
 from runner.sweep.resume import load_status
@@ -47,12 +49,16 @@ def run_job(config: DictConfig) -> float | None:
         KeyboardInterrupt: the user interrupted.
     """
     from runner.launch import signals, supervise
+    from runner.launch.resume import decide
 
     settings = HydraConfig.get()
     if not _is_here(settings):
         signals.listen()
     sweep, folder = Path(settings.sweep.dir), Path(settings.runtime.output_dir)
     words, plain = list(settings.overrides.task), plain_config(config)
+    if folder.parent != sweep:
+        message = "the runs of a sweep lie directly in its folder: name one folder, without slashes"
+        raise RequestError([Problem("hydra.sweep.subdir", settings.sweep.subdir, message)])
     with changed(sweep) as record:
         if _gives_up(record):
             return None
@@ -61,9 +67,12 @@ def run_job(config: DictConfig) -> float | None:
     print_line(live.beginning(record, entry), sys.stderr)
     plain = _grouped(plain, record.name)
     try:
-        ended = supervise.run(
-            parse(plain), plain, folder, words, reports_end=False, swept=record.keys
-        )
+        typed = parse(plain)
+        with claimed(folder):
+            start = decide(typed, plain, folder)
+            ended = supervise.run(
+                typed, plain, folder, words, start=start, reports_end=False, swept=record.keys
+            )
         entry.exit_code, entry.objective = ended.exit_code, ended.objective
         entry.state = "finished" if ended.exit_code == 0 else "failed"
     except Exception as error:  # the other runs may succeed

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+from runner.compose.jobs import Job
 from runner.compose.request import Request
+from runner.config.problem import Problem, RequestError
+from runner.launch.resume import WORDS, is_usable, named, problems
 from runner.run_folder import files, keys
-from runner.run_folder.status import elapsed, objective_of
+from runner.run_folder.status import elapsed, is_unfinished, objective_of
 from runner.run_folder.strict_json import read_object
 from runner.run_folder.sweep_record import Entry, SweepRecord
 
@@ -60,8 +63,51 @@ def load_status(entry: Entry, sweep: Path, objective: str) -> None:
     entry.seconds = None if seconds is None else round(seconds, 3)
     if entry.state == "finished":
         summary = read_object(folder / files.SUMMARY)
+        if not summary:
+            entry.state, entry.error = "failed", f"{files.SUMMARY} is gone"
         entry.objective = objective_of(summary, objective)
         entry.clip_ratio = objective_of(summary, keys.CLIP_RATIO_TOTAL)
+
+
+def continues(entry: Entry, sweep: Path) -> bool:
+    """Return whether a run that waits can continue from a checkpoint in its folder."""
+    folder = sweep / entry.folder
+    same = read_object(folder / files.STATUS).get("config_hash") == entry.config_hash
+    return same and is_unfinished(folder) and is_usable(folder)
+
+
+def require_same(jobs: Sequence[Job]) -> None:
+    """Check that the jobs of a sweep can continue from the checkpoint that ``resume`` names.
+
+    Raises:
+        RequestError: there is none, or it is that of another configuration.
+    """
+    source = jobs[0].config.resume.source
+    if source in WORDS:
+        return
+    checkpoint = named(source).checkpoint
+    assert checkpoint is not None
+    found = [
+        replace(problem, job=job.label)
+        for job in jobs
+        for problem in problems(job.config, job.plain, checkpoint)
+    ]
+    if found:
+        raise RequestError(found)
+
+
+def require_own_folders(sweep: Path, entries: Iterable[Entry]) -> None:
+    """Check that the runs of a sweep are written into its own folder.
+
+    Raises:
+        RequestError: a folder of a run, or that of earlier ones, is a symbolic link.
+    """
+    names = {entry.folder for entry in entries} | {files.EARLIER}
+    names |= {one.name for one in sweep.iterdir() if one.name.isdecimal()}
+    for folder in sorted(sweep / name for name in names):
+        if folder.is_symlink():
+            message = f"{folder} is a symbolic link, and nothing is written outside of the sweep"
+            raise RequestError([Problem("sweep.name", sweep.name, f"{message}: remove it")])
 
 
 def archive(sweep: Path, folders: Iterable[str]) -> None:

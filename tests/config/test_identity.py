@@ -1,4 +1,6 @@
-from runner.config.identity import config_hash, request_hash, sweep_name
+import pytest
+
+from runner.config.identity import config_hash, differences, request_hash, sweep_name
 
 CONFIG = {
     "seed": 0,
@@ -19,6 +21,37 @@ def test_the_hash_names_the_experiment():
     assert config_hash(backwards) == plain
     assert config_hash(elsewhere) == plain
     assert config_hash(other) != plain
+
+
+def test_how_a_run_is_watched_and_saved_is_no_part_of_the_experiment():
+    more = {"checkpoint": {"keep": 3}, "resume": {"from": "auto"}, "shutdown": {"timeout": 1}}
+    assert config_hash(CONFIG | more) == config_hash(CONFIG)
+    assert differences(CONFIG, CONFIG | more) == {}
+
+
+def test_keys_that_differ_are_named_with_both_values():
+    other = {**CONFIG, "clip": {"mode": "norm", "threshold": 0.5, "eps": 1}, "optimizer": {}}
+    assert differences(CONFIG, other) == {
+        "clip.threshold": (0.25, 0.5),
+        "clip.eps": ("???", 1),
+        "clip.exclude": (["head.*"], "???"),
+        "optimizer": ("???", {}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "counts"),
+    [
+        ("60ba", "60ba", False),
+        ("60ba", "61ba", False),
+        ("60ba", "59ba", True),
+        ("60ba", "60ep", True),
+        ("60ba", 60, True),
+    ],
+)
+def test_a_longer_run_may_continue(before, now, counts):
+    found = differences({"train": {"max_duration": before}}, {"train": {"max_duration": now}})
+    assert bool(found) == counts
 
 
 def test_a_request_is_its_jobs_in_whatever_order():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.run_folder.rows import JsonlSink, Row, follow, read_rows
+from runner.run_folder.rows import JsonlSink, Row, cut, follow, last_step, read_rows
 from runner.run_folder.strict_json import decode, encode
 
 
@@ -36,6 +36,36 @@ def test_floats_read_back_bit_for_bit(tmp_path: Path) -> None:
     back = list(read_rows(tmp_path / "metrics.jsonl"))
     assert [row["train/step"] for row in back] == [row["train/step"] for row in rows]
     assert [_bits(row["grad/norm"]) for row in back] == [_bits(row["grad/norm"]) for row in rows]
+
+
+def test_rows_after_a_step_are_cut_and_no_step_comes_twice(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    cut(path, 3)
+    assert not path.exists()
+    assert last_step(path) == 0
+    sink = JsonlSink(path)
+    for step in (1, 2, 2, 3, 4, 5):
+        sink.write({"train/step": step, "grad/norm": math.inf if step == 2 else 0.1 * step})
+    sink.close(None, 0)
+    kept = path.read_bytes().splitlines(keepends=True)
+    with path.open("a") as file:
+        file.write('{"train/step": 6, "grad/no')
+    assert last_step(path) == 5
+    cut(path, 3)
+    assert path.read_bytes().splitlines(keepends=True) == [kept[0], kept[1], kept[3]]
+    assert list(tmp_path.iterdir()) == [path]
+    cut(path, 0)
+    assert path.read_bytes() == b""
+
+
+def test_a_follower_may_leave_out_the_rows_that_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"train/step": 1}\n')
+    earlier, stopped = path.stat().st_size, threading.Event()
+    with path.open("a") as file:
+        file.write('{"train/step": 2}\n')
+    stopped.set()
+    assert list(follow(path, stopped, start=earlier)) == [{"train/step": 2}]
 
 
 def test_integers_stay_integers() -> None:

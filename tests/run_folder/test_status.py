@@ -35,6 +35,7 @@ STATUS = {
     "wandb_run_id",
     "pid",
     "host",
+    "wall_s",
 }
 
 
@@ -95,6 +96,33 @@ def test_progress_writes_at_most_once_a_second(
     now += 0.5
     record.progress(50)
     assert _status(tmp_path)["step"] == 50
+
+
+def test_a_continued_run_keeps_its_start_and_adds_its_time(tmp_path: Path) -> None:
+    resumed = {"started": "2026-01-01T00:00:00+00:00", "step": 30, "resumed": [30], "wall_s": 100.0}
+    record = Record(tmp_path)
+    record.begin(CONFIG, "abc", "run1", resumed)
+    record.end("finished", 0, None, None)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["wall_s"] == pytest.approx(100, abs=10)
+    assert status["wall_s"] >= 100
+    assert {key: status[key] for key in ("started", "step", "resumed")} == {
+        key: resumed[key] for key in ("started", "step", "resumed")
+    }
+    assert module.elapsed(status) == status["wall_s"]  # not the years since it was started
+
+
+def test_a_run_is_unfinished_until_its_summary_is_there(tmp_path: Path) -> None:
+    assert not module.is_unfinished(tmp_path)
+    record = Record(tmp_path)
+    record.begin(CONFIG, "abc", None)
+    assert module.is_unfinished(tmp_path)
+    record.end("finished", 0, None, None)
+    assert module.is_unfinished(tmp_path)
+    record.summary({"steps": 1})
+    assert not module.is_unfinished(tmp_path)
+    record.end("failed", 1, "x", 0)
+    assert module.is_unfinished(tmp_path)
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:

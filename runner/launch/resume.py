@@ -1,0 +1,305 @@
+"""Decide where a run starts: at its first step, or from a checkpoint.
+
+The process that the user started decides, before any rank starts. Nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.checkpoint.folder import DamagedCheckpoint, found, manifest_of, require_whole
+from runner.config.environment import slurm_job, was_requeued
+from runner.config.folders import outputs
+from runner.config.identity import config_hash, differences
+from runner.config.plugin_section import PluginSection
+from runner.config.problem import MISSING, Problem, RequestError, shown
+from runner.config.schema import RunConfig
+from runner.config.sizes import data_parallel_size
+from runner.run_folder import files, keys
+from runner.run_folder.status import (
+    RESUMED,
+    SLURM_JOB,
+    WANDB_STEP,
+    is_unfinished,
+    state_of,
+)
+from runner.run_folder.strict_json import decode, encode, number, read_object
+
+RECENT = 3
+"""Number of earlier runs that are looked at for an unfinished one of the same configuration."""
+
+WORDS = ("auto", "never")
+"""Values of ``resume`` that are no path."""
+
+FROM = "resumed_from"
+"""Entry of a status: checkpoint of another run that this one started from."""
+
+_BATCH = ("data.batch_size", "accumulation.steps")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts.
+
+    Attributes:
+        checkpoint: checkpoint to continue from, which is whole; None for the first step.
+        step: number of optimizer steps that it holds.
+        former: status of the run whose record this one continues, in the same folder; empty for a
+            run with a record of its own.
+        warnings: sentences about checkpoints that cannot be used.
+    """
+
+    checkpoint: Path | None = None
+    step: int = 0
+    former: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run before."""
+        return number(self.former.get(keys.WALL_SECONDS)) or 0.0
+
+    def status(self, last_step: int) -> dict[str, Any]:
+        """Return the entries of the run's status that differ from those of a new run.
+
+        Args:
+            last_step: step of the last row in the folder.
+        """
+        if self.checkpoint is None:
+            return {}
+        if not self.former:
+            return {FROM: str(self.checkpoint), "step": self.step}
+        before, sent = self.former.get(RESUMED), self.former.get(WANDB_STEP)
+        kept = {key: self.former[key] for key in ("started", FROM) if key in self.former}
+        return kept | {
+            "step": self.step,
+            RESUMED: [*(before if isinstance(before, list) else []), self.step],
+            WANDB_STEP: max(last_step, sent if isinstance(sent, int) else 0),
+            keys.WALL_SECONDS: self.seconds,
+        }
+
+
+ANEW = Start()
+
+
+def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
+    """Return where a run in ``folder`` starts.
+
+    An unfinished run of the same configuration in that folder is continued, unless ``resume`` is
+    ``never``; otherwise the run starts from the checkpoint that ``resume`` names, if it names one.
+
+    Args:
+        config: configuration of the run.
+        plain: the same as plain containers, as it is recorded.
+        folder: folder of the run, which need not exist.
+
+    Raises:
+        RequestError: the folder holds another run, or the checkpoint that of another configuration;
+            or ``resume`` names nothing that can be continued.
+    """
+    source = config.resume.source
+    former = read_object(folder / files.STATUS)
+    if former and not is_unfinished(folder):
+        raise RequestError([_taken(folder, f"an earlier run ({files.STATUS})")])
+    if former and source == "never":
+        raise RequestError([_taken(folder, "an unfinished run, and resume=never")])
+    if former:
+        start = _newest(folder / files.CHECKPOINTS, former)
+        if start.checkpoint is not None:
+            _require_newest(source, folder, start.checkpoint)
+            _require_same(config, plain, start.checkpoint)
+            return start
+        if former.get("config_hash") != config_hash(plain):
+            message = "an unfinished run of another configuration, without a checkpoint"
+            raise RequestError([_taken(folder, message)])
+        if source == "auto":
+            return start
+    if source in WORDS:
+        return ANEW
+    start = named(source)
+    assert start.checkpoint is not None
+    _require_same(config, plain, start.checkpoint)
+    return start
+
+
+def is_usable(folder: Path) -> bool:
+    """Return whether the folder of a run holds a checkpoint that is whole."""
+    return _newest(folder / files.CHECKPOINTS, {}).checkpoint is not None
+
+
+def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
+    """Return the folder of the run that a Slurm job continues when it is queued again.
+
+    Args:
+        plain: configuration of the run.
+        folder: folder that the run would get; the earlier one lies beside it.
+    """
+    if not was_requeued() or (folder / files.STATUS).exists():
+        return None
+    for other in _beside(folder):
+        status = read_object(other / files.STATUS)
+        same = status.get(SLURM_JOB) == slurm_job() and _is_same(status, plain)
+        if same and is_unfinished(other):
+            return other
+    return None
+
+
+def unfinished(plain: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """Yield a note if a run of the same configuration that ended early could be continued.
+
+    Args:
+        plain: configuration of the run.
+        folder: folder of the run. Only runs beside it are looked at, and only the newest few.
+    """
+    if folder.parent != outputs() / "runs":
+        return
+    for other in _beside(folder)[:RECENT]:
+        status = read_object(other / files.STATUS)
+        ended = state_of(status) in ("killed", "failed", "interrupted")
+        if ended and _is_same(status, plain) and found(other / files.CHECKPOINTS):
+            yield (
+                f"a run of this configuration ended early, at step {status.get('step')}: "
+                f"hydra.run.dir={other} continues it"
+            )
+            return
+
+
+def _taken(folder: Path, by: str) -> Problem:
+    message = f"holds the record of {by}; choose another name or remove it"
+    return Problem("hydra.run.dir", str(folder), message)
+
+
+def _beside(folder: Path) -> list[Path]:
+    """Return the other folders in the same place, the newest first by their names."""
+    try:
+        others = [one for one in folder.parent.iterdir() if one != folder]
+    except OSError:
+        return []
+    return sorted(others, key=lambda one: one.name, reverse=True)
+
+
+def _is_same(status: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
+    return status.get("config_hash") == config_hash(plain)
+
+
+def _newest(checkpoints: Path, former: Mapping[str, Any]) -> Start:
+    """Start from the newest checkpoint that is whole, or anew if none is."""
+    damaged: list[str] = []
+    for checkpoint in found(checkpoints):
+        try:
+            manifest = require_whole(checkpoint)
+        except DamagedCheckpoint as error:
+            damaged.append(str(error))
+            continue
+        warnings = _passed_over(damaged, f"the run continues from {checkpoint.name}")
+        return Start(checkpoint, _step(manifest), former, warnings=warnings)
+    return Start(warnings=_passed_over(damaged, "the run starts anew"))
+
+
+def _passed_over(damaged: Sequence[str], instead: str) -> tuple[str, ...]:
+    return (f"{'; '.join(damaged)}: {instead}",) if damaged else ()
+
+
+def named(source: str) -> Start:
+    """Return a start from what ``resume=PATH`` names: a run, its checkpoints, or one checkpoint.
+
+    Raises:
+        RequestError: it holds no checkpoint that is whole.
+    """
+    path = _absolute(source)
+    if (path / files.MANIFEST).exists():
+        try:
+            manifest = require_whole(path)
+        except DamagedCheckpoint as error:
+            raise RequestError([Problem("resume", source, str(error))]) from None
+        if files.STATE not in manifest["files"]:
+            message = "holds weights alone; name a checkpoint with the state of the training"
+            raise RequestError([Problem("resume", source, message)])
+        return Start(path, _step(manifest))
+    start = _newest(path / files.CHECKPOINTS, {})
+    if start.checkpoint is None and not start.warnings:
+        start = _newest(path, {})
+    if start.checkpoint is None:
+        why = start.warnings[0].rpartition(":")[0] if start.warnings else "holds no checkpoint"
+        message = (
+            why if path.is_dir() else "must be auto, never, or the path of a run or checkpoint"
+        )
+        raise RequestError([Problem("resume", source, message)])
+    return start
+
+
+def _require_newest(source: str, folder: Path, newest: Path) -> None:
+    """Refuse ``resume=PATH`` if it names an older checkpoint of the run's own folder."""
+    if source in WORDS or not _absolute(source).is_relative_to(folder.absolute()):
+        return
+    if named(source).checkpoint != newest:
+        message = f"{newest.name} is newer, and goes on in this folder: choose another folder"
+        raise RequestError([Problem("resume", source, message)])
+
+
+def _absolute(source: str) -> Path:
+    return Path(source).expanduser().absolute()
+
+
+def _step(manifest: Mapping[str, Any]) -> int:
+    step = manifest.get("step")
+    return step if isinstance(step, int) else 0
+
+
+def _require_same(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> None:
+    if found := problems(config, plain, checkpoint):
+        raise RequestError(found)
+
+
+def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> list[Problem]:
+    """Return a problem, with both values, for each key in which a run differs from a checkpoint.
+
+    Nothing if ``resume.force`` is given.
+    """
+    if config.resume.force:
+        return []
+    manifest = manifest_of(checkpoint)
+    force = "resume.force=true continues all the same"
+    where = f"the checkpoint {checkpoint.parent.parent.name}/{checkpoint.name}"
+    saved = manifest.get("config")
+    if not isinstance(saved, dict):
+        return [Problem("resume", str(checkpoint), f"does not say its configuration; {force}")]
+    differing = differences(saved, decode(encode(dict(plain))))
+    before, now = _samples(saved, manifest.get("world_size")), _samples_of(config)
+    if before == now:
+        differing = {key: pair for key, pair in differing.items() if key not in _BATCH}
+    elif before is not None and not differing.keys() & {*_BATCH}:
+        message = (
+            f"a step would have {now} samples over all ranks, and {before} in {where}; {force}"
+        )
+        return [Problem(_BATCH[0], config.data.batch_size, message)]
+    return [
+        Problem(
+            key,
+            "(not given)" if value == MISSING else value,
+            f"{'is not given' if old == MISSING else f'is {shown(old)}'} in {where}; {force}",
+        )
+        for key, (old, value) in differing.items()
+    ]
+
+
+def _samples_of(config: RunConfig) -> int:
+    """Return the number of samples of an optimizer step, over all ranks."""
+    from runner.train import build
+
+    return config.data.batch_size * config.accumulation.steps * build.data_parts(config)
+
+
+def _samples(saved: Mapping[str, Any], world_size: object) -> int | None:
+    """Return the same of a recorded configuration; None if it does not tell."""
+    try:
+        plugin = PluginSection.model_validate(saved["plugin"])
+        batch, steps = saved["data"]["batch_size"], saved["accumulation"]["steps"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    if not (isinstance(batch, int) and isinstance(steps, int) and isinstance(world_size, int)):
+        return None
+    return batch * steps * data_parallel_size(plugin, world_size)

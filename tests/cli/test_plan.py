@@ -49,6 +49,7 @@ def test_what_is_done_is_said(outputs, capsys):
     record.write(folder)
     status = f'{{"state": "finished", "config_hash": "{wanted.jobs[1].hash}"}}'
     (folder / "1" / "status.json").write_text(status)
+    (folder / "1" / "summary.json").write_text('{"steps": 7}')
     assert main(["plan", *words]) == 0
     out = capsys.readouterr().out
     assert "1    seed=2  7      done" in out

@@ -77,7 +77,7 @@ def test_a_run_gets_its_configuration_its_folder_and_its_words(fakes, tmp_path):
     assert json.loads(json.dumps(plain)) == plain
     assert folder.parent == tmp_path / "outputs" / "runs"
     assert words == ["clip=value", "clip.threshold=0.25"]
-    assert {entry.name for entry in folder.iterdir()} == {".hydra", "runner.log"}
+    assert {entry.name for entry in folder.iterdir()} == {".hydra", ".run.lock", "runner.log"}
     assert yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text()) == words
 
 

@@ -16,6 +16,9 @@ from runner.config.problem import NOTHING, Problem, or_list
 LONGEST = 20_000
 """Characters of the longest override. Hydra reads some ten thousand a second."""
 
+LONGEST_KEY = 200
+"""Bytes of the longest key: Hydra looks for a folder of this name."""
+
 _ODD = re.compile("[\0\ud800-\udfff]")
 """What no file can hold: NUL, and bytes of an argument that are no UTF-8."""
 
@@ -47,6 +50,8 @@ def _parsed(word: str, parser: OverridesParser) -> list[Override]:
         raise HydraException("there is no key")
     parsed: list[Override] = parser.parse_overrides([word])
     for override in parsed:
+        if len(override.key_or_group.encode()) > LONGEST_KEY:
+            raise HydraException("its key is longer than the name of any file")
         value = override.value()
         listed = value.list if isinstance(value, ChoiceSweep) else value
         if any(isinstance(part, Sweep | Glob) for part in _parts(listed)):

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from runner.config.bounded_file import open_file
 from runner.run_folder import keys
 from runner.run_folder.atomic import replacing
-from runner.run_folder.strict_json import decode, encode, fast_encoder
+from runner.run_folder.strict_json import decode, fast_encoder
 
 LONGEST_LINE = 16 * 2**20
 """Bytes of a line that is still read as one; a row with the norms of 100,000 parameters has 10
@@ -73,12 +73,14 @@ def cut(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = 0
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+    with replacing(path) as temporary:
+        sink = JsonlSink(temporary)
         for row in read_rows(path):
             at = row.get(keys.TRAIN_STEP)
             if isinstance(at, int) and kept < at <= step:
-                file.write(encode(row) + "\n")
+                sink.write(row)
                 kept = at
+        sink.close(None, 0)
 
 
 def follow(

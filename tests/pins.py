@@ -66,14 +66,15 @@ def main(words):
                 *options, "--python-version", python, *wheels
             ).items():
                 hashes[name].add(sha256)
-    HASHED.write_text(
-        HASHED_HEADER
-        + "".join(
-            " \\\n    ".join([line.strip(), *(f"--hash=sha256:{one}" for one in sorted(hashes[name]))])
-            + "\n"
-            for name, line in zip(sorted(found, key=str.lower), lines, strict=True)
-        )
-    )
+    entries = []
+    for line in lines:
+        pin = line.strip()
+        entries.append(" \\\n    ".join([pin, *_options(hashes[pin.partition("==")[0]])]) + "\n")
+    HASHED.write_text(HASHED_HEADER + "".join(entries))
+
+
+def _options(hashes):
+    return [f"--hash=sha256:{one}" for one in sorted(hashes)]
 
 
 if __name__ == "__main__":

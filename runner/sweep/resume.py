@@ -17,6 +17,8 @@ from runner.run_folder.status import elapsed, is_unfinished, objective_of
 from runner.run_folder.strict_json import read_object
 from runner.run_folder.sweep_record import Entry, SweepRecord
 
+_STATES = ("running", "finished", "failed", "interrupted")
+
 
 def plan_runs(request: Request) -> list[Entry]:
     """Return the runs of a sweep, each with the state in its folder; nothing is written.
@@ -53,11 +55,14 @@ def load_status(entry: Entry, sweep: Path, objective: str) -> None:
     """Copy state and results from the folder of a run, if that folder holds this configuration."""
     folder = sweep / entry.folder
     status = read_object(folder / files.STATUS)
-    if status.get("config_hash") != entry.config_hash:
+    state, code = status.get("state"), status.get("exit_code")
+    if status.get("config_hash") != entry.config_hash or state not in _STATES:
         return
-    entry.state = str(status.get("state"))
-    entry.exit_code = status.get("exit_code")
-    error = str(status.get("error") or "").strip().splitlines()
+    entry.state = state
+    entry.exit_code = code if isinstance(code, int) else None
+    # A message may quote an argument whose bytes are no text.
+    said = str(status.get("error") or "").encode("utf-8", "replace").decode("utf-8")
+    error = said.strip().splitlines()
     entry.error = error[-1] if error else None
     seconds = elapsed(status)
     entry.seconds = None if seconds is None else round(seconds, 3)

@@ -116,7 +116,7 @@ def test_a_word_in_the_traceback_alone_gives_no_hint(outputs, capsys):
 def test_a_gradient_that_is_not_finite_is_not_left_out(outputs, capsys):
     assert main(["verify", *IMAGES, *net("Broken")]) == 1
     out = capsys.readouterr().out
-    assert "NonFiniteGradient: the gradient's norm is nan: weight\n" in out
+    assert "NonFiniteGradient: step 1: the gradient's norm is nan: weight, from" in out
     assert "compares every step" in out
     assert "clip.nonfinite=skip" not in out
 

@@ -40,12 +40,14 @@ class Setting:
         threshold: λ, None where the mode has none.
         nonfinite: what was done with a step whose gradient is not finite.
         effect: how a step of the optimizer depends on the size of the gradient.
+        searches: skipped steps that only searched the fp16 loss scale, which is no fault.
     """
 
     mode: ModeInfo
     threshold: float | None
     nonfinite: Literal["skip", "error", "ignore"] = "skip"
     effect: Effect = PLAIN
+    searches: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
     """
     found = []
     steps, skipped = summary["steps"], summary[keys.GRAD_NONFINITE]
-    if skipped:
-        found.append(_nonfinite(skipped, steps, setting))
+    if faults := skipped - setting.searches:
+        found.append(_nonfinite(faults, steps, setting))
     peak = summary[keys.CLIP_PEAK]
     lost = not math.isfinite(summary.get("final", {}).get(keys.TRAIN_LOSS, 0.0))
     if setting.threshold is None or not peak or lost:

@@ -69,7 +69,8 @@ def execute(
     clip = config.clip
     effect = effect_of(trainer.optimizer.optimizers, clip.threshold, trainer.parameters)
     info = trainer.state.mode.info
-    setting = guidance.Setting(info, clip.threshold, clip.nonfinite, effect)
+    searches = trainer.bad_gradients.searches
+    setting = guidance.Setting(info, clip.threshold, clip.nonfinite, effect, searches)
     own = {} if clip.mode in NAMES else {keys.CLIP_MODE: info.record()}
     return {
         **summary,

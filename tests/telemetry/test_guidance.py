@@ -193,6 +193,11 @@ SITUATIONS = {
             "threshold mends that: look at the learning rate, the loss and the precision."
         ],
     ),
+    "steps that searched the loss scale": (
+        summary(0.2, nonfinite=3),
+        Setting(info_of("norm"), 1.0, searches=3),
+        [],
+    ),
     "all but some steps were skipped": (
         summary(0.02, nonfinite=280),
         Setting(info_of("norm"), 0.1),

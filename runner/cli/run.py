@@ -67,7 +67,7 @@ def main(words: Sequence[str]) -> int:
     if joins():
         from runner.launch.rank import join
 
-        return join()
+        return join(timeout=wanted.jobs[0].config.launch.timeout)
     return _run(wanted)
 
 

@@ -63,7 +63,7 @@ def main(words: Sequence[str]) -> int:
     if folder is None:
         from runner.launch.rank import join
 
-        return join(execute)
+        return join(execute, job.config.launch.timeout)
     from runner.launch.supervise import train
 
     folder.mkdir(parents=True, exist_ok=True)

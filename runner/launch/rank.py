@@ -144,20 +144,22 @@ def _may_have_lost_a_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(one.startswith(COLLECTIVE) for one in modules)
 
 
-def join(work: Work | None = None) -> int:
+def join(work: Work | None = None, timeout: float = 600.0) -> int:
     """Train as a rank that torchrun or Slurm started; the first rank sends the configuration.
 
     Args:
         work: what to do; the training of a run by default.
+        timeout: maximum duration of one collective, in seconds.
 
     Returns:
         The exit code.
     """
     try:
-        launch_from_torch(verbose=False)
+        launch_from_torch(verbose=False, timeout=timeout)
         sent: list[Any] = [None, None, None]
         dist.broadcast_object_list(sent, src=0)
         config, folder, resume = sent
+        signals.set_timeout(config.shutdown.timeout)
         if folder.is_dir():  # not on another machine without a shared disk
             _log_to(folder / files.LOG, dist.get_rank())
         work = work or partial(execute, folder=folder, resume=resume)

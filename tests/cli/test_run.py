@@ -48,7 +48,7 @@ class Fakes:
         self.runs.append((plain, folder, words))
         return self.behave(plain)
 
-    def join(self):
+    def join(self, timeout):
         self.joined += 1
         return 0
 

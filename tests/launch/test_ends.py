@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 import pytest
 
+from tests.launch import random_moments
 from tests.launch.ends import started
 
 RANKS = {
@@ -209,3 +211,31 @@ def test_a_stream_that_is_closed_changes_nothing(environment, closed):
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
     text = (folder / "runner.log").read_text() + (folder / "metrics.jsonl").read_text()
     assert "report.html" not in text
+
+
+@pytest.mark.parametrize(("number", "asked"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_slurm_is_asked_to_start_a_pre_empted_job_again(environment, tmp_path, number, asked):
+    """After the record is complete: Slurm ends the job that it requeues."""
+    program, told = tmp_path / "bin" / "scontrol", tmp_path / "told"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\necho "$@" > {told}\ncat $RUNNER_OUTPUTS/runs/*/status.json >> {told}\n'
+    )
+    program.chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "PATH": f"{program.parent}:{environment['PATH']}"}
+    with started(environment | slurm, [*LONG, "tracker=none"]) as run:
+        run.wait_for_rows()
+        run.process.send_signal(number)
+        assert run.process.wait(60) == 143, run.printed
+    assert told.exists() == asked
+    if asked:
+        assert told.read_text().startswith("requeue 7\n")
+        assert '"state": "interrupted"' in told.read_text()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("plugin", random_moments.PLUGINS)
+def test_runs_that_end_at_random_moments(plugin, capsys):
+    """More of them: ``python -m tests.launch.random_moments``."""
+    failed = random_moments.moments(3, date.today().toordinal(), [plugin])
+    assert not failed, capsys.readouterr().out

@@ -19,13 +19,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from runner.config.environment import started_rank
 from runner.train import stop
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 ECHO = 0.5
-"""Seconds in which further signals count as the first: ``timeout`` sends each one twice, and
-torchrun passes on what the terminal sends to all of its processes."""
+"""Seconds in which further signals count as the first: ``timeout`` sends each one twice."""
+
+ECHO_OF_LAUNCHER = 3.0
+"""The same for ranks of torchrun, which passes on what the terminal sends to all its processes."""
 
 AT_ONCE = 5.0
 """Seconds that the main thread has to end where no training polls."""
@@ -160,7 +163,7 @@ def _watch(heard: int) -> None:
         for number in filter(ASKING.__contains__, numbers):
             if not _State.number:
                 _State.number, _State.at = number, now
-            elif now - _State.at > ECHO:
+            elif now - _State.at > (ECHO if started_rank() is None else ECHO_OF_LAUNCHER):
                 _end("a second signal")
         if _State.number:
             _State.patient = _State.patient or stop.is_polled()

@@ -19,8 +19,13 @@ RANKS = {
     "ddp 4": ["plugin=ddp", "plugin.nproc=4"],
     "fsdp 2": ["plugin=fsdp", "plugin.nproc=2"],
     "fsdp 4": ["plugin=fsdp", "plugin.nproc=4"],
-    "hybrid 2": ["plugin=hybrid", "plugin.nproc=2", "plugin.tp_size=2"],
-    "hybrid 4": ["plugin=hybrid", "plugin.nproc=4", "plugin.tp_size=2"],
+    "hybrid 2": ["plugin=hybrid", "plugin.nproc=2", "plugin.tp_size=2", "model=gpt", "data=text"],
+    "hybrid 4": ["plugin=hybrid", "plugin.nproc=4", "plugin.tp_size=2", "model=gpt", "data=text"],
+}
+# The faulty model is not cut into pieces.
+WHOLE = RANKS | {
+    "hybrid 2": ["plugin=hybrid", "plugin.nproc=2", "plugin.zero_stage=2"],
+    "hybrid 4": ["plugin=hybrid", "plugin.nproc=4", "plugin.zero_stage=3"],
 }
 LONG = ["train.max_duration=100000ba", "log.flush=5"]
 TIMEOUT = 6
@@ -36,7 +41,7 @@ def struck(run):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", WHOLE)
 @pytest.mark.parametrize(
     ("fault", "where"),
     [
@@ -46,7 +51,7 @@ def struck(run):
     ],
 )
 def test_a_rank_that_hangs_is_named(environment, ranks, fault, where):
-    words = [*RANKS[ranks], *LONG, *faulty(fault), f"launch.timeout={TIMEOUT}"]
+    words = [*WHOLE[ranks], *LONG, *faulty(fault), f"launch.timeout={TIMEOUT}"]
     with started(environment, words) as run:
         run.wait_for((run.home / "outputs" / "struck").exists)
         assert run.process.wait(90) == 1, run.printed
@@ -239,3 +244,15 @@ def test_runs_that_end_at_random_moments(plugin, capsys):
     """More of them: ``python -m tests.launch.random_moments``."""
     failed = random_moments.moments(3, date.today().toordinal(), [plugin])
     assert not failed, capsys.readouterr().out
+
+
+def test_an_interrupt_of_torchrun_stops_its_ranks_after_a_checkpoint(environment):
+    """Each rank gets the signal twice: from the terminal, and from torchrun."""
+    before = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "runner")
+    with started(environment, ["plugin=ddp", *LONG, "tracker=none"], before) as run:
+        run.wait_for_rows(5)
+        os.killpg(run.process.pid, signal.SIGINT)
+        run.process.wait(60)
+        assert (run.status["state"], run.status["exit_code"]) == ("interrupted", 130)
+        assert list((run.folder / "checkpoints").glob("step_*"))
+        assert not [one for one in run.left(5) if one.startswith("process")]

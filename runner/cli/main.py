@@ -42,7 +42,8 @@ def start() -> int:
     signals.listen()
     code = main(sys.argv[1:])
     signals.ignore()  # only the end of the interpreter is left, which has no good answer to them
-    signals.requeue()
+    if code > 128:
+        signals.requeue()
     if code not in (0, WRONG_REQUEST) and started_rank() is not None:
         sys.stderr.flush()
         os._exit(code)  # the end of the interpreter would wait for ranks that may be gone

@@ -94,7 +94,7 @@ class CheckpointSaver:
         self.wait()
         if not self.keep:
             return
-        about = {**self._about, "metrics": dict(metrics), "world_size": training.plugin.world_size}
+        about = self._said(training, metrics)
         if self._in_background(training):
             if self._group is None and several_ranks():
                 # Its collectives run in a thread beside those of the training.
@@ -126,8 +126,13 @@ class CheckpointSaver:
         """
         self.wait()
         if self.save_final:
-            about = {**self._about, "step": step, "metrics": dict(metrics)}
+            about = {"step": step, **self._said(training, metrics)}
             content.save_weights(training, self.folder, about)
+
+    def _said(self, training: Training, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a manifest says."""
+        ranks = training.plugin.world_size
+        return {**self._about, "metrics": dict(metrics), "world_size": ranks}
 
     def _in_background(self, training: Training) -> bool:
         if self._asynchronous is None:

@@ -21,6 +21,9 @@ from runner.parallel.full_state_dict import gathered
 from runner.parallel.sharded_files import Source, Stored, fill
 from runner.parallel.sharding import reshard
 
+OPTIMIZER = "optimizer/"
+"""Prefix of the names of an optimizer's tensors."""
+
 _OF_LAYOUT = ("params", "fused", "foreach")
 """Entries of a parameter group that depend on where its parameters lie."""
 
@@ -174,7 +177,7 @@ def _owners(
     for number, each in enumerate(optimizer.optimizers):
         for group in each.param_groups:
             for parameter in group["params"]:
-                yield f"optimizer/{number}/{names[id(parameter)]}", each, group, parameter
+                yield f"{OPTIMIZER}{number}/{names[id(parameter)]}", each, group, parameter
 
 
 def _state(optimizer: OptimizerWrapper) -> Iterator[tuple[str, Any, nn.Parameter]]:

@@ -62,10 +62,11 @@ def save(training: Training, checkpoints: Path, step: int, about: Mapping[str, A
             Earlier checkpoints are unchanged.
     """
     tensors, rest = _content(training)
+    content = {"step": step, **_names(training), **about}
     part = _begin(checkpoints, step, tensors)
     with explained(part):
         write(tensors, part)
-        return on_first(lambda: _complete(part, rest, {"step": step, **about}))
+        return on_first(lambda: _complete(part, rest, content))
 
 
 def save_later(
@@ -87,10 +88,11 @@ def save_later(
         after: called on the first rank when the checkpoint is complete.
     """
     tensors, rest = _content(training)
+    content = {"step": step, **_names(training), **about}
     part = _begin(checkpoints, step, tensors)
 
     def complete() -> None:
-        _complete(part, rest, {"step": step, **about})
+        _complete(part, rest, content)
         after()
 
     return Pending(part, write_later(tensors, part, group), complete)
@@ -98,11 +100,11 @@ def save_later(
 
 def save_weights(training: Training, checkpoints: Path, about: Mapping[str, Any]) -> Path:
     """Save the weights alone as the checkpoint ``final``; see :func:`save`."""
-    tensors = _model(training)
+    tensors, content = _model(training), {**_names(training), **about}
     part = _begin(checkpoints, None, tensors)
     with explained(part):
         write(tensors, part)
-        return on_first(lambda: folder.complete(part, dict(about)))
+        return on_first(lambda: folder.complete(part, content))
 
 
 def load(training: Training, checkpoint: Path) -> dict[str, Any]:
@@ -166,6 +168,19 @@ def _begin(checkpoints: Path, step: int | None, tensors: Mapping[str, Tensor]) -
 def _complete(part: Path, rest: bytes, about: dict[str, Any]) -> Path:
     (part / files.STATE).write_bytes(rest)
     return folder.complete(part, about)
+
+
+def _names(training: Training) -> dict[str, Any]:
+    """Return what an export needs to know besides the tensors.
+
+    ``tied``: further names of tied tensors in the plain model, with the first name of each;
+    ``criterion``: names of tensors that are the criterion's, not the model's.
+    """
+    names = training.model.names.items()
+    return {
+        "tied": {name: first for name, first in names if name != first},
+        "criterion": list(_criterion(training)),
+    }
 
 
 def _model(training: Training) -> dict[str, Tensor]:

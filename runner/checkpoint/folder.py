@@ -78,8 +78,14 @@ def found(folder: Path) -> list[Path]:
     """Return the checkpoints in ``folder``, newest step first; none where there is no folder."""
     if not folder.is_dir():
         return []
-    named = [one for one in folder.iterdir() if one.name.startswith(_PREFIX) and one.is_dir()]
+    named = [one for one in folder.glob(f"{_PREFIX}*") if one.is_dir()]
+    named = [one for one in named if one.name.removeprefix(_PREFIX).isdecimal()]
     return sorted(named, key=lambda one: one.name, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the number of optimizer steps in the name of a checkpoint."""
+    return int(checkpoint.name.removeprefix(_PREFIX))
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
@@ -160,14 +166,14 @@ def prune(
     listed = found(folder)
     current = [one for one in listed if newest is None or one.name <= _name(newest)]
     kept = set(current[:keep])
-    if best is not None and (leader := _best(current, best, maximizes)):
+    if best is not None and (leader := best_of(current, best, maximizes)):
         kept.add(leader)
     unfinished = [one for one in folder.glob(f".*{_PART}") if one.is_dir()]
     for one in (*(set(listed) - kept), *unfinished):
         shutil.rmtree(one, ignore_errors=True)
 
 
-def _best(checkpoints: list[Path], metric: str, maximizes: bool) -> Path | None:
+def best_of(checkpoints: list[Path], metric: str, maximizes: bool) -> Path | None:
     """Return the checkpoint with the best value; of several, the first one after the evaluation."""
     scored = []
     for one in sorted(checkpoints):

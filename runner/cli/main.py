@@ -21,11 +21,21 @@ from runner.launch import signals
 from runner.telemetry.sinks.console import announce, leave_unread, open_streams, print_line
 from runner.telemetry.sinks.sink import ending
 
-COMMANDS = ("calibrate", "dashboard", "plan", "report", "run", "schema", "verify")
+COMMANDS = (
+    "calibrate",
+    "dashboard",
+    "evaluate",
+    "export",
+    "plan",
+    "report",
+    "run",
+    "schema",
+    "verify",
+)
 """Each is a module of :mod:`runner.cli` with a function ``main(arguments) -> exit code``. One that
 does not answer ``--help`` itself has a text ``USAGE``."""
 
-PARSED_BY_ARGPARSE = ("dashboard", "report", "schema")
+PARSED_BY_ARGPARSE = ("dashboard", "export", "report", "schema")
 """Commands that take no overrides."""
 
 LISTENING = 5.0

@@ -44,7 +44,7 @@ def examine(overrides: Sequence[Override], composer: Composer) -> Diagnosis:
     found = Diagnosis()
     values = []
     for override in overrides:
-        if not _chooses(override, composer.loader):
+        if not chooses(override, composer.loader):
             values.append(override)
         elif problem := _wrong_choice(override, composer.loader):
             found.problems.append(problem)
@@ -77,20 +77,33 @@ def refuse(composer: Composer, word: str) -> Problem | None:
 def misuses_group(overrides: Sequence[Override], loader: ConfigLoader) -> bool:
     """Return whether an override removes a group or chooses two options, which Hydra allows."""
     return any(
-        (override.is_delete() or isinstance(override.value(), list)) and _chooses(override, loader)
+        (override.is_delete() or isinstance(override.value(), list)) and chooses(override, loader)
         for override in overrides
     )
 
 
-def _chooses(override: Override, loader: ConfigLoader) -> bool:
+def chooses(override: Override, loader: ConfigLoader) -> bool:
     """Return whether an override chooses an option of a group."""
     key = override.key_or_group
     return bool(loader.get_group_options(key)) and not isinstance(override.value(), dict)
 
 
+def wrong(override: Override, base: Any, loader: ConfigLoader) -> Problem | None:
+    """Return the problem of one override of a configuration; None if it is right.
+
+    Args:
+        override: the override, which lists no values.
+        base: the configuration as plain containers.
+        loader: Hydra's loader, which knows the options of groups.
+    """
+    if chooses(override, loader):
+        return _wrong_choice(override, loader)
+    return _wrong_value(override, base)
+
+
 def _wrong_choice(override: Override, loader: ConfigLoader) -> Problem | None:
     """Return the problem of a choice of an option; None if it is right, or no choice."""
-    if not _chooses(override, loader):
+    if not chooses(override, loader):
         return None
     group = override.key_or_group
     value: Any = override.value()

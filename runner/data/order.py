@@ -5,7 +5,7 @@ with microbatches of 8, two ranks with 4 each, and one process with four microba
 read the same samples in the same step, also in the last, shorter step of an epoch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -14,7 +14,22 @@ from torch.utils.data import Sampler
 from runner.data.seeding import generator_for
 
 
-class EmptyPart(list[int]):
+class Indices(list[int]):
+    """The indices of one rank's part of a microbatch, with their epoch.
+
+    Worker processes that live on over epochs learn the epoch from it.
+
+    Args:
+        indices: indices of samples.
+        epoch: number of the epoch.
+    """
+
+    def __init__(self, indices: Iterable[int] = (), epoch: int = 0) -> None:
+        super().__init__(indices)
+        self.epoch = epoch
+
+
+class EmptyPart(Indices):
     """The part of a rank for which a microbatch has no sample.
 
     It holds one index, so that this rank runs forward and backward, and with them the collectives
@@ -100,8 +115,7 @@ class PartitionedBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # Read now, not at the first `next`: the caller may set another epoch before that.
-        start, self._start = self._start, 0
-        return self._batches(self._permutation(), start)
+        return self._batches(self._permutation(), self._start, self.epoch)
 
     def parts(self, microbatch: int) -> list[list[int]]:
         """Return the indices that each rank reads in this microbatch of the current epoch.
@@ -122,14 +136,15 @@ class PartitionedBatches(Sampler[list[int]]):
         first, end = self._bounds(microbatch, self.rank)
         return first == end
 
-    def _batches(self, permutation: Tensor, start: int) -> Iterator[list[int]]:
+    def _batches(self, permutation: Tensor, start: int, epoch: int) -> Iterator[list[int]]:
+        self._start = 0  # only now: a loader with workers makes an iterator that it does not use
         for microbatch in range(start, len(self)):
             first, end = self._bounds(microbatch, self.rank)
             if first < end:
-                yield permutation[first:end].tolist()
+                yield Indices(permutation[first:end].tolist(), epoch)
             else:
                 slice_start = microbatch * self.batch_size * self.world_size
-                yield EmptyPart([int(permutation[slice_start])])
+                yield EmptyPart([int(permutation[slice_start])], epoch)
 
     def _bounds(self, microbatch: int, rank: int) -> tuple[int, int]:
         """Return where a rank's part of a microbatch starts and ends in the permutation."""

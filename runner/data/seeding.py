@@ -6,10 +6,15 @@ import torch
 
 
 def generator_for(purpose: str, seed: int, epoch: int) -> torch.Generator:
-    """Return a CPU generator that is the same on every rank and after a restart.
+    """Return a CPU generator that is the same on every rank and after a restart."""
+    return torch.Generator().manual_seed(seed_for(purpose, seed, epoch))
 
-    Its seed is a hash, because a sum would make epoch 1 of seed 0 equal to epoch 0 of seed 1.
-    Different purposes get different generators from one seed.
+
+def seed_for(purpose: str, seed: int, epoch: int) -> int:
+    """Return the seed of a generator, an integer of 63 bits.
+
+    It is a hash, because a sum would make epoch 1 of seed 0 equal to epoch 0 of seed 1. Different
+    purposes get different generators from one seed.
     """
     digest = hashlib.blake2b(f"{purpose},{seed},{epoch}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    return int.from_bytes(digest, "big") >> 1

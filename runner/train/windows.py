@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler, DataLoader
 
 from runner.data.order import PartitionedBatches
+from runner.data.workers import WorkerLoader
 from runner.train.random_state import RandomState
 
 EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed")
@@ -34,8 +35,8 @@ class Windows:
     """Reads a data loader in windows.
 
     Reading can start at any microbatch of an epoch: samples and random numbers are then those of an
-    epoch that was read from its beginning. Random transforms in worker processes continue exactly
-    only if they depend on nothing but epoch and sample, as those of :mod:`runner.data` do.
+    epoch that was read from its beginning. Random transforms in worker processes of a loader that
+    no plugin made continue exactly only if they depend on nothing but epoch and sample.
 
     Args:
         loader: yields microbatches of this rank. If its batch sampler is a
@@ -139,7 +140,7 @@ class Windows:
     def _length(self) -> int | None:
         """Return the number of microbatches of an epoch, None where it is not known exactly."""
         order = self._order
-        if type(self.loader) is DataLoader and (
+        if type(self.loader) in (DataLoader, WorkerLoader) and (
             isinstance(order, PartitionedBatches)
             or (type(order) is BatchSampler and type(order.sampler).__module__ in EXACT)
         ):

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from runner.checkpoint.export import whole_model
+from runner.checkpoint.folder import manifest_of
 from runner.optim.schedulers import CosineAnnealingLR
-from tests.distributed.cases import FAMILIES, Case, trainer
+from tests.distributed.cases import FAMILIES, MODELS, Case, trainer
 from tests.distributed.training import Rows
 from tests.ranks import run_ranks
 from tests.train.test_state import timeless
@@ -77,3 +79,7 @@ def test_it_continues_to_the_bit(plugin, world, tmp_path):
         assert other["rows"] == one["rows"][SAVED:]
         for moment in ("at", "end"):
             torch.testing.assert_close(other[moment], one[moment], rtol=0, atol=0)
+    # One process without a plugin reads the weights of all ranks.
+    exported = whole_model(checkpoint, manifest_of(checkpoint))
+    MODELS[model]().double().load_state_dict(exported, strict=True)
+    torch.testing.assert_close(exported, wanted[0]["at"]["weights"], rtol=0, atol=0)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from runner.clip import Layout
 from runner.data.dataset import collate_pairs
 from runner.data.order import PartitionedBatches
+from runner.data.workers import WorkerLoader
 from runner.parallel.gradient_sync import nothing
 from runner.parallel.pipeline import Pipeline
 
@@ -166,7 +167,8 @@ class Plugin(ABC):
             shuffle: whether to permute the samples in each epoch.
             seed: seed of the permutation.
             drop_last: whether to leave out a last microbatch that is not full.
-            num_workers: number of worker processes.
+            num_workers: number of worker processes, which live on from epoch to epoch, see
+                :mod:`runner.data.workers`.
             kwargs: further arguments of :class:`torch.utils.data.DataLoader`.
 
         Raises:
@@ -190,4 +192,7 @@ class Plugin(ABC):
             drop_last=drop_last,
             seed=seed,
         )
-        return DataLoader(dataset, batch_sampler=order, num_workers=num_workers, **kwargs)
+        kwargs |= {"batch_sampler": order, "num_workers": num_workers}
+        if num_workers:
+            return WorkerLoader(dataset, seed, **kwargs)
+        return DataLoader(dataset, **kwargs)

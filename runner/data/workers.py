@@ -1,0 +1,141 @@
+"""Worker processes of data loaders: how they start and end, and their random numbers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from runner.data.order import Indices
+from runner.data.seeding import seed_for
+
+SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that a terminal or a cluster sends to all processes of a run. The training process
+decides what to do, and needs its workers until then."""
+
+_CHECK_SECONDS = 1.0
+"""Time between two looks of a worker at whether its training process still lives."""
+
+
+class WorkerDataset(Dataset[Any]):
+    """A data set as worker processes read it: a sample depends on seed, epoch and index alone.
+
+    Before each sample (before each batch, if the data set has ``__getitems__``) the global
+    generators of Python, NumPy and torch get a seed. So random transforms do not depend on which
+    worker reads a sample, on what it has read before, or on whether the run was resumed.
+
+    Args:
+        dataset: map-style data set.
+        seed: seed of the run.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch; workers that run already get it with the indices of a batch."""
+        self.epoch = epoch
+        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
+            set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        self._seed_generators(index)
+        return self.dataset[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """Return what the data set returns for a batch, or a list of samples."""
+        if isinstance(indices, Indices) and indices.epoch != self.epoch:
+            self.set_epoch(indices.epoch)
+        if not callable(read := getattr(self.dataset, "__getitems__", None)):
+            return [self[index] for index in indices]
+        self._seed_generators(indices[0])
+        return read(indices)
+
+    def _seed_generators(self, index: int) -> None:
+        if get_worker_info() is None:  # someone looks at a sample in the training process
+            return
+        seed = seed_for(f"sample {index} in a worker", self.seed, self.epoch)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+
+
+class WorkerLoader(DataLoader[Any]):
+    """A loader of map-style data whose worker processes live on from epoch to epoch.
+
+    Args:
+        dataset: map-style data set.
+        seed: seed of the run.
+        kwargs: further arguments of :class:`torch.utils.data.DataLoader`, such as ``num_workers``.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int, **kwargs: Any) -> None:
+        kwargs.setdefault("persistent_workers", True)
+        kwargs.setdefault("multiprocessing_context", start_method())
+        begin = partial(_begin, then=kwargs.pop("worker_init_fn", None))
+        super().__init__(WorkerDataset(dataset, seed), worker_init_fn=begin, **kwargs)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._iterator is not None:
+            # A loader without workers draws this number in each epoch, and so does one that starts
+            # its workers: the random numbers of a model must not depend on either.
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            return super().__iter__()
+        # A worker that forks inherits the mask: no signal finds it before it is prepared.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGTERM))
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_method() -> str | None:
+    """Return how this process should start workers; None for the default.
+
+    A local rank is started by a fork server, which makes this the default in the rank. The rank's
+    own server would import torch for every worker. So a rank forks, unless it uses a GPU, whose
+    context does not survive a fork; then its server imports torch once, before the first worker.
+    """
+    is_local_rank = multiprocessing.parent_process() is not None
+    if not is_local_rank or multiprocessing.get_start_method(allow_none=True) != "forkserver":
+        return None
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        multiprocessing.set_forkserver_preload([__name__])
+        return "forkserver"
+    return "fork"
+
+
+def _begin(worker: int, then: Callable[[int], None] | None) -> None:
+    """Prepare a worker: its training process alone ends it, and it does not live longer."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # The thread takes SIGTERM, since only sigtimedwait tells who sent it.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGTERM])
+    threading.Thread(target=_watch, args=(parent,), daemon=True, name="parent-watch").start()
+    if then is not None:
+        then(worker)
+
+
+def _watch(parent: BaseProcess) -> None:
+    """End this process when its parent asks for it by SIGTERM, or is gone."""
+    while True:
+        received = signal.sigtimedwait([signal.SIGTERM], _CHECK_SECONDS)
+        if not parent.is_alive() or (received is not None and received.si_pid == parent.pid):
+            os._exit(0)

@@ -1,0 +1,36 @@
+"""Evaluate the weights of a checkpoint on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.checkpoint.content import load_weights
+from runner.config.schema import RunConfig
+from runner.parallel.first_rank import on_first
+from runner.telemetry.sinks.sink import Sink
+from runner.train.job import make_trainer
+
+
+def execute(config: RunConfig, sinks: Sequence[Sink], *, checkpoint: Path | None) -> dict[str, Any]:
+    """Evaluate a checkpoint on the held-out data; every rank has to call this.
+
+    Args:
+        config: the configuration.
+        sinks: closed without a row.
+        checkpoint: folder of a checkpoint that is whole, as the first rank knows it.
+
+    Returns:
+        ``metrics``: loss, and accuracy where targets are classes; nothing without held-out data.
+        ``world_size``: number of ranks.
+    """
+    for sink in sinks:
+        sink.close(None, 0)
+    trainer = make_trainer(config, ())
+    found = on_first(lambda: checkpoint)
+    assert found is not None
+    load_weights(trainer, found)
+    assert trainer.eval_dataloader is not None
+    metrics = trainer.passes.evaluate(trainer.eval_dataloader)
+    return {"metrics": metrics, "world_size": trainer.plugin.world_size}

@@ -1,0 +1,171 @@
+"""``python -m runner evaluate``: the run's own last evaluation, from its folder alone."""
+
+import json
+import shutil
+
+import pytest
+
+from runner.cli.main import main
+from runner.run_folder import files
+from tests.process import python
+
+SHORT = [
+    *("device=cpu", "tracker=none", "train.max_duration=7ba", "eval.interval=3ba"),
+    *("data=synthetic", "data.samples=64", "data.test_samples=45", "data.batch_size=8"),
+    *("clip.threshold=0.3", "seed=4"),
+]
+GPT = [
+    *("model=gpt", "model.layers=2", "model.width=16", "model.heads=2", "model.context=16"),
+    *("data.kind=tokens", "data.sequence_length=16", "data.vocabulary=256"),
+]
+
+
+def train(folder, *words):
+    python("-m", "runner", *SHORT, *words, f"hydra.run.dir={folder}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """A run of one process, with batch norm."""
+    folder = tmp_path_factory.mktemp("runs") / "single"
+    return train(folder, "model=resnet18", "data.shape=[3,8,8]", "checkpoint.interval=2ba")
+
+
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory):
+    """A run of two local ranks that each hold a half of the model, whose embedding is tied."""
+    folder = tmp_path_factory.mktemp("runs") / "fsdp"
+    return train(folder, *GPT, "plugin=fsdp", "plugin.nproc=2")
+
+
+def last(run):
+    """Loss and accuracy of the last evaluation that a run logged."""
+    rows = [json.loads(line) for line in (run / files.ROWS).read_text().splitlines()]
+    return {key: value for key, value in rows[-1].items() if key.startswith("eval/")}
+
+
+def contents(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def evaluated(capsys, *words, code=0):
+    """What ``evaluate`` prints: values by key, and the line above them."""
+    capsys.readouterr()
+    assert main(["evaluate", *map(str, words)]) == code
+    said = capsys.readouterr()
+    assert said.err == ""
+    head, *lines = said.out.splitlines()
+    values = dict(line.split() for line in lines if line.startswith("eval/"))
+    return {key: float(value) for key, value in values.items()}, head
+
+
+def test_one_process_gives_the_last_evaluation_to_the_bit_and_writes_nothing(
+    single, capsys, outputs
+):
+    before = contents(single)
+    values, head = evaluated(capsys, single)
+    assert values == last(single)
+    assert head.startswith(str(single / "checkpoints/final"))
+    assert head.endswith("step 7; plugin=single on 1 rank")
+    assert contents(single) == before
+    assert not outputs.exists()
+
+
+def test_local_ranks_give_the_last_evaluation(fsdp, capsys, outputs):
+    values, head = evaluated(capsys, fsdp)
+    assert values == last(fsdp)
+    assert head.endswith("plugin=fsdp on 2 ranks")
+    for words in (["plugin=single"], ["plugin=single", "data.batch_size=5"]):
+        values, head = evaluated(capsys, fsdp, *words)
+        assert values == pytest.approx(last(fsdp), rel=1e-6)
+        assert head.endswith("plugin=single on 1 rank")
+
+
+def test_other_checkpoints_and_other_data(single, capsys, outputs, tmp_path):
+    final, _ = evaluated(capsys, single, "--checkpoint", "final")
+    newest, head = evaluated(capsys, single, "--checkpoint", "last")
+    assert head.split(", ")[1].startswith("step 6;")
+    assert newest != final == last(single)
+    other, _ = evaluated(capsys, single, "data.seed=9")
+    assert other.keys() == final.keys()
+    assert other != final
+    replaced, _ = evaluated(capsys, single, "data=synthetic", "data.shape=[3,16,16]")
+    assert replaced.keys() == final.keys()
+    file = tmp_path / "result.json"
+    values, _ = evaluated(capsys, single, "data.seed=9", "--output", file)
+    written = json.loads(file.read_text())
+    assert values == other == {key: written[key] for key in other}
+    assert (written["step"], written["overrides"]) == (7, ["data.seed=9"])
+    assert written["checkpoint"] == str(single / "checkpoints/final")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "RUN  is missing: name the folder of a run"),
+        (["{run}", "{run}"], "one run at a time"),
+        (["missing"], "there is no such folder"),
+        (["empty"], "there is no file"),
+        (["bare"], "holds no checkpoint"),
+        (["{run}", "data.batch=4"], "unknown key; did you mean data.batch_size?"),
+        (["{run}", "data.batch_size=0"], "must be an integer of at least 1"),
+        (["{run}", "data=digit"], "unknown option; did you mean digits?"),
+        (["{run}", "data.seed=1,2"], "must be one value"),
+        (["{run}", "recipe=gpt"], "goes with a run"),
+        (["{run}", "hydra.run.dir=x"], "goes with a run"),
+        (["{run}", "data.batch_size=4=", "~model._target_"], "model._target_"),
+        (["{run}", "-m"], "unknown flag"),
+        (["{run}", "--checkpoint", "newest"], "must be a number of optimizer steps"),
+        (["{run}", "--checkpoint", "5"], "has no checkpoint 5  (there are:"),
+        (["{run}", "--output", "no/result.json"], "there is no folder no"),
+        (["{run}", "data=digits"], "does not take a sample of"),
+    ],
+)
+def test_wrong_requests_are_refused(single, words, message, outputs, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bare").mkdir()
+    shutil.copy(single / files.CONFIG, tmp_path / "bare")
+    assert main(["evaluate", *(word.format(run=single) for word in words)]) == 2
+    assert message in capsys.readouterr().err
+    assert not outputs.exists()
+
+
+def test_damage_and_another_model_end_with_one_line(single, tmp_path, capsys, outputs):
+    run = tmp_path / "run"
+    shutil.copytree(single, run)
+    assert main(["evaluate", str(run), "model=resnet34", "model.num_classes=10"]) == 1
+    said = capsys.readouterr().err
+    assert "does not hold" in said
+    assert "Traceback" not in said
+    shard = next((run / "checkpoints/final").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-7])
+    assert main(["evaluate", str(run)]) == 1
+    assert "is damaged: its size is not that of the manifest" in capsys.readouterr().err
+    assert main(["evaluate", str(run), "--checkpoint", "last"]) == 0
+
+
+def test_the_model_file_of_a_run_is_what_it_evaluates(fsdp, tmp_path, outputs):
+    """Export a sharded run, and evaluate the file with a plain model."""
+    import torch
+    from safetensors.torch import load_file
+    from torch.nn.functional import cross_entropy
+
+    from runner.compose.recorded import recorded
+    from runner.train import build
+
+    file = tmp_path / "model.safetensors"
+    assert main(["export", str(fsdp), "--output", str(file)]) == 0
+    config = recorded(fsdp / files.CONFIG, []).config
+    model = build.maker(config.model)().eval()
+    model.load_state_dict(load_file(file), strict=True)
+    held_out = build.make_data(config.data).test
+    inputs, targets = held_out.__getitems__(range(len(held_out)))
+    with torch.no_grad():
+        loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item()
+    assert loss == pytest.approx(last(fsdp)["eval/loss"], rel=1e-6)

@@ -1,0 +1,193 @@
+"""``python -m runner export``: the weights of a run as one file, which a plain model loads."""
+
+import shutil
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from runner import Trainer
+from runner.checkpoint import export
+from runner.cli.main import main
+from runner.data import collate_pairs
+from runner.run_folder import files
+from tests.distributed.training import network, tokens
+
+STEPS = {2: 3.0, 4: 1.0, 6: 2.0}
+"""Steps of the checkpoints, with their held-out losses."""
+
+
+class Weighted(nn.Module):
+    """Cross entropy with a trainable temperature."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs.flatten(0, 1) * self.scale, targets.flatten())
+
+
+def trainer(steps, criterion=None):
+    # Embedding and head are one tensor.
+    model = network("tokens")
+    loader = DataLoader(tokens(8), 4, collate_fn=collate_pairs)
+    return Trainer(model, loader, f"{steps}ba", criterion=criterion)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run with three checkpoints, and the weights of each step."""
+    run = tmp_path_factory.mktemp("runs") / "run"
+    weights = {}
+    for step, loss in STEPS.items():
+        training = trainer(step)
+        training.fit()
+        about = {"metrics": {"eval/loss": loss}, "config_hash": "0123456789abcdef"}
+        training.save(run / "checkpoints", about)
+        state = training.model.unwrap().state_dict()
+        weights[step] = {name: tensor.clone() for name, tensor in state.items()}
+    (run / files.CONFIG).write_text("sweep: {objective: eval/loss, direction: null}\n")
+    return run, weights
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    shutil.copytree(trained[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def loaded(file):
+    read = safetensors.torch.load_file if file.suffix == ".safetensors" else torch.load
+    model = network("tokens")
+    model.load_state_dict(read(file), strict=True)
+    assert model.head.weight is model.embed.weight
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("asked", "step"), [(None, 6), ("last", 6), ("best", 4), ("2", 2), ("000004", 4)]
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+def test_a_plain_model_loads_the_file(trained, run, name, asked, step, tmp_path, capsys):
+    which = [] if asked is None else ["--checkpoint", asked]
+    assert main(["export", str(run), "--output", str(tmp_path / name), *which]) == 0
+    torch.testing.assert_close(loaded(tmp_path / name), trained[1][step], rtol=0, atol=0)
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1] == str(tmp_path / name)
+    assert f"step {step}" in said.out
+    assert said.err == ""
+    assert not list(tmp_path.glob(".*")), "a part of a file is left"
+
+
+def test_the_header_says_which_run_and_step(run):
+    assert main(["export", str(run)]) == 0
+    with safetensors.safe_open(run / "model.safetensors", "pt") as file:
+        assert file.metadata() == {
+            "format": "pt",
+            "run": "run",
+            "step": "6",
+            "config": "0123456789abcdef",
+        }
+
+
+def test_torch_format_keeps_tied_tensors_tied(run):
+    assert main(["export", str(run), "--format", "torch"]) == 0
+    held = torch.load(run / "model.pt", weights_only=True)
+    assert held["head.weight"].data_ptr() == held["embed.weight"].data_ptr()
+
+
+def test_final_weights_come_first_and_have_a_name(trained, run):
+    shutil.copytree(run / "checkpoints/step_000000002", run / "checkpoints/final")
+    for which in ([], ["--checkpoint", "final"]):
+        assert main(["export", str(run), "--force", *which]) == 0
+        torch.testing.assert_close(loaded(run / "model.safetensors"), trained[1][2])
+
+
+def test_parameters_of_a_criterion_are_left_out(tmp_path, capsys):
+    training = trainer(2, Weighted())
+    training.fit()
+    training.save(tmp_path / "checkpoints")
+    assert main(["export", str(tmp_path)]) == 0
+    loaded(tmp_path / "model.safetensors")
+    assert "without 1 tensor of the criterion" in capsys.readouterr().out
+
+
+def test_a_file_that_exists_is_kept_unless_forced(trained, run, capsys):
+    file = run / "model.safetensors"
+    file.write_text("mine")
+    assert main(["export", str(run)]) == 2
+    assert "exists; --force replaces it" in capsys.readouterr().err
+    assert file.read_text() == "mine"
+    assert main(["export", str(run), "--force"]) == 0
+    loaded(file)
+
+
+def test_a_full_disk_leaves_the_former_file(run, capsys, monkeypatch):
+    file = run / "model.safetensors"
+    file.write_text("mine")
+
+    def full(*args):
+        raise safetensors.SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(export.safetensors.torch, "save_file", full)
+    assert main(["export", str(run), "--force"]) == 1
+    assert f"{file} cannot be written" in capsys.readouterr().err
+    assert file.read_text() == "mine"
+    assert not list(run.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["missing"], "there is no such folder"),
+        (["empty"], "holds no checkpoint"),
+        (["sweep"], "is a sweep; name one of its runs"),
+        (["run", "--checkpoint", "5"], "has no checkpoint 5  (there are: 2, 4, 6)"),
+        (["run", "--checkpoint", "final"], "has no checkpoint final"),
+        (["run", "--output", "no/model.pt"], "there is no folder"),
+        (["run", "--output", "empty"], "is a folder; name a file"),
+        (["run", "--checkpoint", "newest"], "must be a number of optimizer steps"),
+        (["run", "--format", "onnx"], "invalid choice"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(run, words, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / files.SWEEP).write_text("{}")
+    assert main(["export", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.rglob("model*"))
+
+
+def test_best_needs_the_metric_of_the_run(run, capsys):
+    (run / files.CONFIG).write_text("sweep: {objective: eval/accuracy, direction: null}\n")
+    assert main(["export", str(run), "--checkpoint", "best"]) == 2
+    assert "no checkpoint best with eval/accuracy" in capsys.readouterr().err
+    (run / files.CONFIG).unlink()
+    assert main(["export", str(run), "--checkpoint", "best"]) == 2
+    assert files.CONFIG in capsys.readouterr().err
+
+
+def damage(checkpoint):
+    shard = next(checkpoint.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-10] ^= 1
+    shard.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_named(trained, run, capsys):
+    damage(run / "checkpoints/step_000000006")
+    assert main(["export", str(run), "--checkpoint", "6"]) == 1
+    assert "sha256 is not that of the manifest" in capsys.readouterr().err
+    assert not list(run.glob("model*"))
+    # Without a name, the newest whole one is exported.
+    assert main(["export", str(run)]) == 0
+    torch.testing.assert_close(loaded(run / "model.safetensors"), trained[1][4])
+    for step in (2, 4):
+        damage(run / f"checkpoints/step_00000000{step}")
+    assert main(["export", str(run), "--force"]) == 1

@@ -13,6 +13,7 @@ from torch import nn
 
 from runner.cli.main import COMMANDS
 from runner.compose import recipes
+from runner.compose.overrides import spelled_out
 from runner.compose.request import request
 from runner.config.folders import find, options
 from runner.data.dataset import TensorPairs, collate_pairs
@@ -161,6 +162,7 @@ def test_commands_in_documents_are_requests_that_can_be_run(name):
             continue  # shows what a wrong request is answered
         given = [word for word in words if word not in ("-m", "--cfg", "job", "--help")]
         given = [word for word in given if "plan.yaml" not in word]
+        given = spelled_out(given)
         assert request(given, multirun="-m" in words, writes=False).jobs, words
 
 

@@ -253,3 +253,60 @@ def test_a_write_that_is_killed_leaves_the_checkpoint_before_it(tmp_path, moment
     for name, tensor in weights(whole).items():
         assert torch.equal(weights(again)[name], tensor), name
     assert names(tmp_path) == ["final", "step_000000020"]
+
+
+FULL = """
+import shutil, sys
+from pathlib import Path
+from runner import CheckpointSaver
+from runner.checkpoint import content
+from tests.checkpoint.test_saver import names, trainer
+
+folder = Path(sys.argv[1])
+asynchronous, moment = sys.argv[2] == "True", sys.argv[3]
+if moment == "while tensors are written":
+    content.require_space = lambda folder, tensors: None
+made = trainer(saver=CheckpointSaver(folder, "5ba", keep=2, asynchronous=asynchronous))
+step = made._step
+def filling(*args):
+    step(*args)
+    if made.state.progress.step == 8:
+        made.saver.wait()
+        free = shutil.disk_usage(folder).free
+        rest = 16384 if moment == "while the state is written" else 0
+        (folder.parent / "other").write_bytes(b"x" * (free - rest))
+made._step = filling
+try:
+    made.fit()
+except OSError as error:
+    print(error.errno, error, names(folder), sep="|")
+trainer().load(folder / "step_000000005")
+"""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "moment",
+    ["before the write", "while tensors are written", "while the state is written"],
+)
+def test_a_disk_that_fills_up_is_named(tmp_path, asynchronous, moment):
+    mount = ["unshare", "--mount", "sh", "-c"]
+    if subprocess.run([*mount, "mount -t tmpfs none /mnt"], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    root = Path(__file__).resolve().parents[2]
+    script = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
+    home = tmp_path / "checkpoints"
+    words = [sys.executable, "-c", FULL, str(home), str(asynchronous), moment]
+    done = subprocess.run(
+        [*mount, script, str(tmp_path), *words],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    number, message, left = done.stdout.strip().split("|")
+    assert int(number) == errno.ENOSPC
+    assert f"no checkpoint can be written to {home}" in message
+    assert f"the disk {tmp_path} " in message
+    assert left == "['step_000000005']"

@@ -13,7 +13,7 @@ from runner.launch.local_rank import LocalRank
 TRAINS = 2
 """Count of a rank that has begun its first microbatch; with 1 it can be asked for its stack."""
 
-ANSWER = 1.0
+ANSWER = 3.0
 """Seconds that a rank has to say where it is."""
 
 AGAIN = 1.0

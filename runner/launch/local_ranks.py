@@ -39,6 +39,9 @@ Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]
 POLL = 0.1
 """Seconds between two looks at a request to stop."""
 
+AGAIN = 5.0
+"""Seconds until the next look for a rank that hangs, after one that found none."""
+
 PATIENCE = 2.0
 """Seconds in which the cause is looked for after a rank lost a connection to another one."""
 
@@ -186,7 +189,7 @@ class _Ranks:
             return first.number, first.error()
         trains = min((counts[rank.number] for rank in running), default=0) >= hang.TRAINS
         if self._lost is None and trains and now - self._changed > self._timeout:
-            self._changed = now  # a rank may compute for long: look again after the same time
+            self._changed = now - self._timeout + AGAIN  # several may compute for long
             return hang.waited_for(running, counts, self._timeout)
         return None
 

@@ -178,7 +178,7 @@ def test_a_signal_before_the_training(environment, number, ranks, at):
         assert "Traceback" not in run.printed
         for status in run.home.glob("outputs/runs/*/status.json"):
             assert json.loads(status.read_text())["exit_code"] == CODES[number]
-        assert not run.left(5)
+        assert not run.left(15)  # the fork server may be importing torch
 
 
 @pytest.mark.parametrize("ranks", ["single", "ddp 2"])

@@ -49,8 +49,12 @@ class _Place(NamedTuple):
             return "its process is stopped (SIGSTOP)"
         if not self.stack:
             return "it does not answer"
-        found = _FRAME.match(self.stack[0])
-        return f"it is in {found['function']} ({found['file']}:{found['line']})" if found else ""
+        return f"it is in {_call(self.stack[0])}"
+
+    @property
+    def caller(self) -> str:
+        """The innermost call that is not torch's own."""
+        return _call(next((line for line in self.stack if "/torch/" not in line), self.stack[0]))
 
 
 def waited_for(
@@ -69,6 +73,8 @@ def waited_for(
     waiting = {place.number for place in places if place.waits} & before
     # Several that compute may all be on their way; of those that wait, the last one is behind.
     alone = len(places) - len(waiting) <= 1 or not all(place.goes_on for place in places)
+    if len(waiting) == len(places) > 1:
+        return _deadlock(places, timeout)
     return _named(places[0], timeout) if waiting and alone else None
 
 
@@ -92,6 +98,11 @@ def is_stopped(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[:1] in (["T"], ["t"])
 
 
+def _call(line: str) -> str:
+    found = _FRAME.match(line)
+    return f"{found['function']} ({found['file']}:{found['line']})" if found else line
+
+
 def _places(ranks: Sequence[LocalRank], counts: Sequence[int]) -> list[_Place]:
     places = []
     for rank in ranks:
@@ -101,6 +112,14 @@ def _places(ranks: Sequence[LocalRank], counts: Sequence[int]) -> list[_Place]:
         waits = bool(_WAITING.search(shown))
         places.append(_Place(goes_on, waits, count, rank.number, stack))
     return sorted(places)
+
+
+def _deadlock(places: Sequence[_Place], timeout: float) -> tuple[int, str]:
+    """Say where ranks are that wait for each other, in different collectives."""
+    ordered = sorted(places, key=lambda place: place.number)
+    each = "; ".join(f"rank {place.number}: {place.caller}" for place in ordered)
+    end = f"the ranks wait for each other since more than launch.timeout={timeout:g} s ({each})"
+    return places[0].number, end
 
 
 def _named(place: _Place, timeout: float) -> tuple[int, str]:

@@ -65,6 +65,15 @@ def test_a_rank_that_hangs_is_named(environment, ranks, fault, where):
         assert taken < TIMEOUT + 15
 
 
+def test_ranks_that_wait_in_different_collectives_say_where(environment):
+    words = [*RANKS["ddp 2"], *LONG, *faulty("apart"), f"launch.timeout={TIMEOUT}", "tracker=none"]
+    with started(environment, words) as run:
+        run.wait_for((run.home / "outputs" / "struck").exists)
+        assert run.process.wait(90) == 1, run.printed
+        assert "the ranks wait for each other" in str(run.status["error"])
+        assert "rank 1: forward (" in str(run.status["error"])
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("victim", ["rank 0", "rank 1", "launcher"])

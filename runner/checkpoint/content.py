@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,11 +15,15 @@ from torch import Tensor, nn
 from runner.booster import ModelWrapper, OptimizerWrapper, Plugin, saved
 from runner.booster.joint import CRITERION
 from runner.checkpoint import folder
+from runner.checkpoint.folder import DamagedCheckpoint
 from runner.checkpoint.pending import Pending
 from runner.checkpoint.space import explained, require_space
 from runner.parallel.first_rank import is_first, on_first, several_ranks
-from runner.parallel.sharded_files import Folder, Source, fill, write, write_later
+from runner.parallel.sharded_files import Folder, Source, fill, require, write, write_later
 from runner.run_folder import files
+
+_KEYS = {"progress", "meter", "clip", "schedulers", "microbatch", "random", "optimizers"}
+"""What the state of a training holds besides tensors."""
 
 
 class Stateful(Protocol):
@@ -118,14 +123,14 @@ def load(training: Training, checkpoint: Path) -> dict[str, Any]:
         The manifest of the checkpoint.
 
     Raises:
-        DamagedCheckpoint: the checkpoint is not whole. Nothing was loaded.
+        DamagedCheckpoint: the checkpoint is not whole, or holds something else than a training.
+            Nothing was loaded.
         ValueError: it is that of another training, or it holds weights alone.
     """
     manifest = on_first(lambda: folder.require_whole(checkpoint))
     if files.STATE not in manifest["files"]:
         raise ValueError(f"{checkpoint} holds weights alone: no training can continue from it")
-    # No code in the file is run.
-    rest = torch.load(checkpoint / files.STATE, map_location="cpu", weights_only=True)
+    rest = _rest(checkpoint / files.STATE)
     source = Folder(checkpoint)
     _load_model(training, source)
     saved.load_optimizer(training.optimizer, source, rest.pop("optimizers"))
@@ -137,6 +142,20 @@ def load_weights(training: Training, checkpoint: Path) -> None:
     """Load the weights alone, to evaluate them; see :func:`load`."""
     on_first(lambda: folder.require_whole(checkpoint))
     _load_model(training, Folder(checkpoint))
+
+
+def _rest(path: Path) -> dict[str, Any]:
+    """Return the state of a training besides its tensors; no code in the file is run."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those about what other programs write
+            rest = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # the advice of torch's own message would run the code
+        kind = type(error).__name__
+        raise DamagedCheckpoint(f"{path} is no state of a training ({kind})") from None
+    if not isinstance(rest, dict) or not rest.keys() >= _KEYS:
+        raise DamagedCheckpoint(f"{path} is no state of a training")
+    return rest
 
 
 def _content(training: Training) -> tuple[dict[str, Tensor], bytes]:
@@ -194,8 +213,10 @@ def _model(training: Training) -> dict[str, Tensor]:
 
 
 def _load_model(training: Training, source: Source) -> None:
+    criterion = {name: [tensor] for name, tensor in _criterion(training).items()}
+    require(criterion, source)
     saved.load_model(training.model, source)
-    fill({name: [tensor] for name, tensor in _criterion(training).items()}, source)
+    fill(criterion, source)
 
 
 def _criterion(training: Training) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from runner.config.bounded_file import read_bounded
 from runner.run_folder import files
 from runner.run_folder.strict_json import decode, encode, number
 
@@ -96,7 +97,7 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / files.MANIFEST
     try:
-        manifest = decode(path.read_bytes())
+        manifest = decode(read_bounded(path))
     except OSError as error:
         raise DamagedCheckpoint(
             f"{checkpoint} is no checkpoint: {path.name}: {error.strerror}"
@@ -111,6 +112,12 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
             f"{checkpoint} was written by a later version of clip-runner: format {version}, "
             f"but this version reads formats up to {VERSION}"
         )
+    for name in listed:
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise DamagedCheckpoint(f"{path} names {name!r}, which is no file of the checkpoint")
+    others = {one.name for one in checkpoint.glob("*.safetensors")} - set(listed)
+    if others:  # they would be read with those that are listed
+        raise DamagedCheckpoint(f"{checkpoint} holds {min(others)}, which its manifest does not")
     return manifest
 
 
@@ -128,7 +135,7 @@ def require_whole(checkpoint: Path, first: int = 0, every: int = 1) -> dict[str,
     """
     manifest = manifest_of(checkpoint)
     for name, wanted in list(manifest["files"].items())[first::every]:
-        path = checkpoint / Path(name).name
+        path = checkpoint / name
         try:
             held = _entry(path)
         except OSError as error:
@@ -178,9 +185,10 @@ def best_of(checkpoints: list[Path], metric: str, maximizes: bool) -> Path | Non
     scored = []
     for one in sorted(checkpoints):
         try:
-            value = number(manifest_of(one).get("metrics", {}).get(metric))
+            metrics = manifest_of(one).get("metrics")
         except DamagedCheckpoint:
             continue
+        value = number(metrics.get(metric)) if isinstance(metrics, dict) else None
         if value is not None and math.isfinite(value):
             scored.append((-value if maximizes else value, one))
     return min(scored)[1] if scored else None

@@ -71,6 +71,12 @@ def fill(tensors: Mapping[str, Sequence[Tensor]], source: Source) -> None:
         ValueError: the source lacks a tensor, or holds it in another shape. Nothing was read.
         OSError: a rank could not read, on every rank.
     """
+    require(tensors, source)
+    source.read(tensors)
+
+
+def require(tensors: Mapping[str, Sequence[Tensor]], source: Source) -> None:
+    """Raise a ValueError if a source lacks one of ``tensors``, or holds it in another shape."""
     held = source.stored
     if missing := [name for name in tensors if name not in held]:
         raise ValueError(f"what is loaded does not hold {first_few(missing)}")
@@ -80,7 +86,6 @@ def fill(tensors: Mapping[str, Sequence[Tensor]], source: Source) -> None:
                 f"{name} has shape {list(held[name].shape)} where it is stored, but "
                 f"{list(tensor.shape)} here"
             )
-    source.read(tensors)
 
 
 def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -137,9 +142,15 @@ class Folder:
     @cached_property
     def stored(self) -> Mapping[str, Stored]:
         """What the files hold, by the names of the tensors."""
-        held: dict[str, Any] = (
-            HuggingFaceStorageReader(self._path).read_metadata().state_dict_metadata
-        )
+        try:
+            held: dict[str, Any] = (
+                HuggingFaceStorageReader(self._path).read_metadata().state_dict_metadata
+            )
+        except Exception as error:  # torch reads the header of a file as it comes
+            kind = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ValueError(
+                f"{self._path} holds no safetensors that can be read ({kind})"
+            ) from error
         return {name: Stored(tuple(one.size), one.properties.dtype) for name, one in held.items()}
 
     @torch.no_grad()

@@ -81,7 +81,10 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_used(tmp_path, 
         ('{"version": 1, "files": []}', "no manifest of a checkpoint"),
         ('{"version": 2, "files": {}}', "later version"),
         ('{"version": 1, "files": {"a.safetensors": 3}}', "damaged"),
-        ('{"version": 1, "files": {"../../etc/passwd": {}}}', "passwd cannot be read"),
+        ('{"version": 1, "files": {"../../etc/passwd": {}}}', "passwd', which is no file of"),
+        ('{"version": 1, "files": {"..": {}}}', "'..', which is no file of"),
+        ('{"version": 1, "files": {"state.pt": {}}}', "holds a.safetensors, which its manifest"),
+        ('{"version": 1, "files": ' + "[" * 5000, "no JSON object"),
     ],
 )
 def test_a_wrong_manifest_is_refused(tmp_path, text, message):

@@ -21,7 +21,7 @@ class Faulty(DigitsCNN):
     Args:
         fault: ``raise``, ``kill`` (SIGKILL to itself), ``exit``, ``exit_0``, ``exit_none``,
             ``die`` (at once, as C code does), ``hang``, ``loop``, ``halt`` (SIGSTOP to itself),
-            ``apart`` (a collective that the other ranks do not join), ``memory``, ``slow`` (each
+            ``apart`` (waits for a message that nobody sends), ``memory``, ``slow`` (each
             forward pass of all ranks), ``none``, or ``warn`` (all ranks).
         rank: where.
         at: in which forward pass.
@@ -65,8 +65,7 @@ class Faulty(DigitsCNN):
                 case "halt":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 case "apart":
-                    torch.distributed.barrier()
-                    torch.distributed.barrier()
+                    torch.distributed.recv(torch.zeros(1), src=1 - self.rank)
                 case "memory":
                     torch.empty(2**50)
         return super().forward(images)

@@ -244,40 +244,6 @@ def wait_for_rows(environment, limit=60):
     raise AssertionError("no row was written in time")
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("plugin", [["plugin=single"], ["plugin=ddp", "plugin.nproc=2"]])
-@pytest.mark.parametrize(
-    ("number", "code", "state"),
-    [
-        (signal.SIGTERM, 143, "interrupted"),
-        (signal.SIGINT, 130, "interrupted"),
-        (signal.SIGKILL, -9, "running"),
-    ],
-)
-def test_signals(environment, plugin, number, code, state):
-    started = subprocess.Popen(
-        command(*plugin, "train.max_duration=100000ba", "log.flush=5"),
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        wait_for_rows(environment)
-        started.send_signal(number)
-        said, _ = started.communicate(timeout=30)
-        assert started.returncode == code, said
-        assert "Traceback" not in said
-        status = read(only_run(environment), "status.json")
-        assert status["state"] == state
-        assert not left_behind(started.pid)
-    finally:
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGKILL)
-
-
 def test_an_interrupt_keeps_its_exit_code_though_nobody_reads_what_is_printed(environment):
     """As with ``| tee log``, which the same Ctrl-C ends."""
     started = subprocess.Popen(

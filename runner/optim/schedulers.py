@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer, lr_scheduler
 
@@ -22,6 +23,19 @@ class CosineAnnealingLR(lr_scheduler.CosineAnnealingLR):
         self, optimizer: Optimizer, total_steps: int, eta_min: float = 0.0, last_epoch: int = -1
     ) -> None:
         super().__init__(optimizer, total_steps, eta_min=eta_min, last_epoch=last_epoch)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state, over the ``total_steps`` of this schedule.
+
+        torch's own would keep those of the state, and raise the rate again after them.
+        """
+        total = self.T_max
+        super().load_state_dict(state_dict)
+        if self.T_max != total:
+            self.T_max = total
+            self._last_lr = self._get_closed_form_lr()
+            for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+                group["lr"] = rate
 
 
 class LinearWarmupCosineLR(lr_scheduler.LambdaLR):

@@ -130,6 +130,16 @@ def test_a_start_skips_microbatches_once_and_leaves_the_length():
     assert list(sampler) == []
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_starts_there_with_and_without_worker_processes(workers):
+    data = TensorPairs(torch.arange(50.0), torch.arange(50))
+    loader = DataLoader(data, batch_sampler=sampler_of(50, 8), num_workers=workers)
+    whole = [inputs.tolist() for inputs, _ in loader]
+    loader.batch_sampler.set_start(5)
+    assert [inputs.tolist() for inputs, _ in loader] == whole[5:]
+    assert [inputs.tolist() for inputs, _ in loader] == whole
+
+
 def test_an_iteration_under_way_keeps_its_epoch():
     sampler = sampler_of(50, 8)
     whole = list(sampler)

@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from runner.optim.schedulers import LinearWarmupCosineLR, LinearWarmupPolynomialLR, StaircaseLR
+from runner.optim.schedulers import (
+    CosineAnnealingLR,
+    LinearWarmupCosineLR,
+    LinearWarmupPolynomialLR,
+    StaircaseLR,
+)
 
 RATE = 0.5
 
@@ -77,3 +82,25 @@ def test_a_staircase_ends_on_its_last_stair_however_short_the_run(steps):
 def test_numbers_out_of_range_are_refused(kind, options, name):
     with pytest.raises(ValueError, match=name):
         rates(kind, 10, **options)
+
+
+@pytest.mark.parametrize("longer", [100, 140])
+def test_a_cosine_that_continues_goes_down_over_the_steps_of_its_run(longer):
+    def made(steps):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=RATE)
+        return optimizer, CosineAnnealingLR(optimizer, steps)
+
+    optimizer, schedule = made(100)
+    for _ in range(60):
+        optimizer.step()
+        schedule.step()
+    other, continued = made(longer)
+    other.load_state_dict(optimizer.state_dict())
+    continued.load_state_dict(schedule.state_dict())
+    if longer == 100:
+        assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    for step in range(60, longer):
+        wanted = RATE * 0.5 * (1 + math.cos(math.pi * step / longer))
+        assert other.param_groups[0]["lr"] == pytest.approx(wanted)
+        other.step()
+        continued.step()

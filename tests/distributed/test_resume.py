@@ -1,0 +1,108 @@
+"""A run that is killed in step 37 and started again ends as one that never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.halting import HALTED, SEEN
+from tests.kept import assert_alike, rows_of
+from tests.process import python
+from tests.test_every_plugin import EXPERTS, PLUGINS, TEXT
+
+STEPS, KILLED, SAVED = 60, 37, 30
+MODE = ["clip._target_=tests.distributed.halting.HaltOnce", "clip.threshold=0.5"]
+COMMON = [
+    *MODE,
+    *["device=cpu", "tracker=none", "scheduler=cosine", "optimizer=adamw", "seed=3"],
+    *[f"train.max_duration={STEPS}ba", "eval.interval=20ba", "checkpoint.interval=10ba"],
+    *["log.flush=1", "checkpoint.keep=1", "checkpoint.keep_best=false"],
+]
+WITNESS = ["model._target_=tests.distributed.halting.Witness", "~model.num_classes"]
+WITNESS += ["~model.width", "accumulation=x2", "data.num_workers=1"]
+
+
+def run_words(folder: Path, words: list[str]) -> list[str]:
+    return ["-m", "runner", *COMMON, *words, f"hydra.run.dir={folder}"]
+
+
+def killed_and_continued(folder: Path, words: list[str], environment: dict[str, str]) -> None:
+    given = run_words(folder, words)
+    started = subprocess.Popen(
+        [sys.executable, *given],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 150
+    while not Path(environment[HALTED]).exists():
+        assert started.poll() is None, started.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    started.kill()
+    started.communicate(timeout=20)
+    assert [row["train/step"] for row in rows_of(folder)] == list(range(1, KILLED))
+    said = python(*given, env=environment, timeout=200).stderr
+    assert f"continuing after step {SAVED} from" in said
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["resumed"], status["step"]) == ("finished", [SAVED], STEPS)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Environment of a command for an uninterrupted run, and for one that is killed."""
+    made = {}
+    for name in ("whole", "killed"):
+        seen = tmp_path / f"{name}_seen"
+        seen.mkdir()
+        halted = tmp_path / f"{name}_halted"
+        made[name] = {**os.environ, HALTED: str(halted), SEEN: str(seen)}
+        made[name]["PYTHONPATH"] = str(Path(__file__).parents[2])
+    Path(made["whole"][HALTED]).touch()
+    return made
+
+
+def seen_by(rank: int, environment: dict[str, str]) -> list[tuple[int, list[str]]]:
+    lines = Path(environment[SEEN], f"{rank}.jsonl").read_text().splitlines()
+    return [(entry[0], entry[1:]) for entry in map(json.loads, lines)]
+
+
+def both(tmp_path: Path, words: list[str], folders: dict[str, dict[str, str]]) -> None:
+    python(*run_words(tmp_path / "whole", words), env=folders["whole"], timeout=200)
+    killed_and_continued(tmp_path / "killed", words, folders["killed"])
+    assert len(rows_of(tmp_path / "killed")) == STEPS
+    assert_alike(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [(1, ["data.batch_size=16"]), (2, ["plugin=ddp", "plugin.nproc=2", "data.batch_size=8"])],
+    ids=["single", "ddp"],
+)
+def test_each_microbatch_is_that_of_an_uninterrupted_run(tmp_path, folders, ranks, words):
+    """Samples, random state and weights before each forward pass, the first after resume too."""
+    both(tmp_path, [*WITNESS, *words], folders)
+    for rank in range(ranks):
+        wanted = [seen for _, seen in seen_by(rank, folders["whole"])]
+        assert len(wanted) == 2 * STEPS
+        found = seen_by(rank, folders["killed"])
+        processes = list(dict.fromkeys(process for process, _ in found))
+        before, after = ([seen for who, seen in found if who == one] for one in processes)
+        assert before == wanted[: 2 * KILLED]
+        assert after == wanted[2 * SAVED :]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", [name for name in PLUGINS if name != "ddp"])
+def test_every_plugin(tmp_path, folders, name):
+    request, parts = PLUGINS[name]
+    model = EXPERTS if name == "moe" else TEXT
+    words = [*model, "model.dropout=0.1", *request.split(), f"data.batch_size={8 // parts}"]
+    both(tmp_path, words, folders)

@@ -1,0 +1,49 @@
+"""What two runs must have left alike, if one of them was killed and continued."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+TIMES = ("time/step_s", "throughput/samples_per_s", "wall_s")
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_times(item) for key, item in value.items() if key not in TIMES}
+    return [without_times(item) for item in value] if isinstance(value, list) else value
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [without_times(json.loads(line)) for line in lines]
+
+
+def assert_alike(run: Path, wanted: Path) -> None:
+    """Rows, summary, weights, tensors of optimizers, counts and random states, bit for bit."""
+    assert rows_of(run) == rows_of(wanted)
+    summary, other = (json.loads((one / "summary.json").read_text()) for one in (run, wanted))
+    assert without_times(summary) == without_times(other)
+    names = sorted(one.name for one in (wanted / "checkpoints").iterdir() if one.name[0] != ".")
+    newest = [name for name in names if name.startswith("step_")][-1:]
+    for name in ("final", *newest):
+        assert_same_checkpoint(run / "checkpoints" / name, wanted / "checkpoints" / name)
+
+
+def assert_same_checkpoint(one: Path, other: Path) -> None:
+    shards = sorted(file.name for file in other.glob("*.safetensors"))
+    assert sorted(file.name for file in one.glob("*.safetensors")) == shards
+    for name in shards:
+        same(load_file(one / name), load_file(other / name))
+    if (other / "state.pt").exists():
+        states = [torch.load(each / "state.pt", weights_only=True) for each in (one, other)]
+        for key in ("progress", "clip", "schedulers", "random", "optimizers"):
+            same(states[0][key], states[1][key])
+
+
+def same(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

@@ -45,5 +45,19 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
             same(states[0][key], states[1][key])
 
 
-def same(one: Any, other: Any) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+def same(one: Any, other: Any, where: str = "") -> None:
+    """Assert that nested states are equal, tensors bit for bit."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key, item in one.items():
+            same(item, other[key], f"{where}.{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for place, pair in enumerate(zip(one, other, strict=True)):
+            same(*pair, f"{where}.{place}")
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype, where
+        bits = [each.contiguous().view(-1).view(torch.uint8) for each in (one, other)]
+        assert torch.equal(*bits), where
+    else:
+        assert one == other, where

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-TIMES = ("time/step_s", "throughput/samples_per_s", "wall_s")
+TIMES = ("time/step_s", "throughput/samples_per_s", "wall_s", "git")
 
 
 def without_times(value: Any) -> Any:

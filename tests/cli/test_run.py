@@ -3,6 +3,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from runner.cli import main as cli
 from runner.cli.main import COMMANDS
 from runner.config.problem import Problem, RequestError
 from runner.launch import signals
+from runner.run_folder.claim import claimed
 
 ROOT = Path(runner.__file__).parents[1]
 
@@ -528,3 +530,70 @@ def test_what_needs_no_torch_takes_at_most_half_the_time_to_import_it(tmp_path):
     limit = median(seconds.pop("import torch")) / 2
     slow = {name: median(taken) for name, taken in seconds.items() if median(taken) > limit}
     assert not slow, f"at most {limit:.2f} s"
+
+
+def content_of(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    "folder",
+    ["../..", "..", ".", "", "{home}/victim", "0/../../../../victim", "0/below", "earlier"],
+)
+def test_a_record_of_a_sweep_that_names_another_folder_is_refused(fakes, tmp_path, capsys, folder):
+    words = ["-m", "seed=1,2", "sweep.name=mine"]
+    assert cli.main(words) == 0
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "file").write_text("x")
+    file = tmp_path / "outputs" / "sweeps" / "mine" / "sweep.json"
+    record = json.loads(file.read_text())
+    record["runs"][0]["folder"] = folder.format(home=tmp_path)
+    file.write_text(json.dumps(record))
+    before = content_of(tmp_path)
+    assert cli.main(words) == 2
+    assert content_of(tmp_path) == before
+    assert "the runs of a sweep lie directly in its own folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["0", "earlier"])
+def test_a_sweep_writes_through_no_link(fakes, tmp_path, capsys, name):
+    words = ["-m", "seed=1,2", "sweep.name=mine"]
+    assert cli.main(words) == 0
+    sweep = tmp_path / "outputs" / "sweeps" / "mine"
+    (tmp_path / "victim").mkdir()
+    if name == "0":
+        shutil.rmtree(sweep / "0")
+    (sweep / name).symlink_to(tmp_path / "victim")
+    before = content_of(tmp_path)
+    assert cli.main(words) == 2
+    after = content_of(tmp_path)
+    assert {path: after[path] for path in before} == before
+    assert "is a symbolic link" in capsys.readouterr().err
+
+
+def test_the_folders_of_the_runs_of_a_sweep_have_no_slash(fakes, capsys):
+    assert cli.main(["-m", "seed=1,2", "hydra.sweep.subdir=../../x"]) == 2
+    assert "hydra.sweep.subdir=../../x" in capsys.readouterr().err
+    assert fakes.runs == []
+
+
+def test_the_second_run_in_a_folder_is_refused(fakes, tmp_path, capsys):
+    folder = tmp_path / "run"
+    with claimed(folder):
+        before = content_of(folder)
+        assert cli.main([f"hydra.run.dir={folder}"]) == 2
+        assert content_of(folder) == before
+    assert f"another run is using this folder (process {os.getpid()}" in capsys.readouterr().err
+    assert cli.main([f"hydra.run.dir={folder}"]) == 0
+
+
+def test_resume_is_typed_and_explained_as_one_key(fakes, tmp_path, capsys):
+    assert cli.main([f"resume={tmp_path}/nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert f"resume={tmp_path}/nowhere" in said
+    assert "must be auto, never, or the path of a run or checkpoint" in said
+    assert not (tmp_path / "outputs").exists()
+    assert cli.main(["--help"]) == 0
+    assert "  resume=auto " in capsys.readouterr().out
+    assert cli.main(["resume=never"]) == 0
+    assert fakes.runs[0][0]["resume"] == {"from": "never", "force": False}

@@ -116,6 +116,30 @@ def test_failures_are_told_at_once_counted_and_tried_again(command):
     assert "planted fault" in (command.folder / "report.html").read_text()
 
 
+def test_a_killed_run_of_a_sweep_continues_from_its_checkpoint(command):
+    words = ["-m", "seed=1,2", *SMALL, "train.max_duration=150ba", "log.flush=1"]
+    words += ["checkpoint.interval=10ba"]
+    started = command.start(*words)
+    until(lambda: any(command.sweeps.glob("*/0/checkpoints/step_*")), started)
+    os.killpg(started.pid, signal.SIGKILL)
+    started.communicate()
+    before = read(command.folder / "0", "status.json")
+
+    _, err = command(*words)
+    assert command.states() == ["finished", "finished"]
+    status = read(command.folder / "0", "status.json")
+    [step] = status["resumed"]
+    assert f"continuing after step {step} from {command.folder / '0'}" in err
+    assert status["started"] == before["started"]
+    assert not (command.folder / "earlier").exists()
+    rows = (command.folder / "0" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["train/step"] for row in rows] == list(range(1, 151))
+    (command.folder / "1" / "summary.json").unlink()
+    _, err = command(*words)
+    assert err.startswith("1 of 2 runs is done already: 1 to go")
+    assert read(command.folder / "1", "summary.json")["steps"] == 150
+
+
 def test_an_interrupt_ends_a_sweep_at_once(command):
     words = ["-m", "seed=1,2", *SMALL, "train.max_duration=100000ba", "log.flush=1"]
     started = command.start(*words)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import platform
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
@@ -151,7 +153,11 @@ def make_trainer(
     # All ranks draw the same weights; then each data-parallel rank drops other activations.
     torch.manual_seed(config.seed)
     model = build.maker(config.model)().to(device)
-    torch.manual_seed(config.seed + 1_000_003 * (plugin.data_rank + 1))
+    own_seed = config.seed + 1_000_003 * (plugin.data_rank + 1)
+    torch.manual_seed(own_seed)
+    # Transforms and models of a user may draw from these.
+    random.seed(own_seed)
+    np.random.seed(own_seed % 2**32)
     optimizer = build.make_optimizer(config.optimizer, model.parameters())
     steps = build.steps_of(config, data, plugin.data_size)
     loader_options: dict[str, Any] = {

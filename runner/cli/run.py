@@ -26,6 +26,7 @@ from runner.compose.request import Request, request
 from runner.config.environment import joins, started_rank
 from runner.config.folders import CONFIG_NAME
 from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.scratch import missing
 from runner.config.sizes import may_grow
 from runner.run_folder import files
 from runner.run_folder.claim import claimed
@@ -187,6 +188,8 @@ def check_jobs(jobs: Sequence[Job]) -> None:
     """
     from runner.launch import local_ranks
 
+    if lacking := {problem.key: problem for job in jobs for problem in missing(job.config)}:
+        raise RequestError(lacking.values())
     if "torch" not in sys.modules:
         announce("clip-runner: importing torch, then checking model and data")
     started = started_rank()

@@ -52,3 +52,37 @@ def test_what_is_no_record_is_refused(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(ValueError):  # noqa: PT011
         SweepRecord.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"runs": [1]}, "runs.0"),
+        ({"runs": None}, "runs"),
+        ({"words": "seed=1"}, "words"),
+        ({"total": None}, "total"),
+        ({"number": None}, "runs.0.number"),
+        ({"number": -1}, "runs.0.number"),
+        ({"number": 1}, "two runs have one number"),
+        ({"folder": 3}, "runs.0.folder"),
+        ({"objective": "low"}, "runs.0.objective"),
+        ({"colour": "red"}, "runs.0.colour"),
+    ],
+)
+def test_a_damaged_record_names_what_is_wrong(tmp_path, change, place):
+    record().write(tmp_path)
+    file = tmp_path / "sweep.json"
+    content = json.loads(file.read_text())
+    if change.keys() <= {"runs", "words", "total"}:
+        content |= change
+    else:
+        content["runs"][0] |= change
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=place) as error:
+        SweepRecord.read(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_name_that_reads_like_a_number_stays_a_name(tmp_path):
+    record(name="NaN").write(tmp_path)
+    assert SweepRecord.read(tmp_path).name == "NaN"

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from runner import Booster, GradientClipping, Trainer
+from runner import Booster, CheckpointSaver, GradientClipping, Trainer
 from runner.clip import Layout, build
 from runner.data.dataset import TensorPairs, collate_pairs
+from tests.checkpoint import test_saver
 from tests.distributed.cases import Case, differences, train
 from tests.ranks import run_ranks
 
@@ -126,3 +127,14 @@ def test_every_plugin_over_nccl(world):
         for j, case in enumerate(cases):
             found = differences([rank[i][j] for rank in ranks], case, 1e-10)
             assert not found, (name, case, found[:5])
+
+
+def test_a_checkpoint_is_written_while_training_goes_on(tmp_path):
+    saver = CheckpointSaver(tmp_path, "5ba", keep=9)
+    whole = test_saver.trainer(device="cuda", saver=saver)
+    whole.fit()
+    again = test_saver.trainer(device="cuda")
+    again.load(tmp_path / "step_000000010")
+    again.fit()
+    for name, tensor in test_saver.weights(whole).items():
+        assert torch.equal(test_saver.weights(again)[name], tensor), name

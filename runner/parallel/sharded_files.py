@@ -120,6 +120,8 @@ def write_later(
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     content = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    # The thread reads host memory: a stream of its own would be one of the first GPU.
+    writer.per_thread_copy_ahead = 0
     # For the thread: catch_warnings of one thread would change those of all.
     warnings.filterwarnings("ignore", _ADVICE)
     written = async_save(

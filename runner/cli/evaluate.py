@@ -24,7 +24,7 @@ from runner.telemetry.sinks.console import print_line
 USAGE = """\
 python -m runner evaluate RUN [KEY=VALUE ...] [GROUP=OPTION ...]
 
-Builds the model of the run in the folder RUN from its config.yaml, loads the weights of a
+Builds the model of the run in the folder RUN from its configuration, loads the weights of a
 checkpoint, and prints loss and accuracy on the held-out data. The plugin and the number of local
 ranks are those of the run, so that a large model fits and the values are those that the run logged;
 plugin=single evaluates in one process. Under torchrun or Slurm it uses the ranks that are there.

@@ -131,7 +131,7 @@ class WandbSink:
         if self._process is None or row[keys.TRAIN_STEP] <= self._sent_until:
             return
         if self._queued - self._passed > MOST_VALUES:
-            self._warn("wandb is too slow for this run: its record lacks rows of metrics.jsonl")
+            self._warn(f"wandb is too slow for this run: its record lacks rows of {files.ROWS}")
             return
         self._queued += len(row)
         self._outbox.put({"row": dict(row)})

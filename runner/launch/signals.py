@@ -36,6 +36,9 @@ AT_ONCE = 5.0
 LAST_WORDS = 3.0
 """Seconds that the functions of :func:`last_words` have, together."""
 
+_SWALLOWING = ("cb", "__del__")
+"""Functions out of which Python lets no exception: callbacks of imports, and destructors."""
+
 LastWords = Callable[[int, str], None]
 """Called with the exit code and the reason, in a thread of its own."""
 
@@ -147,6 +150,9 @@ def _handle(number: int, frame: FrameType | None) -> None:
     """Note a signal; raise in the main thread if nobody polls."""
     stop.request(number)
     if stop.is_polled() or _State.raised:
+        return
+    if frame is not None and frame.f_code.co_name in _SWALLOWING:
+        threading.Timer(0.02, os.kill, (os.getpid(), number)).start()  # again, a little later
         return
     _State.raised = True
     if number == signal.SIGINT:

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from runner.cli import FAILED, INTERRUPTED, WRONG_REQUEST
+from runner.config import disk
 from runner.config.environment import joins, started_rank
 from runner.config.problem import Interrupted, RequestError
 from runner.launch import signals
@@ -100,6 +101,12 @@ def main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         leave_unread(sys.stdout)
         return code
+    except OSError as error:
+        message = disk.told(error)
+        if message is None:
+            raise
+        print_line(f"clip-runner: {message}", sys.stderr)
+        return FAILED
 
 
 def _command(arguments: list[str]) -> int:

@@ -7,6 +7,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from runner.config import disk
+
 CONFIG_NAME = "config"
 """Name of the main configuration file in ``conf``, which chooses an option of each group."""
 
@@ -54,7 +56,7 @@ def obstacle(folder: Path) -> str | None:
             return f"must be a folder that can be written; {message}"
         try:
             with tempfile.TemporaryDirectory(prefix=".writable-", dir=parent):
-                return None
+                return disk.shortage(parent)
         except OSError as error:
             return f"must be a folder that can be written; {parent}: {error.strerror}"
     return "must be a folder that can be written; no part of this path exists"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from signal import SIGINT
 from typing import Any, Literal
 
+from runner.config import disk
 from runner.config.problem import Stopped
 from runner.launch import signals
 from runner.train import stop
@@ -30,6 +31,7 @@ class Failure:
     exit_code: int
     error: str
     rank: int | None = None
+    disk_full: bool = False
 
 
 class RankFailed(Exception):
@@ -71,9 +73,10 @@ def _why(error: BaseException) -> Failure:
     rank, text = (
         (error.rank, error.error) if isinstance(error, RankFailed) else (0, described(error))
     )
+    full = disk.told_by_rank(text) if isinstance(error, RankFailed) else disk.told(error)
     number = stop.requested()
     if number and not isinstance(error, OSError):
         # Some processes of the run got the signal too, and ended before this one: its workers.
         text = f"{text}\n{signals.reason(number)}"
         return Failure("interrupted", signals.exit_code(number), text, rank)
-    return Failure("failed", 1, text, rank)
+    return Failure("failed", 1, full or text, rank, full is not None)

@@ -36,6 +36,7 @@ from runner.launch.local_rank import Report, Seat
 from runner.launch.local_ranks import Work
 from runner.launch.process_group import abandon, launch_from_torch, leave
 from runner.run_folder import files
+from runner.run_folder.log_file import LogFile
 from runner.run_folder.rows import JsonlSink
 from runner.telemetry.sinks.terminal import ConsoleHandler
 from runner.train import beat, stop
@@ -128,8 +129,11 @@ def rank_main(config: RunConfig, folder: Path, work: Work) -> dict[str, Any]:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // started.local_world_size))
     _log_to(folder / files.LOG, started.rank)
     launch_from_torch(seed=config.seed, verbose=False, timeout=config.launch.timeout)
-    sinks = [JsonlSink(folder / files.ROWS)] if started.rank == 0 else []
-    ended = work(config, sinks)
+    if started.rank:
+        ended = work(config, [])
+    else:
+        with JsonlSink(folder / files.ROWS) as rows:
+            ended = work(config, [rows])
     leave()
     return ended
 
@@ -197,7 +201,7 @@ def _die_with_the_launcher() -> None:
 def _log_to(file: Path, rank: int) -> None:
     """Log to the file of the run, with the rank; the first rank's warnings to the terminal too."""
     form = f"[%(asctime)s][%(name)s][%(levelname)s] - rank {rank}: %(message)s"
-    handlers: list[logging.Handler] = [logging.FileHandler(file)]
+    handlers: list[logging.Handler] = [LogFile(file)]
     handlers[0].setFormatter(logging.Formatter(form))
     if rank == 0:
         handlers.append(ConsoleHandler())

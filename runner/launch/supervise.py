@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runner.config import disk
 from runner.config.environment import started_rank
 from runner.config.identity import config_hash
+from runner.config.notation import plural
 from runner.config.problem import Interrupted, Stopped
 from runner.config.schema import RunConfig
 from runner.launch import signals
@@ -24,6 +26,7 @@ from runner.launch.local_ranks import Work, train_on_local_ranks
 from runner.launch.page import write_page
 from runner.launch.resume import ANEW, Start
 from runner.run_folder import files, keys
+from runner.run_folder.log_file import LogFile
 from runner.run_folder.provenance import provenance
 from runner.run_folder.rows import JsonlSink, Row, cut, last_step
 from runner.run_folder.status import WANDB_STEP, Record, objective_of
@@ -46,10 +49,12 @@ class Ended:
     Attributes:
         exit_code: 0 finished, 1 failed.
         objective: ``sweep.objective`` at its best; None if the run failed or did not record it.
+        disk_full: whether it failed because its disk is full, as the next run would.
     """
 
     exit_code: int
     objective: float | None = None
+    disk_full: bool = False
 
 
 def train(
@@ -91,7 +96,8 @@ def train(
             dist.broadcast_object_list([config, folder.absolute(), resume], src=0)
         elif config.plugin.name != "single":
             stand_alone()
-        ended = work(config, [JsonlSink(folder / files.ROWS), *shown])
+        with JsonlSink(folder / files.ROWS) as rows:
+            ended = work(config, [rows, *shown])
     except BaseException as error:
         if joined and not isinstance(error, Stopped):
             abandon()
@@ -150,7 +156,11 @@ def run(
         title = folder.name if reports_end else f"run {folder.name}"
         sent = resumed.get(WANDB_STEP)
         shown.extend(_sinks(config, plain, folder, run_id, words, title, sent))
-        return train(config, folder, shown, resume=start.checkpoint)
+        trained = train(config, folder, shown, resume=start.checkpoint)
+        trained[keys.WALL_SECONDS] += start.seconds
+        trained |= {"guidance": sentences(trained.get("remarks", ()), swept)} | made_with
+        record.summary(trained)
+        return trained
 
     def write_last(code: int, why: str) -> None:
         record.end("interrupted", code, why, None)
@@ -167,13 +177,12 @@ def run(
             log.info("%s", ended.error)
         else:
             exit_code = 0
-            ended[keys.WALL_SECONDS] += start.seconds
-            summary = ended | {"guidance": sentences(ended.get("remarks", ()), swept)} | made_with
-            record.summary(summary)
+            summary = ended
             record.end("finished", 0, None, None)
     for sink in shown:
         sink.close(summary, exit_code)
     page = write_page(folder)
+    _report_lost_lines()
     if isinstance(ended, Failure) and (ended.state == "failed" or "\n" in ended.error):
         level = logging.ERROR if reports_end else logging.INFO
         log.log(level, "%s (see %s)", _headline(ended, config.plugin.name), folder / files.STATUS)
@@ -186,7 +195,19 @@ def run(
         raise SystemExit(exit_code)
     if late and not reports_end:  # the sweep ends
         raise signals.Terminated(late)
-    return Ended(exit_code, objective_of(summary or {}, config.sweep.objective))
+    full = isinstance(ended, Failure) and ended.disk_full
+    return Ended(exit_code, objective_of(summary or {}, config.sweep.objective), full)
+
+
+def _report_lost_lines() -> None:
+    """Warn if a full disk left no space for lines of the log."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogFile):
+            handler.file.flush()
+            if missing := handler.file.missing:
+                what = f"{plural(missing, 'line')} of {handler.file.path.name}"
+                why = handler.file.error or OSError()
+                log.warning("%s", disk.described(why, handler.file.path, what).args[-1])
 
 
 def _headline(failure: Failure, plugin: str) -> str:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
+from runner.config import disk
 from runner.config.bounded_file import open_file
+from runner.config.notation import plural
 from runner.run_folder import keys
 from runner.run_folder.atomic import replacing
+from runner.run_folder.patient_file import PatientFile
 from runner.run_folder.strict_json import decode, fast_encoder
+
+log = logging.getLogger(__name__)
 
 LONGEST_LINE = 16 * 2**20
 """Bytes of a line that is still read as one; a row with the norms of 100,000 parameters has 10
@@ -21,7 +27,10 @@ Row: TypeAlias = dict[str, int | float]
 
 
 class JsonlSink:
-    """Append each row to a file and flush it, so that a killed run loses no row it reported.
+    """Append each row to a file at once, so that a killed run loses no row it reported.
+
+    Rows that cannot be written, because the disk is full, are kept in memory until there is space.
+    Use it as a context manager: rows that are missing at the end are an error then.
 
     Args:
         path: file to append to, in a folder that exists. Rows already there are kept.
@@ -29,16 +38,43 @@ class JsonlSink:
 
     def __init__(self, path: Path) -> None:
         self._encode = fast_encoder()
-        self._file = path.open("ab")
+        self._file = PatientFile(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the file.
+
+        Raises:
+            OSError: rows are missing in it, and no other error ends the block.
+        """
+        self.close(None, 0)
+        if missing := self._missing():
+            if kind is None:
+                raise missing
+            log.warning("%s", missing.args[-1])
 
     def write(self, row: Row) -> None:
         """Append one line."""
-        self._file.write(self._encode(row) + b"\n")
-        self._file.flush()
+        before = self._file.error
+        self._file.append(self._encode(row) + b"\n")
+        error = self._file.error
+        if error is not None and before is None:
+            why = disk.described(error, self._file.path, "rows of metrics.jsonl")
+            log.warning("%s; rows are kept in memory until then", why.args[-1])
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         """Close the file; summary and exit code have files of their own."""
         self._file.close()
+
+    def _missing(self) -> OSError | None:
+        """Return why rows could not be written; None if all were."""
+        file = self._file
+        if not file.missing:
+            return None
+        what = f"{plural(file.missing, 'row')} of {file.path.name}"
+        return disk.described(file.error or OSError(), file.path, what, file.size)
 
 
 def read_rows(path: Path) -> Iterator[Row]:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from runner.config import disk
 from runner.config.environment import slurm_job
 from runner.run_folder import files, keys
-from runner.run_folder.atomic import write_text
-from runner.run_folder.strict_json import number, read_object, write_object
+from runner.run_folder.atomic import fill_reserve, remove_reserve, reserve, write_text
+from runner.run_folder.strict_json import encode, number, read_object, write_object
+
+log = logging.getLogger(__name__)
+
+RESERVED = 2**16
+"""Bytes of the disk that are reserved for the last status of a run."""
 
 SLURM_JOB = "slurm_job_id"
 RESUMED = "resumed"
@@ -77,16 +85,31 @@ class Record:
         self._status |= resumed or {}
         self._before = self._status[keys.WALL_SECONDS] - time.monotonic()
         self._write_status()
+        with suppress(OSError):
+            reserve(self._folder / files.STATUS, RESERVED)
 
     def progress(self, step: int) -> None:
-        """Set the number of optimizer steps taken; the file is written at most once a second."""
+        """Set the number of optimizer steps taken; the file is written at most once a second.
+
+        A disk that is full does not end the run: the file is written when there is space again.
+        """
         self._status["step"] = step
         if time.monotonic() - self._written >= PROGRESS_SECONDS:
-            self._write_status()
+            with suppress(OSError):
+                self._write_status()
+            self._written = time.monotonic()
 
     def summary(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``."""
-        write_object(self._folder / files.SUMMARY, summary)
+        """Write ``summary.json``.
+
+        Raises:
+            OSError: it cannot be written; the message is one line.
+        """
+        path = self._folder / files.SUMMARY
+        try:
+            write_object(path, summary)
+        except OSError as error:
+            raise disk.described(error, path, files.SUMMARY) from error
 
     def end(
         self,
@@ -95,7 +118,7 @@ class Record:
         error: str | None,
         rank: int | None,
     ) -> None:
-        """Write how the run ended.
+        """Write how the run ended, on a full disk into space that was reserved for it.
 
         Args:
             state: final state.
@@ -110,7 +133,18 @@ class Record:
             "rank": rank,
             "ended": now(),
         }
-        self._write_status()
+        try:
+            self._write_status()
+        except OSError as failed:
+            text = encode(self._status, indent=2) + "\n"
+            if len(text.encode()) > RESERVED:
+                self._status["error"] = str(error)[-RESERVED // 8 :]
+                text = encode(self._status, indent=2) + "\n"
+            if not fill_reserve(self._folder / files.STATUS, text):
+                why = disk.described(failed, self._folder / files.STATUS, files.STATUS)
+                log.error("%s", why.args[-1])
+        finally:
+            remove_reserve(self._folder / files.STATUS)
 
     def _write_status(self) -> None:
         self._status[keys.WALL_SECONDS] = round(self._before + time.monotonic(), 3)

@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 
 from runner.compose.jobs import Job, Sweep
 from runner.compose.request import Request
+from runner.config import disk
 from runner.config.problem import Interrupted, Problem, RequestError
 from runner.launch import signals
 from runner.launch.page import write_page
@@ -150,22 +151,34 @@ def _begin(request: Request, sweep: Sweep, entries: list[Entry], typed: Sequence
 
 
 def _end(folder: Path, code: int, interrupted: bool, search: bool) -> SweepRecord:
-    """Write how the sweep ended."""
-    with changed(folder) as record:
-        for entry in record.entries:
-            if entry.state == "running":
-                load_status(entry, folder, record.objective)
-            if entry.state == "running":  # its process was killed
-                entry.state = "interrupted" if interrupted else "failed"
-        states = {entry.state for entry in record.entries}
-        if interrupted or "interrupted" in states:
-            record.state = "interrupted"
-        elif code == 0 and (search or states <= {"finished"}):
-            record.state = "finished"
-        else:
-            record.state = "failed"
-        record.ended = now()
+    """Write how the sweep ended; on a full disk, only return it."""
+    record = SweepRecord.read(folder)
+    try:
+        with changed(folder) as record:
+            _settle(record, folder, code, interrupted, search)
+    except OSError as error:
+        if not disk.is_full(error):
+            raise
+        _settle(record, folder, code, interrupted, search)
+        print_line(str(disk.full(folder, files.SWEEP)), sys.stderr)
     return record
+
+
+def _settle(record: SweepRecord, folder: Path, code: int, interrupted: bool, search: bool) -> None:
+    """Set the states of a sweep that has ended, and of its runs."""
+    for entry in record.entries:
+        if entry.state == "running":
+            load_status(entry, folder, record.objective)
+        if entry.state == "running":  # its process was killed
+            entry.state = "interrupted" if interrupted else "failed"
+    states = {entry.state for entry in record.entries}
+    if interrupted or "interrupted" in states:
+        record.state = "interrupted"
+    elif code == 0 and (search or states <= {"finished"}):
+        record.state = "finished"
+    else:
+        record.state = "failed"
+    record.ended = now()
 
 
 def _show(folder: Path, record: SweepRecord) -> int:

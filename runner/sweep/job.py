@@ -13,6 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from runner.compose.composer import plain_config
+from runner.config import disk
 from runner.config.check import parse
 from runner.config.identity import config_hash
 from runner.config.problem import Problem, RequestError
@@ -34,7 +35,8 @@ write it."""
 def run_job(config: DictConfig) -> float | None:
     """Run one job of a sweep; Hydra's launcher calls this, possibly in another process.
 
-    A run that fails is reported and recorded; it does not raise.
+    A run that fails is reported and recorded; it does not raise. A full disk stops the sweep,
+    because the next run would fail too.
 
     Args:
         config: composed configuration of the job, without the section ``hydra``.
@@ -44,10 +46,24 @@ def run_job(config: DictConfig) -> float | None:
         not finite.
 
     Raises:
-        SystemExit: with 1, if more runs failed than ``sweep.max_failures`` allows; with 129 or 143
-            after a signal.
+        SystemExit: with 1, if more runs failed than ``sweep.max_failures`` allows, or the disk is
+            full; with 129 or 143 after a signal.
         KeyboardInterrupt: the user interrupted.
     """
+    folder = Path(HydraConfig.get().sweep.dir)
+    try:
+        if message := disk.shortage(folder):
+            return _stop(message)
+        return _run(config)
+    except OSError as error:
+        message = disk.told(error)
+        if message is None:
+            raise
+        return _stop(message)
+
+
+def _run(config: DictConfig) -> float | None:
+    """Run the job and record it; see :func:`run_job`."""
     from runner.launch import signals, supervise
     from runner.launch.resume import decide
 
@@ -66,6 +82,7 @@ def run_job(config: DictConfig) -> float | None:
         entry.folder, entry.state = str(folder.relative_to(sweep)), "running"
     print_line(live.beginning(record, entry), sys.stderr)
     plain = _grouped(plain, record.name)
+    full = False
     try:
         typed = parse(plain)
         with claimed(folder):
@@ -75,6 +92,7 @@ def run_job(config: DictConfig) -> float | None:
             )
         entry.exit_code, entry.objective = ended.exit_code, ended.objective
         entry.state = "finished" if ended.exit_code == 0 else "failed"
+        full = ended.disk_full
     except Exception as error:  # the other runs may succeed
         entry.state, entry.exit_code, entry.error = "failed", 1, _last_line(error)
     except BaseException as error:
@@ -89,10 +107,10 @@ def run_job(config: DictConfig) -> float | None:
             write_page(sweep, left)
     if entry.state == "failed":
         print_line(live.failure(record, entry), sys.stderr)
-        if _gives_up(record) and _is_here(settings):
-            stop = f"the sweep stops: sweep.max_failures={record.max_failures}"
-            print_line(stop, sys.stderr)
-            raise SystemExit(1)
+        if full:
+            return _stop("repeat the command once there is space")
+        if _gives_up(record):
+            return _stop(f"sweep.max_failures={record.max_failures}")
         return None
     objective = entry.objective
     return objective if objective is not None and math.isfinite(objective) else None
@@ -101,6 +119,18 @@ def run_job(config: DictConfig) -> float | None:
 def _is_here(settings: Any) -> bool:
     """Return whether this is the process of the command, not one that a launcher started."""
     return str(settings.launcher._target_).endswith(".BasicLauncher")
+
+
+def _stop(why: str) -> float | None:
+    """End the sweep, unless its launcher runs jobs in other processes, which cannot be stopped.
+
+    Raises:
+        SystemExit: with 1.
+    """
+    if _is_here(HydraConfig.get()):
+        print_line(f"the sweep stops: {why}", sys.stderr)
+        raise SystemExit(1)
+    return None
 
 
 def _entry(record: SweepRecord, number: int, plain: dict[str, Any], words: Sequence[str]) -> Entry:

@@ -9,6 +9,7 @@ import os
 import sys
 from typing import TextIO
 
+from runner.config import disk
 from runner.config.environment import started_rank
 
 
@@ -35,6 +36,9 @@ def print_line(text: str = "", stream: TextIO | None = None) -> None:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
         leave_unread(stream)
+    except OSError as error:
+        if not disk.is_full(error):  # of the file that the stream goes to
+            raise
 
 
 def open_streams() -> None:

@@ -1,0 +1,84 @@
+"""Append lines to a file that may be on a full disk: what does not fit now is written later."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from pathlib import Path
+
+MOST_BYTES = 2**26
+"""Bytes to keep in memory, before the oldest lines are dropped."""
+
+
+class PatientFile:
+    """Appends lines, each at once. A line that cannot be written is kept for the next try.
+
+    Args:
+        path: file to append to, in a folder that exists. Lines already there are kept.
+        most: bytes to keep in memory.
+
+    Attributes:
+        path: the file.
+        error: why the last try failed; None if all is written.
+        dropped: number of lines that were given up, the oldest of those that did not fit.
+    """
+
+    def __init__(self, path: Path, most: int = MOST_BYTES) -> None:
+        self.path = path
+        self.error: OSError | None = None
+        self.dropped = 0
+        self._most = most
+        self._kept: deque[bytes] = deque()
+        self._size = 0
+        self._torn = False  # the file holds the beginning of the first line that is kept
+        self._descriptor: int | None = None
+
+    @property
+    def missing(self) -> int:
+        """Number of lines that are not in the file."""
+        return len(self._kept) + self.dropped
+
+    @property
+    def size(self) -> int:
+        """Number of bytes that are kept in memory."""
+        return self._size
+
+    def append(self, line: bytes) -> None:
+        """Append a line with its newline, after those that were kept. No OSError is raised."""
+        self._kept.append(line)
+        self._size += len(line)
+        self.flush()
+        while self._size > self._most and len(self._kept) > 1 + self._torn:
+            self._size -= len(self._kept[int(self._torn)])
+            del self._kept[int(self._torn)]
+            self.dropped += 1
+
+    def flush(self) -> None:
+        """Try to write what is kept."""
+        try:
+            if self._descriptor is None:
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+                self._descriptor = os.open(self.path, flags, 0o666)
+            while self._kept:
+                self._write_one(self._descriptor)
+        except OSError as error:
+            self.error = error
+        else:
+            self.error = None
+
+    def close(self) -> None:
+        """Try once more to write what is kept, and close the file."""
+        self.flush()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _write_one(self, descriptor: int) -> None:
+        line = self._kept[0]
+        written = os.write(descriptor, line)  # fewer bytes than asked for where the disk ends
+        self._size -= written
+        if written < len(line):
+            self._kept[0], self._torn = line[written:], True
+        else:
+            self._kept.popleft()
+            self._torn = False

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from runner.config import disk
-from runner.run_folder import files
-
 log = logging.getLogger(__name__)
 
 
@@ -28,7 +25,7 @@ def write_page(folder: Path, left: int = 0) -> Path | None:
 
         return report.write(folder, left)
     except OSError as error:
-        log.warning("%s", disk.described(error, folder, files.PAGE).args[-1])
+        log.warning("%s", error.args[-1])
         return None
     except Exception as error:
         log.warning("the page of %s could not be written: %r", folder, error)

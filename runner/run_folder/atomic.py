@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from runner.config import disk
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -27,9 +29,16 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` in UTF-8."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    """Replace ``path`` by ``text`` in UTF-8.
+
+    Raises:
+        OSError: it cannot be written; the message is one line, which names a disk that is full.
+    """
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise disk.described(error, path, path.name, len(text)) from error
 
 
 def reserve(path: Path, size: int) -> None:

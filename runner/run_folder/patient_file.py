@@ -30,7 +30,7 @@ class PatientFile:
         self._most = most
         self._kept: deque[bytes] = deque()
         self._size = 0
-        self._torn = False  # the file holds the beginning of the first line that is kept
+        self._torn = 0  # bytes of the first line that is kept which are in the file already
         self._descriptor: int | None = None
 
     @property
@@ -48,9 +48,10 @@ class PatientFile:
         self._kept.append(line)
         self._size += len(line)
         self.flush()
-        while self._size > self._most and len(self._kept) > 1 + self._torn:
-            self._size -= len(self._kept[int(self._torn)])
-            del self._kept[int(self._torn)]
+        oldest = int(self._torn > 0)  # that may go
+        while self._size > self._most and len(self._kept) > 1 + oldest:
+            self._size -= len(self._kept[oldest])
+            del self._kept[oldest]
             self.dropped += 1
 
     def flush(self) -> None:
@@ -67,9 +68,12 @@ class PatientFile:
             self.error = None
 
     def close(self) -> None:
-        """Try once more to write what is kept, and close the file."""
+        """Try once more to write what is kept, and close the file. No torn line is left in it."""
         self.flush()
         if self._descriptor is not None:
+            if self._torn:
+                whole = os.fstat(self._descriptor).st_size - self._torn
+                os.ftruncate(self._descriptor, whole)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -78,7 +82,8 @@ class PatientFile:
         written = os.write(descriptor, line)  # fewer bytes than asked for where the disk ends
         self._size -= written
         if written < len(line):
-            self._kept[0], self._torn = line[written:], True
+            self._kept[0] = line[written:]
+            self._torn += written
         else:
             self._kept.popleft()
-            self._torn = False
+            self._torn = 0

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import yaml
 
-from runner.config import disk
 from runner.config.environment import slurm_job
 from runner.run_folder import files, keys
 from runner.run_folder.atomic import fill_reserve, remove_reserve, reserve, write_text
@@ -105,11 +104,7 @@ class Record:
         Raises:
             OSError: it cannot be written; the message is one line.
         """
-        path = self._folder / files.SUMMARY
-        try:
-            write_object(path, summary)
-        except OSError as error:
-            raise disk.described(error, path, files.SUMMARY) from error
+        write_object(self._folder / files.SUMMARY, summary)
 
     def end(
         self,
@@ -141,8 +136,7 @@ class Record:
                 self._status["error"] = str(error)[-RESERVED // 8 :]
                 text = encode(self._status, indent=2) + "\n"
             if not fill_reserve(self._folder / files.STATUS, text):
-                why = disk.described(failed, self._folder / files.STATUS, files.STATUS)
-                log.error("%s", why.args[-1])
+                log.error("%s", failed.args[-1])
         finally:
             remove_reserve(self._folder / files.STATUS)
 

@@ -136,6 +136,13 @@ class Recorder:
                 f"wandb did not send the whole run ({why}); it is complete in {place}. "
                 f"To send it later: wandb sync {place}",
             )
+        elif run.offline and not _is_whole(Path(run.dir).parent, run.id):
+            # wandb's client says nothing, and writes nothing more even if there is space later.
+            self._say(
+                "warning",
+                "wandb's record of this run is not complete, because its disk was full; "
+                "metrics.jsonl is the record",
+            )
         return not stuck
 
     def _open(self, mode: Mode) -> Run:
@@ -182,6 +189,40 @@ class Recorder:
         """Yield the records of this run that were begun online."""
         run_id = self._request["run"]["id"]
         yield from Path(self._request["record"]).glob(f"run-*-{run_id}")
+
+
+def _is_whole(folder: Path, run_id: str) -> bool:
+    """Return whether a record of wandb holds the end of its run.
+
+    The file has the framing of leveldb's log: blocks of 32 KiB with chunks, each with a header of 7
+    bytes (checksum, length, type: whole, first, middle, last).
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    record: Any = getattr(wandb_internal_pb2, "Record")  # noqa: B009  # it has no type stubs
+    block = 2**15
+    try:
+        with (folder / f"run-{run_id}.wandb").open("rb") as file:
+            at = max(0, file.seek(0, os.SEEK_END) // block - 2) * block
+            file.seek(at)
+            tail = file.read()
+    except OSError:
+        return False
+    found, content, place = False, b"", 0 if at else 7
+    while place + 7 <= len(tail):
+        if (left := block - place % block) < 7:
+            place += left
+            continue
+        length, kind = int.from_bytes(tail[place + 4 : place + 6], "little"), tail[place + 6]
+        chunk = tail[place + 7 : place + 7 + length]
+        if kind == 0 or len(chunk) < length:
+            break
+        content = chunk if kind in (1, 2) else content + chunk
+        if kind in (1, 4):
+            with suppress(Exception):  # the first one may lack its beginning
+                found |= record.FromString(content).HasField("exit")
+        place += 7 + length
+    return found
 
 
 class _Relay:

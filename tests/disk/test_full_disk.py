@@ -1,0 +1,187 @@
+"""Runs and sweeps on a disk of 64 MB that is filled at a chosen moment."""
+
+import json
+import subprocess
+
+import pytest
+
+from runner.launch.page import write_page
+from runner.run_folder.patient_file import PatientFile
+from runner.run_folder.status import Record
+from tests.filling import fill
+from tests.process import python
+
+SMALL = ["train.max_duration=20ba", "eval.interval=20ba", "data.batch_size=16", "log.flush=2"]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A tmpfs of 64 MB, which only root can mount."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def full(environment, disk):
+    """Environment of commands that write to that disk."""
+    return environment | {"RUNNER_OUTPUTS": str(disk / "outputs"), "FILLED": str(disk)}
+
+
+def run(environment, *words, at=0, until=0, code=0):
+    filling = ["model._target_=tests.filling.Filling", f"+model.at={at}", f"+model.until={until}"]
+    words = ["-m", "runner", "device=cpu", *SMALL, *filling, *words]
+    done = python(*words, env=environment, code=code)
+    said = done.stdout + done.stderr
+    assert "Traceback" not in said
+    assert "Logging error" not in said
+    assert "Error executing job" not in said
+    return said
+
+
+def rows_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["train/step"] for line in lines]
+
+
+def read(folder, name="status.json"):
+    return json.loads((folder / name).read_text())
+
+
+def the_run(disk):
+    (folder,) = (disk / "outputs" / "runs").iterdir()
+    return folder
+
+
+def about_disk(said, disk):
+    return [line for line in said.splitlines() if f"the disk {disk} is full" in line]
+
+
+@pytest.mark.parametrize(
+    "plugin", [["plugin=single"], ["plugin=ddp", "plugin.nproc=2"]], ids=["single", "ddp"]
+)
+def test_rows_are_written_when_there_is_space_again(full, disk, plugin):
+    said = run(full, *plugin, at=5, until=15)
+    folder = the_run(disk)
+    assert rows_of(folder) == list(range(1, 21))
+    status = read(folder)
+    assert (status["state"], status["exit_code"], status["step"]) == ("finished", 0, 20)
+    assert read(folder, "summary.json")["steps"] == 20
+    assert (folder / "report.html").is_file()
+    log = (folder / "runner.log").read_text()
+    assert "finished with exit code 0" in log
+    [warning] = about_disk(said, disk)
+    assert "rows of metrics.jsonl" in warning
+    assert "free at least 1.0 MB" in warning
+    assert warning.partition("the disk")[2] in log
+    # wandb's client drops what does not fit without a word, also after there is space again.
+    assert said.count("wandb's record of this run is not complete") == 1
+    assert not list(folder.glob(".*.reserve"))
+
+
+@pytest.mark.parametrize(
+    "plugin", [["plugin=single"], ["plugin=ddp", "plugin.nproc=2"]], ids=["single", "ddp"]
+)
+def test_a_run_whose_rows_do_not_fit_trains_to_its_end_and_fails(full, disk, plugin):
+    said = run(full, *plugin, "tracker=none", at=5, code=1)
+    folder = the_run(disk)
+    (disk / "filler").unlink()
+    written = rows_of(folder)
+    assert written == list(range(1, len(written) + 1))
+    status = read(folder)
+    assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 1, 0)
+    assert status["error"] == (
+        f"the disk {disk} is full (0 kB free): {20 - len(written)} rows of metrics.jsonl "
+        "could not be written; free at least 1.0 MB"
+    )
+    assert [line for line in about_disk(said, disk) if status["error"] in line]
+    assert status["step"] == 20 or "ddp" in plugin[0]
+
+
+def test_a_run_that_begins_on_a_full_disk_creates_nothing(full, disk):
+    fill(disk)
+    said = run(full, code=2)
+    [line] = about_disk(said, disk)
+    assert "free at least 1.0 MB" in line
+    assert not list(disk.glob("outputs/*/*"))
+    run(full, "-m", "seed=0,1", code=2)
+    assert not list(disk.glob("outputs/*/*"))
+
+
+def test_a_sweep_stops_and_the_same_command_finishes_it(full, disk):
+    sweep = ["-m", "seed=0,1,2", "sweep.name=full", "tracker=none"]
+    said = run(full, *sweep, at=5, code=1)
+    folder = disk / "outputs" / "sweeps" / "full"
+    assert said.count("the sweep stops: ") == 1
+    assert about_disk(said, disk)
+    (disk / "filler").unlink()
+    assert not (folder / "1" / "status.json").exists()
+    assert not (folder / "2" / "status.json").exists()
+    assert read(folder / "0")["state"] == "failed"
+
+    run(full | {"FILLED": ""}, *sweep, at=5)
+    assert [read(folder / str(number))["state"] for number in range(3)] == ["finished"] * 3
+    record = read(folder, "sweep.json")
+    assert record["state"] == "finished"
+    assert rows_of(folder / "0") == list(range(1, 21))
+
+
+class TestPatientFile:
+    """Lines of a file on a full disk."""
+
+    def test_lines_are_kept_and_written_later_none_torn(self, disk):
+        file = PatientFile(disk / "lines")
+        line = b"x" * 999 + b"\n"
+        file.append(line)
+        (disk / "filler").write_bytes(b"y" * (2**26 - 2**13))  # room for eight lines at most
+        for _ in range(100):
+            file.append(line)
+        assert file.missing > 80
+        assert file.error is not None
+        (disk / "filler").unlink()
+        file.append(line)
+        assert (file.missing, file.error, file.size) == (0, None, 0)
+        file.close()
+        assert (disk / "lines").read_bytes() == line * 102
+
+    def test_the_oldest_lines_are_dropped_where_memory_ends(self, disk):
+        fill(disk)
+        file = PatientFile(disk / "lines", most=1000)
+        for number in range(100):
+            file.append(b"%099d\n" % number)
+        assert file.missing == 100
+        assert file.size <= 1000
+        (disk / "filler").unlink()
+        file.close()
+        assert file.missing == file.dropped == 90
+        assert (disk / "lines").read_text().split() == [f"{n:099d}" for n in range(90, 100)]
+
+
+def test_the_last_status_is_written_on_a_full_disk(disk):
+    record = Record(disk)
+    record.begin({"seed": 0}, "0" * 16, None)
+    fill(disk)
+    record.progress(1)
+    with pytest.raises(OSError, match=f"the disk {disk} is full .*summary.json"):
+        record.summary({"steps": 1})
+    record.end("failed", 1, "x" * 10**6, 0)
+    status = read(disk)
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 1, 1)
+    assert {file.name for file in disk.iterdir()} == {"config.yaml", "status.json", "filler"}
+
+
+def test_a_page_that_does_not_fit_is_one_warning(disk, caplog):
+    record = Record(disk)
+    record.begin({"seed": 0}, "0" * 16, None)
+    record.end("finished", 0, None, None)
+    fill(disk)
+    assert write_page(disk) is None
+    [line] = caplog.messages
+    assert line.startswith(f"the disk {disk} is full (0 kB free): report.html could not be written")
+    (disk / "filler").unlink()
+    assert write_page(disk) == disk / "report.html"

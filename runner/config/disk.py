@@ -62,8 +62,10 @@ def told(error: BaseException | None) -> str | None:
         if isinstance(error, DiskFull):
             return str(error)
         if isinstance(error, OSError) and error.errno in _FULL:
-            path = Path(os.fsdecode(error.filename or os.getcwd()))
-            return str(full(path, path.name))
+            if error.filename:
+                path = Path(os.fsdecode(error.filename))
+                return str(full(path, path.name))
+            return error.strerror  # it may have been explained where it was raised
         error = error.__cause__ or error.__context__
     return None
 
@@ -71,10 +73,10 @@ def told(error: BaseException | None) -> str | None:
 def told_by_rank(text: str) -> str | None:
     """Return the same for the traceback of another process."""
     last = text.strip().rpartition("\n")[2]
-    name = f"{DiskFull.__name__}: "
-    if name in last:
-        return last.partition(name)[2]
-    return last if os.strerror(errno.ENOSPC) in last else None
+    for sign in (f"{DiskFull.__name__}: ", *(f"[Errno {number}] " for number in _FULL)):
+        if sign in last:
+            return last.partition(sign)[2]
+    return None
 
 
 def shortage(folder: Path) -> str | None:

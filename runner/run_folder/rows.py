@@ -61,7 +61,7 @@ class JsonlSink:
         self._file.append(self._encode(row) + b"\n")
         error = self._file.error
         if error is not None and before is None:
-            why = disk.described(error, self._file.path, "rows of metrics.jsonl")
+            why = disk.described(error, self._file.path, f"rows of {self._file.path.name}")
             log.warning("%s; rows are kept in memory until then", why.args[-1])
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:

@@ -140,8 +140,8 @@ class Recorder:
             # wandb's client says nothing, and writes nothing more even if there is space later.
             self._say(
                 "warning",
-                "wandb's record of this run is not complete, because its disk was full; "
-                "metrics.jsonl is the record",
+                "wandb's record of this run is not complete, because its disk was full; the run's "
+                "own rows are",
             )
         return not stuck
 

@@ -109,14 +109,12 @@ def cut(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = 0
-    with replacing(path) as temporary:
-        sink = JsonlSink(temporary)
+    with replacing(path) as temporary, JsonlSink(temporary) as sink:
         for row in read_rows(path):
             at = row.get(keys.TRAIN_STEP)
             if isinstance(at, int) and kept < at <= step:
                 sink.write(row)
                 kept = at
-        sink.close(None, 0)
 
 
 def follow(

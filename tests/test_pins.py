@@ -89,4 +89,4 @@ def test_pins_satisfy_the_project_and_each_package_has_an_upper_bound():
 def test_commands_that_install_use_the_pins(file):
     for line in (ROOT / file).read_text(encoding="utf-8").splitlines():
         if "pip install" in line and "--no-deps" not in line:
-            assert "-c constraints.txt" in line, line
+            assert "-c constraints.txt" in line or "--require-hashes" in line, line

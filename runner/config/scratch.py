@@ -14,15 +14,26 @@ from runner.config.sizes import least_ranks
 SHARED = Path("/dev/shm")
 """Where Linux keeps the semaphores and the shared memory of processes."""
 
+LONGEST = 75
+"""Bytes of the temporary folder's path. Names of sockets have 107 at most, and multiprocessing adds
+``/pymp-xxxxxxxx/listener-xxxxxxxx`` to it."""
+
 
 def missing(config: RunConfig) -> list[Problem]:
     """Return a problem for each that this machine does not have."""
     problems = []
     try:
-        tempfile.gettempdir()
+        length = len(os.fsencode(tempfile.gettempdir()))
     except OSError as error:
         message = f"must be a folder that can be written: {error.strerror}"
         problems.append(Problem("TMPDIR", os.environ.get("TMPDIR", NOTHING), message))
+    else:
+        if length > LONGEST and _shares(config):
+            message = (
+                f"its path has {length} bytes, but names of sockets below it leave room for "
+                f"{LONGEST}: choose a shorter one, such as /tmp"
+            )
+            problems.append(Problem("TMPDIR", tempfile.gettempdir(), message))
     if sys.platform == "linux" and (key := _shares(config)) and (why := _unwritable(SHARED)):
         value = config.data.num_workers if key == "data.num_workers" else NOTHING
         message = f"its processes need shared memory, and {SHARED} cannot be written: {why}"

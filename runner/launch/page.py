@@ -24,9 +24,7 @@ def write_page(folder: Path, left: int = 0) -> Path | None:
         from runner import report
 
         return report.write(folder, left)
-    except OSError as error:
-        log.warning("%s", error.args[-1])
-        return None
     except Exception as error:
-        log.warning("the page of %s could not be written: %r", folder, error)
+        why = error.args[-1] if isinstance(error, OSError) and error.args else repr(error)
+        log.warning("the page of %s could not be written: %s", folder, why)
         return None

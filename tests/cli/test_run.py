@@ -31,6 +31,7 @@ ROOT = Path(runner.__file__).parents[1]
 class Outcome:
     exit_code: int = 0
     objective: float | None = 0.5
+    disk_full: bool = False
 
 
 class Fakes:

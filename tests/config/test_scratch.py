@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,22 @@ def test_a_usual_machine_has_all():
 def test_no_shared_memory_is_a_problem_of_several_processes(monkeypatch, tmp_path, words):
     monkeypatch.setattr(scratch, "SHARED", tmp_path / "nowhere")
     assert keys(*words) == [word.partition("=")[0] for word in words[:1]]
+
+
+def test_a_temporary_folder_too_deep_for_sockets_is_a_problem_of_several_processes(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "d" * scratch.LONGEST)
+    assert keys("plugin=ddp", "plugin.nproc=2") == ["TMPDIR"]
+    assert keys() == []
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "d" * (scratch.LONGEST - 1))
+    assert keys("plugin=ddp", "plugin.nproc=2") == []
+
+
+def test_the_longest_temporary_folder_has_room_for_sockets(environment):
+    with tempfile.TemporaryDirectory(prefix="sockets-") as short:
+        folder = Path(short) / ("d" * (scratch.LONGEST - len(short) - 1))
+        folder.mkdir()
+        words = ["-m", "runner", "plugin=ddp", "plugin.nproc=2", "device=cpu", "tracker=none"]
+        python(*words, "train.max_duration=2ba", env={**environment, "TMPDIR": str(folder)})
 
 
 def test_no_folder_for_temporary_files_is_one_message(tmp_path, environment):

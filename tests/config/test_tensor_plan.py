@@ -79,7 +79,7 @@ def test_a_run_is_handed_the_plan_that_was_checked(tmp_path, monkeypatch):
 
     handed = []
 
-    def run(config, plain, folder, words):
+    def run(config, plain, folder, words, **further):
         handed.append(plain)
         return supervise.Ended(0)
 

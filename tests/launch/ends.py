@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,11 +26,13 @@ class Started:
 
     Attributes:
         process: its process, the first of a session of its own.
-        home: folder of everything that it writes: outputs, shared memory, temporary files.
+        home: folder of everything that it writes but temporary files: outputs, shared memory.
+        temporary: folder of its temporary files.
     """
 
     process: subprocess.Popen[bytes]
     home: Path
+    temporary: Path
 
     @property
     def printed(self) -> str:
@@ -112,7 +115,7 @@ class Started:
 
     def _left(self) -> list[str]:
         orphans = [f"process {pid}" for pid in self.processes()]
-        files = [*(self.home / "shm").iterdir(), *(self.home / "tmp").iterdir()]
+        files = [*(self.home / "shm").iterdir(), *self.temporary.iterdir()]
         # torch keeps a cache there on purpose.
         return orphans + [str(file) for file in files if "torchinductor" not in file.name]
 
@@ -133,8 +136,8 @@ def started(
         ignored: signals that it finds ignored, as ``nohup`` has it.
     """
     home = Path(environment["RUNNER_OUTPUTS"]).parent
-    for name in ("shm", "tmp"):
-        (home / name).mkdir(exist_ok=True)
+    (home / "shm").mkdir(exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix="ends-"))  # short enough for the names of sockets
     command = [sys.executable, *before, "device=cpu", *words]
     probe = [*PRIVATE, str(home / "shm"), "true"]
     if shutil.which("unshare") and subprocess.run(probe, capture_output=True).returncode == 0:
@@ -147,14 +150,14 @@ def started(
     with (home / "printed").open("wb") as printed:
         process = subprocess.Popen(
             command,
-            env={**environment, "TMPDIR": str(home / "tmp")},
+            env={**environment, "TMPDIR": str(temporary)},
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=printed,
             start_new_session=True,
             preexec_fn=signals,
         )
-    run = Started(process, home)
+    run = Started(process, home, temporary)
     try:
         yield run
     finally:
@@ -164,3 +167,4 @@ def started(
             except ProcessLookupError:
                 continue
         process.wait()
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from runner.config import disk
+
 log = logging.getLogger(__name__)
 
 
@@ -25,6 +27,6 @@ def write_page(folder: Path, left: int = 0) -> Path | None:
 
         return report.write(folder, left)
     except Exception as error:
-        why = error.args[-1] if isinstance(error, OSError) and error.args else repr(error)
-        log.warning("the page of %s could not be written: %s", folder, why)
+        why = disk.told(error) or f"the page of {folder} could not be written: {error!r}"
+        log.warning("%s", why)
         return None

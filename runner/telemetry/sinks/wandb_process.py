@@ -38,6 +38,9 @@ MOST_MESSAGES = 1000
 STUCK_SECONDS = 2.0
 """Seconds after the time limit of finishing at which wandb's client is taken for stuck."""
 
+WRITTEN_SECONDS = 5.0
+"""Seconds until the end of a record is in its file, at most."""
+
 ORPHAN_SECONDS = 0.5
 """Seconds between two checks whether the trainer still runs."""
 
@@ -136,7 +139,7 @@ class Recorder:
                 f"wandb did not send the whole run ({why}); it is complete in {place}. "
                 f"To send it later: wandb sync {place}",
             )
-        elif run.offline and not _is_whole(Path(run.dir).parent, run.id):
+        elif run.offline and not _becomes_whole(Path(run.dir).parent, run.id):
             # wandb's client says nothing, and writes nothing more even if there is space later.
             self._say(
                 "warning",
@@ -189,6 +192,14 @@ class Recorder:
         """Yield the records of this run that were begun online."""
         run_id = self._request["run"]["id"]
         yield from Path(self._request["record"]).glob(f"run-*-{run_id}")
+
+
+def _becomes_whole(folder: Path, run_id: str) -> bool:
+    """Return whether a record of wandb holds the end of its run, now or within a few seconds."""
+    until = time.monotonic() + WRITTEN_SECONDS
+    while not (whole := _is_whole(folder, run_id)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return whole
 
 
 def _is_whole(folder: Path, run_id: str) -> bool:

@@ -6,6 +6,11 @@ if __name__ == "__main__":
         open_streams()
         signals.listen()
         from runner.cli.main import start
+
+        code = start()
     except KeyboardInterrupt:  # nothing has begun yet
-        raise SystemExit(130) from None
-    raise SystemExit(start())
+        code = 130
+    # Python ends by SIGINT, whatever the exit code, if an interrupt met the code of a string last,
+    # such as that of a dataclass. Further such code makes it forget that.
+    exec("")
+    raise SystemExit(code)

@@ -207,6 +207,29 @@ def test_a_signal_before_the_training(environment, number, ranks, at):
         assert not run.left(15)  # the fork server may be importing torch
 
 
+# Interrupts itself in the code of a string, as the methods of a dataclass are, at an import.
+IN_A_STRING = """
+import importlib.abc, runpy, sys
+
+class AtImport(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {at!r}:
+            exec("import os; os.kill(os.getpid(), 2)")
+
+sys.meta_path.insert(0, AtImport())
+runpy.run_module("runner", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("at", ["runner.cli.main", "runner.cli.run"])
+def test_an_interrupt_in_the_code_of_a_string_keeps_its_exit_code(environment, tmp_path, at):
+    (tmp_path / "in_a_string.py").write_text(IN_A_STRING.format(at=at))
+    environment["PYTHONPATH"] += f":{tmp_path}"
+    with started(environment, LONG, before=("-m", "in_a_string")) as run:
+        assert run.process.wait(60) == 130, run.printed
+        assert "Traceback" not in run.printed
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("ranks", ["single", "ddp 2"])
 def test_memory_that_runs_out_names_what_to_change(environment, ranks):

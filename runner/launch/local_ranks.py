@@ -8,8 +8,6 @@ a name in the file system, so a launcher that is killed leaves nothing behind.
 from __future__ import annotations
 
 import mmap
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
 import tempfile
@@ -25,7 +23,7 @@ from typing import Any
 from runner.config.problem import Stopped
 from runner.config.schema import RunConfig
 from runner.config.sizes import least_ranks
-from runner.launch import hang, signals
+from runner.launch import fork_server, hang, signals
 from runner.launch.failure import RankFailed
 from runner.launch.local_rank import LocalRank, Seat
 from runner.run_folder import files
@@ -55,9 +53,8 @@ def prepare(config: RunConfig) -> None:
     The server imports torch in its own process; ranks then start in milliseconds.
     """
     if least_ranks(config.plugin) > 1:
-        multiprocessing.set_forkserver_preload(["runner.launch.fork_server"])
         with _unasked():
-            multiprocessing.forkserver.ensure_running()
+            fork_server.ensure_running()
 
 
 def train_on_local_ranks(
@@ -108,8 +105,8 @@ class _Ranks:
         self._changed, self._sum = time.monotonic(), 0
         self._lost: float | None = None
         self._passed_on = False
-        multiprocessing.set_forkserver_preload(["runner.launch.fork_server"])
         with _unasked():
+            fork_server.ensure_running()
             self._ranks = [
                 LocalRank(Seat(number, size, port, memory, signals.handled()), job)
                 for number in range(size)

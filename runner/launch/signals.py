@@ -146,12 +146,17 @@ def requeue() -> None:
         print(f"clip-runner: Slurm does not start the job again: {said}", file=sys.stderr)
 
 
+def is_swallowing(frame: FrameType | None) -> bool:
+    """Return whether Python would print an exception out of ``frame`` instead of raising it."""
+    return frame is not None and frame.f_code.co_name in _SWALLOWING
+
+
 def _handle(number: int, frame: FrameType | None) -> None:
     """Note a signal; raise in the main thread if nobody polls."""
     stop.request(number)
     if stop.is_polled() or _State.raised:
         return
-    if frame is not None and frame.f_code.co_name in _SWALLOWING:
+    if is_swallowing(frame):
         threading.Timer(0.02, os.kill, (os.getpid(), number)).start()  # again, a little later
         return
     _State.raised = True

@@ -114,10 +114,17 @@ class Started:
         return found
 
     def _left(self) -> list[str]:
-        orphans = [f"process {pid}" for pid in self.processes()]
+        orphans = [f"process {pid}: {_command(pid)}" for pid in self.processes()]
         files = [*(self.home / "shm").iterdir(), *self.temporary.iterdir()]
         # torch keeps a cache there on purpose.
         return orphans + [str(file) for file in files if "torchinductor" not in file.name]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")[:200]
+    except OSError:
+        return "it has just ended"
 
 
 @contextmanager

@@ -230,6 +230,31 @@ def test_an_interrupt_in_the_code_of_a_string_keeps_its_exit_code(environment, t
         assert "Traceback" not in run.printed
 
 
+# A torch that takes a minute to import.
+SLOW_TORCH = """
+import os, pathlib, sys, time
+
+if "forkserver" in str(sys.orig_argv):
+    pathlib.Path(os.environ["HOME"], "imports").touch()
+for _ in range(600):
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda one: one.name)
+def test_nothing_is_left_of_a_run_that_ends_while_its_fork_server_imports(
+    environment, tmp_path, number
+):
+    (tmp_path / "torch.py").write_text(SLOW_TORCH)
+    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
+    with started(environment, ["plugin=ddp", "plugin.nproc=2"]) as run:
+        run.wait_for((tmp_path / "imports").exists)
+        run.process.send_signal(number)
+        assert run.process.wait(15) == (130 if number == signal.SIGINT else -signal.SIGKILL)
+        assert "Traceback" not in run.printed
+        assert not run.left(10)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("ranks", ["single", "ddp 2"])
 def test_memory_that_runs_out_names_what_to_change(environment, ranks):

@@ -32,10 +32,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose import recipes, resolvers
 from runner.compose.parsing import parse
+from runner.compose.references import require_bounds
 from runner.config.clip_section import Clip
 from runner.config.folders import CONFIG_NAME, find, obstacle, outputs
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
 from runner.config.tensor_plan import settled
+from runner.config.yaml_file import read_yaml
 
 Earlier: TypeAlias = Callable[[Path, str | None], str | None]
 """Returns why a folder must not be written by a run (None), or by a sweep with the given hash."""
@@ -70,6 +72,9 @@ class _Repository(ConfigRepository):
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         if config_path not in self._loaded:
+            source = self._find_object_source(config_path, ObjectType.CONFIG)
+            if source is not None and source.scheme() == "file":
+                read_yaml(Path(source.path, source._normalize_file_name(config_path)))  # bounded
             self._loaded[config_path] = super().load_config(config_path)
         return copy.deepcopy(self._loaded[config_path])
 
@@ -139,10 +144,17 @@ class Composer:
         return parse(words, self.loader)
 
     def compose(self, given: Sequence[str]) -> DictConfig:
-        """Compose ``given``; raises what Hydra and OmegaConf raise for overrides that are wrong."""
-        return self.hydra.compose_config(
+        """Compose ``given``.
+
+        Raises:
+            RequestError: references make a value too long.
+            Exception: what Hydra and OmegaConf raise for overrides that are wrong.
+        """
+        config = self.hydra.compose_config(
             self.source.name, list(given), RunMode.RUN, from_shell=False
         )
+        require_bounds(config)
+        return config
 
     def composed(self, overrides: Iterable[Override]) -> DictConfig | None:
         """Compose the overrides that list no values; None where that fails."""
@@ -155,6 +167,8 @@ class Composer:
     def _attempt(self, given: tuple[str, ...]) -> DictConfig | None:
         try:
             return self.compose(given)
+        except RequestError:
+            raise
         except Exception:  # overrides make Hydra raise ValueError, AssertionError and more
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 traceback.print_exc()

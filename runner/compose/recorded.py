@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.compose import diagnose
 from runner.compose.composer import Composer, Source, plain_config, plain_word, reason
 from runner.compose.jobs import Job
+from runner.compose.references import require_bounds
 from runner.config.check import examine
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.values import Refusal
@@ -49,6 +50,7 @@ def recorded(file: Path, given: Sequence[str]) -> Job:
             problem = _wrong(override, config, composer) or _apply(override, config, composer)
             problems += [problem] if problem else []
         try:
+            require_bounds(config)
             plain = plain_config(config)
         except OmegaConfBaseException:
             raise RequestError([*problems, *diagnose.unresolved(config, "")]) from None

@@ -5,12 +5,24 @@ import time
 import pytest
 
 from runner.cli.run import read
+from runner.compose.composer import Source
+from runner.compose.recorded import recorded
 from runner.compose.request import request
 from runner.config.problem import RequestError
 
 pytestmark = pytest.mark.usefixtures("outputs")
 
 NAME = "n" * 300
+
+
+def doubling(form):
+    """Values of which each holds the one before twice."""
+    values = [form.replace("?", f"${{model.x{number}}}") for number in range(40)]
+    return [
+        "+model.x0=aaaa",
+        *(f"+model.x{number}={value}" for number, value in enumerate(values, start=1)),
+    ]
+
 
 # The overrides, and what the message must say.
 ODD = [
@@ -21,6 +33,10 @@ ODD = [
         ["tracker.project=${tracker.group}", "tracker.group=${tracker.project}"],
         ["tracker.project="],
     ),
+    (doubling("'??'"), ["model.x10=${model.x9}${model.x9}", "20,000 characters"]),
+    (doubling("['?','?']"), ["model.x11.0=${model.x10}", "20,000 characters"]),
+    (doubling("'${oc.select:model.x0,?}?'"), ["20,000 characters"]),
+    (["-m", "seed=1,2", *doubling("'??'")], ["model.x10=${model.x9}${model.x9}"]),
     (["clip=adaptive", "clip.exclude=[interval(0,1)]"], ["clip.exclude=", "inside a list"]),
     (["clip=adaptive", "clip.exclude=[a,[choice(1,2)]]"], ["clip.exclude=", "inside a list"]),
     (["clip.what_if={a:range(3)}"], ["clip.what_if=", "inside a list"]),
@@ -76,6 +92,38 @@ def test_an_odd_request_is_refused_at_once_in_one_message(words, parts):
     lines = message.splitlines()
     assert len(lines) == 1 + len(error.value.problems)
     assert all(len(line) < 5000 for line in lines)
+
+
+BROKEN = {
+    "deep": ("x: " + "[" * 100_000, "nested more than 64 levels deep"),
+    "doubling": (
+        "b0: &b0 [1]\n" + "".join(f"b{n}: &b{n} [*b{n - 1}, *b{n - 1}]\n" for n in range(1, 50)),
+        "more than 200,000 values",
+    ),
+    "torn": ("_target_: {", "line 2"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_of_a_users_folder_is_named(tmp_path, name):
+    content, part = BROKEN[name]
+    file = tmp_path / "more" / "model" / f"{name}.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    with pytest.raises(RequestError) as error:
+        request([f"model={name}"], source=Source(extra=tmp_path / "more"))
+    [problem] = error.value.problems
+    assert problem.key == f"model={name}"
+    assert str(file) in problem.message
+    assert part in problem.message
+
+
+def test_a_recorded_configuration_that_doubles_is_refused(tmp_path):
+    file = tmp_path / "config.yaml"
+    doubles = "".join(f"x{n}: ${{x{n - 1}}}${{x{n - 1}}}\n" for n in range(1, 50))
+    file.write_text("x0: aaaa\n" + doubles)
+    with pytest.raises(RequestError, match="20,000 characters"):
+        recorded(file, [])
 
 
 def test_a_sweep_may_be_as_large_as_the_limit():

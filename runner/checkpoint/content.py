@@ -112,12 +112,13 @@ def save_weights(training: Training, checkpoints: Path, about: Mapping[str, Any]
         return on_first(lambda: folder.complete(part, content))
 
 
-def load(training: Training, checkpoint: Path) -> dict[str, Any]:
+def load(training: Training, checkpoint: Path, verify: bool = True) -> dict[str, Any]:
     """Continue a training from a checkpoint, under any layout; every rank has to call this.
 
     Args:
         training: a training of the same model, optimizers and clipping mode, before its first step.
         checkpoint: folder that :func:`save` returned.
+        verify: whether to read all files first and compare their checksums with the manifest.
 
     Returns:
         The manifest of the checkpoint.
@@ -127,7 +128,7 @@ def load(training: Training, checkpoint: Path) -> dict[str, Any]:
             Nothing was loaded.
         ValueError: it is that of another training, or it holds weights alone.
     """
-    manifest = on_first(lambda: folder.require_whole(checkpoint))
+    manifest = _manifest(checkpoint, verify)
     if files.STATE not in manifest["files"]:
         raise ValueError(f"{checkpoint} holds weights alone: no training can continue from it")
     rest = _rest(checkpoint / files.STATE)
@@ -138,10 +139,15 @@ def load(training: Training, checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def load_weights(training: Training, checkpoint: Path) -> None:
+def load_weights(training: Training, checkpoint: Path, verify: bool = True) -> None:
     """Load the weights alone, to evaluate them; see :func:`load`."""
-    on_first(lambda: folder.require_whole(checkpoint))
+    _manifest(checkpoint, verify)
     _load_model(training, Folder(checkpoint))
+
+
+def _manifest(checkpoint: Path, verify: bool) -> dict[str, Any]:
+    read = folder.require_whole if verify else folder.manifest_of
+    return on_first(lambda: read(checkpoint))
 
 
 def _rest(path: Path) -> dict[str, Any]:

@@ -16,12 +16,14 @@ import torch
 import yaml
 
 from runner.booster import LossScale
+from runner.checkpoint.folder import manifest_of
 from runner.checkpoint.saver import CheckpointSaver
 from runner.clip import ClipMode
 from runner.clip import build as build_mode
 from runner.config.duration import Duration
 from runner.config.modes import NAMES
 from runner.config.notation import plural
+from runner.config.plugin_section import PluginSection
 from runner.config.schema import RunConfig
 from runner.config.sizes import sizes
 from runner.optim.effects import effect_of
@@ -66,7 +68,9 @@ def execute(
     if trainer.plugin.rank == 0:
         _log_setup(config, trainer)
     if resume is not None:
-        trainer.load(resume)
+        trainer.load(resume, verify=False)
+        if trainer.plugin.rank == 0:
+            _warn_of_another_layout(config, trainer, resume)
     summary = trainer.fit()
     clip = config.clip
     effect = effect_of(trainer.optimizer.optimizers, clip.threshold, trainer.parameters)
@@ -112,20 +116,42 @@ def _saver(config: RunConfig, folder: Path | None) -> CheckpointSaver | None:
 
 def _log_setup(config: RunConfig, trainer: Trainer) -> None:
     """Log the layout of ranks, the device, the precision and the number of parameters."""
-    ranks = trainer.plugin.world_size
-    layout = f"plugin={config.plugin.name} on {plural(ranks, 'rank')}"
-    if ranks > 1:
-        axes = sizes(config.plugin, ranks)._asdict()
-        layout += f" ({', '.join(f'{axis}_size={size}' for axis, size in axes.items())})"
     device = trainer.device
     if device.type == "cuda":
         kind = torch.cuda.get_device_name(device)
     else:
         kind = f"{plural(torch.get_num_threads(), 'thread')} on {platform.machine()}"
-    log.info("layout: %s", layout)
+    log.info("layout: %s", _layout(config.plugin, trainer.plugin.world_size))
     log.info("device: %s (device=%s; %s)", device, config.device, kind)
     log.info("precision: %s", config.precision.name)
     log.info("parameters: %s", f"{trainer.parameters:,}")
+
+
+def _layout(plugin: PluginSection, ranks: int) -> str:
+    layout = f"plugin={plugin.name} on {plural(ranks, 'rank')}"
+    if ranks > 1:
+        axes = sizes(plugin, ranks)._asdict()
+        layout += f" ({', '.join(f'{axis}_size={size}' for axis, size in axes.items())})"
+    return layout
+
+
+def _warn_of_another_layout(config: RunConfig, trainer: Trainer, checkpoint: Path) -> None:
+    """Log what is not bit for bit in a run that continues under another layout of ranks."""
+    manifest = manifest_of(checkpoint)
+    try:
+        saved = PluginSection.model_validate(manifest["config"]["plugin"])
+        before = _layout(saved, manifest["world_size"])
+    except (KeyError, TypeError, ValueError):
+        return  # a checkpoint of the library, which does not tell
+    now = _layout(config.plugin, trainer.plugin.world_size)
+    if before != now:
+        log.warning(
+            "the checkpoint was saved under %s, and this run is %s: weights, optimizer state and "
+            "samples are the same; sums are rounded in another order, and dropout draws other "
+            "numbers",
+            before,
+            now,
+        )
 
 
 def make_trainer(

@@ -233,17 +233,18 @@ class Trainer:
         step = self.state.progress.step
         return checkpoint.save(self, Path(checkpoints), step, about or {})
 
-    def load(self, path: Path | str) -> None:
+    def load(self, path: Path | str, *, verify: bool = True) -> None:
         """Continue from a checkpoint, whatever layout of ranks saved it; every rank calls this.
 
         Args:
             path: folder of the checkpoint.
+            verify: whether to read all files first and compare their checksums with the manifest.
 
         Raises:
             DamagedCheckpoint: the checkpoint is not whole.
             ValueError: it is that of another model, or of other optimizers.
         """
-        checkpoint.load(self, Path(path))
+        checkpoint.load(self, Path(path), verify)
 
     def evaluate(self) -> dict[str, float]:
         """Compute loss and accuracy of the held-out data, see :meth:`Passes.evaluate`.

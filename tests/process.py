@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +42,23 @@ def python(
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done
+
+
+def killed(
+    *words: str, when: Callable[[], bool], env: Mapping[str, str], timeout: float = 150
+) -> None:
+    """Run ``python <words>`` until ``when`` is true, and kill it."""
+    started = subprocess.Popen(
+        [sys.executable, *words],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + timeout
+    while not when():
+        assert started.poll() is None, started.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    started.kill()
+    started.communicate(timeout=20)

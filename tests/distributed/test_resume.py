@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.halting import HALTED, SEEN
 from tests.kept import assert_alike, rows_of
-from tests.process import python
+from tests.process import killed, python
 from tests.test_every_plugin import EXPERTS, PLUGINS, TEXT
 
 STEPS, KILLED, SAVED = 60, 37, 30
@@ -34,20 +31,7 @@ def run_words(folder: Path, words: list[str]) -> list[str]:
 
 def killed_and_continued(folder: Path, words: list[str], environment: dict[str, str]) -> None:
     given = run_words(folder, words)
-    started = subprocess.Popen(
-        [sys.executable, *given],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = time.monotonic() + 150
-    while not Path(environment[HALTED]).exists():
-        assert started.poll() is None, started.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    started.kill()
-    started.communicate(timeout=20)
+    killed(*given, when=Path(environment[HALTED]).exists, env=environment)
     assert [row["train/step"] for row in rows_of(folder)] == list(range(1, KILLED))
     said = python(*given, env=environment, timeout=200).stderr
     assert f"continuing after step {SAVED} from" in said

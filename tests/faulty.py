@@ -13,6 +13,7 @@ import torch
 from runner.data import Data
 from runner.data.digits import digits
 from runner.models.cnn import DigitsCNN
+from runner.train import stop
 
 
 class Faulty(DigitsCNN):
@@ -21,8 +22,9 @@ class Faulty(DigitsCNN):
     Args:
         fault: ``raise``, ``kill`` (SIGKILL to itself), ``exit``, ``exit_0``, ``exit_none``,
             ``die`` (at once, as C code does), ``hang``, ``loop``, ``halt`` (SIGSTOP to itself),
-            ``apart`` (waits for a message that nobody sends), ``memory``, ``slow`` (each
-            forward pass of all ranks), ``none``, or ``warn`` (all ranks).
+            ``late`` (raises after a signal), ``apart`` (waits for a message that nobody sends),
+            ``memory``, ``slow`` (each forward pass of all ranks), ``none``, or ``warn`` (all
+            ranks).
         rank: where.
         at: in which forward pass.
     """
@@ -45,6 +47,10 @@ class Faulty(DigitsCNN):
             Path(os.environ["RUNNER_OUTPUTS"], "struck").touch()  # its time is that of the fault
             match self.fault:
                 case "raise":
+                    raise RuntimeError("planted fault")
+                case "late":
+                    while not stop.requested():
+                        time.sleep(0.01)
                     raise RuntimeError("planted fault")
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)

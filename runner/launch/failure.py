@@ -20,6 +20,14 @@ KNOBS = (
 )
 """What to change in a request that needs too much memory."""
 
+COLLECTIVE = ("torch.distributed.", "torch.autograd.graph")
+"""Modules of torch that a lost connection is raised in: by a collective, or in a backward pass."""
+
+_WORKER = re.compile(
+    r"DataLoader worker \(pid.*\) (exited unexpectedly"
+    r"|is killed by signal: (Terminated|Interrupt|Hangup|User defined signal 1))"
+)
+
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.I)
 
 
@@ -64,19 +72,35 @@ def described(error: BaseException) -> str:
     return text
 
 
-def _why(error: BaseException) -> Failure:
-    number = SIGINT if isinstance(error, KeyboardInterrupt) else 0
+def may_be_lost_peer(error: BaseException) -> bool:
+    """Return whether ``error`` may be the end of a connection to another rank.
+
+    It is a RuntimeError then, of any text: gloo, NCCL and the kernel each have their own.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = (str(frame.f_globals.get("__name__")) for frame, _ in frames)
+    return isinstance(error, RuntimeError) and any(one.startswith(COLLECTIVE) for one in modules)
+
+
+def stopped_by(error: BaseException) -> int:
+    """Return the number of the signal that ``error`` follows from; 0 for none.
+
+    A signal to all processes of a run may end one first that this one needs: another rank, or a
+    worker of a data loader that is not this program's own.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return SIGINT
     if isinstance(error, Stopped | signals.Terminated):
-        number = error.signal
-    if number:
+        return error.signal
+    lost = isinstance(error, RuntimeError) and _WORKER.search(str(error))
+    return stop.requested() if lost or may_be_lost_peer(error) else 0
+
+
+def _why(error: BaseException) -> Failure:
+    if number := stopped_by(error):
         return Failure("interrupted", signals.exit_code(number), signals.reason(number))
     rank, text = (
         (error.rank, error.error) if isinstance(error, RankFailed) else (0, described(error))
     )
     full = disk.told_by_rank(text) if isinstance(error, RankFailed) else disk.told(error)
-    number = stop.requested()
-    if number and not isinstance(error, OSError):
-        # Some processes of the run got the signal too, and ended before this one: its workers.
-        text = f"{text}\n{signals.reason(number)}"
-        return Failure("interrupted", signals.exit_code(number), text, rank)
     return Failure("failed", 1, full or text, rank, full is not None)

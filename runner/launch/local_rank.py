@@ -22,6 +22,10 @@ from runner.telemetry.sinks.terminal import is_watched
 KEPT = 20
 """Last lines that a rank printed on stderr, to be recorded if it dies without a traceback."""
 
+LATER = 5.0
+"""Seconds by which the limit of a collective is later than ``launch.timeout``, after which the
+launcher looks which rank hangs."""
+
 Report = tuple[Literal["finished", "failed", "lost", "stopped"], Any]
 """How a rank ended: its result; a traceback; a traceback that may be the end of a connection to
 another rank; the number of a signal."""

@@ -136,12 +136,13 @@ class _Ranks:
                 return summary
             if number := stop.requested():
                 self._pass_on(number)
+            failed = [rank for rank in self._ranks if rank.state == "failed"]
+            if first := min(failed, key=lambda rank: rank.ended, default=None):
+                raise RankFailed(first.number, first.error())
             stopped = [rank.result for rank in self._ranks if rank.state == "stopped"]
             # Ranks that were stopped before they trained leave others in a collective.
             if stopped and (self._lost or not any(rank.runs for rank in self._ranks)):
                 raise Stopped(stopped[0])
-            if failed := self._failed():
-                raise RankFailed(failed.number, failed.error())
             if found := self._hanging():
                 raise RankFailed(*found)
 
@@ -168,11 +169,6 @@ class _Ranks:
             self._passed_on = True
             for rank in self._ranks:
                 rank.send(number)
-
-    def _failed(self) -> LocalRank | None:
-        """Return the rank that failed first, unless it may have lost a connection to another."""
-        failed = [rank for rank in self._ranks if rank.state == "failed"]
-        return min(failed, key=lambda rank: rank.ended, default=None)
 
     def _hanging(self) -> tuple[int, str] | None:
         """Return the rank for which the others wait, and where it is; None if none hangs."""

@@ -31,8 +31,8 @@ from runner.config.environment import started_rank
 from runner.config.problem import Stopped
 from runner.config.schema import RunConfig
 from runner.launch import signals
-from runner.launch.failure import described
-from runner.launch.local_rank import Report, Seat
+from runner.launch.failure import described, may_be_lost_peer, stopped_by
+from runner.launch.local_rank import LATER, Report, Seat
 from runner.launch.local_ranks import Work
 from runner.launch.process_group import abandon, launch_from_torch, leave
 from runner.run_folder import files
@@ -41,9 +41,6 @@ from runner.run_folder.rows import JsonlSink
 from runner.telemetry.sinks.terminal import ConsoleHandler
 from runner.train import beat, stop
 from runner.train.job import execute
-
-COLLECTIVE = ("torch.distributed.", "torch.autograd.graph")
-"""Modules of torch that a lost connection is raised in: by a collective, or in a backward pass."""
 
 
 def local_main(
@@ -86,15 +83,16 @@ def _report(number: int, job: Sequence[Any]) -> Report:
     """Train, and return how it ended."""
     try:
         return "finished", rank_main(*job)
-    except Stopped as stopped:
-        return "stopped", stopped.signal
-    except signals.Terminated as ended:
-        return "stopped", ended.signal
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        return "failed", f"{described(end)}\nrank {number} exited with code {code}"
     except BaseException as error:
-        return "lost" if _may_have_lost_a_peer(error) else "failed", described(error)
+        text = described(error)
+        if may_be_lost_peer(error):
+            return "lost", text
+        if asked := stopped_by(error):
+            return "stopped", asked
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            text += f"\nrank {number} exited with code {code}"
+        return "failed", text
 
 
 def _answer_signals(counts: Sequence[int], handled: Sequence[int]) -> None:
@@ -128,7 +126,7 @@ def rank_main(config: RunConfig, folder: Path, work: Work) -> dict[str, Any]:
     assert started is not None
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // started.local_world_size))
     _log_to(folder / files.LOG, started.rank)
-    launch_from_torch(seed=config.seed, verbose=False, timeout=config.launch.timeout)
+    launch_from_torch(seed=config.seed, verbose=False, timeout=config.launch.timeout + LATER)
     if started.rank:
         ended = work(config, [])
     else:
@@ -136,16 +134,6 @@ def rank_main(config: RunConfig, folder: Path, work: Work) -> dict[str, Any]:
             ended = work(config, [rows])
     leave()
     return ended
-
-
-def _may_have_lost_a_peer(error: BaseException) -> bool:
-    """Return whether ``error`` may be the end of a connection to another rank.
-
-    It is a RuntimeError then, of any text: gloo, NCCL and the kernel each have their own.
-    """
-    frames = traceback.walk_tb(error.__traceback__)
-    modules = (str(frame.f_globals.get("__name__")) for frame, _ in frames)
-    return isinstance(error, RuntimeError) and any(one.startswith(COLLECTIVE) for one in modules)
 
 
 def join(work: Work | None = None, timeout: float = 600.0) -> int:

@@ -8,6 +8,7 @@ while the main thread waits in C++.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -122,6 +123,14 @@ def set_timeout(seconds: float) -> None:
     _State.timeout = seconds
 
 
+def time_left() -> float:
+    """Return the seconds until this process is ended as it is; infinite before a signal."""
+    if not _State.number:
+        return math.inf
+    _State.patient = _State.patient or stop.is_polled()
+    return _State.at + _limit() - time.monotonic()
+
+
 @contextmanager
 def last_words(function: LastWords) -> Iterator[None]:
     """Call ``function`` if the process ends as it is while it is in this block."""
@@ -176,11 +185,12 @@ def _watch(heard: int) -> None:
                 _State.number, _State.at = number, now
             elif now - _State.at > (ECHO if started_rank() is None else ECHO_OF_LAUNCHER):
                 _end("a second signal")
-        if _State.number:
-            _State.patient = _State.patient or stop.is_polled()
-            left = _State.timeout if _State.patient else min(_State.timeout, AT_ONCE)
-            if now - _State.at > left:
-                _end(f"it had not ended after {left:g} s")
+        if time_left() < 0:
+            _end(f"it had not ended after {_limit():g} s")
+
+
+def _limit() -> float:
+    return _State.timeout if _State.patient else min(_State.timeout, AT_ONCE)
 
 
 def _end(why: str) -> None:

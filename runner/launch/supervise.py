@@ -41,6 +41,9 @@ from runner.train.progress import steps_between_lines
 
 log = logging.getLogger(__name__)
 
+PAGE_SECONDS = 2.0
+"""Seconds of ``shutdown.timeout`` that are kept for the page of the run."""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -238,6 +241,7 @@ def _sinks(
         settings = config.tracker.model_dump(exclude={"name"})
         name = " ".join(words) or folder.name
         settings |= {"sent_until": sent or 0, "resumes": sent is not None}
+        settings["time_left"] = lambda: signals.time_left() - PAGE_SECONDS
         sinks.append(WandbSink(folder, name=name, run_id=run_id, config=plain, **settings))
     return sinks
 

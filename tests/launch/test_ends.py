@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,16 +68,17 @@ def test_a_rank_that_hangs_is_named(environment, ranks, fault, where):
 
 
 def test_ranks_that_wait_in_different_collectives_end(environment):
-    """Either by the limit of a collective, or because no rank goes on."""
+    """The message says where each of them waits."""
     words = [*RANKS["ddp 2"], *LONG, *faulty("apart"), f"launch.timeout={TIMEOUT}", "tracker=none"]
     with started(environment, words) as run:
         run.wait_for((run.home / "outputs" / "struck").exists)
         assert run.process.wait(90) == 1, run.printed
         assert time.time() - struck(run) < TIMEOUT + 15
         error = str(run.status["error"])
-        assert (
-            "the ranks wait for each other" in error or f"Timed out waiting {TIMEOUT}000ms" in error
-        )
+        places = r"rank 0: \w+ \(.+/runner/\S+:\d+\); rank 1: forward \(.+/tests/faulty.py:\d+\)"
+        since = f"the ranks wait for each other since more than launch.timeout={TIMEOUT} s"
+        assert re.fullmatch(rf"{since} \({places}\)", error), error
+        assert error in run.printed
         assert not run.left(5)
 
 
@@ -170,6 +172,43 @@ def test_a_run_that_does_not_end_is_ended(environment, ranks, signals):
         why = "it had not ended after 4 s" if signals == 1 else "a second signal"
         assert str(run.status["error"]).endswith(why)
         assert not run.left(12)
+
+
+def test_a_wandb_that_hangs_takes_no_longer_than_the_time_to_end(environment):
+    """Its process is stopped; without a signal it would be waited for longer."""
+    timeout = 8
+    with started(environment, [*LONG, f"shutdown.timeout={timeout}"]) as run:
+        run.wait_for_rows(5)
+        [recorder] = [
+            pid
+            for pid in run.processes()
+            if "wandb_process" in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
+        os.kill(recorder, signal.SIGSTOP)
+        at = time.monotonic()
+        run.process.terminate()
+        assert run.process.wait(30) == 143, run.printed
+        assert time.monotonic() - at < timeout + 1
+        assert "wandb did not end in time (shutdown.timeout)" in run.printed
+        assert str(run.folder / "report.html") in run.printed
+        assert "it had not ended" not in run.printed
+        assert run.status["error"] == "terminated by SIGTERM"
+        assert not run.left(5)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("ranks", ["single", "ddp 2"])
+def test_an_error_after_a_signal_is_no_stop(environment, ranks):
+    words = [*(SINGLE | RANKS)[ranks], *LONG, *faulty("late", rank=int(ranks != "single"))]
+    with started(environment, words) as run:
+        run.wait_for((run.home / "outputs" / "struck").exists)
+        run.process.terminate()
+        assert run.process.wait(60) == 1, run.printed
+        status = run.status
+        assert (status["state"], status["exit_code"]) == ("failed", 1)
+        assert status["rank"] == int(ranks != "single")
+        assert str(status["error"]).endswith("RuntimeError: planted fault")
+        assert not run.left(5)
 
 
 @pytest.mark.sampled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import time
 from collections.abc import Callable
@@ -16,18 +17,20 @@ def wait_while_working(
     stalled: float,
     timeout: float,
     heard: Callable[[], int] = lambda: 0,
+    time_left: Callable[[], float] = lambda: math.inf,
 ) -> bool:
     """Wait until ``process`` ends.
 
-    It is given up after ``timeout`` seconds, or once it has made no progress for ``stalled``
-    seconds: no message, and no use of a CPU or disk by it or by a process that it started. A
-    process that waits for its turn on a busy machine counts as one that works.
+    It is given up after ``timeout`` seconds, once no time is left, or once it has made no progress
+    for ``stalled`` seconds: no message, and no use of a CPU or disk by it or by a process that it
+    started. A process that waits for its turn on a busy machine counts as one that works.
 
     Args:
         process: the process.
         stalled: most seconds without progress.
         timeout: most seconds to wait.
         heard: returns the number of messages that have come from the process.
+        time_left: returns the seconds that are left, which may change while this waits.
 
     Returns:
         Whether it ended.
@@ -45,7 +48,7 @@ def wait_while_working(
         mark = heard(), times
         if mark != before or None in times.values():
             before, since = mark, now
-        if now >= until or now - since >= stalled:
+        if now >= until or now - since >= stalled or time_left() <= 0:
             return False
 
 

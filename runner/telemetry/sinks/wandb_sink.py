@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import queue
 import secrets
@@ -11,7 +12,7 @@ import string
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -68,6 +69,7 @@ class WandbSink:
         sent_until: step up to which rows are in wandb already; they are not sent again.
         resumes: whether to continue the wandb run of ``run_id``. Offline, a further record of that
             id is made, which ``wandb sync`` appends to the run.
+        time_left: returns the seconds that the end may still take, which a signal limits.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class WandbSink:
         config: dict[str, Any],
         sent_until: int = 0,
         resumes: bool = False,
+        time_left: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._timeout = timeout
+        self._time_left = time_left
         self._sent_until = sent_until
         self._queued = self._passed = 0  # metrics given to the queue, and taken from it
         self._heard = 0
@@ -143,10 +147,12 @@ class WandbSink:
             return
         self._outbox.put({"summary": dict(_flat(summary or {})), "exit_code": exit_code})
         self._outbox.put(None)
-        if not wait_while_working(process, STALLED_SECONDS, self._timeout, lambda: self._heard):
+        if not wait_while_working(
+            process, STALLED_SECONDS, self._timeout, lambda: self._heard, self._time_left
+        ):
+            limit = "tracker.timeout" if self._time_left() > 0 else "shutdown.timeout"
             self._warn(
-                "wandb did not end in time (tracker.timeout); what it had recorded is in the run's "
-                "folder"
+                f"wandb did not end in time ({limit}); what it had recorded is in the run's folder"
             )
             process.kill()
             process.wait()

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from runner.config.environment import started_rank
 from runner.config.problem import Stopped
 from runner.config.schema import RunConfig
-from runner.launch import signals
+from runner.launch import peers, signals
 from runner.launch.failure import described, may_be_lost_peer, stopped_by
 from runner.launch.local_rank import LATER, Report, Seat
 from runner.launch.local_ranks import Work
@@ -38,6 +39,7 @@ from runner.launch.process_group import abandon, launch_from_torch, leave
 from runner.run_folder import files
 from runner.run_folder.log_file import LogFile
 from runner.run_folder.rows import JsonlSink
+from runner.telemetry.sinks.console import print_line
 from runner.telemetry.sinks.terminal import ConsoleHandler
 from runner.train import beat, stop
 from runner.train.job import execute
@@ -159,12 +161,32 @@ def join(work: Work | None = None, timeout: float = 600.0) -> int:
     except Stopped as stopped:
         leave()
         return signals.exit_code(stopped.signal)
-    except Exception:
-        traceback.print_exc()
+    except BaseException as error:
         abandon()
-        return 1
+        _explain(error, timeout)
+        if isinstance(error, Exception):
+            return 1
+        raise
     leave()
     return 0
+
+
+def _explain(error: BaseException, timeout: float) -> None:
+    """Tell the other ranks why this one fails, and print it unless it follows from another's end.
+
+    Without the first rank, nobody but the second says why the run ended.
+    """
+    started = started_rank()
+    assert started is not None
+    peers.tell(error, started)
+    if not may_be_lost_peer(error):
+        if isinstance(error, Exception):
+            traceback.print_exc()
+        return
+    found = peers.find(started.world_size, timeout)
+    if found is not None and found.rank == 0 and started.rank == 1:
+        print_line(f"clip-runner: rank 0: {found.error.splitlines()[-1]}", sys.stderr)
+    time.sleep(2)  # torchrun ends all ranks once one has exited: the first one writes the record
 
 
 def _die_with_the_launcher() -> None:

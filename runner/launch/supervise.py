@@ -21,7 +21,7 @@ from runner.config.notation import plural
 from runner.config.problem import Interrupted, Stopped
 from runner.config.schema import RunConfig
 from runner.launch import signals
-from runner.launch.failure import Failure, attempt
+from runner.launch.failure import Failure, attempt, may_be_lost_peer
 from runner.launch.local_ranks import Work, train_on_local_ranks
 from runner.launch.page import write_page
 from runner.launch.resume import ANEW, Start
@@ -84,15 +84,15 @@ def train(
     from runner.train import build
     from runner.train.job import execute
 
-    joined = started_rank() is not None
+    joined = started_rank()
     work = work or partial(execute, folder=folder.absolute(), resume=resume)
     if is_watched(sys.stderr) and build.device_of(config.device).type == "cpu":
         log_section = config.log.model_copy(update={"flush": 1})
         config = config.model_copy(update={"log": log_section})
-    if not joined and (ranks := build.ranks_of(config)) > 1:
+    if joined is None and (ranks := build.ranks_of(config)) > 1:
         return train_on_local_ranks(config, folder, ranks, shown, work)
     try:
-        if joined and config.plugin.name != "single":
+        if joined is not None and config.plugin.name != "single":
             import torch.distributed as dist
 
             launch_from_torch(verbose=False, timeout=config.launch.timeout)
@@ -102,10 +102,17 @@ def train(
         with JsonlSink(folder / files.ROWS) as rows:
             ended = work(config, [rows, *shown])
     except BaseException as error:
-        if joined and not isinstance(error, Stopped):
-            abandon()
-        else:
+        if joined is None or isinstance(error, Stopped):
             leave()
+            raise
+        abandon()
+        if joined.world_size > 1:
+            from runner.launch import peers
+
+            peers.tell(error, joined)
+            if may_be_lost_peer(error):
+                found = peers.find(joined.world_size, config.launch.timeout)
+                raise found or error from error
         raise
     leave()
     return ended

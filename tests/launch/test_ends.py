@@ -362,10 +362,34 @@ def test_runs_that_end_at_random_moments(plugin, capsys):
     assert not failed, capsys.readouterr().out
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "runner")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("hang", "rank 1 hangs or was killed: the others lost the connection, or waited for more"),
+        ("kill", "rank 1 hangs or was killed: the others lost the connection, or waited for more"),
+        ("raise", "RuntimeError: planted fault"),
+    ],
+)
+def test_a_rank_of_torchrun_that_fails_is_named(environment, fault, why):
+    words = ["plugin=ddp", *LONG, *faulty(fault), f"launch.timeout={TIMEOUT}", "tracker=none"]
+    with started(environment, [*words, "shutdown.timeout=4"], TORCHRUN) as run:
+        run.wait_for((run.home / "outputs" / "struck").exists)
+        assert run.process.wait(60) == 1, run.printed
+        assert time.time() - struck(run) < TIMEOUT + 15
+        status = run.status
+        assert (status["state"], status["rank"]) == ("failed", 1), status["error"]
+        assert why in str(status["error"]).splitlines()[-1]
+        assert why in run.printed
+        assert not [one for one in run.left(5) if one.startswith("process")]
+
+
 def test_an_interrupt_of_torchrun_stops_its_ranks_after_a_checkpoint(environment):
     """Each rank gets the signal twice: from the terminal, and from torchrun."""
-    before = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "runner")
-    with started(environment, ["plugin=ddp", *LONG, "tracker=none"], before) as run:
+    with started(environment, ["plugin=ddp", *LONG, "tracker=none"], TORCHRUN) as run:
         run.wait_for_rows(5)
         os.killpg(run.process.pid, signal.SIGINT)
         run.process.wait(60)

@@ -8,10 +8,10 @@ a shard boundary cuts, and how many ranks hold the same elements. Modes use noth
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from runner.clip import transfer
 from runner.clip.head import head_weights
-from runner.clip.shard import LayoutError, ParamShard, Whole, is_sharded, placed
+from runner.clip.shard import LayoutError, ParamShard, Whole, account, is_sharded, placed
 from runner.clip.transfer import Number
 from runner.clip.units import Units, owned_parameters, units_of
+
+_GRADIENT, _STORAGE = attrgetter("param.grad"), attrgetter("layout")
 
 
 class OptionError(ValueError):
@@ -137,7 +139,7 @@ class Layout:
         shards = list(once.values())
         if whole is None:
             whole = {shard.name: shard.param.numel() for shard in shards}
-        parameters, elsewhere = _account(shards, group, whole)
+        parameters, elsewhere = account(shards, group, whole)
         found = head_weights(model) if heads is None else heads
         return cls(shards, group, found, parameters, elsewhere)
 
@@ -197,6 +199,11 @@ class Layout:
         Raises:
             TypeError: a gradient is sparse.
         """
+        gradients = list(map(_GRADIENT, self.shards))
+        # Each step reads them twice: loops without bytecode, where all of them are plain tensors.
+        plain = {*map(type, gradients)} == {Tensor} and all(map(Tensor.numel, gradients))
+        if plain and {*map(_STORAGE, gradients)} == {torch.strided}:
+            return self.shards, gradients
         shards, gradients = [], []
         for shard in self.shards:
             gradient = shard.param.grad
@@ -306,40 +313,3 @@ class Layout:
                     )
                 chosen[name] = Units.of_outputs(n, outputs)
         return [p.with_units(chosen[p.name]) if p.name in chosen else p for p in self.shards]
-
-
-def _account(
-    shards: Sequence[ParamShard], group: dist.ProcessGroup, whole: Mapping[str, int]
-) -> tuple[dict[str, Whole], str]:
-    """Check that the shards of all ranks add up to ``whole``.
-
-    Returns:
-        All parameters by name, and the type of device that they are on.
-
-    Raises:
-        LayoutError: they do not add up.
-    """
-    here = [(p.name, p.weight.numel() / p.num_replicas, Whole.of(p)) for p in shards]
-    mine = (shards[0].param.device.type if shards else None, here)
-    everywhere: list[Any] = [None] * group.size()
-    dist.all_gather_object(everywhere, mine, group=group)
-    found: defaultdict[str, float] = defaultdict(float)
-    parameters: dict[str, Whole] = {}
-    for _, rank in everywhere:
-        for name, share, each in rank:
-            found[name] += share
-            if name not in parameters or each.sharded_vector:
-                parameters[name] = each
-    if unknown := sorted(found.keys() - whole.keys()):
-        raise LayoutError(
-            f"{', '.join(unknown)}: no such parameter in the whole model (a weight that was tied "
-            "is tied no longer, or ranks hold different models)"
-        )
-    for name, elements in whole.items():
-        counted = found[name]
-        if abs(counted - elements) > 1e-6 * max(elements, 1):
-            raise LayoutError(
-                f"{name} has {elements} elements, but the ranks account for {counted:g}: its parts "
-                "or its replicas are not what the layout takes them for"
-            )
-    return parameters, next((t for t, _ in everywhere if t), "cpu")

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from operator import attrgetter, truediv
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from runner.clip import transfer
 from runner.clip.layout import Layout
 from runner.clip.shard import ParamShard
 from runner.clip.transfer import Number
+
+_REPLICAS = attrgetter("num_replicas")
 
 ROW = 2_048
 SHORT = 65_536
@@ -91,9 +94,9 @@ def local_power(layout: Layout, norm_type: float, kept: list[Powers] | None = No
     """
     shards, gradients = layout.gradients()
     powers = power_sums(gradients, norm_type)
-    num_replicas = [shard.num_replicas for shard in shards]
-    tensors = [power for power in powers if isinstance(power, Tensor)]
-    if tensors:
+    num_replicas = list(map(_REPLICAS, shards))
+    if powers and isinstance(powers[0], Tensor):
+        tensors = cast(list[Tensor], powers)
         added = not math.isinf(norm_type)
         divided = added and max(num_replicas) > 1
         shares = torch.stack(torch._foreach_div(tensors, num_replicas) if divided else tensors)
@@ -104,7 +107,7 @@ def local_power(layout: Layout, norm_type: float, kept: list[Powers] | None = No
         kept.append(Powers(shards, powers))
     if math.isinf(norm_type):
         return combine(powers or [0.0], norm_type)
-    return sum(power / ranks for power, ranks in zip(powers, num_replicas, strict=True))
+    return float(sum(map(truediv, powers, num_replicas)))
 
 
 def norms(layout: Layout, norm_type: float = 2.0) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -111,6 +112,43 @@ def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Param
     if parameter.ndim < 2:
         return ParamShard(name, parameter, units, ranks // parts, sharded_vector=parts > 1)
     return ParamShard(name, parameter, units, ranks // parts, _cut(parameter, units))
+
+
+def account(
+    shards: Sequence[ParamShard], group: dist.ProcessGroup, whole: Mapping[str, int]
+) -> tuple[dict[str, Whole], str]:
+    """Check that the shards of all ranks add up to ``whole``.
+
+    Returns:
+        All parameters by name, and the type of device that they are on.
+
+    Raises:
+        LayoutError: they do not add up.
+    """
+    here = [(p.name, p.weight.numel() / p.num_replicas, Whole.of(p)) for p in shards]
+    mine = (shards[0].param.device.type if shards else None, here)
+    everywhere: list[Any] = [None] * group.size()
+    dist.all_gather_object(everywhere, mine, group=group)
+    found: defaultdict[str, float] = defaultdict(float)
+    parameters: dict[str, Whole] = {}
+    for _, rank in everywhere:
+        for name, share, each in rank:
+            found[name] += share
+            if name not in parameters or each.sharded_vector:
+                parameters[name] = each
+    if unknown := sorted(found.keys() - whole.keys()):
+        raise LayoutError(
+            f"{', '.join(unknown)}: no such parameter in the whole model (a weight that was tied "
+            "is tied no longer, or ranks hold different models)"
+        )
+    for name, elements in whole.items():
+        counted = found[name]
+        if abs(counted - elements) > 1e-6 * max(elements, 1):
+            raise LayoutError(
+                f"{name} has {elements} elements, but the ranks account for {counted:g}: its parts "
+                "or its replicas are not what the layout takes them for"
+            )
+    return parameters, next((t for t, _ in everywhere if t), "cpu")
 
 
 def _shards(parameter: DTensor) -> Iterator[tuple[int, Any]]:

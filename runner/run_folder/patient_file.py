@@ -48,11 +48,12 @@ class PatientFile:
         self._kept.append(line)
         self._size += len(line)
         self.flush()
-        oldest = int(self._torn > 0)  # that may go
-        while self._size > self._most and len(self._kept) > 1 + oldest:
-            self._size -= len(self._kept[oldest])
-            del self._kept[oldest]
-            self.dropped += 1
+        if self._size > self._most:
+            oldest = int(self._torn > 0)  # that may go
+            while self._size > self._most and len(self._kept) > 1 + oldest:
+                self._size -= len(self._kept[oldest])
+                del self._kept[oldest]
+                self.dropped += 1
 
     def flush(self) -> None:
         """Try to write what is kept."""
@@ -61,7 +62,15 @@ class PatientFile:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
                 self._descriptor = os.open(self.path, flags, 0o666)
             while self._kept:
-                self._write_one(self._descriptor)
+                line = self._kept[0]
+                written = os.write(self._descriptor, line)  # fewer bytes where the disk ends
+                self._size -= written
+                if written < len(line):
+                    self._kept[0] = line[written:]
+                    self._torn += written
+                else:
+                    self._kept.popleft()
+                    self._torn = 0
         except OSError as error:
             self.error = error
         else:
@@ -76,14 +85,3 @@ class PatientFile:
                 os.ftruncate(self._descriptor, whole)
             os.close(self._descriptor)
             self._descriptor = None
-
-    def _write_one(self, descriptor: int) -> None:
-        line = self._kept[0]
-        written = os.write(descriptor, line)  # fewer bytes than asked for where the disk ends
-        self._size -= written
-        if written < len(line):
-            self._kept[0] = line[written:]
-            self._torn += written
-        else:
-            self._kept.popleft()
-            self._torn = 0

@@ -11,7 +11,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,8 +74,8 @@ class Meter:
         what_if: further thresholds: the share of steps whose ``Decision.max_stat`` is above each.
             It would have clipped these steps if the run had gone the same way.
         layers: measures the layer norms that rows log, if they do.
-        follow: called with the number and the norm of each step when its metrics have left the
-            device, on all ranks alike; not for those that are flushed when a run breaks off.
+        follow: called with the number and the norm of each step of a flush, on all ranks alike;
+            not when a run breaks off.
     """
 
     sinks: Sequence[Sink] = ()
@@ -84,7 +84,7 @@ class Meter:
     mean_over_data: Callable[[list[float]], list[float]] | None = None
     what_if: Sequence[float] = ()
     layers: LayerNorms | None = None
-    follow: Callable[[int, float], None] | None = None
+    follow: Callable[[Sequence[tuple[int, float]]], None] | None = None
     nonfinite: int = 0
     last: Row = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
@@ -140,8 +140,8 @@ class Meter:
             each = next(layers, None) if step.layers is not None else None
             further = last if step is pending[-1] else None
             self._take(step, loss, Decision(*row[1:]), each, further)
-            if together and self.follow is not None:
-                self.follow(step.step, row[1])
+        if together and self.follow is not None:
+            self.follow([(step.step, row[1]) for step, row in zip(pending, rows, strict=True)])
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics of the whole run: every step counts, whatever the interval."""
@@ -293,6 +293,8 @@ def _on_host(
     rows: list[tuple[Number, ...]], layers: Tensor | None
 ) -> tuple[list[list[float]], Iterator[list[float]]]:
     """Return rows of metrics and rows of layer norms as floats, in one transfer."""
+    if layers is None and {*map(type, chain.from_iterable(rows))} <= {float, int}:
+        return [list(map(float, row)) for row in rows], iter(())
     away = [value for row in rows for value in row if isinstance(value, Tensor)]
     parts = [transfer.on_device(away, away[0].device)] if away else []
     if layers is not None:

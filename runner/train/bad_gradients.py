@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,27 +115,22 @@ class BadGradients:
         self.reported = False
         self.searches = 0
         self._steps: dict[int, _Step] = {}
-        self._ordered = False
         self._flush = False
         self._failure: NonFiniteGradient | None = None
         self._trace = GradientTrace(optimizer.layout, lambda: len(passes.losses) + 1)
         self._traced_until = math.inf
-        if nonfinite == "error" and optimizer.loss_scale is None:
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the steps that are taken in this block; at its end no hooks are left."""
+        self._order.start()
+        if self._nonfinite == "error" and self._optimizer.loss_scale is None:
             self._trace.start()
-
-    def watched(self, step: int) -> AbstractContextManager[None]:
-        """Return the context in which the forward and backward passes of a step run.
-
-        Args:
-            step: number of the step.
-        """
-        if step > self._traced_until:
+        try:
+            yield
+        finally:
+            self._order.stop()
             self._trace.stop()
-        self._trace.begin_step()
-        if self._ordered:
-            return nullcontext()
-        self._ordered = True
-        return self._order.recorded()
 
     def clip(self, mode: ClipMode, before: Progress, window: Window) -> Decision:
         """Clip the gradients of a step, and keep what describes them if they are not finite.
@@ -149,36 +144,28 @@ class BadGradients:
             NonFiniteGradient: they are not finite and ``nonfinite`` is ``error``. It names ranks
                 and parameters, the same on every rank.
         """
-        scale = None if self._optimizer.loss_scale is None else self._optimizer.loss_scale.scale
-        failed: NonFiniteGradient | None = None
+        if self._order.hooks:
+            self._order.stop()
         try:
             decision = self._optimizer.clip(mode)
-            if decision.finite is True:
-                return decision
-            self._flush = decision.finite is False
         except NonFiniteGradient as error:
-            failed = error
-        known = failed is not None or self._flush
-        step = _Step(
-            before.step + 1,
-            before.epoch,
-            window.first,
-            scale,
-            list(self._passes.losses),
-            self._optimizer.powers,
-            self._trace.found() if known and self._trace.on else None,
-            known,
-        )
-        if failed is not None:
-            found = self._describe(step, failed.norm)
-            raise NonFiniteGradient(
-                f"step {step.number}: {found.with_samples()}", failed.advice, failed.norm
-            )
-        self._steps[step.number] = step
+            step = self._kept(before, window, known=True)
+            found = self._describe(step, error.norm).with_samples()
+            message = f"step {step.number}: {found}"
+            raise NonFiniteGradient(message, error.advice, error.norm) from None
+        if decision.finite is not True:
+            self._flush = decision.finite is False
+            self._steps[before.step + 1] = self._kept(before, window, known=self._flush)
+        if self._trace.hooks:
+            self._trace.end_step()
+            if before.step + 1 >= self._traced_until:
+                self._trace.stop()
         return decision
 
     def check(self, meter: Meter) -> None:
-        """End the run if too many steps in a row were skipped; call this after each step.
+        """End the run if too many steps in a row were skipped.
+
+        Call this after each step, unless the host knows that its gradient is finite.
 
         Args:
             meter: has the metrics of the step; they are flushed if the step is known to be bad.
@@ -192,17 +179,50 @@ class BadGradients:
         if self._failure is not None:
             raise self._failure
 
-    def follow(self, number: int, norm: float) -> None:
-        """Take the norm of a step whose metrics have left the device; every rank calls this alike.
+    def follow(self, norms: Sequence[tuple[int, float]]) -> None:
+        """Take the norms of steps whose metrics have left the device; every rank calls this alike.
 
         Args:
-            number: number of the step.
-            norm: norm of its gradient.
+            norms: pairs of the number of a step and the norm of its gradient.
         """
-        step = self._steps.pop(number, None)
-        if math.isfinite(norm) or step is None:
-            self.in_a_row = 0
-            return
+        for number, norm in norms:
+            step = self._steps.pop(number, None)
+            if step is None or math.isfinite(norm):
+                self.in_a_row = 0
+            else:
+                self._not_finite(step, norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts; metrics have to be flushed before."""
+        return {
+            "in_a_row": self.in_a_row,
+            "reported": self.reported,
+            "searches": self.searches,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that :meth:`state_dict` returned."""
+        self.in_a_row = state["in_a_row"]
+        self.reported = state["reported"]
+        self.searches = state["searches"]
+
+    def _kept(self, before: Progress, window: Window, known: bool) -> _Step:
+        """Return what describes a step whose gradient is not finite, or may not be."""
+        loss_scale = self._optimizer.loss_scale
+        return _Step(
+            before.step + 1,
+            before.epoch,
+            window.first,
+            None if loss_scale is None else loss_scale.scale,
+            list(self._passes.losses),
+            self._optimizer.powers,
+            self._trace.found() if known and self._trace.hooks else None,
+            known,
+        )
+
+    def _not_finite(self, step: _Step, norm: float) -> None:
+        """Count a step whose gradient is not finite, and warn of it."""
+        number = step.number
         if self._nonfinite == "ignore" and step.scale is None:
             if not self.reported:
                 self._warn(f"step {number} was taken with a bad gradient", step, norm)
@@ -220,20 +240,6 @@ class BadGradients:
         elif not self.reported or step.traced is not None:
             self._warn(f"step {number} was skipped", step, norm)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts; metrics have to be flushed before."""
-        return {
-            "in_a_row": self.in_a_row,
-            "reported": self.reported,
-            "searches": self.searches,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that :meth:`state_dict` returned."""
-        self.in_a_row = state["in_a_row"]
-        self.reported = state["reported"]
-        self.searches = state["searches"]
-
     def _searches_scale(self, step: _Step) -> bool:
         """Return whether a skipped step only shows that the loss scale is too large."""
         if step.scale is None or step.scale <= 1.0:
@@ -247,7 +253,7 @@ class BadGradients:
         self.reported = True
         found = self._describe(step, norm)
         end = ""
-        if self._trace.on:
+        if self._trace.hooks:
             self._trace.stop()
         elif not found.located and step.known and self._nonfinite != "error":
             self._trace.start()

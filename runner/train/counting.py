@@ -66,10 +66,11 @@ def count(
         here, read, seen = loss.items(batch)
         items.append(here)
         total, samples, tokens = total + here, samples + read, tokens + seen
+    if plugin.world_size == 1:
+        return WindowCount(items, Count(total, samples, tokens), asked)
     size, length = plugin.data_size, len(window.batches)
     if size == 1:
-        if plugin.world_size > 1:
-            asked = asked.of_all(plugin.sum_over_ranks(asked.counts()))
+        asked = asked.of_all(plugin.sum_over_ranks(asked.counts()))
         return WindowCount(items, Count(total, samples, tokens), asked)
     mark = _mark(window.batches[0]) if first and not _is_partitioned(windows.loader) else 0
     mine = [total, samples, tokens, window.last, length, length**2, mark, mark**2]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from runner.booster import ModelWrapper
 from runner.clip import Layout
@@ -17,14 +17,17 @@ Position = tuple[int, int, int]
 class ForwardOrder:
     """Records the order in which the modules that hold parameters are called.
 
-    Hooks record it during one forward pass and are then removed. Modules that are not called keep
-    the place that they have in the model, after the module before them. So does every module of a
-    model compiled by ``torch.compile``: hooks would be compiled into it.
+    Hooks record it between :meth:`start` and :meth:`stop`. Modules that are not called keep the
+    place that they have in the model, after the module before them. So does every module of a model
+    compiled by ``torch.compile``: hooks would be compiled into it.
 
     Args:
         layout: names of the parameters on this rank.
         roots: the modules to watch: the model, and the criterion if it has parameters.
         stages: modules of each pipeline stage on this rank, by number; empty without stages.
+
+    Attributes:
+        hooks: those that record now; none while nothing is recorded.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class ForwardOrder:
         self._stage = {module: number for number in stages for module in stages[number].modules()}
         self._compiled = any(module._compiled_call_impl is not None for module, _ in self._owners)
         self._called: dict[nn.Module, int] = {}
+        self.hooks: list[RemovableHandle] = []
 
     @classmethod
     def of(cls, model: ModelWrapper, criterion: object, layout: Layout) -> ForwardOrder:
@@ -60,20 +64,16 @@ class ForwardOrder:
                 stages[model.pipeline.count] = criterion
         return cls(layout, roots, stages)
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record the modules that are called in this block, in which forward passes run."""
+    def start(self) -> None:
+        """Record the modules that are called from now on, unless that was done before."""
+        if not self._compiled and not self._called:
+            owners = [module for module, names in self._owners if names]
+            self.hooks = [module.register_forward_pre_hook(self._note) for module in owners]
 
-        def note(module: nn.Module, inputs: object) -> None:
-            self._called.setdefault(module, len(self._called))
-
-        owners = [] if self._compiled else [module for module, names in self._owners if names]
-        hooks = [module.register_forward_pre_hook(note) for module in owners]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def stop(self) -> None:
+        """Record no modules any more."""
+        while self.hooks:
+            self.hooks.pop().remove()
 
     def positions(self) -> dict[str, Position]:
         """Return the position of each parameter on this rank, to be compared with those of others.
@@ -88,6 +88,9 @@ class ForwardOrder:
                 at = self._stage.get(module, 0), called, place
                 found[name] = min(at, found.get(name, at))
         return found
+
+    def _note(self, module: nn.Module, inputs: object) -> None:
+        self._called.setdefault(module, len(self._called))
 
 
 def in_order(positions: Iterable[Mapping[str, Position]]) -> list[str]:

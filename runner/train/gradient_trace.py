@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -23,36 +24,34 @@ class GradientTrace:
     Args:
         layout: the parameters on this rank.
         microbatch: returns the number of the microbatch that runs, from 1.
+
+    Attributes:
+        hooks: those that check gradients now; none while nothing is checked.
     """
 
     def __init__(self, layout: Layout, microbatch: Callable[[], int]) -> None:
         self._layout = layout
         self._microbatch = microbatch
-        self._hooks: list[RemovableHandle] = []
+        self.hooks: list[RemovableHandle] = []
         self._seen: list[tuple[int, str, bool | Tensor]] = []
-
-    @property
-    def on(self) -> bool:
-        """Whether gradients are checked."""
-        return bool(self._hooks)
 
     def start(self) -> None:
         """Check the gradients of all backward passes from now on."""
-        for shard in () if self.on else self._layout.shards:
+        for shard in () if self.hooks else self._layout.shards:
             parameter = computed_with(shard.param)
             if parameter.requires_grad:
                 # Not a post-accumulate hook: it would see the sum of microbatches, or of ranks.
                 hook = partial(self._check, shard.name)
-                self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+                self.hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Check no gradients any more."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        while self.hooks:
+            self.hooks.pop().remove()
         self._seen.clear()
 
-    def begin_step(self) -> None:
-        """Forget the gradients of the step before."""
+    def end_step(self) -> None:
+        """Forget the gradients of this step."""
         self._seen.clear()
 
     def found(self) -> list[tuple[int, str]]:
@@ -70,13 +69,12 @@ class GradientTrace:
             if next(flags) if isinstance(bad, Tensor) else bad:
                 yield microbatch, name
 
-    @torch.no_grad()
     def _check(self, name: str, gradient: Tensor) -> None:
-        here = local(gradient)
+        here = local(gradient.detach())
         if here.layout is not torch.strided or not here.numel():
             return
-        bad = ~here.isfinite().all()
         if not transfer.can_read(here.device):
-            self._seen.append((self._microbatch(), name, bad))
-        elif bad:
+            self._seen.append((self._microbatch(), name, ~here.isfinite().all()))
+        # A sum takes a fraction of the time, but may overflow where every element is finite.
+        elif not math.isfinite(here.sum()) and not here.isfinite().all():
             self._seen.append((self._microbatch(), name, True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 from runner.booster import OptimizerWrapper
 from runner.booster.step_order import StepOrderError, StepState
 from runner.clip import ClipMode
+from runner.config.duration import Duration
 from runner.config.notation import plural
 from runner.telemetry.meter import Meter
 from runner.train.bad_gradients import BadGradients
 from runner.train.progress import Progress
-from runner.train.windows import Windows
+from runner.train.windows import Window, Windows
 
 
 @dataclass
@@ -57,6 +58,24 @@ class TrainState:
             for scheduler in self.schedulers:
                 scheduler.step()
         self._schedulers_behind = False
+
+    def read(self, end: Duration) -> Iterator[Window]:
+        """Read windows of microbatches, epoch after epoch, until ``progress`` has reached ``end``.
+
+        Raises:
+            ValueError: an epoch holds nothing that the duration counts, so it would never end.
+        """
+        while not self.progress.reached(end):
+            empty = True
+            for window in self.windows.epoch(self.progress.epoch, self.progress.batch):
+                empty = False
+                yield window
+                if self.progress.reached(end):
+                    return
+            if empty:
+                raise ValueError("the training data holds no microbatch")
+            if self.progress.of(end.unit) == 0:
+                raise ValueError(f"this data has no tokens, so {end} never ends")
 
     def state_dict(self, with_optimizers: bool = True) -> dict[str, Any]:
         """Return the state between two optimizer steps, as nested dicts and lists.
@@ -108,9 +127,8 @@ class TrainState:
                 f"{len(self.schedulers)}"
             )
         if "optimizer" in state:
-            self.optimizer.load_state_dict(
-                dict(state)
-            )  # refuses another number before it loads one
+            # It refuses another number before it loads one.
+            self.optimizer.load_state_dict(dict(state))
         self.progress = progress
         self.meter.load_state_dict(state["meter"])
         if self.bad_gradients is not None and state["skips"] is not None:

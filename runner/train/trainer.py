@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,16 @@ from runner.checkpoint.saver import CheckpointSaver
 from runner.clip import ClipMode, GradientClipping, build
 from runner.clip.shard import local
 from runner.config.duration import Duration
-from runner.config.problem import Stopped, or_list
+from runner.config.problem import or_list
 from runner.run_folder import keys
 from runner.telemetry.layer_norms import LayerNorms
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.telemetry.sinks.sink import Sink
-from runner.train.asked import Asked
 from runner.train.bad_gradients import MAX_SKIPS, BadGradients
+from runner.train.between_steps import BetweenSteps
 from runner.train.counting import count
 from runner.train.forward_order import ForwardOrder
 from runner.train.passes import Passes
-from runner.train.progress import Progress
 from runner.train.state import TrainState
 from runner.train.stop import requested
 from runner.train.windows import Window, Windows
@@ -132,7 +131,7 @@ class Trainer:
         self.train_dataloader, self.eval_dataloader = train_dataloader, eval_dataloader
         self.max_duration, self.eval_interval = _duration(max_duration), _duration(eval_interval)
         self.objective, self.probe, self.say = objective, probe, say
-        self.saver, self._stop = saver, stop
+        self.saver = saver
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         if accumulation_steps > 1:
             _warn_of_batch_norm(model, accumulation_steps)
@@ -179,6 +178,7 @@ class Trainer:
             self.plugin.rank,
             self.bad_gradients,
         )
+        self._between = BetweenSteps(self, self.state, self.max_duration, saver, stop)
 
     def fit(self) -> dict[str, Any]:
         """Train until ``max_duration``, from where ``state`` stands.
@@ -196,12 +196,12 @@ class Trainer:
         try:
             self.model.train()
             started = time.perf_counter()
-            for window in self._windows():
-                self._step(window, started)
-                started = time.perf_counter()
+            with self.bad_gradients.watching():
+                for window in self.state.read(self.max_duration):
+                    self._step(window, started)
+                    started = time.perf_counter()
             self.state.step_schedulers()
-            if self.saver is not None:
-                self.saver.finish(self, self.state.progress.step, self._metrics())
+            self._between.finish()
         except BaseException:
             # What led up to the end is the most wanted part of the record; a full disk must not
             # hide what ended the run.
@@ -265,20 +265,19 @@ class Trainer:
         """Take one optimizer step, which began at the time ``started``."""
         state, meter, before = self.state, self.state.meter, self.state.progress
         held, total, asked = count(
-            window, state.windows, self.loss, self.plugin, before.step == 0, self._asks()
+            window, state.windows, self.loss, self.plugin, before.step == 0, self._between.asks()
         )
         at = before.after(len(window.batches), total.samples, total.tokens, window.last)
         evaluates = at.completed(self.eval_interval, before) or at.reached(self.max_duration)
 
-        with self.bad_gradients.watched(at.step):
-            loss = self.passes.accumulate(window.batches, held, total.items, self._show)
+        loss = self.passes.accumulate(window.batches, held, total.items, self._show)
         layers = None
         if meter.layers is not None and (evaluates or meter.row_due(at.step)):
             self.optimizer.unscale()
             layers = meter.layers.share()
         state.step_schedulers()  # for the step before, see there
         decision = self.bad_gradients.clip(state.mode, before, window)
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = self.optimizer.optimizers[0].param_groups[0]["lr"]
         self.optimizer.step()
         state.step_taken()
         self.optimizer.zero_grad()
@@ -290,68 +289,9 @@ class Trainer:
             StepMetrics(at.step, loss, decision, lr, at.samples, at.tokens, seconds, layers),
             self.evaluate() if evaluates else None,
         )
-        self.bad_gradients.check(meter)
-        self._save_or_stop(asked, before)
-
-    def _asks(self) -> Asked:
-        """Return what this rank asks for; checkpoints are due by the clock of the first one."""
-        saver = self.saver
-        if saver is None:
-            return Asked(self._stop())
-        return Asked(self._stop(), self.plugin.rank == 0 and saver.overdue(), saver.failed())
-
-    def _save_or_stop(self, asked: Asked, before: Progress) -> None:
-        """Save a checkpoint if one is due after this step, and stop if a rank was asked to.
-
-        Args:
-            asked: what some rank asked for when the step began, the same on every rank.
-            before: counts before the step.
-
-        Raises:
-            Stopped: a rank was asked to stop, and steps are left.
-        """
-        at, saver = self.state.progress, self.saver
-        stops = asked.stop != 0 and not at.reached(self.max_duration)
-        if saver is not None:
-            if asked.failed:
-                saver.wait()
-            interval = saver.duration
-            if stops or asked.save or (interval is not None and at.completed(interval, before)):
-                saver.save(self, at.step, self._metrics())
-            if stops:
-                saver.wait()
-        if stops:
-            self.state.meter.flush()
-            raise Stopped(asked.stop)
-
-    def _metrics(self) -> dict[str, Any]:
-        """Return the metrics that a checkpoint is recorded with: evaluations, and the best's."""
-        self.state.meter.flush()
-        best = "" if self.saver is None else self.saver.best
-        return {
-            key: value
-            for key, value in self.state.meter.last.items()
-            if key.startswith(keys.EVAL) or key == best
-        }
-
-    def _windows(self) -> Iterator[Window]:
-        """Read windows of microbatches, epoch after epoch, until ``max_duration``.
-
-        Raises:
-            ValueError: an epoch holds nothing that the duration counts, so it would never end.
-        """
-        state, end = self.state, self.max_duration
-        while not state.progress.reached(end):
-            empty = True
-            for window in state.windows.epoch(state.progress.epoch, state.progress.batch):
-                empty = False
-                yield window
-                if state.progress.reached(end):
-                    return
-            if empty:
-                raise ValueError("the training data holds no microbatch")
-            if state.progress.of(end.unit) == 0:
-                raise ValueError(f"this data has no tokens, so {end} never ends")
+        if decision.finite is not True:
+            self.bad_gradients.check(meter)
+        self._between.act(asked, before)
 
     def _show(self, number: int, of: int) -> None:
         """Print the probe after microbatch ``number``."""

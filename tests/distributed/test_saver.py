@@ -153,7 +153,7 @@ def collectives(plugin: str, path: Path) -> list[tuple[str, ...]]:
         recording(name)
     training = made("gpt", plugin, saver=CheckpointSaver(path, "100ba", save_final=False))
     training_loop.count = kept(training_loop.count)
-    training._save_or_stop = kept(training._save_or_stop)
+    training._between.act = kept(training._between.act)
     training.fit()
     return found
 

@@ -229,14 +229,14 @@ def unguarded() -> Iterator[None]:
 
     Only metrics can then show a fault.
     """
-    right = layout._account
+    right = layout.account
 
     def account(shards: Any, group: Any, whole: Mapping[str, int]) -> Any:
         # No sum is unlike NaN by more than the bound.
         return right(shards, group, dict.fromkeys(whole, math.nan))  # type: ignore[arg-type]
 
     with (
-        patch.object(layout, "_account", account),
+        patch.object(layout, "account", account),
         patch.object(ReplicaCheck, "__call__", lambda check: None),
     ):
         yield

@@ -336,13 +336,12 @@ def test_a_good_step_does_not_wait_for_the_device():
         trainer = training(model, optimizers=fused, accumulation_steps=2, log_flush=100)
         waits = Waits()
         steps = trainer.bad_gradients
-        clip, check, watched = steps.clip, steps.check, steps.watched
+        clip, check = steps.clip, steps.check
 
         def within(function, *args):
             with waits:
                 return function(*args)
 
         steps.clip, steps.check = partial(within, clip), partial(within, check)
-        steps.watched = partial(within, watched)
         trainer.fit()
     assert waits.found == []

@@ -1,0 +1,91 @@
+"""Between two steps: save a checkpoint that is due, and end a training that was asked to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from runner.checkpoint.content import Training
+from runner.checkpoint.saver import CheckpointSaver
+from runner.config.duration import Duration
+from runner.config.problem import Stopped
+from runner.run_folder import keys
+from runner.train.asked import NOTHING, Asked
+from runner.train.progress import Progress
+from runner.train.state import TrainState
+
+
+class BetweenSteps:
+    """Saves checkpoints and stops, on all ranks together.
+
+    Args:
+        training: the training.
+        state: its state.
+        end: when it ends by itself.
+        saver: saves checkpoints; None if there are none.
+        stop: returns the number of the signal that asked this process to stop, 0 for none.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        state: TrainState,
+        end: Duration,
+        saver: CheckpointSaver | None,
+        stop: Callable[[], int],
+    ) -> None:
+        self._training, self._state, self._end = training, state, end
+        self._saver, self._stop = saver, stop
+
+    def asks(self) -> Asked:
+        """Return what this rank asks for; checkpoints are due by the clock of the first one."""
+        signal, saver = self._stop(), self._saver
+        if saver is None:
+            return Asked(signal) if signal else NOTHING
+        return Asked(signal, self._state.rank == 0 and saver.overdue(), saver.failed())
+
+    def act(self, asked: Asked, before: Progress) -> None:
+        """Save a checkpoint if one is due after this step, and stop if a rank was asked to.
+
+        Args:
+            asked: what some rank asked for when the step began, the same on every rank.
+            before: counts before the step.
+
+        Raises:
+            Stopped: a rank was asked to stop, and steps are left.
+        """
+        saver = self._saver
+        if saver is None and not asked.stop:
+            return
+        at = self._state.progress
+        stops = asked.stop != 0 and not at.reached(self._end)
+        if saver is not None:
+            if asked.failed:
+                saver.wait()
+            interval = saver.duration
+            if stops or asked.save or (interval is not None and at.completed(interval, before)):
+                saver.save(self._training, at.step, self._metrics(saver))
+            if stops:
+                saver.wait()
+        if stops:
+            self._state.meter.flush()
+            raise Stopped(asked.stop)
+
+    def finish(self) -> None:
+        """Complete the last checkpoint, and save the final weights, after the last step.
+
+        Raises:
+            OSError: one of them cannot be written, on every rank.
+        """
+        if self._saver is not None:
+            step = self._state.progress.step
+            self._saver.finish(self._training, step, self._metrics(self._saver))
+
+    def _metrics(self, saver: CheckpointSaver) -> dict[str, Any]:
+        """Return the metrics that a checkpoint is recorded with: evaluations, and the best's."""
+        self._state.meter.flush()
+        return {
+            key: value
+            for key, value in self._state.meter.last.items()
+            if key.startswith(keys.EVAL) or key == saver.best
+        }

@@ -35,11 +35,11 @@ class BetweenSteps:
         stop: Callable[[], int],
     ) -> None:
         self._training, self._state, self._end = training, state, end
-        self._saver, self._stop = saver, stop
+        self._saver, self.stop = saver, stop
 
     def asks(self) -> Asked:
         """Return what this rank asks for; checkpoints are due by the clock of the first one."""
-        signal, saver = self._stop(), self._saver
+        signal, saver = self.stop(), self._saver
         if saver is None:
             return Asked(signal) if signal else NOTHING
         return Asked(signal, self._state.rank == 0 and saver.overdue(), saver.failed())

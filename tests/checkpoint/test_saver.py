@@ -124,7 +124,7 @@ def test_a_training_that_is_asked_to_stop_saves_and_continues_later(tmp_path, as
     whole.fit()
     saver = CheckpointSaver(tmp_path, "9ba", asynchronous=asynchronous)
     stopped = trainer(saver=saver)
-    stopped._stop = lambda: 10 if stopped.state.progress.step >= 12 else 0
+    stopped._between.stop = lambda: 10 if stopped.state.progress.step >= 12 else 0
     with pytest.raises(Stopped) as caught:
         stopped.fit()
     assert caught.value.signal == 10
@@ -138,7 +138,7 @@ def test_a_training_that_is_asked_to_stop_saves_and_continues_later(tmp_path, as
 
 def test_a_training_that_has_ended_has_not_stopped(tmp_path):
     made = trainer(saver=CheckpointSaver(tmp_path, None))
-    made._stop = lambda: 15 if made.state.progress.step == 22 else 0
+    made._between.stop = lambda: 15 if made.state.progress.step == 22 else 0
     assert made.fit()["steps"] == 23
     assert names(tmp_path) == ["final"]
 

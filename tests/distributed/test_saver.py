@@ -41,7 +41,7 @@ def saved_and_stopped(model: str, plugin: str, path: Path, asynchronous: bool) -
     saver = CheckpointSaver(path, "2ba", best="eval/loss", asynchronous=asynchronous)
     training = made(model, plugin, saver=saver)
     last = dist.get_rank() == dist.get_world_size() - 1
-    training._stop = lambda: 10 if last and training.state.progress.step == 4 else 0
+    training._between.stop = lambda: 10 if last and training.state.progress.step == 4 else 0
     try:
         training.fit()
     except Stopped as stopped:

@@ -33,6 +33,9 @@ Check: TypeAlias = Callable[
 SWEEPER = "clip_runner"
 """The option of ``hydra/sweeper`` that runs the jobs of a sweep's record."""
 
+MOST_WRONG = 10
+"""Wrong jobs after which no further one is checked: most of their problems are the same."""
+
 _BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
@@ -165,12 +168,15 @@ def jobs(composer: Composer, lists: Lists, check: Check) -> tuple[list[Job], lis
     )
     problems += found
     problems += _sweeper_problems(lists.master)
-    made = []
+    made, wrong = [], 0
     by_job: list[list[Problem]] = []
     for number, (given, apart) in enumerate(wanted):
         parsed, _ = composer.read(given)
         typed, plain, found = check(composer, parsed, composer.attempt(given), number)
         by_job.append([replace(problem, job=" ".join(apart)) for problem in found])
+        wrong += bool(found)
+        if wrong == MOST_WRONG:
+            break
         if typed is not None:
             made.append(Job(typed, plain, tuple(given), tuple(apart)))
     return made, problems + _merged(by_job)

@@ -70,6 +70,7 @@ ODD = [
     ),
     (["-m", "seed=range(0,9)", "sweep.max_jobs=8"], ["sweep.max_jobs=8", "seed alone"]),
     (["-m", "seed=range(0,9)", "sweep.max_jobs=0"], ["sweep.max_jobs=0", "at least 1"]),
+    (["-m", "seed=range(0,3000)", "tracker.jobtype=a"], ["did you mean tracker.job_type?"]),
     (["-m", "seed=1,2", "sweep.zip=${nowhere}"], ["sweep.zip="]),
     (["-m", "seed=1,2", "sweep.max_jobs=${nowhere}"], ["sweep.max_jobs="]),
 ]

@@ -105,7 +105,8 @@ def damages(draw):
         at, value = draw(st.integers(0, 10**9)), draw(VALUE)
 
         def work(path):
-            lines = path.read_text().splitlines() if name.endswith("l") else [path.read_text()]
+            text = path.read_text()
+            lines = (name.endswith("l") and text.splitlines()) or [text]
             line = at % len(lines)
             lines[line] = json.dumps(replaced(json.loads(lines[line]), at, value))
             path.write_text("\n".join(lines) + "\n")

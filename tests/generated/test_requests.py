@@ -12,7 +12,7 @@ from tests.generated.limits import examples, in_time
 from tests.generated.overrides import REQUEST
 
 # Each of a sweep's runs is checked: fewer runs, so that an example does not take minutes.
-FEW = "sweep.max_jobs=12"
+FEW = "sweep.max_jobs=6"
 
 
 def asked(words):

@@ -62,11 +62,11 @@ def test_ranks_that_stand_already_are_those(monkeypatch):
 
 @pytest.mark.parametrize("words", ["plugin=ddp plugin.nproc=2", "plugin=tensor plugin.tp_size=2"])
 def test_the_fork_server_is_warmed_for_local_ranks(monkeypatch, words):
-    from runner.launch import local_ranks
+    from runner.launch import fork_server, local_ranks
 
     warmed = []
-    monkeypatch.setattr(local_ranks.multiprocessing, "set_forkserver_preload", warmed.append)
-    monkeypatch.setattr(local_ranks.multiprocessing.forkserver, "ensure_running", lambda: None)
+    monkeypatch.setattr(fork_server.multiprocessing, "set_forkserver_preload", warmed.append)
+    monkeypatch.setattr(fork_server.forkserver, "ensure_running", lambda: None)
     local_ranks.prepare(config("plugin=ddp"))
     assert warmed == []
     local_ranks.prepare(config(*words.split()))

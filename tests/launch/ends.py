@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,6 +127,12 @@ def _command(pid: int) -> str:
         return "it has just ended"
 
 
+def kill(pid: int) -> None:
+    """Kill a process, unless it has ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 @contextmanager
 def started(
     environment: Mapping[str, str],
@@ -169,9 +175,6 @@ def started(
         yield run
     finally:
         for pid in {*run.processes(), *([] if process.returncode is not None else [process.pid])}:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+            kill(pid)
         process.wait()
         shutil.rmtree(temporary, ignore_errors=True)

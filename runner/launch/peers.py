@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore, is_initialized  # type: ignore[attr-defined]
 
 from runner.config.environment import StartedRank
 from runner.launch.failure import RankFailed, described, may_be_lost_peer, stopped_by
@@ -23,7 +23,9 @@ _LOST, _STOPPED = "lost", "stopped"
 
 
 def tell(error: BaseException, rank: StartedRank) -> None:
-    """Tell the other ranks how this one ended."""
+    """Tell the other ranks how this one ended, if it found them."""
+    if not is_initialized():
+        return
     why = described(error)
     if may_be_lost_peer(error):
         why = _LOST
@@ -42,6 +44,8 @@ def find(size: int, timeout: float) -> RankFailed | None:
         size: number of all ranks.
         timeout: maximum duration of a collective, in seconds.
     """
+    if not is_initialized():
+        return None
     told: dict[int, str] = {}
     until = time.monotonic() + PATIENCE
     with suppress(RuntimeError):

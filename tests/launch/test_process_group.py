@@ -9,6 +9,7 @@ import pytest
 
 from runner import launch_from_torch
 from runner.launch.process_group import leave
+from runner.launch.rank import join
 
 
 def test_threads_that_wait_for_the_interpreter_run_before_it_ends(monkeypatch):
@@ -37,6 +38,16 @@ def test_threads_that_wait_for_the_interpreter_run_before_it_ends(monkeypatch):
     finally:
         sys.setswitchinterval(often)
         thread.join()
+
+
+def test_a_rank_that_cannot_find_the_others(monkeypatch, capsys):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert join() == 1
+    told = capsys.readouterr().err
+    assert told.count("Traceback") == 1
+    assert "(MASTER_ADDR, MASTER_PORT not set)" in told
 
 
 def test_an_environment_without_ranks(monkeypatch):

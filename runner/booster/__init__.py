@@ -1,7 +1,8 @@
 """The Booster stack: model, optimizer, criterion, dataloader and scheduler under a plugin."""
 
 from runner.booster.booster import Booster
-from runner.booster.optimizer import NonFiniteGradient, OptimizerWrapper
+from runner.booster.nonfinite import NonFiniteGradient
+from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.plugin import (
     HybridParallelPlugin,
     LowLevelZeroPlugin,

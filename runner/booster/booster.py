@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from runner.booster import joint, saved
 from runner.booster.checkpoint_io import CheckpointIO
 from runner.booster.loss import WindowLoss
-from runner.booster.optimizer import Nonfinite, OptimizerWrapper
+from runner.booster.nonfinite import Nonfinite
+from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.optimizers import require_safe
 from runner.booster.plugin import ParallelModel, Plugin, SinglePlugin, TorchDDPPlugin
 from runner.booster.precision import LossScale, dtype_of

@@ -4,41 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.booster.fused import match_strides, step_where
+from runner.booster.nonfinite import Nonfinite, NonFiniteGradient, finding
 from runner.booster.precision import LossScale
 from runner.booster.step_order import StepOrder, StepOrderError, StepState
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, build, total_norm, transfer
 from runner.clip.norms import Powers
-from runner.config.notation import first_few, ranks_as_text
 from runner.parallel.gradient_sync import nothing
-
-Nonfinite = Literal["skip", "error", "ignore"]
-
-
-class NonFiniteGradient(FloatingPointError):
-    """A gradient holds NaN or inf, and ``nonfinite`` is ``error``; or too many steps were skipped.
-
-    Args:
-        finding: what is not finite.
-        advice: what to do about it.
-        norm: norm of the gradient.
-    """
-
-    def __init__(self, finding: str, advice: str = "", norm: float = math.nan) -> None:
-        super().__init__(finding, advice, norm)
-        self.finding = finding
-        self.advice = advice
-        self.norm = norm
-
-    def __str__(self) -> str:
-        return f"{self.finding} ({self.advice})" if self.advice else self.finding
 
 
 class OptimizerWrapper(StepOrder):
@@ -338,22 +316,7 @@ class OptimizerWrapper(StepOrder):
             known = math.isfinite(norm)
         if not known and self.loss_scale is None and self.nonfinite == "error":
             advice = "clip.nonfinite=skip leaves such steps out"
-            raise NonFiniteGradient(self._finding(float(norm)), advice, float(norm))
+            found = finding(self.layout, self.powers, float(norm))
+            raise NonFiniteGradient(found, advice, float(norm))
         self._finite = known or (self.nonfinite == "ignore" and self.loss_scale is None)
         return known
-
-    def _finding(self, norm: float) -> str:
-        """Name the parameters whose gradient is not finite, and the ranks that hold it.
-
-        One collective of the ranks of the layout, all of which have seen the same norm.
-        """
-        here = [] if self.powers is None else self.powers.not_finite()
-        group = self.layout.group
-        if group is None:
-            return f"the gradient's norm is {norm}: {first_few(here)}"
-        every: list[list[str]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(every, here, group=group)
-        bad = {name for names in every for name in names}
-        named = first_few([name for name in self.layout.names if name in bad])
-        ranks = [dist.get_global_rank(group, number) for number, names in enumerate(every) if names]
-        return f"the gradient's norm is {norm}: {named} on {ranks_as_text(ranks)}"

@@ -6,7 +6,10 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
+
 from runner.config.notation import first_few, ranks_as_text, rounded
+from runner.config.problem import or_list
 from runner.train.forward_order import Position, in_order
 
 MOST_SAMPLES = 16
@@ -96,6 +99,24 @@ def describe(
     text = f"the gradient's norm is {norm}: {_parameters(order, bad)}"
     text += _place(reports, origin)
     return Description(f"{text}. {_reason(reports, order, bad, origin)}", located, samples)
+
+
+def advice_on_skips(rate: float, precision: torch.dtype | None) -> str:
+    """Say what to try against steps that are all skipped.
+
+    Args:
+        rate: learning rate.
+        precision: dtype of the forward pass, or None for full precision.
+    """
+    tried = [
+        f"a lower learning rate (now {rounded(rate)})",
+        "a longer warm-up of it (scheduler=linear_warmup_cosine)",
+    ]
+    if precision is torch.float16:
+        tried.append("precision=bf16 or fp32")
+    elif precision is torch.bfloat16:
+        tried.append("precision=fp32")
+    return f"try {or_list(tried)}; clip.max_skips sets how many skipped steps end a run"
 
 
 def _origin(reports: Sequence[RankReport]) -> Origin:

@@ -20,13 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runner.booster import NonFiniteGradient, OptimizerWrapper, Plugin
-from runner.booster.optimizer import Nonfinite
+from runner.booster.nonfinite import Nonfinite
 from runner.clip import ClipMode, Decision
 from runner.clip.norms import Powers
-from runner.config.notation import rounded
-from runner.config.problem import or_list
 from runner.telemetry.meter import Meter
-from runner.train.bad_gradient_report import Description, RankReport, describe
+from runner.train.bad_gradient_report import Description, RankReport, advice_on_skips, describe
 from runner.train.forward_order import ForwardOrder
 from runner.train.gradient_trace import GradientTrace
 from runner.train.passes import Passes
@@ -234,7 +232,9 @@ class BadGradients:
         if self.in_a_row == self._max_skips:
             found = self._describe(step, norm).text
             skipped = f"{self.in_a_row} steps in a row were skipped, up to step {number}"
-            self._failure = NonFiniteGradient(f"{skipped}: {found}", self._advice(), norm)
+            rate = float(self._optimizer.param_groups[0]["lr"])
+            advice = advice_on_skips(rate, self._precision)
+            self._failure = NonFiniteGradient(f"{skipped}: {found}", advice, norm)
         elif self.in_a_row == WARNED:
             self._warn(f"{WARNED} steps in a row were skipped, up to step {number}", step, norm)
         elif not self.reported or step.traced is not None:
@@ -295,16 +295,3 @@ class BadGradients:
 
     def _samples(self, step: _Step, microbatch: int) -> list[list[int]] | None:
         return self._windows.indices(step.epoch, step.first + microbatch - 1)
-
-    def _advice(self) -> str:
-        """Say what to try against steps that are all skipped."""
-        rate = rounded(float(self._optimizer.param_groups[0]["lr"]))
-        tried = [
-            f"a lower learning rate (now {rate})",
-            "a longer warm-up of it (scheduler=linear_warmup_cosine)",
-        ]
-        if self._precision is torch.float16:
-            tried.append("precision=bf16 or fp32")
-        elif self._precision is torch.bfloat16:
-            tried.append("precision=fp32")
-        return f"try {or_list(tried)}; clip.max_skips sets how many skipped steps end a run"

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from runner.booster import Booster, LossScale, ModelWrapper, OptimizerWrapper, Plugin, SinglePlugin
 from runner.booster.criterion import Criterion
 from runner.booster.loss import WindowLoss
-from runner.booster.optimizer import Nonfinite
+from runner.booster.nonfinite import Nonfinite
 from runner.checkpoint import content as checkpoint
 from runner.checkpoint.saver import CheckpointSaver
 from runner.clip import ClipMode, GradientClipping, build

@@ -290,12 +290,12 @@ def test_a_search_for_the_loss_scale_does_not_alarm(caplog):
 
 def test_a_search_for_the_loss_scale_that_does_not_end_does(caplog):
     trainer = scaled(2.0**-9, 2.0**4, caplog, steps=30, max_skips=5)
-    with pytest.raises(NonFiniteGradient, match="5 steps in a row were skipped, up to step 9"):
+    skipped = "5 steps in a row were skipped, up to step 9.*precision=bf16 or fp32"
+    with pytest.raises(NonFiniteGradient, match=skipped):
         trainer.fit()
     assert trainer.bad_gradients.searches == 4
     first, *_ = said(caplog)
     assert first.startswith("step 5 was skipped: the gradient's norm is inf: weight")
-    assert "precision=bf16 or fp32" in trainer.bad_gradients._advice()
 
 
 def test_a_bad_loss_is_no_search_for_the_loss_scale(caplog):

@@ -31,6 +31,7 @@ from runner.compose.jobs import Job
 from runner.compose.overrides import key_of
 from runner.config.environment import joins
 from runner.config.modes import built_in
+from runner.config.secrets import masked_words
 from runner.telemetry.sinks.console import print_line
 
 FILE = "calibrate.json"
@@ -82,7 +83,7 @@ def main(words: Sequence[str]) -> int:
         print_line(f"clip-runner: {measured.error}", sys.stderr)
         return measured.exit_code
     shown.close(None, 0)
-    found = describe(job, measured, words)
+    found = describe(job, measured, masked_words(words))
     write_object(folder / FILE, found)
     print_line()
     for line in lines(found):

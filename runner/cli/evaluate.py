@@ -18,6 +18,7 @@ from runner.compose.recorded import recorded
 from runner.config.environment import joins
 from runner.config.notation import plural
 from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.secrets import masked_words
 from runner.run_folder import files
 from runner.telemetry.sinks.console import print_line
 
@@ -81,7 +82,9 @@ def main(words: Sequence[str]) -> int:
         return 0
     about = {"run": str(run), "checkpoint": str(checkpoint), "step": step}
     try:
-        write_object(asked.output, {**about, "overrides": asked.overrides, **found["metrics"]})
+        write_object(
+            asked.output, {**about, "overrides": masked_words(asked.overrides), **found["metrics"]}
+        )
     except OSError as error:
         print_line(f"clip-runner: {asked.output} cannot be written: {error}", sys.stderr)
         return FAILED

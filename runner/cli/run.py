@@ -21,6 +21,7 @@ from runner.cli import WRONG_REQUEST
 from runner.compose.answers import answer, help_text
 from runner.compose.composer import Composer, Source, with_own_mode
 from runner.compose.jobs import Job
+from runner.compose.masking import write_composition
 from runner.compose.overrides import spelled_out
 from runner.compose.request import Request, request
 from runner.config.environment import joins, started_rank
@@ -87,13 +88,12 @@ def _run(wanted: Request) -> int:
     with claimed(folder):
         if read_object(folder / files.STATUS) != status:  # another run has ended here meanwhile
             start = resume.decide(job.config, job.plain, folder)
-        ended = wanted.run(
-            lambda folder: supervise.run(
-                job.config, job.plain, folder, wanted.overrides, start=start
-            ),
-            folder,
-        )
-    return ended.exit_code
+
+        def work(folder: Path) -> supervise.Ended:
+            write_composition(folder / files.HYDRA)
+            return supervise.run(job.config, job.plain, folder, wanted.overrides, start=start)
+
+        return wanted.run(work, folder).exit_code
 
 
 def _show(args: argparse.Namespace) -> int:

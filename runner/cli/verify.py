@@ -19,6 +19,7 @@ from runner.compose.overrides import key_of
 from runner.compose.request import Request
 from runner.config.environment import joins
 from runner.config.problem import DataMismatch, RequestError
+from runner.config.secrets import masked_words
 from runner.telemetry.sinks.console import print_line
 
 FILE = "verify.json"
@@ -94,7 +95,7 @@ def _write(folder: Path, job: Job, words: Sequence[str], found: dict[str, Any]) 
     from runner.run_folder.provenance import provenance
     from runner.run_folder.strict_json import write_object
 
-    whole = {"words": list(words), **found, **provenance(), "request": job.plain}
+    whole = {"words": masked_words(words), **found, **provenance(), "request": job.plain}
     write_object(folder / FILE, whole)
 
 

@@ -22,6 +22,7 @@ from runner.compose.composer import Composer, Earlier, destination, plain_word
 from runner.config.identity import config_hash, request_hash, sweep_name
 from runner.config.problem import Problem
 from runner.config.schema import RunConfig
+from runner.config.secrets import masked_words
 from runner.config.values import CONFIG, Count, allowed
 
 Check: TypeAlias = Callable[
@@ -49,7 +50,7 @@ class Job:
 
     Attributes:
         config: its configuration.
-        plain: the same as plain containers, to hand to other processes.
+        plain: the same as it is recorded, in plain containers: without secrets.
         words: all overrides of the job.
         apart: overrides that set it apart from the other jobs; none for a single job.
     """
@@ -62,7 +63,7 @@ class Job:
     @property
     def label(self) -> str:
         """The overrides that set it apart, as one line."""
-        return " ".join(self.apart)
+        return " ".join(masked_words(self.apart))
 
     @cached_property
     def hash(self) -> str:
@@ -253,7 +254,10 @@ def _subdir_problem(master: DictConfig) -> Problem | None:
 def _for_hydra(lists: Lists, folder: Path, maximizes: bool) -> tuple[str, ...]:
     """Return the overrides of a sweep with its folder and sweeper, for Hydra."""
     path = str(folder).replace("${", "\\${").replace("'", "\\'")
-    ours = {"hydra.sweep.dir": f"hydra.sweep.dir='{path}'"}
+    ours = {
+        "hydra.sweep.dir": f"hydra.sweep.dir='{path}'",
+        "hydra.output_subdir": "hydra.output_subdir=null",  # Hydra's own files would hold secrets
+    }
     if lists.enumerated:
         ours["hydra/sweeper"] = f"hydra/sweeper={SWEEPER}"
     typed = {override.key_or_group for override in lists.overrides}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.types import Override
@@ -15,8 +16,10 @@ from runner.compose import diagnose
 from runner.compose.composer import Composer, Source, plain_config, plain_word, reason
 from runner.compose.jobs import Job
 from runner.compose.references import require_bounds
-from runner.config.check import examine
+from runner.config.check import examine, leaves
+from runner.config.identity import ENVIRONMENT, NOT_HASHED
 from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.secrets import MASK
 from runner.config.values import Refusal
 from runner.config.yaml_file import read_yaml
 
@@ -27,7 +30,7 @@ def recorded(file: Path, given: Sequence[str]) -> Job:
     An option of a group takes the place of the section that the run had.
 
     Args:
-        file: resolved configuration of a run.
+        file: recorded configuration of a run. Values of the environment are read from it anew.
         given: overrides of single values, and options of groups.
 
     Raises:
@@ -40,6 +43,7 @@ def recorded(file: Path, given: Sequence[str]) -> Job:
     if not isinstance(content, dict):
         message = f"{file} holds no configuration"
         raise RequestError([Problem("RUN", str(file.parent), message)])
+    content.pop(ENVIRONMENT, None)  # only to tell configurations apart
     config = OmegaConf.create(content)
     OmegaConf.set_struct(config, True)
     composer = Composer(Source(), given)
@@ -54,12 +58,21 @@ def recorded(file: Path, given: Sequence[str]) -> Job:
             plain = plain_config(config)
         except OmegaConfBaseException:
             raise RequestError([*problems, *diagnose.unresolved(config, "")]) from None
+    problems += _masked(plain)
     typed, found = examine(plain)
     known = {problem.key for problem in problems}
     problems += [problem for problem in found if problem.key not in known]
     if problems or typed is None:
         raise RequestError(problems)
     return Job(typed, plain, tuple(given))
+
+
+def _masked(plain: dict[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each secret that is needed, and that the record does not have."""
+    for key, value in leaves("", plain):
+        if MASK in str(value) and key.partition(".")[0] not in NOT_HASHED:
+            message = f"is a secret, which is not recorded: give it again ({key}=VALUE)"
+            yield Problem(key, NOTHING, message)
 
 
 def _wrong(override: Override, config: DictConfig, composer: Composer) -> Problem | None:

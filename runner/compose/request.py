@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from hydra._internal.callbacks import Callbacks
 from hydra.core.hydra_config import HydraConfig
@@ -29,12 +30,16 @@ from runner.compose.composer import (
     plain_config,
 )
 from runner.compose.jobs import Job, Sweep
+from runner.compose.masking import recorded_words, resolved_and_recorded
 from runner.config.check import examine
 from runner.config.folders import outputs
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.schema import RunConfig
 
 T = TypeVar("T")
+
+Waiting: TypeAlias = tuple[int, Sequence[str]]
+"""Number and overrides of a run of a sweep."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,8 @@ class Request:
 
     @property
     def overrides(self) -> list[str]:
-        """Overrides of one run, without those of Hydra's own settings."""
-        return [] if self.composed is None else list(self.composed.hydra.overrides.task)
+        """Overrides of one run as they are recorded, without those of Hydra's own settings."""
+        return [] if self.composed is None else recorded_words(self.composed.hydra.overrides.task)
 
     def run(self, work: Callable[[Path], T], folder: Path | None = None) -> T:
         """Call ``work`` with the folder of the run, in which Hydra has set up logging.
@@ -77,6 +82,7 @@ class Request:
         assert composed is not None
         with read_write(composed.hydra):
             composed.hydra.mode = RunMode.RUN
+            composed.hydra.output_subdir = None  # the files of Hydra's own would hold secrets
             composed.hydra.run.dir = str(folder or self.folder).replace("${", "\\${")
         name, callbacks = self.composer.source.name, Callbacks(composed)
         context = HydraContext(self.composer.loader, callbacks)
@@ -93,13 +99,15 @@ class Request:
             returned: T = ended.return_value
             return returned
 
-    def launch(self, work: Callable[[DictConfig], Any]) -> None:
+    def launch(self, work: Callable[[DictConfig], Any], waiting: Sequence[Waiting]) -> None:
         """Let Hydra's sweeper and launcher call ``work`` for each job of the sweep.
 
         Args:
             work: function of a module, which a launcher may import in other processes.
+            waiting: number and overrides of each run that is left, if they are known.
         """
         assert self.sweep is not None
+        import_module("hydra_plugins.clip_runner").RecordSweeper.waiting = waiting
         with self.composer.active(), logging_restored():
             self.composer.hydra.multirun(self.composer.source.name, work, list(self.sweep.words))
 
@@ -207,7 +215,7 @@ def _check(
         number: number of the job in its sweep; None for a run.
 
     Returns:
-        The typed configuration (None if anything is wrong), the same as plain containers, and
+        The typed configuration (None if anything is wrong), the same as it is recorded, and
         everything that is wrong.
     """
     found = diagnose.Diagnosis()
@@ -217,21 +225,24 @@ def _check(
         if config is None:
             why = diagnose.failure(composer, found.good)  # the fault is in a file
             return None, {}, found.problems or [Problem("configuration", NOTHING, why)]
-    plain, unresolved = _resolved(config, number)
+    plain, recorded, unresolved = _resolved(config, number)
     typed, wrong = examine(plain, found.unsettled)
     known = {problem.key for problem in (*found.problems, *unresolved)}
     problems = found.problems + unresolved
     problems += [problem for problem in wrong if problem.key not in known]
     if error := composer.broken_recipes.get(str(plain.get("recipe"))):
         problems.append(Problem("recipe", plain["recipe"], error))
-    return typed, plain, problems
+    return typed, recorded, problems
 
 
-def _resolved(config: DictConfig, number: int | None) -> tuple[dict[str, Any], list[Problem]]:
+def _resolved(
+    config: DictConfig, number: int | None
+) -> tuple[dict[str, Any], dict[str, Any], list[Problem]]:
     """Resolve the job's part of a composition.
 
     Returns:
-        The configuration as plain containers, and what cannot be resolved in it.
+        The configuration as plain containers, the same as it is recorded, and what cannot be
+        resolved in it.
     """
     folder = None if number is not None else destination(config, "run")[0]
     with read_write(config), open_dict(config), read_write(config.hydra):
@@ -243,9 +254,10 @@ def _resolved(config: DictConfig, number: int | None) -> tuple[dict[str, Any], l
     with read_write(job), open_dict(job):
         del job["hydra"]
     try:
-        return plain_config(job), []
+        return *resolved_and_recorded(job), []
     except OmegaConfBaseException:
-        return plain_config(job, resolve=False), list(diagnose.unresolved(job, ""))
+        plain = plain_config(job, resolve=False)
+        return plain, plain, list(diagnose.unresolved(job, ""))
 
 
 def _distinct(problems: Sequence[Problem]) -> list[Problem]:

@@ -26,17 +26,20 @@ MAY_CHANGE = (
 )
 """Sections and keys that may differ between a checkpoint and the run that continues from it."""
 
+ENVIRONMENT = "environment"
+"""Section of a recorded configuration: digests of values that come from the environment."""
+
 _LONGEST_NAME = 48
 _LENGTH = "train.max_duration"
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Return 16 hexadecimal digits that identify a resolved configuration.
+    """Return 16 hexadecimal digits that identify a configuration as it is recorded.
 
     SHA-256 of canonical JSON (sorted keys, no spaces) without the sections in ``NOT_HASHED``, so
     the order of keys does not matter.
     """
-    return _digest({key: value for key, value in config.items() if key not in NOT_HASHED})
+    return digest({key: value for key, value in config.items() if key not in NOT_HASHED})
 
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -45,7 +48,7 @@ def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
     Keys of ``MAY_CHANGE`` are left out, and so is ``train.max_duration`` where it is longer.
 
     Args:
-        saved: resolved configuration of the checkpoint, in plain containers.
+        saved: recorded configuration of the checkpoint, in plain containers.
         wanted: that of the run.
 
     Returns:
@@ -55,7 +58,8 @@ def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
     found = {}
     for key in dict.fromkeys([*now, *before]):
         pair = before.get(key, MISSING), now.get(key, MISSING)
-        counts = key not in MAY_CHANGE and key.partition(".")[0] not in MAY_CHANGE
+        named = key.removeprefix(f"{ENVIRONMENT}.")
+        counts = named not in MAY_CHANGE and named.partition(".")[0] not in MAY_CHANGE
         if counts and pair[0] != pair[1] and not (key == _LENGTH and _is_longer(*pair)):
             found[key] = pair
     return found
@@ -76,7 +80,7 @@ def request_hash(hashes: Iterable[str], search: Sequence[str] = ()) -> str:
         hashes: hashes of the jobs, from :func:`config_hash`.
         search: overrides of the search space, for a sweeper that chooses jobs by results.
     """
-    return _digest([sorted(hashes), sorted(search)])
+    return digest([sorted(hashes), sorted(search)])
 
 
 def sweep_name(recipe: str, keys: Iterable[str], identity: str) -> str:
@@ -93,6 +97,7 @@ def sweep_name(recipe: str, keys: Iterable[str], identity: str) -> str:
     return f"{readable or 'sweep'}-{identity[:8]}"
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of a value in plain containers."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

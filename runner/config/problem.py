@@ -8,6 +8,7 @@ from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 from runner.config.notation import plural
+from runner.config.secrets import hide
 
 MISSING = "???"  # how a configuration file marks a value that somebody must give
 
@@ -129,7 +130,7 @@ def _block(problems: tuple[Problem, ...]) -> str:
     lines = [f"clip-runner: this request cannot be run ({count})"]
     for problem in problems:
         place = f"  (in the job {_brief(problem.job)})" if problem.job else ""
-        lines.append(f"  {problem.word:<{width}}  {_brief(problem.message, 4000)}{place}")
+        lines.append(hide(f"  {problem.word:<{width}}  {_brief(problem.message, 4000)}{place}"))
     return "\n".join(lines)
 
 

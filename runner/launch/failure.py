@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from signal import SIGINT
 from typing import Any, Literal
 
 from runner.config import disk
 from runner.config.problem import Stopped
+from runner.config.secrets import hide
 from runner.launch import signals
 from runner.train import stop
 
@@ -59,7 +60,8 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
         return work()
     except BaseException as error:
         stop.requested()  # from here on a signal is noted: the record is written whole
-        return _why(error)
+        why = _why(error)
+        return replace(why, error=hide(why.error))
 
 
 def described(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 from runner.config.problem import Stopped
 from runner.config.schema import RunConfig
+from runner.config.secrets import known
 from runner.config.sizes import least_ranks
 from runner.launch import fork_server, hang, signals
 from runner.launch.failure import RankFailed
@@ -76,7 +77,8 @@ def train_on_local_ranks(
     follower.start()
     try:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with _Ranks(ranks, store.port, config.launch.timeout, (config, folder, work)) as started:
+        job = (config, folder, work, known())
+        with _Ranks(ranks, store.port, config.launch.timeout, job) as started:
             return started.wait()
     finally:
         ended.set()
@@ -90,12 +92,10 @@ class _Ranks:
         size: number of ranks.
         port: port of the store by which they find each other.
         timeout: seconds after which a rank that the others wait for hangs.
-        job: configuration, folder and work of each rank.
+        job: arguments of :func:`runner.launch.rank.rank_main`, for each rank.
     """
 
-    def __init__(
-        self, size: int, port: int, timeout: float, job: tuple[RunConfig, Path, Work]
-    ) -> None:
+    def __init__(self, size: int, port: int, timeout: float, job: tuple[Any, ...]) -> None:
         self._open = ExitStack()
         memory = self._open.enter_context(_unnamed(8 * (size + 1)))
         # One count of each rank, and whether they are to end without a checkpoint.

@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runner.config import secrets
 from runner.config.environment import started_rank
 from runner.config.problem import Stopped
 from runner.config.schema import RunConfig
@@ -113,17 +113,19 @@ def _answer_signals(counts: Sequence[int], handled: Sequence[int]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.ASKING)
 
 
-def rank_main(config: RunConfig, folder: Path, work: Work) -> dict[str, Any]:
+def rank_main(config: RunConfig, folder: Path, work: Work, known: secrets.Known) -> dict[str, Any]:
     """Train as a local rank, which the environment describes.
 
     Args:
         config: the configuration.
         folder: folder of the run; the first rank writes its rows there.
         work: what to do.
+        known: secrets that the log must not hold.
 
     Returns:
         What the work returned: the summary of a run.
     """
+    secrets.take(known)
     started = started_rank()
     assert started is not None
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // started.local_world_size))
@@ -181,7 +183,7 @@ def _explain(error: BaseException, timeout: float) -> None:
     peers.tell(error, started)
     if not may_be_lost_peer(error):
         if isinstance(error, Exception):
-            traceback.print_exc()
+            print_line(secrets.hide(described(error)), sys.stderr)
         return
     found = peers.find(started.world_size, timeout)
     if found is not None and found.rank == 0 and started.rank == 1:

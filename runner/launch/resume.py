@@ -13,9 +13,9 @@ from typing import Any
 from runner.checkpoint.folder import DamagedCheckpoint, found, manifest_of, require_whole
 from runner.config.environment import slurm_job, was_requeued
 from runner.config.folders import outputs
-from runner.config.identity import config_hash, differences
+from runner.config.identity import ENVIRONMENT, config_hash, differences
 from runner.config.plugin_section import PluginSection
-from runner.config.problem import MISSING, Problem, RequestError, shown
+from runner.config.problem import MISSING, NOTHING, Problem, RequestError, shown
 from runner.config.schema import RunConfig
 from runner.config.sizes import data_parallel_size
 from runner.run_folder import files, keys
@@ -277,13 +277,17 @@ def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> l
         )
         return [Problem(_BATCH[0], config.data.batch_size, message)]
     return [
-        Problem(
-            key,
-            "(not given)" if value == MISSING else value,
-            f"{'is not given' if old == MISSING else f'is {shown(old)}'} in {where}; {force}",
-        )
-        for key, (old, value) in differing.items()
+        _differs(key, old, value, f"{where}; {force}") for key, (old, value) in differing.items()
     ]
+
+
+def _differs(key: str, old: Any, value: Any, where: str) -> Problem:
+    """Return the problem of a key that has another value in a checkpoint."""
+    if key.startswith(f"{ENVIRONMENT}."):
+        message = f"comes from the environment, and had another value in {where}"
+        return Problem(key.removeprefix(f"{ENVIRONMENT}."), NOTHING, message)
+    before = "is not given" if old == MISSING else f"is {shown(old)}"
+    return Problem(key, "(not given)" if value == MISSING else value, f"{before} in {where}")
 
 
 def _samples_of(config: RunConfig) -> int:

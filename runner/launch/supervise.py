@@ -20,6 +20,7 @@ from runner.config.identity import config_hash
 from runner.config.notation import plural
 from runner.config.problem import Interrupted, Stopped
 from runner.config.schema import RunConfig
+from runner.config.secrets import hidden
 from runner.launch import signals
 from runner.launch.failure import Failure, attempt, may_be_lost_peer
 from runner.launch.local_ranks import Work, train_on_local_ranks
@@ -245,7 +246,7 @@ def _sinks(
     interval = steps_between_lines(evaluation, max(config.log.interval, config.log.flush))
     sinks: list[Sink] = [TerminalSink(steps, interval, title)]
     if run_id is not None:
-        settings = config.tracker.model_dump(exclude={"name"})
+        settings = hidden(config.tracker.model_dump(exclude={"name"}))
         name = " ".join(words) or folder.name
         settings |= {"sent_until": sent or 0, "resumes": sent is not None}
         settings["time_left"] = lambda: signals.time_left() - PAGE_SECONDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from runner.config.secrets import hide
 from runner.run_folder.patient_file import PatientFile
 
 MOST_BYTES = 2**20
@@ -27,7 +28,8 @@ class LogFile(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Append one message, and those that did not fit before it."""
         try:
-            self.file.append((self.format(record) + "\n").encode(errors="backslashreplace"))
+            text = hide(self.format(record)) + "\n"
+            self.file.append(text.encode(errors="backslashreplace"))
         except Exception:  # as in every handler: the message is wrong, not the program
             self.handleError(record)
 

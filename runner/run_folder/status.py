@@ -54,10 +54,10 @@ class Record:
         wandb_run_id: str | None,
         resumed: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write the resolved configuration and the state ``running``.
+        """Write the configuration and the state ``running``.
 
         Args:
-            config: resolved configuration in plain containers.
+            config: configuration in plain containers, as it is recorded.
             config_hash: its hash, from :func:`runner.config.identity.config_hash`.
             wandb_run_id: id of the run in wandb; None if wandb records nothing.
             resumed: entries of the status of a run that continues: it keeps ``started`` and

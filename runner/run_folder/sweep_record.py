@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from runner.config.bounded_file import read_bounded
+from runner.config.secrets import masked_words
 from runner.run_folder import files
 from runner.run_folder.strict_json import write_object
 
@@ -137,8 +138,11 @@ class SweepRecord:
             return None
 
     def write(self, folder: Path) -> None:
-        """Replace the record in the folder of a sweep."""
+        """Replace the record in the folder of a sweep; secrets in overrides are masked."""
         content = asdict(self)
+        for part in (content, *content["entries"]):
+            for key in {"words", "overrides"} & part.keys():
+                part[key] = masked_words(part[key])
         content["runs"] = content.pop("entries")
         write_object(folder / files.SWEEP, content)
 

@@ -79,7 +79,8 @@ def run_sweep(
 
         try:
             with signals.last_words(write_last):
-                request.launch(run_job)
+                waiting = [one for one in entries if one.state == "waiting"]
+                request.launch(run_job, [(one.number, one.words) for one in waiting])
             code, interrupted = 0, False
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1

@@ -12,11 +12,12 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from runner.compose.composer import plain_config
+from runner.compose.masking import recorded_words, resolved_and_recorded, write_composition
 from runner.config import disk
 from runner.config.check import parse
 from runner.config.identity import config_hash
 from runner.config.problem import Problem, RequestError
+from runner.config.secrets import hide
 from runner.launch.page import write_page
 from runner.run_folder import files
 from runner.run_folder.claim import claimed
@@ -71,7 +72,8 @@ def _run(config: DictConfig) -> float | None:
     if not _is_here(settings):
         signals.listen()
     sweep, folder = Path(settings.sweep.dir), Path(settings.runtime.output_dir)
-    words, plain = list(settings.overrides.task), plain_config(config)
+    words = recorded_words(settings.overrides.task)
+    resolved, plain = resolved_and_recorded(config)
     if folder.parent != sweep:
         message = "the runs of a sweep lie directly in its folder: name one folder, without slashes"
         raise RequestError([Problem("hydra.sweep.subdir", settings.sweep.subdir, message)])
@@ -81,11 +83,12 @@ def _run(config: DictConfig) -> float | None:
         entry = _entry(record, settings.job.num, plain, words)
         entry.folder, entry.state = str(folder.relative_to(sweep)), "running"
     print_line(live.beginning(record, entry), sys.stderr)
-    plain = _grouped(plain, record.name)
+    resolved, plain = (_grouped(one, record.name) for one in (resolved, plain))
     full = False
     try:
-        typed = parse(plain)
+        typed = parse(resolved)
         with claimed(folder):
+            write_composition(folder / files.HYDRA)
             start = decide(typed, plain, folder)
             ended = supervise.run(
                 typed, plain, folder, words, start=start, reports_end=False, swept=record.keys
@@ -173,5 +176,5 @@ def _grouped(plain: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _last_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
+    lines = hide(str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.config.secrets import masked_words
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
 from runner.telemetry.sinks.sink import ending
@@ -36,7 +37,7 @@ class RunLog:
         self._folder = folder
         self._first: Row | None = None
         self._last: Row | None = None
-        log.info("command: %s", shlex.join(sys.orig_argv))
+        log.info("command: %s", shlex.join(masked_words(sys.orig_argv)))
         log.info("overrides of this run: %s", shlex.join(overrides) or "none")
         log.info("folder: %s on %s", folder, socket.gethostname())
         for key, value in made_with.items():

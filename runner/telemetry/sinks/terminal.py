@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from runner.config.notation import clock, percent, plural
+from runner.config.secrets import hide
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
 from runner.telemetry.sinks.sink import ending
@@ -62,7 +63,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
     def format(self, record: logging.LogRecord) -> str:
         """Format the message; on a terminal it replaces a bar that is drawn there."""
-        text = super().format(record).rstrip()
+        text = hide(super().format(record).rstrip())
         if record.levelno == logging.WARNING:
             text = f"warning: {text}"
         erased = "\r\x1b[K" if is_watched(self.stream) else ""

@@ -1,4 +1,4 @@
-"""Sweeper of Hydra that runs the jobs that wait in the record of a sweep.
+"""Sweeper of Hydra that runs the jobs of a sweep that are not finished.
 
 Hydra's own sweeper can neither leave out jobs that are done nor advance two lists together. The
 command chooses this one: ``hydra/sweeper=clip_runner``.
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 Waiting = tuple[int, Sequence[str]]
 """Number and overrides of a run."""
@@ -35,10 +35,12 @@ ConfigStore.instance().store(
 
 
 class RecordSweeper(Sweeper):  # type: ignore[misc, unused-ignore]
-    """Launch the runs that wait in the ``sweep.json`` of ``hydra.sweep.dir``."""
+    """Launch the runs of a sweep that wait."""
 
     config: DictConfig
     launcher: Launcher
+    waiting: ClassVar[Sequence[Waiting]] = ()
+    """The runs; the record of the sweep has no secrets, and these overrides may."""
 
     def __init__(
         self, max_batch_size: int | None = None, params: dict[str, str] | None = None
@@ -56,17 +58,14 @@ class RecordSweeper(Sweeper):  # type: ignore[misc, unused-ignore]
 
     def sweep(self, arguments: list[str]) -> Any:
         """Launch the runs that wait, and return what their jobs returned."""
+        from runner.compose.masking import as_yaml, unresolved
         from runner.run_folder import files
-        from runner.run_folder.atomic import replacing
-        from runner.run_folder.sweep_record import SweepRecord
+        from runner.run_folder.atomic import write_text
 
         folder = Path(self.config.hydra.sweep.dir)
-        with replacing(folder / files.MULTIRUN) as temporary:
-            OmegaConf.save(self.config, temporary)
-        entries = SweepRecord.read(folder).entries
-        waiting = [(entry.number, entry.words) for entry in entries if entry.state == "waiting"]
+        write_text(folder / files.MULTIRUN, as_yaml(unresolved(self.config)))
         returned = []
-        for batch in _batches(waiting, self.max_batch_size):
+        for batch in _batches(self.waiting, self.max_batch_size):
             results = self.launcher.launch([words for _, words in batch], batch[0][0])
             returned.append([result.return_value for result in results])  # raises what a job raised
         return returned

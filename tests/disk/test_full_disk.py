@@ -1,7 +1,9 @@
 """Runs and sweeps on a disk of 64 MB that is filled at a chosen moment."""
 
+import ctypes
 import json
 import subprocess
+import sys
 
 import pytest
 
@@ -14,15 +16,26 @@ from tests.process import python
 SMALL = ["train.max_duration=20ba", "eval.interval=20ba", "data.batch_size=16", "log.flush=2"]
 
 
-@pytest.fixture
-def disk(tmp_path):
-    """A tmpfs of 64 MB, which only root can mount."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True)
+def mount(*words):
+    done = subprocess.run(["mount", *words], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+
+
+@pytest.fixture(scope="session")
+def own_mounts():
+    """What is mounted from now on is seen by this process and its children, and ends with them."""
+    if ctypes.CDLL(None).unshare(0x20000):  # CLONE_NEWNS; os.unshare is new in Python 3.12
+        pytest.skip("only root can mount a disk")
+    mount("--make-rprivate", "/")
+
+
+@pytest.fixture
+def disk(tmp_path, own_mounts):
+    """A tmpfs of 64 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder))
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
@@ -58,6 +71,14 @@ def the_run(disk):
     return folder
 
 
+def recorded(folder):
+    """Whether wandb's own reader finds the end of the run in its record."""
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    read = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return any('"type":"exit"' in line.replace(" ", "") for line in read.stdout.splitlines())
+
+
 def about_disk(said, disk):
     return [line for line in said.splitlines() if f"the disk {disk} is full" in line]
 
@@ -79,6 +100,8 @@ def test_rows_are_written_when_there_is_space_again(full, disk, plugin):
     assert "rows of metrics.jsonl" in warning
     assert "free at least 1.0 MB" in warning
     assert warning.partition("the disk")[2] in log
+    # wandb's client drops what does not fit silently, also after there is space again.
+    assert said.count("wandb's record of this run is not complete") == (not recorded(folder))
     assert not list(folder.glob(".*.reserve"))
 
 

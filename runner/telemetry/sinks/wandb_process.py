@@ -38,9 +38,6 @@ MOST_MESSAGES = 1000
 STUCK_SECONDS = 2.0
 """Seconds after the time limit of finishing at which wandb's client is taken for stuck."""
 
-WRITTEN_SECONDS = 5.0
-"""Seconds until the end of a record is in its file, at most."""
-
 ORPHAN_SECONDS = 0.5
 """Seconds between two checks whether the trainer still runs."""
 
@@ -103,6 +100,14 @@ class Recorder:
             self._run = self._open(mode)
         say("info", f"wandb: {mode} (tracker.mode={request['mode']})")
 
+    @property
+    def offline_file(self) -> str:
+        """Path of the file of a run that is recorded offline; empty for another run."""
+        run = self._run
+        if run is None or not run.offline:
+            return ""
+        return str(Path(run.dir).parent / f"run-{run.id}.wandb")
+
     def write(self, row: dict[str, int | float]) -> None:
         """Log one row, without ``step=``, which would keep the row open for later keys."""
         if self._run is not None:
@@ -138,13 +143,6 @@ class Recorder:
                 "warning",
                 f"wandb did not send the whole run ({why}); it is complete in {place}. "
                 f"To send it later: wandb sync {place}",
-            )
-        elif run.offline and not _becomes_whole(Path(run.dir).parent, run.id):
-            # wandb's client says nothing, and writes nothing more even if there is space later.
-            self._say(
-                "warning",
-                "wandb's record of this run is not complete, because its disk was full; the run's "
-                "own rows are",
             )
         return not stuck
 
@@ -192,48 +190,6 @@ class Recorder:
         """Yield the records of this run that were begun online."""
         run_id = self._request["run"]["id"]
         yield from Path(self._request["record"]).glob(f"run-*-{run_id}")
-
-
-def _becomes_whole(folder: Path, run_id: str) -> bool:
-    """Return whether a record of wandb holds the end of its run, now or within a few seconds."""
-    until = time.monotonic() + WRITTEN_SECONDS
-    while not (whole := _is_whole(folder, run_id)) and time.monotonic() < until:
-        time.sleep(0.1)
-    return whole
-
-
-def _is_whole(folder: Path, run_id: str) -> bool:
-    """Return whether a record of wandb holds the end of its run.
-
-    The file has the framing of leveldb's log: blocks of 32 KiB with chunks, each with a header of 7
-    bytes (checksum, length, type: whole, first, middle, last).
-    """
-    from wandb.proto import wandb_internal_pb2
-
-    record: Any = getattr(wandb_internal_pb2, "Record")  # noqa: B009  # it has no type stubs
-    block = 2**15
-    try:
-        with (folder / f"run-{run_id}.wandb").open("rb") as file:
-            at = max(0, file.seek(0, os.SEEK_END) // block - 2) * block
-            file.seek(at)
-            tail = file.read()
-    except OSError:
-        return False
-    found, content, place = False, b"", 0 if at else 7
-    while place + 7 <= len(tail):
-        if (left := block - place % block) < 7:
-            place += left
-            continue
-        length, kind = int.from_bytes(tail[place + 4 : place + 6], "little"), tail[place + 6]
-        chunk = tail[place + 7 : place + 7 + length]
-        if kind == 0 or len(chunk) < length:
-            break
-        content = chunk if kind in (1, 2) else content + chunk
-        if kind in (1, 4):
-            with suppress(Exception):  # the first one may lack its beginning
-                found |= record.FromString(content).HasField("exit")
-        place += 7 + length
-    return found
 
 
 class _Relay:
@@ -349,9 +305,10 @@ def main() -> None:
     request = inbox.get()
     if request is None:
         return
-    complete = True
+    complete, record = True, ""
     try:
         recorder = Recorder(request, say)
+        record = recorder.offline_file
         while (message := inbox.get()) is not None and "row" in message:
             recorder.write(message["row"])
         # A trainer that sent no end was killed.
@@ -359,7 +316,7 @@ def main() -> None:
         complete = recorder.end(end["summary"], end["exit_code"])
     except Exception as error:
         say("warning", f"wandb records no more of this run: {type(error).__name__}: {error}")
-    say("done")
+    say("done", record)
     if not complete:
         os._exit(1)  # the exit handler of wandb would wait for the client
 

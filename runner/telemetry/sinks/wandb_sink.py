@@ -19,7 +19,7 @@ from typing import IO, Any
 from runner.run_folder import files, keys
 from runner.run_folder.rows import Row
 from runner.run_folder.strict_json import spelled
-from runner.telemetry.sinks import wandb_process
+from runner.telemetry.sinks import wandb_process, wandb_record
 from runner.telemetry.sinks.progress import wait_while_working
 from runner.telemetry.sinks.wandb_process import effective_mode
 
@@ -96,6 +96,7 @@ class WandbSink:
         self._heard = 0
         self._warned = False
         self._done = False
+        self._record = ""  # file of a run that was recorded offline to its end
         self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._process: subprocess.Popen[str] | None = None
         if mode == "disabled" or (mode == "auto" and os.environ.get("WANDB_MODE") == "disabled"):
@@ -159,6 +160,11 @@ class WandbSink:
         # Both threads end with the process, which closes the pipes.
         for thread in (self._sender, self._listener):
             thread.join(STALLED_SECONDS)
+        if self._record and not wandb_record.has_end(Path(self._record)):
+            self._warn(
+                "wandb's record of this run is not complete, because its disk was full; the run's "
+                "own rows are"
+            )
 
     def _thread(self, target: Any, stream: IO[str]) -> threading.Thread:
         thread = threading.Thread(target=target, args=(stream,), name="wandb", daemon=True)
@@ -189,7 +195,7 @@ class WandbSink:
                     case "info":
                         log.info("%s", message["text"])
                     case "done":
-                        self._done = True
+                        self._done, self._record = True, message["text"]
         if not self._done:
             self._warn("wandb's process ended unexpectedly; the run's own files are complete")
 

@@ -4,12 +4,14 @@ import ctypes
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 
 from runner.launch.page import write_page
 from runner.run_folder.patient_file import PatientFile
 from runner.run_folder.status import Record
+from runner.telemetry.sinks.wandb_sink import WandbSink
 from tests.filling import fill
 from tests.process import python
 
@@ -77,6 +79,12 @@ def recorded(folder):
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
     read = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return any('"type":"exit"' in line.replace(" ", "") for line in read.stdout.splitlines())
+
+
+def wait_for(condition):
+    until = time.monotonic() + 60
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def about_disk(said, disk):
@@ -203,6 +211,25 @@ def test_the_last_status_is_written_on_a_full_disk(disk):
     status = read(disk)
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 1, 1)
     assert {file.name for file in disk.iterdir()} == {"config.yaml", "status.json", "filler"}
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_a_record_of_wandb_that_did_not_fit_is_one_warning(disk, monkeypatch, caplog, freed):
+    monkeypatch.setenv("HOME", str(disk))
+    given = {"project": "p", "group": None, "tags": [], "job_type": "train", "name": "n"}
+    sink = WandbSink(disk, mode="offline", timeout=60, run_id="full1", config={}, **given)
+    row = {f"grad/norm/{number}": number / 7 for number in range(200)}
+    sink.write({"train/step": 1, **row})
+    wait_for(lambda: list(disk.glob("wandb/offline-run-*/run-full1.wandb")))
+    fill(disk)
+    for step in range(2, 50):
+        sink.write({"train/step": step, **row})
+    time.sleep(3)  # wandb writes once a second
+    if freed:
+        (disk / "filler").unlink()
+    sink.close({"steps": 49}, 0)
+    assert not recorded(disk)
+    assert ["not complete, because its disk was full" in line for line in caplog.messages] == [True]
 
 
 def test_a_page_that_does_not_fit_is_one_warning(disk, caplog):

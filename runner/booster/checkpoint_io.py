@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ _VALUES = "optimizer.pt"
 """File in the folder of a sharded optimizer that holds what is no tensor."""
 
 _SAFETENSORS = ".safetensors"
+_SHARDS = f"*{_SAFETENSORS}"
 
 
 _DAMAGED = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, safetensors.SafetensorError)
@@ -64,19 +66,20 @@ class CheckpointIO:
                 its name ends so; else it is what ``torch.save`` writes.
 
         Raises:
-            OSError: it cannot be written, on every rank.
+            OSError: it cannot be written, on every rank. A former file is unchanged.
+            ValueError: the folder holds an optimizer.
         """
         path = Path(checkpoint)
         if shard:
-            _write_folder(path, saved.model_tensors(model))
+            _write_folder(path, saved.model_tensors(model), of_optimizer=False)
             return
         whole = saved.whole_model(model)
         if use_safetensors or path.suffix == _SAFETENSORS:
             # The format knows no tied tensors: each name gets its own.
             own = {name: tensor.clone() for name, tensor in whole.items()}
-            _write_file(path, lambda: safetensors.torch.save_file(own, path))
+            _write_file(path, lambda part: safetensors.torch.save_file(own, part))
         else:
-            _write_file(path, lambda: torch.save(whole, path))
+            _write_file(path, lambda part: torch.save(whole, part))
 
     def load_model(
         self,
@@ -130,16 +133,17 @@ class CheckpointIO:
 
         Raises:
             OSError: it cannot be written, on every rank.
-            ValueError: it cannot be known which part of a whole tensor a rank holds.
+            ValueError: it cannot be known which part of a whole tensor a rank holds; or the folder
+                holds a model.
         """
         path = Path(checkpoint)
         tensors, values = saved.optimizer_tensors(optimizer), saved.optimizer_values(optimizer)
         if shard:
-            _write_folder(path, tensors)
-            _write_file(path / _VALUES, lambda: torch.save(values, path / _VALUES))
+            _write_folder(path, tensors, of_optimizer=True)
+            _write_file(path / _VALUES, lambda part: part.write_bytes(saved.packed(values)))
         else:
-            whole = {"tensors": gather(tensors), **values}
-            _write_file(path, lambda: torch.save(whole, path))
+            whole = {"tensors": gather(tensors), **saved.plain(values)}
+            _write_file(path, lambda part: torch.save(whole, part))
 
     def load_optimizer(
         self,
@@ -173,9 +177,11 @@ class CheckpointIO:
 
         Raises:
             OSError: it cannot be written, on every rank.
+            ValueError: only the scheduler's code could load its state, on every rank.
         """
         path = Path(checkpoint)
-        _write_file(path, lambda: torch.save(lr_scheduler.state_dict(), path))
+        state = lr_scheduler.state_dict()
+        _write_file(path, lambda part: part.write_bytes(saved.packed(state)))
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Load what :meth:`save_lr_scheduler` saved.
@@ -187,20 +193,41 @@ class CheckpointIO:
         lr_scheduler.load_state_dict(_read(Path(checkpoint)))
 
 
-def _write_folder(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    on_first(lambda: path.mkdir(parents=True, exist_ok=True))
-    write(tensors, path)
+def _write_folder(path: Path, tensors: Mapping[str, Tensor], *, of_optimizer: bool) -> None:
+    """Write shards to a folder, in place of those that an earlier save has left there."""
+    part = path / f".{'optimizer' if of_optimizer else 'model'}.part"
+
+    def begin() -> None:
+        if any(path.glob(_SHARDS)) and (path / _VALUES).exists() != of_optimizer:
+            held = "a model" if of_optimizer else "an optimizer"
+            raise ValueError(f"{path} holds {held}, which would be replaced: name another folder")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+
+    def complete() -> None:
+        written = [one.replace(path / one.name) for one in sorted(part.iterdir())]
+        for one in {*path.glob(_SHARDS)} - {*written}:
+            one.unlink()
+        part.rmdir()
+
+    on_first(begin)
+    write(tensors, part)
+    on_first(complete)
 
 
-def _write_file(path: Path, save: Callable[[], None]) -> None:
-    """Let the first rank write a file."""
+def _write_file(path: Path, save: Callable[[Path], object]) -> None:
+    """Let the first rank write a file, beside the former one until it is complete."""
+    part = path.with_name(f".{path.name}.part")
 
     def work() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            save()
+            save(part)
+            part.replace(path)
         except RuntimeError as error:  # torch's own writer, of a disk that is full
             raise OSError(f"{path} cannot be written: {error}") from error
+        finally:
+            part.unlink(missing_ok=True)
 
     on_first(work)
 

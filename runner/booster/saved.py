@@ -6,17 +6,21 @@ optimizer for the parameter ``net.weight`` is ``optimizer/0/net.weight/exp_avg``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import io
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.wrapper import ModelWrapper
+from runner.config.notation import first_few
 from runner.parallel.full_state_dict import gathered
 from runner.parallel.sharded_files import Source, Stored, fill
 from runner.parallel.sharding import reshard
@@ -24,8 +28,11 @@ from runner.parallel.sharding import reshard
 OPTIMIZER = "optimizer/"
 """Prefix of the names of an optimizer's tensors."""
 
-_OF_LAYOUT = ("params", "fused", "foreach")
+_OF_LAYOUT = ("params", "param_names", "fused", "foreach")
 """Entries of a parameter group that depend on where its parameters lie."""
+
+_RATES = ("initial_lr", "max_lr", "min_lr")
+"""Entries that torch's schedulers add for the rate."""
 
 
 def model_tensors(model: ModelWrapper, with_buffers: bool = True) -> dict[str, Tensor]:
@@ -35,7 +42,7 @@ def model_tensors(model: ModelWrapper, with_buffers: bool = True) -> dict[str, T
         model: the boosted model.
         with_buffers: whether to include buffers, which may differ between data-parallel ranks.
     """
-    return {name: copies[0] for name, copies in _copies(model, with_buffers).items()}
+    return {name: copies[0] for name, copies in model_slots(model, with_buffers).items()}
 
 
 def whole_model(model: ModelWrapper) -> dict[str, Tensor]:
@@ -60,13 +67,13 @@ def load_model(model: ModelWrapper, source: Source, *, missing: bool = False) ->
         ValueError: the source lacks a tensor of this model, or holds it in another shape.
         OSError: a rank could not read, on every rank.
     """
-    tensors = _copies(model)
+    tensors = model_slots(model)
     if missing:
         tensors = {name: copies for name, copies in tensors.items() if name in source.stored}
     fill(tensors, source)
 
 
-def _copies(model: ModelWrapper, with_buffers: bool = True) -> dict[str, list[Tensor]]:
+def model_slots(model: ModelWrapper, with_buffers: bool = True) -> dict[str, list[Tensor]]:
     """Return the tensors of a model by name; a rank with two stages may hold a tied one twice.
 
     Under fully sharded data parallelism they are the shards: a forward pass, such as that of an
@@ -103,8 +110,9 @@ def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
     """Return all of the optimizers that is no tensor; every rank has to call this.
 
     Returns:
-        ``groups``: for each optimizer the settings of its parameter groups; ``state``: numbers and
-        the like in its state, by name; ``loss_scale``: the state of the fp16 scale, or None.
+        ``kinds``: name of the class of each optimizer; ``groups``: for each of them the settings
+        of its parameter groups; ``state``: numbers and the like in its state, by name;
+        ``loss_scale``: the state of the fp16 scale, or None.
     """
     here = {key: value for key, value, _ in _state(optimizer) if not isinstance(value, Tensor)}
     listed = [here]
@@ -119,13 +127,13 @@ def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
         for each in optimizer.optimizers
     ]
     return {
+        "kinds": _kinds(optimizer),
         "groups": groups,
         "state": {key: value for part in listed for key, value in part.items()},
         "loss_scale": None if optimizer.loss_scale is None else optimizer.loss_scale.state_dict(),
     }
 
 
-@torch.no_grad()
 def load_optimizer(optimizer: OptimizerWrapper, source: Source, values: Mapping[str, Any]) -> None:
     """Load the state of the optimizers under any layout; every rank has to call this.
 
@@ -135,38 +143,118 @@ def load_optimizer(optimizer: OptimizerWrapper, source: Source, values: Mapping[
         values: what :func:`optimizer_values` returned.
 
     Raises:
+        ValueError: the state is that of other optimizers, groups or parameters. Nothing was loaded.
+    """
+    tensors, assign = optimizer_slots(optimizer, source.stored, values)
+    fill(tensors, source)
+    assign()
+
+
+def optimizer_slots(
+    optimizer: OptimizerWrapper,
+    held: Mapping[str, Stored],
+    values: Mapping[str, Any],
+    keep: Collection[str] = (),
+) -> tuple[dict[str, list[Tensor]], Callable[[], None]]:
+    """Make tensors that the state of the optimizers can be loaded into; nothing is changed.
+
+    Args:
+        optimizer: see :func:`load_optimizer`.
+        held: tensors that are stored, by name.
+        values: see :func:`load_optimizer`.
+        keep: settings of the groups that are not loaded, such as ``weight_decay``; with ``lr`` all
+            that schedules of the rate set.
+
+    Returns:
+        The tensors to fill, by name, and what gives them to the optimizers then.
+
+    Raises:
         ValueError: the state is that of other optimizers, groups or parameters.
     """
-    sizes = [len(groups) for groups in values["groups"]]
-    own = [len(each.param_groups) for each in optimizer.optimizers]
-    if sizes != own:
-        raise ValueError(
-            f"the state is that of optimizers with {sizes} parameter groups, but here they have "
-            f"{own}"
-        )
+    _require_same(optimizer, values)
+    kept = {*keep, *(_RATES if "lr" in keep else ())}
     fields: dict[str, list[str]] = {}
-    held = source.stored
     for key in (*held, *values["state"]):
         owner, _, field = key.rpartition("/")
         fields.setdefault(owner, []).append(field)
-    made: dict[str, list[Tensor]] = {}
+    tensors: dict[str, list[Tensor]] = {}
+    states: list[tuple[Optimizer, nn.Parameter, dict[str, Any]]] = []
     for owner, each, group, parameter in _owners(optimizer):
         state: dict[str, Any] = {}
         for field in fields.get(owner, ()):
             key = f"{owner}/{field}"
             if key in held:
                 state[field] = _empty(key, held[key], parameter, group)
-                made.setdefault(key, []).append(state[field])
+                tensors.setdefault(key, []).append(state[field])
             else:
                 state[field] = values["state"][key]
-        if state:
-            each.state[parameter] = state
-    fill(made, source)
-    for each, groups in zip(optimizer.optimizers, values["groups"], strict=True):
-        for group, settings in zip(each.param_groups, groups, strict=True):
-            group.update(settings)
-    if optimizer.loss_scale is not None and values["loss_scale"] is not None:
-        optimizer.loss_scale.load_state_dict(values["loss_scale"])
+        states.append((each, parameter, state))
+
+    def assign() -> None:
+        for each, parameter, state in states:
+            if state:
+                each.state[parameter] = state
+        for each, groups in zip(optimizer.optimizers, values["groups"], strict=True):
+            for group, settings in zip(each.param_groups, groups, strict=True):
+                group.update({key: settings[key] for key in settings.keys() - kept})
+        if optimizer.loss_scale is not None and values["loss_scale"] is not None:
+            optimizer.loss_scale.load_state_dict(values["loss_scale"])
+
+    return tensors, assign
+
+
+def packed(state: Mapping[str, Any]) -> bytes:
+    """Return what ``torch.save`` writes of a state that is loaded without running code in it.
+
+    NumPy's numbers become Python's.
+
+    Raises:
+        ValueError: the state holds something else than tensors, numbers, strings and containers.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(plain(state), buffer)
+        buffer.seek(0)
+        unknown = get_unsafe_globals_in_checkpoint(buffer)
+    except Exception as error:  # what pickle raises depends on the object
+        unknown = [f"{type(error).__name__}: {error}"]
+    if not unknown:
+        return buffer.getvalue()
+    for key, part in state.items() if len(state) > 1 else ():
+        try:
+            packed({key: part})
+        except ValueError as error:
+            raise error from None
+    raise ValueError(
+        f"{' and '.join(state)} cannot be saved: only tensors, numbers, strings, lists and dicts "
+        f"can be loaded without running code, but the state holds {first_few(unknown)}"
+    )
+
+
+def plain(value: Any) -> Any:
+    """Return nested dicts and lists with Python's numbers in place of NumPy's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {plain(key): plain(item) for key, item in value.items()}
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+
+
+def _kinds(optimizer: OptimizerWrapper) -> list[str]:
+    return [type(each).__name__ for each in optimizer.optimizers]
+
+
+def _require_same(optimizer: OptimizerWrapper, values: Mapping[str, Any]) -> None:
+    """Refuse the state of optimizers of other classes, or with other groups."""
+    if (saved := values["kinds"]) != (own := _kinds(optimizer)):
+        raise ValueError(f"the state is that of {', '.join(saved)}, not of {', '.join(own)}")
+    sizes = [len(groups) for groups in values["groups"]]
+    here = [len(each.param_groups) for each in optimizer.optimizers]
+    if sizes != here:
+        raise ValueError(
+            f"the state is that of optimizers with {sizes} parameter groups, but here they have "
+            f"{here}"
+        )
 
 
 def _owners(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,11 +17,11 @@ from runner.checkpoint import folder
 from runner.checkpoint.folder import DamagedCheckpoint
 from runner.checkpoint.pending import Pending
 from runner.checkpoint.space import explained, require_space
-from runner.parallel.first_rank import is_first, on_first, several_ranks
-from runner.parallel.sharded_files import Folder, Source, fill, require, write, write_later
+from runner.parallel.first_rank import on_first, several_ranks
+from runner.parallel.sharded_files import Folder, fill, write, write_later
 from runner.run_folder import files
 
-_KEYS = {"progress", "meter", "clip", "schedulers", "microbatch", "random", "optimizers"}
+STATE_KEYS = {"progress", "meter", "clip", "schedulers", "microbatch", "random", "optimizers"}
 """What the state of a training holds besides tensors."""
 
 
@@ -32,7 +31,10 @@ class Stateful(Protocol):
     def state_dict(self, with_optimizers: bool = True) -> dict[str, Any]:
         """Return the state; see :class:`runner.train.state.TrainState`."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def require(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError if the training cannot continue from a state."""
+
+    def load_state_dict(self, state: Mapping[str, Any], keep: Collection[str] = ()) -> None:
         """Continue from a state."""
 
 
@@ -112,37 +114,46 @@ def save_weights(training: Training, checkpoints: Path, about: Mapping[str, Any]
         return on_first(lambda: folder.complete(part, content))
 
 
-def load(training: Training, checkpoint: Path, verify: bool = True) -> dict[str, Any]:
+def load(
+    training: Training, checkpoint: Path, verify: bool = True, keep: Collection[str] = ()
+) -> dict[str, Any]:
     """Continue a training from a checkpoint, under any layout; every rank has to call this.
 
     Args:
         training: a training of the same model, optimizers and clipping mode, before its first step.
         checkpoint: folder that :func:`save` returned.
         verify: whether to read all files first and compare their checksums with the manifest.
+        keep: settings that are not loaded; see :meth:`runner.Trainer.load`.
 
     Returns:
         The manifest of the checkpoint.
 
     Raises:
         DamagedCheckpoint: the checkpoint is not whole, or holds something else than a training.
-            Nothing was loaded.
-        ValueError: it is that of another training, or it holds weights alone.
+        ValueError: it is that of another training, or it holds weights alone. In both cases nothing
+            was loaded.
     """
     manifest = _manifest(checkpoint, verify)
     if files.STATE not in manifest["files"]:
         raise ValueError(f"{checkpoint} holds weights alone: no training can continue from it")
-    rest = _rest(checkpoint / files.STATE)
-    source = Folder(checkpoint)
-    _load_model(training, source)
-    saved.load_optimizer(training.optimizer, source, rest.pop("optimizers"))
-    training.state.load_state_dict(rest)
+    rest, source = state_of(checkpoint), Folder(checkpoint)
+    try:
+        training.state.require(rest)
+        tensors, assign = saved.optimizer_slots(
+            training.optimizer, source.stored, rest.pop("optimizers"), keep
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{checkpoint} holds no state of a training: {error}") from None
+    fill(_model_slots(training) | tensors, source)
+    assign()
+    training.state.load_state_dict(rest, keep)
     return manifest
 
 
 def load_weights(training: Training, checkpoint: Path, verify: bool = True) -> None:
     """Load the weights alone, to evaluate them; see :func:`load`."""
     _manifest(checkpoint, verify)
-    _load_model(training, Folder(checkpoint))
+    fill(_model_slots(training), Folder(checkpoint))
 
 
 def _manifest(checkpoint: Path, verify: bool) -> dict[str, Any]:
@@ -150,8 +161,23 @@ def _manifest(checkpoint: Path, verify: bool) -> dict[str, Any]:
     return on_first(lambda: read(checkpoint))
 
 
-def _rest(path: Path) -> dict[str, Any]:
-    """Return the state of a training besides its tensors; no code in the file is run."""
+def require_savable(training: Training) -> None:
+    """Check that the state of a training can be saved and loaded; every rank has to call this.
+
+    Raises:
+        ValueError: a scheduler or an optimizer has no state, or one that only its code could load.
+    """
+    rest = _values(training)
+    on_first(lambda: len(saved.packed(rest)))
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """Return the state of a training besides its tensors; no code in the file is run.
+
+    Raises:
+        DamagedCheckpoint: the file holds something else.
+    """
+    path = checkpoint / files.STATE
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those about what other programs write
@@ -159,20 +185,24 @@ def _rest(path: Path) -> dict[str, Any]:
     except Exception as error:  # the advice of torch's own message would run the code
         kind = type(error).__name__
         raise DamagedCheckpoint(f"{path} is no state of a training ({kind})") from None
-    if not isinstance(rest, dict) or not rest.keys() >= _KEYS:
+    if not isinstance(rest, dict) or not rest.keys() >= STATE_KEYS:
         raise DamagedCheckpoint(f"{path} is no state of a training")
     return rest
 
 
 def _content(training: Training) -> tuple[dict[str, Tensor], bytes]:
     """Return the tensors of this rank, and the rest of the state as a file on the first rank."""
-    rest = training.state.state_dict(with_optimizers=False)
+    rest = _values(training)
     rest["random"] = _joined(rest["random"])
-    rest["optimizers"] = saved.optimizer_values(training.optimizer)
-    buffer = io.BytesIO()
-    if is_first():
-        torch.save(rest, buffer)
-    return _model(training) | saved.optimizer_tensors(training.optimizer), buffer.getvalue()
+    content = bytearray()
+    on_first(lambda: content.extend(saved.packed(rest)))
+    return _model(training) | saved.optimizer_tensors(training.optimizer), bytes(content)
+
+
+def _values(training: Training) -> dict[str, Any]:
+    """Return the state of a training besides its tensors, with the random states of this rank."""
+    rest = training.state.state_dict(with_optimizers=False)
+    return rest | {"optimizers": saved.optimizer_values(training.optimizer)}
 
 
 def _begin(checkpoints: Path, step: int | None, tensors: Mapping[str, Tensor]) -> Path:
@@ -218,11 +248,10 @@ def _model(training: Training) -> dict[str, Tensor]:
     return saved.model_tensors(training.model, with_buffers=first) | _criterion(training)
 
 
-def _load_model(training: Training, source: Source) -> None:
+def _model_slots(training: Training) -> dict[str, list[Tensor]]:
+    """Return the tensors of model and criterion to fill, by name."""
     criterion = {name: [tensor] for name, tensor in _criterion(training).items()}
-    require(criterion, source)
-    saved.load_model(training.model, source)
-    fill(criterion, source)
+    return saved.model_slots(training.model) | criterion
 
 
 def _criterion(training: Training) -> dict[str, Tensor]:

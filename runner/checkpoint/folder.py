@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from runner.run_folder.strict_json import decode, encode, number
 VERSION = 1
 """Version of the format; a checkpoint of a later one is refused."""
 
-_PREFIX, _PART = "step_", ".part"
+_PREFIX, _PART, _FORMER = "step_", ".part", ".former"
 
 
 class DamagedCheckpoint(ValueError):
@@ -41,8 +42,7 @@ def begin(folder: Path, step: int | None) -> Path:
     Returns:
         A hidden folder, empty.
     """
-    for former in folder.glob(f".*{_PART}"):
-        shutil.rmtree(former, ignore_errors=True)
+    _tidy(folder)
     name = files.FINAL if step is None else _name(step)
     part = folder / f".{name}{_PART}"
     part.mkdir(parents=True)
@@ -69,7 +69,7 @@ def complete(part: Path, about: dict[str, Any]) -> Path:
     if not final.exists():
         part.rename(final)
     elif not _exchange(part, final):
-        former = final.with_name(f".{final.name}.former{_PART}")
+        former = final.with_name(f".{final.name}{_FORMER}{_PART}")
         final.rename(former)
         part.rename(final)
     _flush(final.parent)
@@ -174,9 +174,22 @@ def prune(
     kept = set(current[:keep])
     if best is not None and (leader := best_of(current, best, maximizes)):
         kept.add(leader)
-    unfinished = [one for one in folder.glob(f".*{_PART}") if one.is_dir()]
-    for one in (*(set(listed) - kept), *unfinished):
-        shutil.rmtree(one, ignore_errors=True)
+    for one in set(listed) - kept:
+        # Its name goes at once: what a kill leaves of it is not taken for a checkpoint.
+        with suppress(OSError):
+            one.rename(one.with_name(f".{one.name}.old{_PART}"))
+    _tidy(folder)
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what unfinished writes have left, and name a checkpoint that was being replaced."""
+    for one in folder.glob(f".*{_PART}"):
+        name = one.name.removeprefix(".").removesuffix(_PART)
+        former = one.with_name(name.removesuffix(_FORMER))
+        if name.endswith(_FORMER) and not former.exists():
+            one.rename(former)
+        else:
+            shutil.rmtree(one, ignore_errors=True)
 
 
 def best_of(checkpoints: list[Path], metric: str, maximizes: bool) -> Path | None:

@@ -14,7 +14,7 @@ from runner.checkpoint.content import Training
 from runner.checkpoint.pending import Pending
 from runner.config.duration import Duration, Interval, Minutes, parse_interval
 from runner.config.objective import higher_is_better
-from runner.parallel.first_rank import is_first, several_ranks
+from runner.parallel.first_rank import is_first, on_first, several_ranks
 
 
 class CheckpointSaver:
@@ -69,6 +69,29 @@ class CheckpointSaver:
     def duration(self) -> Duration | None:
         """The interval, if it is counted in steps, samples, tokens or epochs."""
         return self.interval if isinstance(self.interval, Duration) and self.keep else None
+
+    def begin(self, training: Training, step: int) -> None:
+        """Check before the first step that checkpoints can be saved; every rank has to call this.
+
+        Args:
+            training: the training.
+            step: number of optimizer steps taken.
+
+        Raises:
+            ValueError: the folder holds checkpoints of another training, which would be removed;
+                or the state of the training cannot be saved.
+        """
+        if self.keep:
+            on_first(lambda: self._require_own(step))
+            content.require_savable(training)
+
+    def _require_own(self, step: int) -> None:
+        newest = None if step else next(folder.whole(self.folder), None)
+        if newest is not None:
+            raise ValueError(
+                f"{self.folder} holds {newest[0].name} of an earlier training, which this one "
+                "would remove: load it to continue, or choose another folder"
+            )
 
     def overdue(self) -> bool:
         """Return whether the minutes of the interval have passed, by the clock of this rank."""

@@ -10,10 +10,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from runner.config.notation import storage
+from runner.config import disk
 from runner.parallel.first_rank import on_first
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def require_space(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -28,12 +26,13 @@ def require_space(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         OSError: the disk has less space; the message names it.
     """
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    free = shutil.disk_usage(folder).free
+    free = disk.free(folder)
     if free < needed:
         raise OSError(
             errno.ENOSPC,
-            f"no checkpoint can be written to {folder}: it needs {storage(needed)}, but the disk "
-            f"{disk_of(folder)} has {storage(free)} left; free some space or lower checkpoint.keep",
+            f"no checkpoint can be written to {folder}: it needs {disk.size(needed)}, but the disk "
+            f"{disk.mount_of(folder)} has {disk.size(free)} left; free some space or lower "
+            "checkpoint.keep",
         )
 
 
@@ -47,21 +46,15 @@ def explained(part: Path) -> Iterator[None]:
         yield
     except OSError as error:
         written = on_first(lambda: _remove(part))
-        if error.errno not in _FULL:
+        if not disk.is_full(error):
             raise
-        free = shutil.disk_usage(part.parent).free
+        place, free = disk.mount_of(part), disk.free(part.parent)
         raise OSError(
-            error.errno,
-            f"no checkpoint can be written to {part.parent}: the disk {disk_of(part.parent)} is "
-            f"full after {storage(written)}, and has {storage(free)} left without it; free some "
+            errno.ENOSPC,
+            f"no checkpoint can be written to {part.parent}: the disk {place} is full after "
+            f"{disk.size(written)}, and has {disk.size(free)} left without it; free some "
             "space or lower checkpoint.keep",
         ) from error
-
-
-def disk_of(path: Path) -> Path:
-    """Return where the file system of ``path`` is mounted."""
-    path = path.absolute()
-    return next((one for one in (path, *path.parents) if one.is_mount()), path)
 
 
 def _remove(part: Path) -> int:

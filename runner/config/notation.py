@@ -41,16 +41,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def storage(count: int) -> str:
-    """Format a number of bytes: ``512 B``, ``12.3 MB``."""
-    size, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{rounded(size)} {unit}"
-
-
 def plural(count: int, noun: str, form: str = "") -> str:
     """Format ``count`` with ``noun``, which gets an ``s`` unless there is exactly one.
 

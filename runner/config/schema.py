@@ -172,7 +172,8 @@ class Resume(Section):
         "never, or the path of a run or a checkpoint",
     )
     force: bool = Field(
-        description="continue though the checkpoint is that of another configuration"
+        description="continue though the checkpoint is that of another configuration; rates and "
+        "other settings are those of this run"
     )
 
 

@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.folder import DamagedCheckpoint, found, manifest_of, require_whole
+from runner.checkpoint.folder import DamagedCheckpoint, found, require_whole, whole
 from runner.config.environment import slurm_job, was_requeued
 from runner.config.folders import outputs
-from runner.config.identity import ENVIRONMENT, config_hash, differences
-from runner.config.plugin_section import PluginSection
-from runner.config.problem import MISSING, NOTHING, Problem, RequestError, shown
+from runner.config.identity import config_hash
+from runner.config.problem import Problem, RequestError
 from runner.config.schema import RunConfig
-from runner.config.sizes import data_parallel_size
+from runner.launch.other_configuration import problems
 from runner.run_folder import files, keys
 from runner.run_folder.status import (
     RESUMED,
     SLURM_JOB,
     WANDB_STEP,
     is_unfinished,
+    now,
     state_of,
 )
-from runner.run_folder.strict_json import decode, encode, number, read_object
+from runner.run_folder.strict_json import number, read_object
 
 RECENT = 3
 """Number of earlier runs that are looked at for an unfinished one of the same configuration."""
@@ -36,8 +36,6 @@ WORDS = ("auto", "never")
 
 FROM = "resumed_from"
 """Entry of a status: checkpoint of another run that this one started from."""
-
-_BATCH = ("data.batch_size", "accumulation.steps")
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,11 @@ def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
             or ``resume`` names nothing that can be continued.
     """
     source = config.resume.source
-    former = read_object(folder / files.STATUS)
+    former = record_of(folder)
     if former and not is_unfinished(folder):
         raise RequestError([_taken(folder, f"an earlier run ({files.STATUS})")])
+    if not former and is_unfinished(folder):
+        raise RequestError([_taken(folder, "a run whose status and checkpoints are damaged")])
     if former and source == "never":
         raise RequestError([_taken(folder, "an unfinished run, and resume=never")])
     if former:
@@ -123,6 +123,17 @@ def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
     assert start.checkpoint is not None
     _require_same(config, plain, start.checkpoint)
     return start
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """Return the status of a run; where it is lost, what the newest whole checkpoint says."""
+    status = read_object(folder / files.STATUS)
+    if status.get("state"):
+        return status
+    for _, manifest in whole(folder / files.CHECKPOINTS):
+        kept = {key: manifest.get(key) for key in ("config_hash", "wandb_run_id")}
+        return {**kept, "started": now()}
+    return status
 
 
 def is_usable(folder: Path) -> bool:
@@ -190,13 +201,23 @@ def _newest(checkpoints: Path, former: Mapping[str, Any]) -> Start:
     damaged: list[str] = []
     for checkpoint in found(checkpoints):
         try:
-            manifest = require_whole(checkpoint)
+            manifest = _require_usable(checkpoint)
         except DamagedCheckpoint as error:
             damaged.append(str(error))
             continue
         warnings = _passed_over(damaged, f"the run continues from {checkpoint.name}")
         return Start(checkpoint, _step(manifest), former, warnings=warnings)
     return Start(warnings=_passed_over(damaged, "the run starts anew"))
+
+
+def _require_usable(checkpoint: Path) -> dict[str, Any]:
+    """Check a checkpoint, with the state of the training in it, and return its manifest."""
+    from runner.checkpoint.content import state_of
+
+    manifest = require_whole(checkpoint)
+    if files.STATE in manifest["files"]:
+        state_of(checkpoint)
+    return manifest
 
 
 def _passed_over(damaged: Sequence[str], instead: str) -> tuple[str, ...]:
@@ -212,7 +233,7 @@ def named(source: str) -> Start:
     path = _absolute(source)
     if (path / files.MANIFEST).exists():
         try:
-            manifest = require_whole(path)
+            manifest = _require_usable(path)
         except DamagedCheckpoint as error:
             raise RequestError([Problem("resume", source, str(error))]) from None
         if files.STATE not in manifest["files"]:
@@ -223,19 +244,21 @@ def named(source: str) -> Start:
     if start.checkpoint is None and not start.warnings:
         start = _newest(path, {})
     if start.checkpoint is None:
-        why = start.warnings[0].rpartition(":")[0] if start.warnings else "holds no checkpoint"
-        message = (
-            why if path.is_dir() else "must be auto, never, or the path of a run or checkpoint"
-        )
+        message = "must be auto, never, or the path of a run or checkpoint"
+        if path.is_dir():
+            message = "holds no checkpoint to continue from"
+        if start.warnings:
+            message = start.warnings[0].rpartition(":")[0]
         raise RequestError([Problem("resume", source, message)])
     return start
 
 
 def _require_newest(source: str, folder: Path, newest: Path) -> None:
     """Refuse ``resume=PATH`` if it names an older checkpoint of the run's own folder."""
-    if source in WORDS or not _absolute(source).is_relative_to(folder.absolute()):
+    if source in WORDS or not _absolute(source).resolve().is_relative_to(folder.resolve()):
         return
-    if named(source).checkpoint != newest:
+    checkpoint = named(source).checkpoint
+    if checkpoint is None or checkpoint.resolve() != newest.resolve():
         message = f"{newest.name} is newer, and goes on in this folder: choose another folder"
         raise RequestError([Problem("resume", source, message)])
 
@@ -252,58 +275,3 @@ def _step(manifest: Mapping[str, Any]) -> int:
 def _require_same(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> None:
     if found := problems(config, plain, checkpoint):
         raise RequestError(found)
-
-
-def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> list[Problem]:
-    """Return a problem, with both values, for each key in which a run differs from a checkpoint.
-
-    Nothing if ``resume.force`` is given.
-    """
-    if config.resume.force:
-        return []
-    manifest = manifest_of(checkpoint)
-    force = "resume.force=true continues all the same"
-    where = f"the checkpoint {checkpoint.parent.parent.name}/{checkpoint.name}"
-    saved = manifest.get("config")
-    if not isinstance(saved, dict):
-        return [Problem("resume", str(checkpoint), f"does not say its configuration; {force}")]
-    differing = differences(saved, decode(encode(dict(plain))))
-    before, now = _samples(saved, manifest.get("world_size")), _samples_of(config)
-    if before == now:
-        differing = {key: pair for key, pair in differing.items() if key not in _BATCH}
-    elif before is not None and not differing.keys() & {*_BATCH}:
-        message = (
-            f"a step would have {now} samples over all ranks, and {before} in {where}; {force}"
-        )
-        return [Problem(_BATCH[0], config.data.batch_size, message)]
-    return [
-        _differs(key, old, value, f"{where}; {force}") for key, (old, value) in differing.items()
-    ]
-
-
-def _differs(key: str, old: Any, value: Any, where: str) -> Problem:
-    """Return the problem of a key that has another value in a checkpoint."""
-    if key.startswith(f"{ENVIRONMENT}."):
-        message = f"comes from the environment, and had another value in {where}"
-        return Problem(key.removeprefix(f"{ENVIRONMENT}."), NOTHING, message)
-    before = "is not given" if old == MISSING else f"is {shown(old)}"
-    return Problem(key, "(not given)" if value == MISSING else value, f"{before} in {where}")
-
-
-def _samples_of(config: RunConfig) -> int:
-    """Return the number of samples of an optimizer step, over all ranks."""
-    from runner.train import build
-
-    return config.data.batch_size * config.accumulation.steps * build.data_parts(config)
-
-
-def _samples(saved: Mapping[str, Any], world_size: object) -> int | None:
-    """Return the same of a recorded configuration; None if it does not tell."""
-    try:
-        plugin = PluginSection.model_validate(saved["plugin"])
-        batch, steps = saved["data"]["batch_size"], saved["accumulation"]["steps"]
-    except (KeyError, TypeError, ValueError):
-        return None
-    if not (isinstance(batch, int) and isinstance(steps, int) and isinstance(world_size, int)):
-        return None
-    return batch * steps * data_parallel_size(plugin, world_size)

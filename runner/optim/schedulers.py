@@ -38,7 +38,21 @@ class CosineAnnealingLR(lr_scheduler.CosineAnnealingLR):
                 group["lr"] = rate
 
 
-class LinearWarmupCosineLR(lr_scheduler.LambdaLR):
+class _FactorLR(lr_scheduler.LambdaLR):
+    """Multiplies the optimizer's rate by a function of the step, also in a step after loading."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state, by the function of this schedule."""
+        super().load_state_dict(state_dict)
+        self._last_lr = [
+            rate * factor(self.last_epoch)
+            for rate, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = rate
+
+
+class LinearWarmupCosineLR(_FactorLR):
     """Linear warm-up from near 0, then cosine to ``eta_min``.
 
     Args:
@@ -70,7 +84,7 @@ class LinearWarmupCosineLR(lr_scheduler.LambdaLR):
         super().__init__(optimizer, factor, last_epoch=last_epoch)
 
 
-class LinearWarmupPolynomialLR(lr_scheduler.LambdaLR):
+class LinearWarmupPolynomialLR(_FactorLR):
     """Linear warm-up from near 0, then (1 - progress) ** power to 0.
 
     The progress rises from 0 at the end of the warm-up to 1 at the last step. A power of 1 is a
@@ -101,7 +115,7 @@ class LinearWarmupPolynomialLR(lr_scheduler.LambdaLR):
         super().__init__(optimizer, factor, last_epoch=last_epoch)
 
 
-class StaircaseLR(lr_scheduler.LambdaLR):
+class StaircaseLR(_FactorLR):
     """Multiply the optimizer's rate by ``factor`` at the end of each of ``stairs`` equal parts.
 
     Exponential decay in steps: C. Szegedy et al. 2016 (1512.00567, section 8) multiply by 0.94

@@ -176,9 +176,12 @@ def state_of(status: Mapping[str, Any]) -> str:
 def is_unfinished(folder: Path) -> bool:
     """Return whether a folder holds the record of a run that did not come to its end.
 
-    A run whose summary is gone counts as one.
+    A run whose summary is gone counts as one, and so does one with checkpoints whose status is
+    gone: a power cut may empty a file that was written shortly before.
     """
     state = read_object(folder / files.STATUS).get("state")
+    if state is None:
+        return any((folder / files.CHECKPOINTS).glob("step_*"))
     if state == "finished":
         return not read_object(folder / files.SUMMARY)
     return state in ("running", "failed", "interrupted")

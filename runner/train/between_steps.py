@@ -37,6 +37,15 @@ class BetweenSteps:
         self._training, self._state, self._end = training, state, end
         self._saver, self.stop = saver, stop
 
+    def begin(self) -> None:
+        """Check before the first step that checkpoints can be saved; every rank has to call this.
+
+        Raises:
+            ValueError: they cannot, see :meth:`CheckpointSaver.begin`.
+        """
+        if self._saver is not None:
+            self._saver.begin(self._training, self._state.progress.step)
+
     def asks(self) -> Asked:
         """Return what this rank asks for; checkpoints are due by the clock of the first one."""
         signal, saver = self.stop(), self._saver

@@ -20,7 +20,9 @@ from runner.checkpoint.folder import manifest_of
 from runner.checkpoint.saver import CheckpointSaver
 from runner.clip import ClipMode
 from runner.clip import build as build_mode
+from runner.config.check import leaves
 from runner.config.duration import Duration
+from runner.config.identity import ENVIRONMENT
 from runner.config.modes import NAMES
 from runner.config.notation import plural
 from runner.config.plugin_section import PluginSection
@@ -28,7 +30,7 @@ from runner.config.schema import RunConfig
 from runner.config.sizes import sizes
 from runner.optim.effects import effect_of
 from runner.run_folder import files, keys
-from runner.run_folder.strict_json import read_object
+from runner.run_folder.strict_json import decode, encode, read_object
 from runner.telemetry import guidance
 from runner.telemetry.sinks.console import print_line
 from runner.telemetry.sinks.sink import Sink
@@ -36,6 +38,9 @@ from runner.train import build
 from runner.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+_OF_SCHEDULE = ("scheduler.", "train.max_duration", "data.", "accumulation.")
+"""Keys on which the schedule of the learning rate depends."""
 
 
 def _say(text: str) -> None:
@@ -64,11 +69,13 @@ def execute(
         The summary of the run. Apart from times it is the same on every rank.
     """
     started = time.perf_counter()
-    trainer = make_trainer(config, sinks, saver=_saver(config, folder))
+    recorded = _recorded(folder)
+    trainer = make_trainer(config, sinks, saver=_saver(config, folder, recorded))
     if trainer.plugin.rank == 0:
         _log_setup(config, trainer)
     if resume is not None:
-        trainer.load(resume, verify=False)
+        changed = _changed(manifest_of(resume).get("config"), recorded)
+        trainer.load(resume, verify=False, keep=changed)
         if trainer.plugin.rank == 0:
             _warn_of_another_layout(config, trainer, resume)
     summary = trainer.fit()
@@ -89,15 +96,46 @@ def execute(
     }
 
 
-def _saver(config: RunConfig, folder: Path | None) -> CheckpointSaver | None:
+def _recorded(folder: Path | None) -> dict[str, Any] | None:
+    """Return the configuration as the folder of the run records it: masked where it is secret."""
+    file = None if folder is None else folder / files.CONFIG
+    if file is None or not file.is_file():
+        return None
+    plain: dict[str, Any] = decode(encode(yaml.safe_load(file.read_text(encoding="utf-8"))))
+    return plain
+
+
+def _changed(saved: object, recorded: dict[str, Any] | None) -> set[str]:
+    """Return the settings that a checkpoint must not bring, as this run was given others.
+
+    Args:
+        saved: configuration of the checkpoint.
+        recorded: that of the run.
+    """
+    if not isinstance(saved, dict) or recorded is None:
+        return set()
+    before, now = (dict(leaves("", one)) for one in (saved, recorded))
+    changed = {
+        key.removeprefix(f"{ENVIRONMENT}.")
+        for key in before.keys() | now.keys()
+        if before.get(key) != now.get(key)
+    }
+    own = {key.removeprefix("optimizer.") for key in changed if key.startswith("optimizer.")}
+    if any(key.startswith(_OF_SCHEDULE) for key in changed):
+        own.add("lr")
+    return own | ({"threshold"} if "clip.threshold" in changed else set())
+
+
+def _saver(
+    config: RunConfig, folder: Path | None, recorded: dict[str, Any] | None
+) -> CheckpointSaver | None:
     """Return what saves the checkpoints of the run; None if it saves nothing."""
     section = config.checkpoint
     if folder is None or not (section.keep or section.save_final):
         return None
-    # As the run folder records it: masked where it is secret.
-    file, status = folder / files.CONFIG, read_object(folder / files.STATUS)
+    status = read_object(folder / files.STATUS)
     about = {
-        "config": yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None,
+        "config": recorded,
         "config_hash": status.get("config_hash"),
         "wandb_run_id": status.get("wandb_run_id"),
         "plugin": config.plugin.name,

@@ -5,11 +5,33 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+_HOLDERS = ("sampler", "batch_sampler", "dataset")
+"""Attributes of a loader, and of what it holds, whose generators are looked for."""
+
+
+def generators(loader: Any, above: str = "") -> dict[str, Generator]:
+    """Return the generators of a data loader, its samplers and its data set, by dotted name.
+
+    They are found where they are plain attributes, such as ``sampler.generator``.
+    """
+    found: dict[str, Generator] = {}
+    for name, value in getattr(loader, "__dict__", {}).items():
+        if isinstance(value, Generator):
+            found[above + name] = value
+        elif above.count(".") < 4 and (
+            name in _HOLDERS or isinstance(value, DataLoader | Sampler | Dataset)
+        ):
+            found |= generators(value, f"{above}{name}.")
+    return found
 
 
 class RandomState(NamedTuple):
@@ -20,36 +42,36 @@ class RandomState(NamedTuple):
         numpy: state of :mod:`numpy.random`.
         cpu: state of torch's CPU generator.
         cuda: state of the current GPU's generator; None in a process that uses no GPU.
-        loader: state of the data loader's own generator, if it has one.
+        own: states of the data loader's own generators, by the names of :func:`generators`.
     """
 
     python: Any
     numpy: Any
     cpu: Tensor
     cuda: Tensor | None = None
-    loader: Tensor | None = None
+    own: Mapping[str, Any] = {}
 
     @classmethod
-    def now(cls, loader: torch.Generator | None = None) -> RandomState:
-        """Read the generators of this process, and ``loader``."""
+    def now(cls, own: Mapping[str, Generator]) -> RandomState:
+        """Read the generators of this process, and ``own``."""
         uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return cls(
             random.getstate(),
             np.random.get_state(legacy=False),
             torch.get_rng_state(),
             torch.cuda.get_rng_state() if uses_gpu else None,
-            None if loader is None else loader.get_state(),
+            {name: _state_of(generator) for name, generator in own.items()},
         )
 
-    def restore(self, loader: torch.Generator | None = None) -> None:
-        """Set the generators of this process, and ``loader``."""
+    def restore(self, own: Mapping[str, Generator]) -> None:
+        """Set the generators of this process, and those of ``own`` whose state is known."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         if self.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.cuda)
-        if self.loader is not None and loader is not None:
-            loader.set_state(self.loader)
+        for name in self.own.keys() & own.keys():
+            _restore(own[name], self.own[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and, for Python and NumPy, as JSON."""
@@ -64,3 +86,30 @@ class RandomState(NamedTuple):
         version, words, gauss = json.loads(state["python"])
         python = (version, tuple(words), gauss)
         return cls(**{**state, "python": python, "numpy": json.loads(state["numpy"])})
+
+
+def _state_of(generator: Generator) -> Any:
+    """Return the state of a generator as a tensor, or as JSON."""
+    match generator:
+        case torch.Generator():
+            return generator.get_state()
+        case np.random.Generator():
+            state: Any = generator.bit_generator.state
+        case np.random.RandomState():
+            state = generator.get_state(legacy=False)
+        case _:
+            state = generator.getstate()
+    return json.dumps(state, default=np.ndarray.tolist)
+
+
+def _restore(generator: Generator, state: Any) -> None:
+    match generator:
+        case torch.Generator():
+            generator.set_state(state)
+        case np.random.Generator():
+            generator.bit_generator.state = json.loads(state)
+        case np.random.RandomState():
+            generator.set_state(json.loads(state))
+        case _:
+            version, words, gauss = json.loads(state)
+            generator.setstate((version, tuple(words), gauss))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +90,7 @@ class TrainState:
 
         Raises:
             StepOrderError: a step has begun: its gradients would be lost.
+            ValueError: a scheduler has no state.
         """
         if self.optimizer.stage is not StepState.EMPTY:
             raise StepOrderError("the training state can be read between optimizer steps only")
@@ -99,47 +101,77 @@ class TrainState:
             "skips": self.bad_gradients.state_dict() if self.bad_gradients else None,
             "clip": self.mode.state_dict(),
             **(self.optimizer.state_dict() if with_optimizers else {}),
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "schedulers": [_state_of(scheduler) for scheduler in self.schedulers],
             "microbatch": self.windows.samples,
             "random": {f"rank{self.rank}": self.windows.state_dict()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def require(self, state: Mapping[str, Any]) -> None:
+        """Check a state that :meth:`load_state_dict` is given.
+
+        Raises:
+            ValueError: the state is that of another number of schedulers, ends inside a microbatch
+                of this run, or is none.
+        """
+        if (given := len(state["schedulers"])) != len(self.schedulers):
+            raise ValueError(
+                f"the training state is that of {plural(given, 'scheduler')}, this run has "
+                f"{len(self.schedulers)}"
+            )
+        self._random_of(state)
+        self._progress_of(state)
+
+    def load_state_dict(self, state: Mapping[str, Any], keep: Collection[str] = ()) -> None:
         """Continue from a state that :meth:`state_dict` returned, in a run of the same setting.
 
         Call this before the first step, when the model has the weights of that time. A state
         without the optimizers leaves theirs as it is. A run on another number of ranks continues at
         the same sample, and draws new random numbers if ``random`` has no entry of this rank.
 
+        Args:
+            state: the state.
+            keep: what is not loaded: ``threshold``; and ``lr``, whose schedulers are stepped as
+                often as those of the state instead.
+
         Raises:
             ValueError: the state is that of another number of optimizers or schedulers, or ends
                 inside a microbatch of this run; nothing was loaded.
         """
-        own = f"rank{self.rank}"
-        random = state["random"].get(own, state["random"].get("rank0"))
-        if random is None:
-            raise ValueError(f"the training state has no random state of {own}")
-        progress = Progress(**state["progress"])
-        progress = progress._replace(batch=self._same_sample(progress.batch, state["microbatch"]))
-        if (given := len(state["schedulers"])) != len(self.schedulers):
-            raise ValueError(
-                f"the training state is that of {plural(given, 'scheduler')}, this run has "
-                f"{len(self.schedulers)}"
-            )
+        self.require(state)
         if "optimizer" in state:
             # It refuses another number before it loads one.
             self.optimizer.load_state_dict(dict(state))
-        self.progress = progress
+        self.progress = self._progress_of(state)
         self.meter.load_state_dict(state["meter"])
         if self.bad_gradients is not None and state["skips"] is not None:
             self.bad_gradients.load_state_dict(state["skips"])
+        own_threshold = self.mode.threshold
         self.mode.load_state_dict(state["clip"])
+        if "threshold" in keep:
+            self.mode.threshold = own_threshold
         for scheduler, each in zip(self.schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(each)
+            if "lr" in keep and "last_epoch" in each and hasattr(scheduler, "last_epoch"):
+                _advance(scheduler, each["last_epoch"])
+            else:
+                scheduler.load_state_dict(each)
         self._schedulers_behind = False
-        self.windows.load_state_dict(random)
-        if own not in state["random"]:
-            torch.manual_seed(torch.initial_seed() + 1_000_003 * self.rank + progress.step)
+        self.windows.load_state_dict(self._random_of(state))
+        if f"rank{self.rank}" not in state["random"]:
+            torch.manual_seed(torch.initial_seed() + 1_000_003 * self.rank + self.progress.step)
+
+    def _random_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the random states of this rank, or those of the first one."""
+        states: dict[str, Any] = state["random"]
+        own = f"rank{self.rank}"
+        if own not in states and "rank0" not in states:
+            raise ValueError(f"the training state has no random state of {own}")
+        found: dict[str, Any] = states[own if own in states else "rank0"]
+        return found
+
+    def _progress_of(self, state: Mapping[str, Any]) -> Progress:
+        """Return the counts of a state, and its position in the data of this run."""
+        progress = Progress(**state["progress"])
+        return progress._replace(batch=self._same_sample(progress.batch, state["microbatch"]))
 
     def _same_sample(self, batch: int, microbatch: int | None) -> int:
         """Return the number of this run's microbatches that hold the samples of ``batch`` others.
@@ -158,3 +190,17 @@ class TrainState:
                 f"microbatch has {microbatch}"
             )
         return batch * microbatch // own
+
+
+def _state_of(scheduler: Any) -> Any:
+    if not hasattr(scheduler, "state_dict"):
+        raise ValueError(f"{type(scheduler).__name__} has no state_dict, so it cannot be saved")
+    return scheduler.state_dict()
+
+
+def _advance(scheduler: Any, steps: int) -> None:
+    """Step a new scheduler until it is where one that was stepped ``steps`` times is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch advises to step the optimizer first
+        for _ in range(scheduler.last_epoch, steps):
+            scheduler.step()

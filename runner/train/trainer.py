@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -191,9 +191,11 @@ class Trainer:
                 ``max_skips`` steps in a row were skipped.
             Stopped: a rank was asked to stop; on every rank, after the checkpoint.
             OSError: a checkpoint cannot be written, on every rank. Earlier ones are unchanged.
+            ValueError: no checkpoint could be saved, see :meth:`CheckpointSaver.begin`.
         """
         meter = self.state.meter
         try:
+            self._between.begin()
             self.model.train()
             started = time.perf_counter()
             with self.bad_gradients.watching():
@@ -233,18 +235,22 @@ class Trainer:
         step = self.state.progress.step
         return checkpoint.save(self, Path(checkpoints), step, about or {})
 
-    def load(self, path: Path | str, *, verify: bool = True) -> None:
+    def load(self, path: Path | str, *, verify: bool = True, keep: Collection[str] = ()) -> None:
         """Continue from a checkpoint, whatever layout of ranks saved it; every rank calls this.
 
         Args:
             path: folder of the checkpoint.
             verify: whether to read all files first and compare their checksums with the manifest.
+            keep: settings that stay those of this trainer: ``lr``, whose schedules then go on at
+                the same step, other settings of the optimizers' groups, such as ``weight_decay``,
+                and ``threshold``.
 
         Raises:
             DamagedCheckpoint: the checkpoint is not whole.
-            ValueError: it is that of another model, or of other optimizers.
+            ValueError: it is that of another model, or of other optimizers. In both cases nothing
+                was loaded.
         """
-        checkpoint.load(self, Path(path), verify)
+        checkpoint.load(self, Path(path), verify, keep)
 
     def evaluate(self) -> dict[str, float]:
         """Compute loss and accuracy of the held-out data, see :meth:`Passes.evaluate`.

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from runner.data.order import PartitionedBatches
 from runner.data.workers import WorkerLoader
-from runner.train.random_state import RandomState
+from runner.train.random_state import RandomState, generators
 
 EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 """Modules whose samplers know exactly how many samples they yield. A user's own may estimate it."""
@@ -49,7 +49,7 @@ class Windows:
         self.loader = loader
         self._steps = steps
         self._order = getattr(loader, "batch_sampler", None)
-        self._generator = getattr(loader, "generator", None)
+        self._generators = generators(loader)
         self._random: dict[str, RandomState] = {}
 
     @property
@@ -93,10 +93,10 @@ class Windows:
         ):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
-        now = RandomState.now(self._generator)
+        now = RandomState.now(self._generators)
         if first:
             # When an epoch begins, a sampler may draw its order, and a loader its workers' seeds.
-            self._random["epoch"].restore(self._generator)
+            self._random["epoch"].restore(self._generators)
         else:
             self._random = {"epoch": now}
         if first and isinstance(self._order, PartitionedBatches):
@@ -109,7 +109,7 @@ class Windows:
             yield from self._one_ahead(batches, first, now)
             return
         if first:
-            now.restore(self._generator)
+            now.restore(self._generators)
         for at in range(first, length, self._steps):
             window = list(islice(batches, self._steps))
             yield Window(at, window, last=at + self._steps >= length)
@@ -117,25 +117,25 @@ class Windows:
     def _one_ahead(self, batches: Iterator[Any], first: int, now: RandomState) -> Iterator[Window]:
         """Read windows from a loader of unknown length: one ahead, to know which is the last."""
         if first:
-            self._random["ahead"].restore(self._generator)
+            self._random["ahead"].restore(self._generators)
         upcoming = list(islice(batches, self._steps))
         if first:
-            now.restore(self._generator)
+            now.restore(self._generators)
         while upcoming:
-            self._random["ahead"] = RandomState.now(self._generator)
+            self._random["ahead"] = RandomState.now(self._generators)
             window, upcoming = upcoming, list(islice(batches, self._steps))
             yield Window(first, window, last=not upcoming)
             first += len(window)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random states of this process: now, and those to read an epoch again."""
-        states = {**self._random, "now": RandomState.now(self._generator)}
+        states = {**self._random, "now": RandomState.now(self._generators)}
         return {name: state.state_dict() for name, state in states.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the random states; :meth:`epoch` then continues where the state was taken."""
         self._random = {name: RandomState.of(each) for name, each in state.items()}
-        self._random.pop("now").restore(self._generator)
+        self._random.pop("now").restore(self._generators)
 
     def _length(self) -> int | None:
         """Return the number of microbatches of an epoch, None where it is not known exactly."""

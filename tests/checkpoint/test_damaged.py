@@ -140,6 +140,22 @@ def test_a_state_of_something_else_is_refused(checkpoint, state):
     assert "state.pt is no state of a training" in refused(checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("progress", value) for value in (None, 3, {"odd": 1})),
+        *(("schedulers", value) for value in (None, 3)),
+        *(("random", value) for value in (None, 3)),
+        *(("optimizers", value) for value in (None, 3, {})),
+    ],
+)
+def test_a_part_of_something_else_is_refused(checkpoint, key, value):
+    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    torch.save(state | {key: value}, checkpoint / "state.pt")
+    signed(checkpoint)
+    assert "holds no state of a training" in refused(checkpoint)
+
+
 def test_tensors_of_another_program_are_refused(checkpoint):
     safetensors.torch.save_file({"transformer.h.0.attn": torch.ones(3)}, shard(checkpoint))
     signed(checkpoint)

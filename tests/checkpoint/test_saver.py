@@ -15,7 +15,7 @@ from runner import CheckpointSaver, Trainer
 from runner.booster import SinglePlugin
 from runner.checkpoint import folder as checkpoints
 from runner.checkpoint import saver as saver_module
-from runner.checkpoint import space
+from runner.config import disk
 from runner.config.problem import Stopped
 from runner.data.dataset import TensorPairs
 from tests.distributed.training import Rows
@@ -165,7 +165,7 @@ def test_a_full_disk_is_named_and_the_former_checkpoint_stays(tmp_path, monkeypa
     with pytest.raises(OSError, match=f"no checkpoint can be written to {tmp_path}") as caught:
         trainer(saver=saver, sinks=[rows]).fit()
     assert caught.value.errno == errno.ENOSPC
-    assert f"the disk {space.disk_of(tmp_path)} is full after" in str(caught.value)
+    assert f"the disk {disk.mount_of(tmp_path)} is full after" in str(caught.value)
     # An asynchronous write has failed by the next step, or shows at the next checkpoint.
     assert 10 <= len(rows.rows) <= (15 if asynchronous else 10)
     assert names(tmp_path) == ["step_000000005"]
@@ -175,7 +175,7 @@ def test_a_full_disk_is_named_and_the_former_checkpoint_stays(tmp_path, monkeypa
 
 def test_a_checkpoint_that_does_not_fit_is_not_begun(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")(1000, 0, 1000)
-    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match=r"needs [\d.]+ kB, but the disk /.* has 1 kB left"):
         trainer(saver=CheckpointSaver(tmp_path, "5ba")).fit()
     assert names(tmp_path) == []

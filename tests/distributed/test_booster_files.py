@@ -85,6 +85,52 @@ def test_a_scheduler_is_saved(tmp_path):
     assert later.state_dict() == scheduler.state_dict()
 
 
+def save_shards(plugin: str | None, folder: Path) -> None:
+    made = trained(plugin)
+    made.booster.save_model(made.model, folder / "model", shard=True)
+    made.booster.save_optimizer(made.optimizer, folder / "optimizer", shard=True)
+
+
+def test_shards_take_the_place_of_those_of_more_ranks(tmp_path: Path) -> None:
+    run_ranks(save_shards, 2, "fsdp", tmp_path)
+    made, later = trained(None), trainer(CASE, optimizer=adam)
+    with torch.no_grad():
+        for parameter in made.model.parameters():
+            parameter.add_(1.0)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    made.booster.save_model(made.model, tmp_path / "model", shard=True)
+    made.booster.save_optimizer(made.optimizer, tmp_path / "optimizer", shard=True)
+    later.booster.load_model(later.model, tmp_path / "model")
+    later.booster.load_optimizer(later.optimizer, tmp_path / "optimizer")
+    assert all(
+        torch.equal(tensor, state(made.model)[name]) for name, tensor in state(later.model).items()
+    )
+    assert sorted(one.suffix for one in (tmp_path / "model").iterdir()) == [".json", ".safetensors"]
+    with pytest.raises(ValueError, match="holds a model, which would be replaced"):
+        made.booster.save_optimizer(made.optimizer, tmp_path / "model", shard=True)
+    with pytest.raises(ValueError, match="holds an optimizer, which would be replaced"):
+        made.booster.save_model(made.model, tmp_path / "optimizer", shard=True)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_a_write_that_is_interrupted_leaves_the_former_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    made = trained(None)
+    made.booster.save_model(made.model, tmp_path / name)
+    before = (tmp_path / name).read_bytes()
+
+    def torn(value: Any, path: Path) -> None:
+        Path(path).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", torn)
+    monkeypatch.setattr(safetensors.torch, "save_file", torn)
+    with pytest.raises(KeyboardInterrupt):
+        made.booster.save_model(made.model, tmp_path / name)
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [(name, before)]
+
+
 class Ran:
     """Pickled, it would write a file when it is read."""
 

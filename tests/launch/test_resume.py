@@ -6,8 +6,10 @@ import socket
 from functools import cache
 
 import pytest
+import torch
 
 from runner.checkpoint import folder as checkpoints
+from runner.checkpoint.content import STATE_KEYS
 from runner.compose.overrides import spelled_out
 from runner.compose.request import request
 from runner.config.identity import config_hash
@@ -27,7 +29,7 @@ def job(*words):
 
 def save(run, step, made, world_size=1, **about):
     part = checkpoints.begin(run / "checkpoints", step)
-    (part / "state.pt").write_text("x")
+    torch.save(dict.fromkeys(STATE_KEYS), part / "state.pt")
     about = {"config": made.plain, "world_size": world_size} | about
     return checkpoints.complete(part, {"step": step, **about})
 
@@ -120,6 +122,50 @@ def test_a_run_without_its_summary_did_not_finish(tmp_path):
     last = save(run, 60, made)
     assert start(run).checkpoint == last
     assert earlier.earlier_record(run) is None
+
+
+def test_a_run_whose_status_is_lost_continues(tmp_path):
+    run, made = tmp_path / "run", job()
+    checkpoint = save(run, 30, made, config_hash=config_hash(made.plain), wandb_run_id="abc")
+    for content in (None, "", "{", "[]"):  # a power cut may empty a file
+        if content is not None:
+            (run / "status.json").write_text(content)
+        assert earlier.earlier_record(run) is None
+        found = start(run)
+        assert (found.checkpoint, found.step) == (checkpoint, 30)
+        assert found.former["wandb_run_id"] == "abc"
+        assert found.status(37)["wandb_step"] == 37
+    assert "optimizer.lr=0.2" in refused(run, "optimizer.lr=0.2")
+    assert "resume=never" in refused(run, "resume=never")
+    damage(checkpoint)
+    assert "whose status and checkpoints are damaged" in refused(run)
+
+
+def test_a_state_of_another_program_is_a_damaged_checkpoint(tmp_path):
+    run, made = tmp_path / "run", job()
+    record(run, made)
+    good = save(run, 20, made)
+    for foreign in (b"x", b"PK", None):
+        part = checkpoints.begin(run / "checkpoints", 30)
+        if foreign is None:
+            torch.save({"epoch": 3}, part / "state.pt")
+        else:
+            (part / "state.pt").write_bytes(foreign)
+        bad = checkpoints.complete(part, {"step": 30, "config": made.plain, "world_size": 1})
+        found = start(run)
+        assert found.checkpoint == good
+        assert "state.pt is no state of a training" in found.warnings[0]
+        assert "is no state of a training" in refused(tmp_path / "new", f"resume={bad}")
+
+
+def test_another_optimizer_is_refused_even_by_force(tmp_path):
+    old = tmp_path / "old"
+    save(old, 30, job())
+    words = [f"resume={old}", "resume.force=true", "optimizer=adamw", "optimizer.lr=0.2"]
+    said = refused(tmp_path / "new", *words)
+    assert "optimizer._target_=" in said
+    assert "its state cannot be used" in said
+    assert "optimizer.lr" not in said
 
 
 def test_never_leaves_an_unfinished_run_alone(tmp_path):
@@ -221,6 +267,9 @@ def test_an_older_checkpoint_of_the_same_folder_is_not_continued_beside_a_newer_
     older, newer = save(run, 20, made), save(run, 30, made)
     assert "step_000000030 is newer" in refused(run, f"resume={older}")
     assert start(run, f"resume={newer}").former
+    (tmp_path / "link").symlink_to(older.parent)
+    assert "step_000000030 is newer" in refused(run, f"resume={tmp_path}/link/{older.name}")
+    assert start(run, f"resume={tmp_path}/link").former
     assert start(tmp_path / "new", f"resume={older}").step == 20
 
 

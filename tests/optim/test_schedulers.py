@@ -84,6 +84,34 @@ def test_numbers_out_of_range_are_refused(kind, options, name):
         rates(kind, 10, **options)
 
 
+@pytest.mark.parametrize("kind", [LinearWarmupCosineLR, LinearWarmupPolynomialLR, StaircaseLR])
+def test_a_schedule_that_continues_over_more_steps_has_its_rate_at_once(kind):
+    options = {"stairs": 5, "factor": 0.5} if kind is StaircaseLR else {"warmup_fraction": 0.1}
+    if kind is LinearWarmupPolynomialLR:
+        options["power"] = 1.0
+
+    def made(steps, taken=0):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=RATE)
+        schedule = kind(optimizer, steps, **options)
+        for _ in range(taken):
+            optimizer.step()
+            schedule.step()
+        return optimizer, schedule
+
+    for longer in (100, 200):
+        (before, schedule), (wanted, _), (later, continued) = (
+            made(100, 60),
+            made(longer, 60),
+            made(longer),
+        )
+        later.load_state_dict(before.state_dict())
+        continued.load_state_dict(schedule.state_dict())
+        rate = wanted.param_groups[0]["lr"]
+        assert later.param_groups[0]["lr"] == rate
+        assert continued.get_last_lr() == [rate]
+        assert longer == 100 or rate != before.param_groups[0]["lr"]
+
+
 @pytest.mark.parametrize("longer", [100, 140])
 def test_a_cosine_that_continues_goes_down_over_the_steps_of_its_run(longer):
     def made(steps):

@@ -22,7 +22,7 @@ def test_memory_and_open_files_stay(tmp_path):
 
 
 def test_a_run_that_takes_more_is_noticed(tmp_path):
-    found = grown(tmp_path, 500, "model._target_=tests.leaking.Leaking")
+    found = grown(tmp_path, 1000, "model._target_=tests.leaking.Leaking")
     assert [said.partition(":")[0] for said in found.problems] == [
         f"memory grew by {found.share:.1%}",
         "open files of command",

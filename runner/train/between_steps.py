@@ -19,32 +19,30 @@ class BetweenSteps:
     """Saves checkpoints and stops, on all ranks together.
 
     Args:
-        training: the training.
-        state: its state.
-        end: when it ends by itself.
+        state: state of the training.
+        end: when the training ends by itself.
         saver: saves checkpoints; None if there are none.
         stop: returns the number of the signal that asked this process to stop, 0 for none.
     """
 
     def __init__(
         self,
-        training: Training,
         state: TrainState,
         end: Duration,
         saver: CheckpointSaver | None,
         stop: Callable[[], int],
     ) -> None:
-        self._training, self._state, self._end = training, state, end
+        self._state, self._end = state, end
         self._saver, self.stop = saver, stop
 
-    def begin(self) -> None:
+    def begin(self, training: Training) -> None:
         """Check before the first step that checkpoints can be saved; every rank has to call this.
 
         Raises:
             ValueError: they cannot, see :meth:`CheckpointSaver.begin`.
         """
         if self._saver is not None:
-            self._saver.begin(self._training, self._state.progress.step)
+            self._saver.begin(training, self._state.progress.step)
 
     def asks(self) -> Asked:
         """Return what this rank asks for; checkpoints are due by the clock of the first one."""
@@ -53,10 +51,11 @@ class BetweenSteps:
             return Asked(signal) if signal else NOTHING
         return Asked(signal, self._state.rank == 0 and saver.overdue(), saver.failed())
 
-    def act(self, asked: Asked, before: Progress) -> None:
+    def act(self, training: Training, asked: Asked, before: Progress) -> None:
         """Save a checkpoint if one is due after this step, and stop if a rank was asked to.
 
         Args:
+            training: the training.
             asked: what some rank asked for when the step began, the same on every rank.
             before: counts before the step.
 
@@ -73,14 +72,14 @@ class BetweenSteps:
                 saver.wait()
             interval = saver.duration
             if stops or asked.save or (interval is not None and at.completed(interval, before)):
-                saver.save(self._training, at.step, self._metrics(saver))
+                saver.save(training, at.step, self._metrics(saver))
             if stops:
                 saver.wait()
         if stops:
             self._state.meter.flush()
             raise Stopped(asked.stop)
 
-    def finish(self) -> None:
+    def finish(self, training: Training) -> None:
         """Complete the last checkpoint, and save the final weights, after the last step.
 
         Raises:
@@ -88,7 +87,7 @@ class BetweenSteps:
         """
         if self._saver is not None:
             step = self._state.progress.step
-            self._saver.finish(self._training, step, self._metrics(self._saver))
+            self._saver.finish(training, step, self._metrics(self._saver))
 
     def _metrics(self, saver: CheckpointSaver) -> dict[str, Any]:
         """Return the metrics that a checkpoint is recorded with: evaluations, and the best's."""

@@ -178,7 +178,7 @@ class Trainer:
             self.plugin.rank,
             self.bad_gradients,
         )
-        self._between = BetweenSteps(self, self.state, self.max_duration, saver, stop)
+        self._between = BetweenSteps(self.state, self.max_duration, saver, stop)
 
     def fit(self) -> dict[str, Any]:
         """Train until ``max_duration``, from where ``state`` stands.
@@ -195,7 +195,7 @@ class Trainer:
         """
         meter = self.state.meter
         try:
-            self._between.begin()
+            self._between.begin(self)
             self.model.train()
             started = time.perf_counter()
             with self.bad_gradients.watching():
@@ -203,7 +203,7 @@ class Trainer:
                     self._step(window, started)
                     started = time.perf_counter()
             self.state.step_schedulers()
-            self._between.finish()
+            self._between.finish(self)
         except BaseException:
             # What led up to the end is the most wanted part of the record; a full disk must not
             # hide what ended the run.
@@ -297,7 +297,7 @@ class Trainer:
         )
         if decision.finite is not True:
             self.bad_gradients.check(meter)
-        self._between.act(asked, before)
+        self._between.act(self, asked, before)
 
     def _show(self, number: int, of: int) -> None:
         """Print the probe after microbatch ``number``."""

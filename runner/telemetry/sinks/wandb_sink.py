@@ -85,7 +85,7 @@ class WandbSink:
         name: str,
         run_id: str,
         config: dict[str, Any],
-        sent_until: int = 0,
+        sent_until: int = -1,
         resumes: bool = False,
         time_left: Callable[[], float] = lambda: math.inf,
     ) -> None:

@@ -26,16 +26,22 @@ with claimed(Path(sys.argv[1])):
 """
 
 
-@pytest.fixture
-def holder(tmp_path):
-    """A process that holds the folder."""
+def started(script, folder):
+    """Start a process, and wait until it holds the folder."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
+        [sys.executable, "-c", script, str(folder)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdout.readline() == "held\n"
+    return process
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the folder."""
+    process = started(HOLD, tmp_path)
     yield process
     process.kill()
     process.communicate()
@@ -73,13 +79,7 @@ def test_children_of_a_killed_process_may_hold_it_a_little_longer(tmp_path, monk
         )
         .replace("100", "1")
     )
-    child = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout.readline() == "held\n"
+    child = started(script, tmp_path)
     with claimed(tmp_path):
         assert child.wait(10) == 0
     child.communicate()

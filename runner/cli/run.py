@@ -205,7 +205,7 @@ def check_jobs(jobs: Sequence[Job]) -> None:
             continue
         seen.append(job.plain)
         try:
-            preflight.check(job.config, job.plain)
+            preflight.check(job.config)
         except RequestError as error:
             problems += (replace(problem, job=job.label) for problem in error.problems)
     if problems:

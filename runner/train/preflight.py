@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -34,12 +34,11 @@ from runner.train.refused import first_line, to_blame, unknown, wrong_kinds
 T = TypeVar("T")
 
 
-def check(config: RunConfig, plain: Mapping[str, Any]) -> None:
+def check(config: RunConfig) -> None:
     """Check whether data, model and clipping mode can be made and fit; what is made is dropped.
 
     Args:
         config: the configuration, which is valid by itself.
-        plain: the same as plain containers.
 
     Raises:
         RequestError: lists everything that is wrong.

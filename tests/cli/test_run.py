@@ -42,7 +42,7 @@ class Fakes:
         self.refuse = lambda config: []
         self.behave = lambda plain: Outcome()
 
-    def check(self, config, plain):
+    def check(self, config):
         self.checked.append(config)
         if problems := self.refuse(config):
             raise RequestError(problems)

@@ -71,7 +71,7 @@ def test_what_the_meta_device_lacks_is_no_fault_of_a_model(call):
 
 def test_a_model_that_the_meta_device_cannot_make_is_left_to_the_run():
     asked = config("model._target_=tests.refusing.Ramp", "~model.width", "~model.num_classes")
-    preflight.check(asked, {})
+    preflight.check(asked)
 
 
 def test_a_run_whose_evaluation_lacks_the_objective_ends_there():

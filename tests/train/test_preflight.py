@@ -201,7 +201,7 @@ def test_the_error_of_a_broken_model_is_its_own(monkeypatch):
     (job,) = request([], multirun=False).jobs
     monkeypatch.setattr(preflight.build, "maker", lambda target: partial(unable))
     with pytest.raises(Exception, match="kernel") as caught:
-        preflight.check(job.config, job.plain)
+        preflight.check(job.config)
     assert "model._target_" not in str(caught.value)
     assert json.dumps(job.plain)
 

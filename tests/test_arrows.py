@@ -12,12 +12,13 @@ ROOT = Path(runner.__file__).parent
 
 ARROWS = {
     "cli": {
-        *("compose", "sweep", "verify", "calibrate", "report", "dashboard", "launch"),
+        *("compose", "sweep", "verify", "calibrate", "bench", "report", "dashboard", "launch"),
     },
     "sweep": {"launch", "compose", "run_folder", "report"},
     "launch": {"train", "telemetry", "run_folder", "report"},
     "verify": {"launch", "train", "compose"},
     "calibrate": {"launch", "train", "compose"},
+    "bench": {"launch", "train", "compose"},
     "train": {"checkpoint", "booster", "telemetry", "optim", "data", "models"},
     "checkpoint": {"booster", "run_folder"},
     "telemetry": {"clip", "run_folder", "optim"},

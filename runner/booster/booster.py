@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from runner.booster import joint, saved
 from runner.booster.checkpoint_io import CheckpointIO
+from runner.booster.flat_gradients import Choice, of_optimizer
 from runner.booster.loss import WindowLoss
 from runner.booster.nonfinite import Nonfinite
 from runner.booster.optimizer import OptimizerWrapper
@@ -37,6 +38,9 @@ class Booster(CheckpointIO):
         loss_scale: fp16 scale to use instead of the default one.
         nonfinite: what the optimizer does if a gradient is not finite: ``skip`` the step, raise an
             ``error``, or ``ignore`` it.
+        flat_gradients: whether gradients of small parameters lie in one buffer, so that a model of
+            very many of them is clipped faster; ``auto``: from 2,000 on, on a CPU. See
+            :class:`runner.booster.flat_gradients.FlatGradients`.
 
     Raises:
         ValueError: an unknown precision.
@@ -59,6 +63,7 @@ class Booster(CheckpointIO):
         plugin: Plugin | None = None,
         loss_scale: LossScale | None = None,
         nonfinite: Nonfinite = "skip",
+        flat_gradients: Choice = False,
     ) -> None:
         self.plugin = SinglePlugin() if plugin is None else plugin
         precision = mixed_precision or self.plugin.precision
@@ -67,6 +72,7 @@ class Booster(CheckpointIO):
         if self.loss_scale is None and precision == "fp16":
             self.loss_scale = LossScale(self.plugin.initial_scale or LossScale.scale)
         self.nonfinite = nonfinite
+        self.flat_gradients = flat_gradients
         self._window_loss: tuple[Any, WindowLoss] | None = None
 
     def boost(
@@ -95,8 +101,9 @@ class Booster(CheckpointIO):
             others unchanged.
 
         Raises:
-            ValueError: a model was boosted before, models share a parameter, or an optimizer holds
-                a parameter of none of these modules, or has stepped already.
+            ValueError: a model was boosted before, models share a parameter, an optimizer holds a
+                parameter of none of these modules, or has stepped already, or ``flat_gradients`` is
+                True and not possible.
         """
         listed = [model] if isinstance(model, nn.Module) else list(model)
         models = [compiled_in_place(each) for each in listed]
@@ -137,14 +144,16 @@ class Booster(CheckpointIO):
     ) -> OptimizerWrapper:
         for optimizer in optimizers:
             require_safe(optimizer, parallel.values(), self.plugin)
+        layout = Layout.union({prefix: made.layout for prefix, made in parallel.items()})
         return OptimizerWrapper(
             optimizers,
-            Layout.union({prefix: made.layout for prefix, made in parallel.items()}),
+            layout,
             self.loss_scale,
             self.nonfinite,
             sync_grads=in_turn(*(made.sync_grads for made in parallel.values())),
             broadcast_params=in_turn(*(made.broadcast_params for made in parallel.values())),
             max_norm=self.plugin.max_norm,
+            flat=of_optimizer(self.flat_gradients, self.plugin, layout),
         )
 
     def backward(self, loss: Tensor, optimizer: OptimizerWrapper) -> None:

@@ -1,14 +1,87 @@
-"""What torch's fused optimizers need: matching strides, and a flag on the device to skip a step."""
+"""torch's fused optimizers: they clip and skip a step by themselves, and need matching strides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from runner.clip import Layout
+from runner.clip import Layout, Number
+from runner.clip.mode import multiply
+from runner.clip.shard import ParamShard
+
+SCALING = (SGD, Adam, AdamW, Adagrad)
+"""Optimizers whose fused kernels divide gradients by ``grad_scale``. A subclass may not."""
+
+LARGEST_SCALE = 1e30
+"""Largest divisor of gradients that a fused step takes: float32 has to hold it."""
+
+_PARAMETER, _GRADIENT = attrgetter("param"), attrgetter("grad")
+
+
+class Fold:
+    """Leaves the multiplication of gradients to the step of fused optimizers, where that is right.
+
+    The step reads each gradient anyway, so clipping in it saves a read and a write of all of them.
+
+    Args:
+        optimizers: optimizers that step together.
+        layout: where the gradients live.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], layout: Layout) -> None:
+        self._optimizers = optimizers
+        self._layout = layout
+        self._known: tuple[list[tuple[int, int]], list[ParamShard] | None] | None = None
+
+    def takes(self, coef: Number) -> bool:
+        """Return whether every optimizer steps float32 gradients by a fused kernel.
+
+        If so, gradients that no optimizer steps are multiplied here. A hook that runs before a step
+        has to see clipped gradients, so then nothing is folded.
+
+        Args:
+            coef: factor of all gradients.
+        """
+        if not isinstance(coef, Tensor) and not coef * LARGEST_SCALE >= 1.0:
+            return False
+        flat = None if self._layout.flat is None else self._layout.flat.parts()
+        if flat is not None and len(flat) == 1:
+            return False  # It takes longer to look at many gradients than to multiply one buffer.
+        if _global_optimizer_pre_hooks or not all(map(_can_scale, self._optimizers)):
+            return False
+        groups = [group["params"] for each in self._optimizers for group in each.param_groups]
+        now = [(id(group), len(group)) for group in groups]
+        if self._known is None or self._known[0] != now:
+            self._known = now, self._left_over(groups)
+        left = self._known[1]
+        if left is None or (left and flat is not None):
+            return False
+        multiply([g for shard in left if (g := shard.gradient) is not None], coef)
+        return True
+
+    def _left_over(self, groups: Sequence[Sequence[Tensor]]) -> list[ParamShard] | None:
+        """Return the shards that no optimizer steps; None if one that is stepped is not float32.
+
+        With ZeRO stage 1 another rank steps them.
+        """
+        stepped = {id(parameter) for group in groups for parameter in group}
+        trained = [shard for shard in self._layout.shards if shard.param.requires_grad]
+        if {s.param.dtype for s in trained if id(s.param) in stepped} - {torch.float32}:
+            return None
+        return [shard for shard in trained if id(shard.param) not in stepped]
+
+
+def _can_scale(optimizer: Optimizer) -> bool:
+    return (
+        type(optimizer) in SCALING
+        and not optimizer._optimizer_step_pre_hooks
+        and all(group.get("fused") for group in optimizer.param_groups)
+    )
 
 
 def match_strides(layout: Layout) -> None:
@@ -17,31 +90,52 @@ def match_strides(layout: Layout) -> None:
     torch's fused CPU kernels read both in memory order and ignore strides: a channels-last gradient
     of a contiguous parameter would change the wrong weights without an error.
     """
-    for shard in layout.shards:
-        gradient = shard.param.grad
-        if gradient is not None and gradient.stride() != shard.param.stride():
-            shard.param.grad = torch.empty_like(shard.param).copy_(gradient)
+    shards = layout.shards if layout.flat is None else layout.flat.unmatched()
+    parameters = list(map(_PARAMETER, shards))
+    gradients = list(map(_GRADIENT, parameters))
+    contiguous = {*map(type, gradients)} == {Tensor} and all(map(Tensor.is_contiguous, gradients))
+    if contiguous and all(map(Tensor.is_contiguous, parameters)):
+        return
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None or gradient.layout is not torch.strided:
+            continue
+        if gradient.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
 
 def step_where(
     finite: bool | Tensor,
     optimizers: Sequence[Optimizer],
     closure: Callable[[], float] | None = None,
+    coef: Number = 1.0,
 ) -> None:
-    """Step optimizers if ``finite`` holds. Fused kernels read a tensor on the device."""
+    """Step optimizers if ``finite`` holds. Fused kernels read a tensor on the device.
+
+    Args:
+        finite: whether to take the step.
+        optimizers: optimizers that step together.
+        closure: closure of the one optimizer.
+        coef: factor of all gradients, for optimizers for which :class:`Fold` takes it. The kernels
+            write the product to the gradients too.
+    """
     if isinstance(finite, Tensor) and _starts_momentum(optimizers):
         finite = bool(finite)
     if finite is False:
         return
+    read: dict[str, Tensor] = {}
+    if finite is not True:
+        read["found_inf"] = (~finite).float()
+    if isinstance(coef, Tensor):
+        read["grad_scale"] = (1.0 / coef).float()
+    elif coef != 1.0:
+        read["grad_scale"] = torch.tensor(1.0 / coef, dtype=torch.float32)
     for optimizer in optimizers:
-        if finite is True:
-            optimizer.step(closure)
-            continue
-        optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        vars(optimizer).update(read)
         try:
             optimizer.step(closure)
         finally:
-            del optimizer.found_inf  # type: ignore[attr-defined]
+            for name in read:
+                del vars(optimizer)[name]
 
 
 def _starts_momentum(optimizers: Sequence[Optimizer]) -> bool:

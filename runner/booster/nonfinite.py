@@ -45,11 +45,13 @@ def finding(layout: Layout, powers: Powers | None, norm: float) -> str:
     """
     here = [] if powers is None else powers.not_finite()
     group = layout.group
-    if group is None:
-        return f"the gradient's norm is {norm}: {first_few(here)}"
-    every: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(every, here, group=group)
+    every: list[list[str]] = [here]
+    if group is not None:
+        every = [[] for _ in range(group.size())]
+        dist.all_gather_object(every, here, group=group)
     bad = {name for names in every for name in names}
     named = first_few([name for name in layout.names if name in bad])
+    if group is None:
+        return f"the gradient's norm is {norm}: {named}"
     ranks = [dist.get_global_rank(group, number) for number, names in enumerate(every) if names]
     return f"the gradient's norm is {norm}: {named} on {ranks_as_text(ranks)}"

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 
-from runner.booster.fused import match_strides, step_where
+from runner.booster.flat_gradients import FlatGradients
+from runner.booster.fused import Fold, match_strides, step_where
 from runner.booster.nonfinite import Nonfinite, NonFiniteGradient, finding
 from runner.booster.precision import LossScale
 from runner.booster.step_order import StepOrder, StepOrderError, StepState
-from runner.clip import ClipMode, Decision, GradStats, Layout, Number, build, total_norm, transfer
+from runner.clip import ClipMode, Decision, Layout, Number, build, total_norm, transfer
+from runner.clip.mode import scale
 from runner.clip.norms import Powers
 from runner.parallel.gradient_sync import nothing
 
@@ -37,10 +42,12 @@ class OptimizerWrapper(StepOrder):
             before they are read.
         broadcast_params: function called on every rank after the optimizer has stepped.
         max_norm: where above 0, :meth:`step` limits the norm of a gradient that was not clipped.
+        flat: buffer for gradients of small parameters, or None.
 
     Attributes:
         optimizers: the user's optimizers, in the order in which they were given.
-        powers: share of each gradient in the norm that :meth:`clip` measured last, or None.
+        powers: share of each gradient in the norm that :meth:`clip` measured last, where it was
+            asked for, or the norm is not finite, or lies on an accelerator; else None.
     """
 
     def __init__(
@@ -52,6 +59,7 @@ class OptimizerWrapper(StepOrder):
         sync_grads: Callable[[], None] = nothing,
         broadcast_params: Callable[[], None] = nothing,
         max_norm: float = 0.0,
+        flat: FlatGradients | None = None,
     ) -> None:
         super().__init__(layout)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -60,7 +68,10 @@ class OptimizerWrapper(StepOrder):
         self._sync_grads = sync_grads
         self._broadcast_params = broadcast_params
         self._max_norm = max_norm
+        self._flat = layout.flat = flat
         self.powers: Powers | None = None
+        self._fold = Fold(self.optimizers, layout)
+        self._coef: Number = 1.0  # what the next step multiplies gradients by
         self._final = False
         self._unscaled = False
         self._scaled = False
@@ -87,7 +98,12 @@ class OptimizerWrapper(StepOrder):
         key = (self.begin_backward(weight), loss.dtype, loss.shape)
         if self._start is None or self._start[0] != key:
             self._start = (key, loss.new_full(loss.shape, key[0]))
-        loss.backward(self._start[1])  # type: ignore[no-untyped-call]
+        if type(loss) is Tensor:
+            # As Tensor.backward, whose checks of its arguments take a tenth of a tiny step's pass.
+            start = (self._start[1],)
+            _engine_run_backward((loss,), start, False, False, (), True, accumulate_grad=True)
+        else:
+            loss.backward(self._start[1])  # type: ignore[no-untyped-call]
         self.end_backward()
 
     def begin_backward(self, weight: float = 1.0) -> float:
@@ -98,25 +114,77 @@ class OptimizerWrapper(StepOrder):
         """
         if self._final:
             raise StepOrderError(f"cannot accumulate now: {self.stage.value}")
+        if self._flat is not None:
+            self._flat.begin_backward()
         self._scaled, self._held = True, False
         return weight if self.loss_scale is None else weight * self.loss_scale.scale
 
+    def end_backward(self) -> None:
+        """Note that a backward pass has run, for callers that run it themselves."""
+        super().end_backward()
+        if self._flat is not None:
+            self._flat.end_backward()
+
+    def _settled(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._flat is None else self._flat.settled()
+
     @torch.no_grad()
-    def clip(self, mode: ClipMode) -> Decision:
+    def clip(self, mode: ClipMode, fold: bool = False, each: bool = False) -> Decision:
         """Unscale, measure ‖G‖, agree whether it is finite, and clip by ``mode`` in place.
 
         Every rank decides from the same reduced norm, so all of them skip the step or none.
+
+        Args:
+            mode: how to clip.
+            fold: whether :meth:`step` may multiply the gradients, which costs less where all
+                optimizers are fused ones of torch. Each ``.grad`` is then clipped after the step,
+                but not before.
+            each: whether the share of each gradient in the norm is wanted in ``powers``.
 
         Raises:
             StepOrderError: the gradients are not final, or were clipped already.
             NonFiniteGradient: they are not finite and ``nonfinite`` is ``error``.
         """
         self.begin_clip()
-        kept: list[Powers] = []
-        norm = total_norm(self.layout, mode.norm_type, kept)
-        self.powers = kept[0] if kept else None
+        with self._settled():
+            return self._clip(mode, fold, each)
+
+    def _clip(self, mode: ClipMode, fold: bool, each: bool) -> Decision:
+        """Measure, decide and apply, see :meth:`clip`."""
+        stats = mode.measure(self.layout, each)
+        self.powers = stats.powers
         self.stage = StepState.CLIPPED
-        return mode.clip(self.layout, GradStats(norm, self._judge(norm)))
+        finite = self._judge(stats.norm)
+        if finite is not stats.finite:
+            stats = replace(stats, finite=finite)
+        ordinary = type(mode).clip is ClipMode.clip and type(mode).apply is ClipMode.apply
+        if not fold or not ordinary:
+            return mode.clip(self.layout, stats)
+        decision = mode.decide(self.layout, stats)
+        if decision.parts is None and decision.finite is not False:
+            if isinstance(decision.coef, float) and decision.coef == 1.0:
+                return decision
+            if self._fold.takes(decision.coef):
+                self._coef = decision.coef
+                return decision
+        return mode.apply(self.layout, decision)
+
+    def clip_and_step(self, mode: ClipMode) -> Decision:
+        """Clip the gradients by ``mode`` and take the step, in one pass where that is possible.
+
+        Fused SGD, Adam, AdamW and Adagrad of torch multiply float32 gradients while they step.
+        After the call each ``.grad`` is the clipped gradient, whatever the optimizer.
+
+        Returns:
+            What clipping did. Whether the step was taken: :meth:`was_taken`.
+
+        Raises:
+            StepOrderError: the gradients are not final, or were clipped already.
+            NonFiniteGradient: they are not finite and ``nonfinite`` is ``error``.
+        """
+        decision = self.clip(mode, fold=True)
+        self.step()
+        return decision
 
     def begin_clip(self) -> None:
         """Make the gradients ready to be clipped: synchronised and unscaled.
@@ -142,22 +210,26 @@ class OptimizerWrapper(StepOrder):
             raise ValueError(
                 "a closure goes with one optimizer: run it before step(), which has several"
             )
-        finite = self._finish_gradients()
+        finite = self._finish_gradients(closure)
         if finite is not False and any(group.get("fused") for group in self.param_groups):
             match_strides(self.layout)
+        coef = self._coef
         self.begin_step(zeroed=False)
         self._taken = transfer.read_later(finite) if isinstance(finite, Tensor) else finite
         if finite is False:
             return False
-        step_where(finite, self.optimizers, closure)
+        step_where(finite, self.optimizers, closure, coef)
         # Also after a step that only this rank read to be skipped: others decide on the device.
         self._broadcast_params()
         return True
 
-    def _finish_gradients(self) -> bool | Tensor:
+    def _finish_gradients(self, closure: Callable[[], float] | None) -> bool | Tensor:
         """Make the gradients final, within the plugin's limit; return whether to take the step."""
         if self.require_step() and self._max_norm > 0:
-            self.clip_grad_by_norm(self._max_norm)
+            self.clip(self._mode("norm", self._max_norm, 2.0), fold=closure is None)
+        elif closure is not None:  # It may compute other gradients, which the step must not scale.
+            scale(self.layout, self._coef)
+            self._coef = 1.0
         if self.loss_scale is None:
             self.unscale()
             return True if self._finite is None else self._finite
@@ -192,6 +264,7 @@ class OptimizerWrapper(StepOrder):
         """Begin the next step, see :meth:`StepOrder.begin_step`."""
         super().begin_step(zeroed)
         self._finite = None
+        self._coef = 1.0
         self._final = self._unscaled = self._scaled = False
 
     def unscale(self) -> None:
@@ -207,6 +280,12 @@ class OptimizerWrapper(StepOrder):
             self._final = True
         if self.loss_scale is None or self._unscaled:
             return
+        with self._settled():
+            self._divide_by_scale()
+        self._unscaled = True
+
+    def _divide_by_scale(self) -> None:
+        assert self.loss_scale is not None
         shards, gradients = self.layout.gradients()
         if gradients and not self._scaled:
             raise StepOrderError(
@@ -216,9 +295,9 @@ class OptimizerWrapper(StepOrder):
         half = [p.name for p, g in zip(shards, gradients, strict=True) if g.dtype == torch.float16]
         if half:
             raise TypeError(f"{half[0]} is float16: keep parameters in float32, precision casts")
+        flat = None if self._flat is None else self._flat.parts(writes=True)
         if gradients:
-            torch._foreach_mul_(gradients, 1.0 / self.loss_scale.scale)
-        self._unscaled = True
+            torch._foreach_mul_(gradients if flat is None else flat, 1.0 / self.loss_scale.scale)
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

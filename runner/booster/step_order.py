@@ -14,9 +14,9 @@ from functools import partial
 from weakref import ReferenceType, ref
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from runner.clip import Layout
+from runner.clip.shard import local
 
 
 class StepState(Enum):
@@ -60,6 +60,9 @@ class StepOrder:
 
     def end_backward(self) -> None:
         """Note that a backward pass has run."""
+        self._note_backward()
+
+    def _note_backward(self) -> None:
         held = self.accumulating or self._held
         self.stage = StepState.ACCUMULATING if held else StepState.READY
         self._separate()
@@ -79,7 +82,7 @@ class StepOrder:
     def _reached(self, held: bool, gradient: Tensor) -> None:
         if self.stage is not StepState.CLIPPED:
             self._held = held
-            self.end_backward()
+            self._note_backward()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -151,7 +154,7 @@ def _written(layout: Layout) -> Written | None:
     for shard in reversed(layout.shards):
         gradient = shard.param.grad
         if gradient is not None:
-            part = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+            part = local(gradient)
             return ref(part), part._version
     return None
 

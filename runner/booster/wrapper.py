@@ -105,7 +105,7 @@ class ModelWrapper(nn.Module):
         if self.optimizer is not None and torch.is_grad_enabled():
             # DDP decides in the forward pass whether the backward pass synchronises.
             held = self.optimizer.accumulating and isinstance(self.module, DistributedDataParallel)
-            for output in tree_leaves(outputs):
+            for output in [outputs] if isinstance(outputs, Tensor) else tree_leaves(outputs):
                 if isinstance(output, Tensor):
                     self.optimizer.watch(output, held)
         return outputs

@@ -17,12 +17,14 @@ from importlib import import_module
 from runner.cli import FAILED, INTERRUPTED, WRONG_REQUEST
 from runner.config import disk
 from runner.config.environment import joins, started_rank
+from runner.config.importing import importing
 from runner.config.problem import Interrupted, RequestError
 from runner.launch import signals
 from runner.telemetry.sinks.console import announce, leave_unread, open_streams, print_line
 from runner.telemetry.sinks.sink import ending
 
 COMMANDS = (
+    "bench",
     "calibrate",
     "dashboard",
     "evaluate",
@@ -36,7 +38,7 @@ COMMANDS = (
 """Each is a module of :mod:`runner.cli` with a function ``main(arguments) -> exit code``. One that
 does not answer ``--help`` itself has a text ``USAGE``."""
 
-PARSED_BY_ARGPARSE = ("dashboard", "export", "report", "schema")
+PARSED_BY_ARGPARSE = ("bench", "dashboard", "export", "report", "schema")
 """Commands that take no overrides."""
 
 LISTENING = 5.0
@@ -71,9 +73,13 @@ def main(arguments: Sequence[str]) -> int:
         0 finished; 1 a run failed; 2 the request is wrong (one message on stderr, nothing is
         created); 129 hung up; 130 interrupted; 143 terminated.
     """
-    # Threads of torch that wait in sleep: spinning ones make a small net's step ten times slower
-    # as soon as anything else wants a core. Read when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads of torch that wait for work spin for some microseconds, then sleep. By default they
+    # spin for milliseconds: a small net's step takes three to ten times as long as soon as anything
+    # else wants a core. If they slept at once, it would take 1.5 times as long on a quiet machine.
+    # Both variables are read when torch is imported.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # pydantic would search all installed packages for plugins, which takes as long as a check.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     code = 0
@@ -127,7 +133,8 @@ def _command(arguments: list[str]) -> int:
     flags = {argument for argument in arguments if argument.startswith("-")}
     if command not in PARSED_BY_ARGPARSE and flags <= {"-m", "--multirun"}:
         announce("clip-runner: reading the configuration")
-    module = import_module(f"runner.cli.{command}")
+    with importing("hydra"):
+        module = import_module(f"runner.cli.{command}")
     if flags & {"-h", "--help"} and hasattr(module, "USAGE"):
         print(module.USAGE)
         return 0

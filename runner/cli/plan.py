@@ -20,6 +20,8 @@ from runner.config.notation import plural
 from runner.config.problem import shown
 from runner.run_folder.earlier import earlier_record
 from runner.sweep import live, plan_runs
+from runner.train.known_length import known_length
+from runner.train.progress import steps_of
 
 USAGE = __doc__
 
@@ -35,9 +37,10 @@ def main(words: Sequence[str]) -> int:
         args.overrides, multirun=args.multirun, source=source_of(args), earlier=earlier_record
     )
     note(wanted.notes)
-    check_jobs(wanted.jobs)
+    samples = [known_length(job.config) for job in wanted.jobs]
+    check_jobs([job for job, known in zip(wanted.jobs, samples, strict=True) if known is None])
     states = _states(wanted)
-    steps = [_steps(job) for job in wanted.jobs]
+    steps = [_steps(job, known) for job, known in zip(wanted.jobs, samples, strict=True)]
     columns = zip(states, wanted.jobs, _others(wanted.jobs), steps, strict=True)
     listed = [
         (number, job.label, others, "unknown" if count is None else str(count), state)
@@ -62,8 +65,15 @@ def _states(wanted: Request) -> list[tuple[str, str]]:
     return found
 
 
-def _steps(job: Job) -> int | None:
-    """Return the optimizer steps of a run; None if its duration and data do not give them."""
+def _steps(job: Job, samples: int | None) -> int | None:
+    """Return the optimizer steps of a run; None if its duration and data do not give them.
+
+    Args:
+        job: the run.
+        samples: number of training samples, if it is known without torch.
+    """
+    if samples is not None:
+        return steps_of(job.config, samples, data_size=1)
     from runner.train import build
 
     data = build.make_data(job.config.data)

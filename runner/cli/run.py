@@ -26,6 +26,7 @@ from runner.compose.overrides import spelled_out
 from runner.compose.request import Request, request
 from runner.config.environment import joins, started_rank
 from runner.config.folders import CONFIG_NAME
+from runner.config.importing import importing
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.scratch import missing
 from runner.config.sizes import may_grow
@@ -65,6 +66,10 @@ def main(words: Sequence[str]) -> int:
             message = "a sweep starts its own ranks (plugin.nproc): run it without torchrun"
             raise RequestError([Problem("-m", NOTHING, message)])
         return run_sweep(wanted, words, check_jobs)
+    if not joins():
+        from runner.launch import supervise
+
+        supervise.prepare([job.config for job in wanted.jobs])
     check_jobs(wanted.jobs)
     if joins():
         from runner.launch.rank import join
@@ -186,6 +191,8 @@ def check_jobs(jobs: Sequence[Job]) -> None:
     Raises:
         RequestError: anything is wrong; it names everything that is.
     """
+    if not jobs:
+        return
     from runner.launch import local_ranks
 
     if lacking := {problem.key: problem for job in jobs for problem in missing(job.config)}:
@@ -194,9 +201,17 @@ def check_jobs(jobs: Sequence[Job]) -> None:
         announce("clip-runner: importing torch, then checking model and data")
     started = started_rank()
     if started is None or started.world_size == 1:
-        for job in jobs:
-            local_ranks.prepare(job.config)  # ranks import torch while this process does
-    from runner.train import preflight
+        # Ranks import torch while this process does.
+        local_ranks.prepare(*(job.config for job in jobs))
+    if problems := _torchs_problems(jobs):
+        raise RequestError(problems)
+    note(_one_rank(jobs))
+
+
+def _torchs_problems(jobs: Sequence[Job]) -> list[Problem]:
+    """Return what is wrong with each distinct job, as far as only torch can tell."""
+    with importing("torch"):
+        from runner.train import preflight
 
     problems: list[Problem] = []
     seen: list[dict[str, Any]] = []
@@ -205,12 +220,11 @@ def check_jobs(jobs: Sequence[Job]) -> None:
             continue
         seen.append(job.plain)
         try:
-            preflight.check(job.config)
+            with importing("torch._dynamo"):  # torch does when the first optimizer is made
+                preflight.check(job.config)
         except RequestError as error:
             problems += (replace(problem, job=job.label) for problem in error.problems)
-    if problems:
-        raise RequestError(problems)
-    note(_one_rank(jobs))
+    return problems
 
 
 def note(sentences: Iterable[str]) -> None:

@@ -21,9 +21,10 @@ from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats, Parts
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
-from runner.clip.norms import SQUARES_OVERFLOW, combine
+from runner.clip.norms import OVERFLOWS, VANISHES, Powers, combine, local_powers
 from runner.clip.shard import ParamShard
 from runner.clip.transfer import Number
+from runner.clip.unit_index import UnitIndex, UnitNorms
 from runner.config.modes.adaptive import Adaptive
 from runner.config.notation import first_few
 
@@ -39,7 +40,9 @@ class AdaptiveClip(Adaptive, ClipMode):
     """
 
     _layout: Layout | None = field(default=None, init=False, repr=False)
-    _shards: Sequence[ParamShard] = field(default=(), init=False, repr=False)
+    _shards: list[ParamShard] = field(default_factory=list, init=False, repr=False)
+    _left_out: list[bool] = field(default_factory=list, init=False, repr=False)
+    _index: UnitIndex | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,81 +68,98 @@ class AdaptiveClip(Adaptive, ClipMode):
             globs = [given] if isinstance(given, str) else given
             excluded = {name for glob in globs for name in layout.matching(glob, "exclude")}
         units = self.units or {}
-        shards = layout.with_units(units)
-        self._shards = [shard for shard in shards if shard.name not in excluded]
-        self._layout = layout
+        self._shards = layout.with_units(units)
+        self._left_out = [shard.name in excluded for shard in self._shards]
+        self._layout, self._index = layout, None
         if layout.device.type == "meta" or (dist.is_initialized() and dist.get_rank() > 0):
             return  # a model that is only checked, or a rank that need not repeat the first one
         if self.exclude == "auto":
-            _log_once(logging.INFO, _left_out(layout))
+            _log_once(logging.INFO, _heads(layout))
         chosen = {name for glob in units for name in layout.matching(glob, "units")}
         assumed = [n for n, p in layout.parameters.items() if not p.known and n not in chosen]
         if left := [name for name in assumed if name not in excluded]:
             _log_once(logging.WARNING, _unknown(layout, left))
 
+    @torch.no_grad()
+    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+        """Measure the norm of each unit and, from these, ‖G‖ by one read of the gradients."""
+        if self.norm_type != 2.0:
+            return super().measure(layout, each)
+        host = transfer.can_read(layout.device)
+        units = self._unit_norms(layout, torch.float32 if host else transfer.widest(layout.device))
+        shares = units.index.shares(units.norms)
+        power = transfer.read(shares.sum())
+        powers: Powers | None = units.index.powers(shares)
+        if isinstance(power, float) and not VANISHES < power < OVERFLOWS:
+            power, powers = local_powers(layout, 2.0, each=True)
+        norm = combine([power] if layout.group is None else layout.gather([power])[0], 2.0)
+        finite = torch.isfinite(norm) if isinstance(norm, Tensor) else math.isfinite(norm)
+        return GradStats(norm, finite, powers, units)
+
+    def _unit_norms(self, layout: Layout, dtype: torch.dtype) -> UnitNorms:
+        """Measure the gradients' units, with sums of squares in ``dtype`` at least."""
+        if self._layout is not layout:
+            self.bind(layout)
+        gradients = _of_each_shard(layout)
+        present = [gradient is not None for gradient in gradients]
+        if self._index is None or self._index.present != present:
+            self._index = UnitIndex(self._shards, present, self._left_out)
+        return UnitNorms.of(self._index, gradients, dtype)
+
+    @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         """Compute the coefficient of each unit.
 
         Collectives: one for each group that shares the units of a matrix (tensor parallelism has
         one), and one for all vectors that are spread over ranks.
         """
-        if self._layout is not layout:
-            self.bind(layout)
         norm, limit = stats.norm, self.limit
-        shards = [
-            shard
-            for shard in self._shards
-            if shard.shard_groups or shard.sharded_vector or shard.param.grad is not None
-        ]
         # Every rank has the same norm, so all of them measure units in the same type. The host
         # cannot read the norm of an accelerator, which sums in its widest type at any size.
-        narrow = not isinstance(norm, Tensor) and norm * norm <= SQUARES_OVERFLOW
+        narrow = not isinstance(norm, Tensor) and _fit_float32(norm, limit * self.eps)
         dtype = torch.float32 if narrow else transfer.widest(layout.device)
-        lengths = [_lengths(shard, dtype) for shard in shards]
-        _complete_rows(shards, lengths)
-        ratios, present = _complete_vectors(layout, shards, lengths, self.eps)
+        own: UnitNorms | None = stats.work
+        if own is None or own.dtype != dtype:
+            own = self._unit_norms(layout, dtype)
+        index = own.index
+        weights, _ = index.norms(index.weights(), dtype, index.units)
+        lengths = [weights, own.norms[: index.units]]
+        _complete_rows(index, lengths)
+        vectors, present = _complete_vectors(layout, index, lengths, self.eps)
+        ratios = lengths[1] / lengths[0].clamp(min=self.eps)
+        over = ratios > limit
         # Every rank knows the sharded vectors: the first rank counts them.
         first = layout.group is None or layout.group.rank() == 0
-        changed: Number = transfer.count(ratios > limit) if first else 0.0
-        units: Number = transfer.count(present) if first else 0.0
-        maxima: list[Number] = [transfer.read(ratios.amax())] if ratios.numel() else []
-        if self.tally is not None and first:
-            self.tally.add(ratios.where(present, math.nan), 1.0)
-        above = []
-        for shard, (weight, length) in zip(shards, lengths, strict=True):
-            gradient = shard.gradient
-            if length.numel() == 0 or (gradient is None and not shard.shard_groups):
-                continue
-            ratio = length / weight.clamp(min=self.eps)
-            largest = transfer.read(ratio.amax())
-            held = shard.num_replicas * math.prod(group.size() for group in shard.shard_groups)
-            if not shard.sharded_vector:
-                # Without a gradient here, a cut unit counts where other ranks have one.
-                counted = length.numel() if gradient is not None else transfer.count(length > 0)
-                units = units + counted / held
-                if self.tally is not None:
-                    there = ratio if gradient is not None else ratio.where(length > 0, math.nan)
-                    self.tally.add(there, 1 / held)
-                maxima.append(largest)
-            if not isinstance(largest, Tensor) and largest <= limit:
-                continue
-            over = ratio > limit
-            if gradient is not None:
-                coefs = torch.where(over, limit / ratio, 1.0)
-                above.append((shard.units.view(gradient), coefs))
-            if not shard.sharded_vector:
-                changed = changed + transfer.count(over) / held
-        parts = Parts(changed, units, above)
-        return Decision.change_parts(norm, limit, combine(maxima or [0.0], math.inf), parts)
+        changed: Number = transfer.count(vectors > limit) if first else 0.0
+        total: Number = transfer.count(present) if first else 0.0
+        if self.tally is not None:
+            if first:
+                self.tally.add(vectors.where(present, math.nan), 1.0)
+            for values, held in index.counted(ratios, lengths[1]):
+                self.tally.add(values, 1 / held)
+        counts = index.sums(over.to(ratios.dtype))
+        changed = changed + transfer.read((counts / index.held).sum())
+        total = total + index.total(lengths[1])
+        largest = [transfer.read(each.amax()) for each in (vectors, ratios) if each.numel()]
+        max_stat = combine(largest or [0.0], math.inf)
+        clipped = counts.tolist() if transfer.can_read(layout.device) else None
+        after, work = own.norms, []
+        if clipped is None or any(clipped):
+            coefs = torch.where(over, limit / ratios, 1.0)
+            after = torch.cat([after[: index.units] * coefs, after[index.units :]])
+            work = [(own, coefs, clipped)]
+        power = transfer.read(index.shares(after).sum()) if self.norm_type == 2.0 else None
+        parts = Parts(changed, total, work, power)
+        return Decision.change_parts(norm, limit, max_stat, parts)
 
     def apply_parts(self, decision: Decision) -> None:
-        """Multiply each unit by its coefficient, in tensors with a unit above λ."""
+        """Multiply each unit above λ by its coefficient."""
         assert decision.parts is not None
-        for gradient, coefs in decision.parts.work:
-            gradient.mul_(coefs)
+        for own, coefs, clipped in decision.parts.work:
+            own.index.scale(own, coefs, clipped)
 
 
-def _left_out(layout: Layout) -> str:
+def _heads(layout: Layout) -> str:
     if not layout.heads:
         return "clip.exclude=auto: no head was found, adaptive clipping leaves out nothing"
     return f"clip.exclude=auto: adaptive clipping leaves out {', '.join(layout.heads)}"
@@ -159,83 +179,82 @@ def _log_once(level: int, message: str) -> None:
     log.log(level, "%s", message)
 
 
-def _lengths(shard: ParamShard, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """‖W_u‖ and ‖G_u‖ of each local unit, in ``dtype`` or better, broadcastable to the tensor."""
-    weight, gradient = shard.weight, shard.gradient
-    return (
-        _unit_norm(weight, shard, dtype),
-        _unit_norm(torch.zeros_like(weight) if gradient is None else gradient, shard, dtype),
-    )
+def _of_each_shard(layout: Layout) -> list[Tensor | None]:
+    """Return the gradient of each shard of ``layout``, also one without elements."""
+    shards, gradients = layout.gradients()
+    if len(shards) == len(layout.shards):
+        return list(gradients)
+    found = dict(zip(map(id, shards), gradients, strict=True))
+    return [found.get(id(shard), shard.gradient) for shard in layout.shards]
 
 
-def _unit_norm(tensor: Tensor, shard: ParamShard, dtype: torch.dtype) -> Tensor:
-    wide = torch.promote_types(tensor.dtype, dtype)
-    view, dims = shard.units.view(tensor), shard.units.dims
-    if not dims:
-        return view.abs().to(wide)
-    norm: Tensor = torch.linalg.vector_norm(view, 2.0, dim=dims, keepdim=True, dtype=wide)
-    return norm
+def _fit_float32(norm: float, least: float) -> bool:
+    """Return whether squares in float32 tell which units are to be clipped.
+
+    Args:
+        norm: ‖G‖, which no unit exceeds.
+        least: the smallest norm that any unit is limited to.
+    """
+    large_enough = norm == 0.0 or norm * norm > VANISHES
+    return large_enough and norm * norm < OVERFLOWS and least * least > VANISHES
 
 
-def _complete_rows(shards: list[ParamShard], lengths: list[tuple[Tensor, Tensor]]) -> None:
-    """Complete the rows that a shard boundary cuts: one flat buffer for each group of ranks.
+def _complete_rows(index: UnitIndex, lengths: list[Tensor]) -> None:
+    """Complete the units that a shard boundary cuts: one flat buffer for each group of ranks.
 
     Whether a rank has a gradient plays no part in which collectives run: an absent one adds zeros.
+
+    Args:
+        index: order of the units.
+        lengths: norms of weights and of gradients, which are replaced.
     """
-    cuts: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
-    for i, shard in enumerate(shards):
-        if shard.shard_groups:
-            cuts.setdefault(shard.shard_groups, []).append(i)
-    for groups, members in cuts.items():
-        parts = [part for i in members for part in lengths[i]]
-        wide = transfer.widest(parts[0].device)
-        flat = torch.cat([part.reshape(-1).to(wide).square() for part in parts])
+    if index.cuts:
+        lengths[:] = [each.clone() for each in lengths]
+    for groups, start, stop in index.cuts:
+        powers = torch.stack([each[start:stop] for each in lengths]).square()
         for group in groups:
-            dist.all_reduce(flat, group=group)
-        whole = iter(torch.split(flat.sqrt(), [part.numel() for part in parts]))
-        for i in members:
-            weight, gradient = lengths[i]
-            lengths[i] = (
-                next(whole).view_as(weight).to(weight.dtype),
-                next(whole).view_as(gradient).to(gradient.dtype),
-            )
+            dist.all_reduce(powers, group=group)
+        for each, whole in zip(lengths, powers.sqrt(), strict=True):
+            each[start:stop] = whole
 
 
 def _complete_vectors(
-    layout: Layout, shards: list[ParamShard], lengths: list[tuple[Tensor, Tensor]], eps: float
+    layout: Layout, index: UnitIndex, lengths: list[Tensor], eps: float
 ) -> tuple[Tensor, Tensor]:
     """Complete the vectors that are spread over ranks: one flat buffer with a place for each name.
+
+    Args:
+        layout: where the vectors live.
+        index: order of the units.
+        lengths: norms of weights and of gradients, which are replaced.
+        eps: lower bound of a weight's norm.
 
     Returns:
         ‖G_u‖/max(‖W_u‖, ε) of every such vector of the model, and whether it has a gradient
         anywhere (the ratio is 0 where it has none); the same on all ranks.
     """
     device = layout.device
-    places = {name: i for i, name in enumerate(layout.sharded_vector)}
-    flat = torch.zeros(3, len(places), dtype=transfer.widest(device), device=device)
-    if not places:
+    names = {name: i for i, name in enumerate(layout.sharded_vector)}
+    flat = torch.zeros(3, len(names), dtype=transfer.widest(device), device=device)
+    if not names:
         return flat[0], flat[2] > 0
-    here = [i for i, shard in enumerate(shards) if shard.sharded_vector]
+    here = index.sharded_vectors
     if here:
-        at = transfer.on_device([places[shards[i].name] for i in here], device).long()
+        shards = [index.shards[place.number] for place in here]
+        at = transfer.on_device([names[shard.name] for shard in shards], device).long()
+        starts = transfer.on_device([place.start for place in here], device).long()
+        replicas = transfer.on_device([shard.num_replicas for shard in shards], device)
         for row in (0, 1):
-            powers = [
-                lengths[i][row].reshape(()).to(flat.dtype) ** 2 / shards[i].num_replicas
-                for i in here
-            ]
-            flat[row].index_add_(0, at, torch.stack(powers))
-        there = [float(shards[i].gradient is not None) for i in here]
+            flat[row].index_add_(0, at, lengths[row][starts].square() / replicas)
+        there = [float(index.present[place.number]) for place in here]
         flat[2].index_add_(0, at, transfer.on_device(there, device))
     dist.all_reduce(flat, group=layout.group)
-    weight, gradient, present = flat[0].sqrt(), flat[1].sqrt(), flat[2] > 0
-    for i in here:
-        place = places[shards[i].name]
-        lengths[i] = (
-            weight[place].view_as(lengths[i][0]).to(lengths[i][0].dtype),
-            gradient[place].view_as(lengths[i][1]).to(lengths[i][1].dtype),
-        )
+    norms, present = flat[:2].sqrt(), flat[2] > 0
+    if here:
+        for row in (0, 1):
+            lengths[row] = lengths[row].index_copy(0, starts, norms[row][at])
     # A mask as an index would make the host wait for the number of its elements.
-    return gradient / weight.clamp(min=eps), present
+    return norms[1] / norms[0].clamp(min=eps), present
 
 
 MODE = AdaptiveClip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runner.clip import transfer
 from runner.clip.layout import Layout
-from runner.clip.norms import combine, local_power, total_norm
+from runner.clip.norms import Powers, combine, local_power, measure
 from runner.clip.transfer import Number
 
 
@@ -24,16 +24,21 @@ class GradStats:
         norm: ‖G‖ of the synchronised, unscaled, normalised gradient.
         finite: whether ``norm`` is finite. A bool where the host knows it; a 0-dimensional boolean
             tensor where only the accelerator does.
+        powers: see :class:`runner.clip.norms.Measured`.
+        work: what a mode measured besides, in the same read, see :meth:`ClipMode.measure`.
     """
 
     norm: Number
     finite: bool | Tensor
+    powers: Powers | None = None
+    work: Any = None
 
     @classmethod
-    def of(cls, layout: Layout, norm_type: float = 2.0) -> GradStats:
-        """Measure the gradients of ``layout``; one small collective where it spans ranks."""
-        norm = total_norm(layout, norm_type)
-        return cls(norm, torch.isfinite(norm) if isinstance(norm, Tensor) else math.isfinite(norm))
+    def of(cls, layout: Layout, norm_type: float = 2.0, each: bool = False) -> GradStats:
+        """Measure the gradients of ``layout``, see :func:`runner.clip.norms.measure`."""
+        norm, powers = measure(layout, norm_type, each)
+        finite = torch.isfinite(norm) if isinstance(norm, Tensor) else math.isfinite(norm)
+        return cls(norm, finite, powers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +49,14 @@ class Parts:
         changed: number of parts on this rank that are above λ, each divided by its num_replicas.
         total: number of parts on this rank, each divided by its num_replicas.
         work: what the mode needs to change them.
+        power: this rank's share of ‖G‖^p after clipping, as :func:`runner.clip.norms.local_power`
+            returns it; None where the gradients have to be read again for it.
     """
 
     changed: Number
     total: Number
     work: Sequence[Any]
+    power: Number | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +172,9 @@ class Decision:
         changed, total = self.parts.changed, self.parts.total
         if layout.group is None and not isinstance(changed, Tensor) and changed == 0:
             return Decision.untouched(self.norm, self.threshold, self.max_stat)
-        power = local_power(layout, norm_type)
+        power = self.parts.power
+        if power is None:
+            power = local_power(layout, norm_type)
         powers, changes, totals, maxima = layout.gather([power, changed, total, self.max_stat])
         norm, max_stat = self.norm, combine(maxima, math.inf)
         after = combine(powers, norm_type)

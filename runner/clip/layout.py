@@ -11,20 +11,31 @@ import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from operator import attrgetter
+from types import NoneType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from runner.clip import transfer
+from runner.clip.exchange import start_gather
+from runner.clip.flat import FlatBuffer
 from runner.clip.head import head_weights
-from runner.clip.shard import LayoutError, ParamShard, Whole, account, is_sharded, placed
+from runner.clip.shard import (
+    LayoutError,
+    ParamShard,
+    Whole,
+    account,
+    is_sharded,
+    local_gradients,
+    placed,
+)
 from runner.clip.transfer import Number
 from runner.clip.units import Units, owned_parameters, units_of
 
-_GRADIENT, _STORAGE = attrgetter("param.grad"), attrgetter("layout")
+_STORAGE = attrgetter("layout")
 
 
 class OptionError(ValueError):
@@ -53,6 +64,9 @@ class Layout:
             in one order for all ranks; by default those of ``shards``.
         elsewhere: device type of the other ranks, for a rank without shards.
 
+    Attributes:
+        flat: the buffer that gradients of small parameters share, or None.
+
     Raises:
         TypeError: a parameter is complex.
     """
@@ -75,6 +89,9 @@ class Layout:
         self.heads = tuple(heads)
         self.parameters = parameters or {shard.name: Whole.of(shard) for shard in self.shards}
         self._elsewhere = elsewhere
+        self.flat: FlatBuffer | None = None
+        self._held: list[bool] = []  # which shards had a gradient when they last were not all
+        self._holders: list[ParamShard] = []
 
     @property
     def names(self) -> list[str]:
@@ -197,30 +214,19 @@ class Layout:
         """Return the shards that have a gradient of at least one element, and these gradients.
 
         Raises:
-            TypeError: a gradient is sparse.
+            TypeError: a gradient is sparse, or its ranks have not added it up yet.
         """
-        gradients = list(map(_GRADIENT, self.shards))
-        # Each step reads them twice: loops without bytecode, where all of them are plain tensors.
-        plain = {*map(type, gradients)} == {Tensor} and all(map(Tensor.numel, gradients))
-        if plain and {*map(_STORAGE, gradients)} == {torch.strided}:
-            return self.shards, gradients
-        shards, gradients = [], []
-        for shard in self.shards:
-            gradient = shard.param.grad
-            if isinstance(gradient, DTensor):
-                if any(placement.is_partial() for placement in gradient.placements):
-                    raise TypeError(
-                        f"{shard.name} has a gradient that its ranks have not added up yet"
-                    )
-                gradient = gradient.to_local()
-            if gradient is None or gradient.numel() == 0:
-                continue
-            if gradient.layout is not torch.strided:
-                raise TypeError(
-                    f"{shard.name} has a sparse gradient: build the layer with sparse=False"
-                )
-            shards.append(shard)
-            gradients.append(gradient)
+        # Each step reads them twice: loops without bytecode, where every shard has a gradient.
+        shards, gradients = self.shards, local_gradients(self.shards)
+        if NoneType in {*map(type, gradients)} or not all(map(Tensor.numel, gradients)):
+            held = [gradient is not None and gradient.numel() > 0 for gradient in gradients]
+            if held != self._held:
+                self._held, self._holders = held, list(compress(shards, held))
+            shards, gradients = self._holders, list(compress(gradients, held))
+        if {*map(_STORAGE, gradients)} - {torch.strided}:
+            pairs = zip(shards, gradients, strict=True)
+            name = next(shard.name for shard, g in pairs if g.layout is not torch.strided)
+            raise TypeError(f"{name} has a sparse gradient: build the layer with sparse=False")
         return shards, gradients
 
     @torch.no_grad()
@@ -268,9 +274,7 @@ class Layout:
         """
         if self.group is None:
             return row.unsqueeze(0)
-        rows = [torch.empty_like(row) for _ in range(self.group.size())]
-        dist.all_gather(rows, row, group=self.group)
-        return torch.stack(rows)
+        return start_gather(row, self.group)()
 
     def matching(self, pattern: str, option: str) -> list[str]:
         """Return the names of parameters that match the glob ``pattern``.

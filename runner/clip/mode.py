@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,11 @@ from runner.config.problem import or_list
 
 NEVER = 1e30
 """A finite float32 threshold that no gradient reaches."""
+
+TINY = 1e-30
+"""A coefficient below this one is applied in float64."""
+
+_DTYPE = attrgetter("dtype")
 
 
 @dataclass(eq=False)
@@ -72,6 +78,17 @@ class ClipMode(Mode, ABC):
             ValueError: the options do not fit the layout (a glob that matches nothing).
         """
 
+    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+        """Measure the final gradients of ``layout``; the host does not wait for an accelerator.
+
+        A mode may measure what it decides by in the same read, and leave it in ``work``.
+
+        Args:
+            layout: see :meth:`decide`.
+            each: whether the share of each gradient in the norm is wanted too.
+        """
+        return GradStats.of(layout, self.norm_type, each)
+
     def decide(self, layout: Layout, stats: GradStats) -> Decision:
         """Decide what to do to the gradients of ``layout``, without changing them.
 
@@ -118,7 +135,7 @@ class ClipMode(Mode, ABC):
         if decision.finite is False:
             return decision
         if decision.parts is None:
-            _scale(layout, decision.coef)
+            scale(layout, decision.coef)
             return decision
         self.apply_parts(decision)
         return decision.complete(layout, self.norm_type)
@@ -134,7 +151,7 @@ class ClipMode(Mode, ABC):
             layout: see :meth:`decide`.
             stats: what was measured of its gradients; measured here by default.
         """
-        measured = GradStats.of(layout, self.norm_type) if stats is None else stats
+        measured = self.measure(layout) if stats is None else stats
         return self.apply(layout, self.decide(layout, measured))
 
     def state_dict(self) -> dict[str, Any]:
@@ -180,17 +197,23 @@ def _where(finite: Tensor, new: Number, old: Number) -> Tensor:
     return torch.where(finite, new, old)
 
 
-def _scale(layout: Layout, coef: Number) -> None:
+def scale(layout: Layout, coef: Number) -> None:
     """Multiply all gradients by ``coef``; no collective, every rank has the same one."""
     if not isinstance(coef, Tensor) and coef == 1.0:
         return
-    _, gradients = layout.gradients()
+    parts = None if layout.flat is None else layout.flat.parts(writes=True)
+    multiply(layout.gradients()[1] if parts is None else parts, coef)
+
+
+def multiply(gradients: list[Tensor], coef: Number) -> None:
+    """Multiply tensors on one device by ``coef`` in place."""
     if not gradients:
         return
+    # A tensor of the gradients' type takes foreach's fast path; a narrower one would be rounded.
+    dtypes = {*map(_DTYPE, gradients)}
+    dtype = torch.promote_types(dtypes.pop(), torch.float32) if len(dtypes) == 1 else torch.float64
     if isinstance(coef, Tensor):
-        # foreach is fast where the scalar has the gradients' type; a narrower type would round it.
-        factor = coef.to(torch.promote_types(gradients[0].dtype, torch.float32))
+        factor = coef.to(dtype)
     else:
-        # A tensor as the scalar takes foreach's fast path on a CPU: a third of the time.
-        factor = torch.tensor(coef, dtype=torch.float64)
+        factor = torch.tensor(coef, dtype=dtype if coef > TINY else torch.float64)
     torch._foreach_mul_(gradients, factor)

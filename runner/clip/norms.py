@@ -3,21 +3,23 @@
 ``‖G‖_p = (Σ over the world of Σ|g|^p ÷ ranks holding g)^(1/p)``; the largest |g| for p = inf.
 
 Accuracy: a float32 sum of squares loses digits as it grows (``torch.linalg.vector_norm`` on a CPU
-is off by 8e-3 at 1e8 elements). Here a long gradient is summed in rows of 2,048 elements in
-float32 and the rows in float64: 2e-8 at 1e8 elements for the price of one read. Where the squares
-leave float32's range the tensor is read once more in float64. Accelerators accumulate in float64,
-which their memory bandwidth hides.
+is off by 8e-3 at 1e8 elements, ``torch.dot`` by 1e-4). Here gradients are summed in rows of 2,048
+elements in float32 and the rows in float64: 2e-8 at 1e8 elements for the price of one read. Where
+powers leave float32's range, a block is scaled and summed once more while it is in a cache.
+Accelerators accumulate in float64, which their memory bandwidth hides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from operator import attrgetter, truediv
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from itertools import compress
+from operator import attrgetter, not_, truediv
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from runner.clip import transfer
 from runner.clip.layout import Layout
@@ -27,45 +29,96 @@ from runner.clip.transfer import Number
 _REPLICAS = attrgetter("num_replicas")
 
 ROW = 2_048
-SHORT = 65_536
-EXACT = (torch.float32, torch.float64)
-SQUARES_VANISH = 1e-30
-SQUARES_OVERFLOW = 1e30
-"""A float32 sum of squares outside of these bounds is taken again in float64."""
+"""Elements whose powers are summed in float32."""
+
+BLOCK = 2**20
+"""Elements that are measured together. Of 4 MiB most are still in a cache for a second look."""
+
+EXACT = 131_072
+"""Largest number of elements that are summed in float64, where that costs less than it saves."""
+
+SMALL = 32_768
+"""Largest number of elements of a gradient that is copied into one buffer with other such ones."""
+
+FEW = 10
+"""Number of small gradients up to which each is read by itself."""
+
+FULL = (torch.float32, torch.float64)
+
+VANISHES = 1e-20
+OVERFLOWS = 1e30
+"""Outside of these bounds a sum of powers may have lost elements that float32 does not hold."""
 
 
 class Powers(NamedTuple):
-    """Σ|g|^p of each gradient on one rank (max|g| for p = inf), kept for a step that is not finite.
+    """Share of each gradient of one rank in ‖G‖^p: Σ|g|^p ÷ num_replicas (max|g| for p = inf).
 
     Attributes:
         shards: the shards that have a gradient.
         each: one value for each shard: floats on a CPU, one vector on an accelerator.
+        norm_type: p.
     """
 
     shards: Sequence[ParamShard]
-    each: Sequence[Number] | Tensor
+    each: Sequence[float] | Tensor
+    norm_type: float
 
     def not_finite(self) -> list[str]:
         """Return the names of the shards whose gradient is not finite; waits for an accelerator."""
-        each: Sequence[Number] = self.each.tolist() if isinstance(self.each, Tensor) else self.each
+        each: Sequence[float] = self.each.tolist() if isinstance(self.each, Tensor) else self.each
         found = zip(self.shards, each, strict=True)
         return [shard.name for shard, power in found if not math.isfinite(power)]
 
+    def of_parameters(self, layout: Layout) -> Tensor:
+        """Return the share of each parameter, [parameters], on the device of ``layout``.
 
-def total_norm(layout: Layout, norm_type: float = 2.0, kept: list[Powers] | None = None) -> Number:
-    """Return ‖G‖ of all gradients of ``layout``; one small collective if it spans ranks.
+        There is no collective, and the host does not wait for an accelerator.
+
+        Returns:
+            One value for each of ``layout.names``, in the widest type of the device: 0 where this
+            rank has no gradient of the parameter.
+        """
+        device = layout.device
+        index = {name: i for i, name in enumerate(layout.names)}
+        each = self.each if isinstance(self.each, Tensor) else transfer.on_device(self.each, device)
+        at = transfer.on_device([index[shard.name] for shard in self.shards], device).long()
+        shares = each.new_zeros(len(index))
+        # A tied parameter may lie on this rank twice.
+        if math.isinf(self.norm_type):
+            return shares.scatter_reduce_(0, at, each, "amax")
+        return shares.index_add_(0, at, each)
+
+
+class Measured(NamedTuple):
+    """What one read of the gradients tells.
+
+    Attributes:
+        norm: ‖G‖: a float on a CPU, a 0-dimensional float64 tensor on an accelerator. NaN or inf
+            where any gradient holds one.
+        powers: share of each gradient of this rank. None on a CPU whose gradients are all finite,
+            unless it was asked for.
+    """
+
+    norm: Number
+    powers: Powers | None
+
+
+def measure(layout: Layout, norm_type: float = 2.0, each: bool = False) -> Measured:
+    """Measure all gradients of ``layout``; one small collective if it spans ranks.
 
     Args:
         layout: where the gradients live. A rank without gradients takes part with 0.
         norm_type: p of the norm, at least 1, or inf.
-        kept: list to which the share of each gradient is appended, which is computed anyway.
-
-    Returns:
-        A float on a CPU, a 0-dimensional float64 tensor on an accelerator. NaN or inf where any
-        gradient holds one.
+        each: whether the share of each gradient is wanted.
     """
-    local = local_power(layout, norm_type, kept)
-    return combine([local] if layout.group is None else layout.gather([local])[0], norm_type)
+    power, powers = local_powers(layout, norm_type, each)
+    norm = combine([power] if layout.group is None else layout.gather([power])[0], norm_type)
+    return Measured(norm, powers)
+
+
+def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
+    """Return ‖G‖ of all gradients of ``layout``, see :func:`measure`."""
+    return measure(layout, norm_type).norm
 
 
 def combine(powers: Sequence[Number], norm_type: float) -> Number:
@@ -84,58 +137,52 @@ def combine(powers: Sequence[Number], norm_type: float) -> Number:
     return total
 
 
-def local_power(layout: Layout, norm_type: float, kept: list[Powers] | None = None) -> Number:
-    """Return this rank's share of ‖G‖^p (Σ|g|^p ÷ num_replicas), or its largest |g| for p = inf.
+def local_powers(
+    layout: Layout, norm_type: float, each: bool = False
+) -> tuple[Number, Powers | None]:
+    """Return this rank's share of ‖G‖^p (its largest |g| for p = inf), and that of each gradient.
 
     Args:
         layout: where the gradients live.
         norm_type: p of the norm.
-        kept: see :func:`total_norm`.
+        each: see :func:`measure`.
     """
+    parts = None if layout.flat is None or each else layout.flat.parts()
+    if parts is not None and transfer.can_read(layout.device) and not math.isinf(norm_type):
+        power = power_sum(parts, norm_type)
+        if math.isfinite(power):
+            return power, None
     shards, gradients = layout.gradients()
-    powers = power_sums(gradients, norm_type)
-    num_replicas = list(map(_REPLICAS, shards))
-    if powers and isinstance(powers[0], Tensor):
-        tensors = cast(list[Tensor], powers)
-        added = not math.isinf(norm_type)
-        divided = added and max(num_replicas) > 1
-        shares = torch.stack(torch._foreach_div(tensors, num_replicas) if divided else tensors)
-        if kept is not None:
-            kept.append(Powers(shards, shares))
-        return shares.sum() if added else shares.amax()
-    if kept is not None:
-        kept.append(Powers(shards, powers))
+    if gradients and not transfer.can_read(gradients[0].device):
+        powers = Powers(shards, _on_accelerator(shards, gradients, norm_type), norm_type)
+        assert isinstance(powers.each, Tensor)
+        return (powers.each.amax() if math.isinf(norm_type) else powers.each.sum()), powers
     if math.isinf(norm_type):
-        return combine(powers or [0.0], norm_type)
-    return float(sum(map(truediv, powers, num_replicas)))
+        maxima = list(map(largest, gradients))
+        return combine(maxima or [0.0], norm_type), Powers(shards, maxima, norm_type)
+    if not gradients:
+        return 0.0, Powers((), (), norm_type)
+    if not each:
+        power = _local_sum(shards, gradients, norm_type)
+        if math.isfinite(power):
+            return power, None
+    powers_of = [power_sum([gradient], norm_type) for gradient in gradients]
+    shares = list(map(truediv, powers_of, map(_REPLICAS, shards)))
+    return float(sum(shares)), Powers(shards, shares, norm_type)
+
+
+def local_power(layout: Layout, norm_type: float) -> Number:
+    """Return this rank's share of ‖G‖^p (Σ|g|^p ÷ num_replicas), or its largest |g| for p = inf."""
+    return local_powers(layout, norm_type)[0]
 
 
 def norms(layout: Layout, norm_type: float = 2.0) -> dict[str, float]:
     """Return the norm of each parameter's gradient, on the host; one collective for all of them."""
-    shares = parameter_powers(layout, norm_type).unsqueeze(0)
+    _, powers = local_powers(layout, norm_type, each=True)
+    assert powers is not None
+    shares = powers.of_parameters(layout).unsqueeze(0)
     [each] = parameter_norms(layout, shares, norm_type).tolist()
     return dict(zip(layout.names, each, strict=True))
-
-
-def parameter_powers(layout: Layout, norm_type: float = 2.0) -> Tensor:
-    """Compute this rank's share of Σ|g|^p (max|g| for inf) of each parameter's gradient.
-
-    There is no collective, and the host does not wait for an accelerator.
-
-    Returns:
-        One value for each of ``layout.names``, in the widest type of the device: 0 where this rank
-        has no gradient of the parameter.
-    """
-    shards, gradients = layout.gradients()
-    index = {name: i for i, name in enumerate(layout.names)}
-    powers = transfer.on_device(power_sums(gradients, norm_type), layout.device)
-    at = transfer.on_device([index[shard.name] for shard in shards], layout.device).long()
-    shares = powers.new_zeros(len(index))
-    # A tied parameter may lie on this rank twice.
-    if math.isinf(norm_type):
-        return shares.scatter_reduce_(0, at, powers, "amax")
-    replicas = transfer.on_device([shard.num_replicas for shard in shards], layout.device)
-    return shares.index_add_(0, at, powers / replicas)
 
 
 def parameter_norms(layout: Layout, shares: Tensor, norm_type: float = 2.0) -> Tensor:
@@ -143,7 +190,7 @@ def parameter_norms(layout: Layout, shares: Tensor, norm_type: float = 2.0) -> T
 
     Args:
         layout: layout that the shares were measured on.
-        shares: results of :func:`parameter_powers` of several steps, [steps, parameters].
+        shares: results of :meth:`Powers.of_parameters` of several steps, [steps, parameters].
         norm_type: p of the norm.
 
     Returns:
@@ -153,42 +200,134 @@ def parameter_norms(layout: Layout, shares: Tensor, norm_type: float = 2.0) -> T
     return every.amax(0) if math.isinf(norm_type) else every.sum(0) ** (1.0 / norm_type)
 
 
-def power_sums(gradients: Sequence[Tensor], norm_type: float) -> list[Number]:
-    """Return Σ|g|^p (max|g| for inf) of each gradient."""
-    if not gradients or transfer.can_read(gradients[0].device):
-        return [_power_sum(g, norm_type) for g in gradients]
+def _on_accelerator(
+    shards: Sequence[ParamShard], gradients: Sequence[Tensor], norm_type: float
+) -> Tensor:
+    """Return the share of each gradient, [gradients]; the host does not wait."""
     dtype = transfer.widest(gradients[0].device)
     each = torch._foreach_norm(list(gradients), norm_type, dtype=dtype)
-    return list(each if math.isinf(norm_type) else torch._foreach_pow(each, norm_type))
-
-
-def _power_sum(gradient: Tensor, norm_type: float) -> float:
-    n = gradient.numel()
     if math.isinf(norm_type):
-        # A tenth of the time of vector_norm; both ends are NaN where any element is.
-        low, high = torch.aminmax(gradient)
-        return max(abs(low.item()), abs(high.item()))
-    flat = gradient.view(-1) if gradient.is_contiguous() else flatten(gradient)
-    if norm_type == 2.0 and n <= SHORT and flat.dtype in EXACT:
-        power: float = torch.dot(flat, flat).item()
-    else:
-        rows = n // ROW * ROW
-        parts = [flat[:rows].view(-1, ROW)] if rows else []
-        power = _combined([*parts, flat[rows:].unsqueeze(0)], norm_type, torch.float32)
-    if SQUARES_VANISH < power < SQUARES_OVERFLOW:
-        return power
-    return _combined([flat.unsqueeze(0)], norm_type, torch.float64)
+        return torch.stack(each)
+    powers = torch._foreach_pow(each, norm_type)
+    num_replicas = list(map(_REPLICAS, shards))
+    if max(num_replicas) > 1:
+        powers = torch._foreach_div(powers, num_replicas)
+    return torch.stack(powers)
 
 
-def _combined(parts: Iterable[Tensor], norm_type: float, dtype: torch.dtype) -> float:
-    power: float = 0.0
-    for part in parts:
-        wide = torch.promote_types(part.dtype, dtype)
-        rows = torch.linalg.vector_norm(part, norm_type, dim=1, dtype=wide).double()
-        power += rows.pow(norm_type).sum().item()
-        if math.isnan(power):
-            return power
+def _local_sum(
+    shards: Sequence[ParamShard], gradients: Sequence[Tensor], norm_type: float
+) -> float:
+    """Return Σ|g|^p ÷ num_replicas over all gradients."""
+    num_replicas = list(map(_REPLICAS, shards))
+    different = dict.fromkeys(num_replicas)
+    if len(different) == 1:
+        held: int = num_replicas[0]
+        return power_sum(gradients, norm_type) / held
+    power = 0.0
+    for held in different:
+        alike = list(compress(gradients, map(held.__eq__, num_replicas)))
+        power += power_sum(alike, norm_type) / held
     return power
+
+
+def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> float:
+    """Return Σ|g|^p of all elements of gradients on a CPU; NaN or inf where any element is.
+
+    Args:
+        gradients: tensors of any floating-point types, shapes and strides.
+        norm_type: p, at least 1 and finite.
+    """
+    small = list(map(SMALL.__ge__, map(Tensor.numel, gradients)))
+    if all(small):
+        few = norm_type == 2.0 and len(gradients) <= FEW
+        return _dots(gradients) if few else _gathered_power(gradients, norm_type)
+    power, elements = 0.0, 0
+    waiting: list[Tensor] = []
+    for gradient in compress(gradients, map(not_, small)):
+        for block in _blocks(gradient):
+            waiting.append(block)
+            elements += block.numel()
+            if elements >= BLOCK:
+                power += _power(waiting, norm_type)
+                waiting, elements = [], 0
+    if waiting:
+        power += _power(waiting, norm_type)
+    if any(small):
+        power += _gathered_power(list(compress(gradients, small)), norm_type)
+    return power
+
+
+def _dots(gradients: Sequence[Tensor]) -> float:
+    """Return Σg² of small gradients without a copy, which costs a tiny model more than it saves."""
+    power = 0.0
+    for gradient in gradients:
+        flat = flatten(gradient)
+        wide = flat if flat.dtype in FULL else flat.float()
+        power += torch.dot(wide, wide).item()
+    if VANISHES < power < OVERFLOWS:
+        return power
+    return sum([_float64_power(gradient, 2.0) for gradient in gradients])
+
+
+def _gathered_power(gradients: Sequence[Tensor], norm_type: float) -> float:
+    flat = gathered(gradients)
+    return _float64_power(flat, norm_type) if flat.numel() <= EXACT else _power([flat], norm_type)
+
+
+def _blocks(gradient: Tensor) -> Sequence[Tensor]:
+    """Return contiguous blocks of all elements, which are still in a cache for a second look."""
+    if not gradient.is_contiguous():
+        gradient = flatten(gradient)
+    if gradient.numel() < 2 * BLOCK:
+        return (gradient,)
+    blocks: Sequence[Tensor] = torch.split(gradient.view(-1), BLOCK)
+    return blocks
+
+
+def _power(blocks: Sequence[Tensor], norm_type: float) -> float:
+    """Return Σ|g|^p of contiguous blocks: each row in float32, their sum in float64."""
+    rows, power = [], 0.0
+    for block in blocks:
+        n, left = divmod(block.numel(), ROW)
+        matrix = block.as_strided((n, ROW), (ROW, 1))
+        dtype = torch.float32 if block.dtype.itemsize < 4 else None
+        rows.append(torch.linalg.vector_norm(matrix, norm_type, 1, dtype=dtype))
+        if left:
+            tail = block.as_strided((left,), (1,), block.storage_offset() + n * ROW)
+            power += _float64_power(tail, norm_type)
+    norms = torch.cat(rows).double()
+    power += (torch.dot(norms, norms) if norm_type == 2.0 else (norms**norm_type).sum()).item()
+    if VANISHES < power < OVERFLOWS:
+        return power
+    sizes = list(map(largest, blocks))
+    if not any(sizes):
+        return 0.0
+    return sum([_float64_power(block, norm_type) for block in blocks])
+
+
+def _float64_power(block: Tensor, norm_type: float) -> float:
+    wide = block.reshape(-1).double()
+    if norm_type == 2.0:
+        return float(torch.dot(wide, wide))
+    return float(torch.linalg.vector_norm(wide, norm_type) ** norm_type)
+
+
+def largest(tensor: Tensor) -> float:
+    """Return the largest absolute value of a tensor on a CPU; NaN if any element is."""
+    if not tensor.numel():
+        return 0.0
+    # A tenth of the time of vector_norm; both ends are NaN where any element is.
+    low, high = torch.aminmax(tensor)
+    return max(abs(low.item()), abs(high.item()))
+
+
+def gathered(gradients: Sequence[Tensor]) -> Tensor:
+    """Return a copy of all elements, [elements], in their widest type."""
+    if {*map(Tensor.dim, gradients)} == {1}:
+        return torch.cat(list(gradients))  # half of the time: no views have to be made
+    flat: Tensor = _flatten_dense_tensors(gradients)  # type: ignore[no-untyped-call]
+    return flat
 
 
 def flatten(tensor: Tensor) -> Tensor:
@@ -196,6 +335,8 @@ def flatten(tensor: Tensor) -> Tensor:
 
     A tensor that is not dense is copied. The order of elements is only fit for sums.
     """
+    if tensor.is_contiguous():
+        return tensor.view(-1)
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda d: -strides[d])
-    return tensor.permute(order).reshape(-1)
+    return tensor.permute(order).reshape(-1).contiguous()

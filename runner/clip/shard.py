@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from itertools import compress
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from runner.clip.units import Units, units_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# Each step reads these of every parameter, so they are attributes that C code gets: `to_local()`
+# and `placements` of a DTensor are Python.
+_GRADIENT, _LOCAL = attrgetter("param.grad"), attrgetter("_local_tensor")
+_PLACEMENTS, _PARAM_PLACEMENTS = map(attrgetter, ("_spec.placements", "param._spec.placements"))
 
 
 class LayoutError(ValueError):
@@ -44,7 +54,7 @@ class ParamShard:
     @property
     def weight(self) -> Tensor:
         """Local shard of the weight, a plain tensor without autograd history."""
-        return local(self.param.detach())
+        return local(self.param) if is_dtensor(self.param) else self.param.detach()
 
     @property
     def gradient(self) -> Tensor | None:
@@ -54,18 +64,57 @@ class ParamShard:
 
     def with_units(self, units: Units) -> ParamShard:
         """Return the same shard with other units, and the shard groups that follow from them."""
-        groups = _cut(self.param, units) if isinstance(self.param, DTensor) else self.shard_groups
+        groups = _cut(self.param, units) if is_dtensor(self.param) else self.shard_groups
         return replace(self, units=units, shard_groups=groups, sharded_vector=False)
 
 
+def is_dtensor(tensor: Tensor | None) -> TypeGuard[DTensor]:
+    """Return whether ``tensor`` is a DTensor, without importing DTensor where there are none."""
+    imported = sys.modules.get("torch.distributed.tensor")
+    return imported is not None and isinstance(tensor, imported.DTensor)
+
+
 def local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, and any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return the local shard of a DTensor, and any other tensor as it is.
+
+    The shard is the DTensor's own storage without autograd history. ``to_local()`` would add a node
+    to the graph, or a view.
+    """
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def local_gradients(shards: Sequence[ParamShard]) -> list[Any]:
+    """Return the local shard of each gradient, None where there is none.
+
+    Raises:
+        TypeError: ranks have not added up a gradient yet.
+    """
+    found: list[Any] = list(map(_GRADIENT, shards))
+    kinds = {*map(type, found)}
+    distributed = {kind for kind in kinds if hasattr(kind, "_local_tensor")}
+    if not distributed:
+        return found
+    if distributed == kinds:
+        _require_summed(shards, found)
+        return list(map(_LOCAL, found))
+    chosen = [type(gradient) in distributed for gradient in found]
+    _require_summed(list(compress(shards, chosen)), list(compress(found, chosen)))
+    pairs = zip(found, chosen, strict=True)
+    return [gradient._local_tensor if own else gradient for gradient, own in pairs]
+
+
+def _require_summed(shards: Sequence[ParamShard], gradients: Sequence[DTensor]) -> None:
+    # A gradient has the placements of its parameter, which are never partial, or those of its own.
+    if list(map(_PLACEMENTS, gradients)) == list(map(_PARAM_PLACEMENTS, shards)):
+        return
+    for shard, gradient in zip(shards, gradients, strict=True):
+        if any(placement.is_partial() for placement in gradient.placements):
+            raise TypeError(f"{shard.name} has a gradient that its ranks have not added up yet")
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is a DTensor that is not a replica on all mesh axes."""
-    return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
+    return is_dtensor(tensor) and not all(p.is_replicate() for p in tensor.placements)
 
 
 class Whole(NamedTuple):
@@ -95,7 +144,7 @@ def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Param
         LayoutError: its parts do not divide ``ranks``.
     """
     units = units_of(parameter, module)
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return ParamShard(name, parameter, units, num_replicas=ranks)
     parts = 1
     for axis, placement in _shards(parameter):

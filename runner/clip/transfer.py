@@ -6,6 +6,8 @@ work that is queued there, so metrics and decisions stay 0-dimensional tensors o
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -61,6 +63,14 @@ def count(mask: Tensor) -> Number:
     In the widest type: a count that is divided by its replicas in float32 is wrong beyond 2^24.
     """
     return read(mask.sum() if can_read(mask.device) else mask.sum(dtype=widest(mask.device)))
+
+
+def add(values: Sequence[Number]) -> float:
+    """Add numbers on the host, one after the other; this waits once for those on an accelerator."""
+    away = [value for value in values if isinstance(value, Tensor)]
+    read = iter(on_device(away, away[0].device).tolist() if away else ())
+    here = (next(read) if isinstance(value, Tensor) else value for value in values)
+    return functools.reduce(operator.add, here, 0.0)
 
 
 def on_device(values: Sequence[Number], device: torch.device) -> Tensor:

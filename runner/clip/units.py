@@ -55,6 +55,12 @@ class Units:
         inputs, *rest = tensor.shape
         return tensor.view(self.groups, inputs // self.groups, *rest)
 
+    def first(self, tensor: Tensor) -> Tensor:
+        """Return a view of ``tensor`` with the dimensions that index units first."""
+        view = self.view(tensor)
+        kept = [dim for dim in range(view.ndim) if dim not in self.dims]
+        return view if kept == [*range(len(kept))] else view.permute(*kept, *self.dims)
+
 
 def units_of(parameter: Tensor, module: nn.Module | None = None) -> Units:
     """Return the units of ``parameter``.

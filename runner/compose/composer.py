@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 import traceback
@@ -15,29 +14,26 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from hydra import version
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose import recipes, resolvers
+from runner.compose.loader import Loader
 from runner.compose.parsing import parse
 from runner.compose.references import require_bounds
 from runner.config.clip_section import Clip
 from runner.config.folders import CONFIG_NAME, find, obstacle, outputs
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
 from runner.config.tensor_plan import settled
-from runner.config.yaml_file import read_yaml
 
 Earlier: TypeAlias = Callable[[Path, str | None], str | None]
 """Returns why a folder must not be written by a run (None), or by a sweep with the given hash."""
@@ -53,30 +49,6 @@ class Source:
     path: Path | None = None
     name: str = CONFIG_NAME
     extra: Path | None = None
-
-
-class _Repository(ConfigRepository):
-    """Configuration sources that all compositions share, and the files that were read from them.
-
-    For each composition Hydra deep-copies its sources with everything in its ConfigStore, and reads
-    each file again, which takes as long as the rest of a check. A composition can only replace the
-    list of sources (``hydra.searchpath``), so that list alone is copied.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Repository:
-        return copy.copy(self)
-
-    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
-        super().initialize_sources(config_search_path)
-        self._loaded: dict[str, ConfigResult | None] = {}
-
-    def load_config(self, config_path: str) -> ConfigResult | None:
-        if config_path not in self._loaded:
-            source = self._find_object_source(config_path, ObjectType.CONFIG)
-            if source is not None and source.scheme() == "file":
-                read_yaml(Path(source.path, source._normalize_file_name(config_path)))  # bounded
-            self._loaded[config_path] = super().load_config(config_path)
-        return copy.deepcopy(self._loaded[config_path])
 
 
 def register(given: Sequence[str] | None = None) -> dict[str, str]:
@@ -117,8 +89,7 @@ class Composer:
             # The precedence that Hydra gives to --config-dir.
             schema = SearchPathQuery(provider="schema")
             search_path.prepend("command-line", f"file://{source.extra}", schema)
-        self.loader = ConfigLoaderImpl(search_path)
-        self.loader.repository = _Repository(search_path)
+        self.loader = Loader(search_path)
         self.hydra = Hydra("runner", self.loader)
         self._require_index(folder)
         # A diagnosis asks for the same overrides again; a sweep of many jobs must not keep them.

@@ -89,6 +89,13 @@ def chooses(override: Override, loader: ConfigLoader) -> bool:
     return bool(loader.get_group_options(key)) and not isinstance(override.value(), dict)
 
 
+def chooses_option(override: Override, loader: ConfigLoader) -> bool:
+    """Return whether an override chooses an option that exists, and nothing else."""
+    if override.is_sweep_override():
+        return False
+    return chooses(override, loader) and _wrong_choice(override, loader) is None
+
+
 def wrong(override: Override, base: Any, loader: ConfigLoader) -> Problem | None:
     """Return the problem of one override of a configuration; None if it is right.
 

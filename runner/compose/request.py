@@ -166,8 +166,10 @@ def _is_sweep(composer: Composer, overrides: Sequence[Override]) -> bool:
     """Return whether the overrides, or a file that they choose, ask for a sweep."""
     config = composer.composed(overrides)
     if config is None:  # another override is wrong
-        chosen = [each for each in overrides if each.key_or_group in ("recipe", "hydra.mode")]
-        config = composer.composed(chosen)
+        asking = [each for each in overrides if each.key_or_group in ("recipe", "hydra.mode")]
+        # With all choices that exist: the diagnosis composes the same files.
+        chosen = [one for one in overrides if diagnose.chooses_option(one, composer.loader)]
+        config = composer.composed([*chosen, *asking]) or composer.composed(asking)
     return config is not None and config.hydra.mode == RunMode.MULTIRUN
 
 

@@ -53,6 +53,12 @@ class Clip(Section):
         description="end the run with an error when so many steps in a row were skipped because "
         "their gradient was not finite; null: never"
     )
+    # With a default, unlike other keys: files of users, and runs recorded earlier, lack it.
+    flat_gradients: Literal["auto"] | bool = Field(
+        default=False,
+        description="keep the gradients of small parameters in one buffer, to clip very many of "
+        "them faster; the backward pass takes longer; auto: from 2,000 on, on a CPU",
+    )
     what_if: Positives = Field(
         description="try further thresholds: log the share of steps that each would have clipped"
     )

@@ -278,7 +278,11 @@ class RunConfig(Section):
     recipe: Text = Field(description="start from this published setting; none: from none")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yield a batch that does not fill the pipeline."""
+        """Yield a batch that does not fill the pipeline, and a buffer that a plugin cannot have."""
+        if self.clip.flat_gradients is True and self.plugin.name not in ("single", "ddp"):
+            instead = "; use auto, plugin=single or plugin=ddp"
+            message = f"plugin={self.plugin.name} keeps gradients in buffers of its own{instead}"
+            yield Conflict("clip.flat_gradients", message)
         parts = pipeline_microbatches(self.plugin)
         if parts is not None and self.data.batch_size < parts:
             filled = f"to fill {parts} microbatches of a pipeline (plugin.num_microbatches)"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.bounded_file import read_bounded
@@ -20,11 +20,25 @@ def read_yaml(file: Path) -> Any:
     Raises:
         Refusal: the file cannot be read; the message names the file, and the place in it.
     """
+    return read_text_and_config(file)[1]
+
+
+def read_text_and_config(file: Path) -> tuple[str, Any, DictConfig | ListConfig | None]:
+    """Return the text of a YAML file, its content, and the same for Hydra.
+
+    The content is in plain containers, empty for an empty file. Hydra's is None for a file that
+    holds neither keys nor a list.
+
+    Raises:
+        Refusal: see :func:`read_yaml`.
+    """
     try:
-        content = load_yaml(read_bounded(file).decode("utf-8"))
-        if isinstance(content, dict | list):
-            OmegaConf.create(content)  # refuses keys and references that Hydra cannot read
-        return {} if content is None else content
+        text = read_bounded(file).decode("utf-8")
+        content = load_yaml(text)
+        content = {} if content is None else content
+        held = isinstance(content, dict | list)
+        # This refuses keys and references that Hydra cannot read.
+        return text, content, OmegaConf.create(content) if held else None
     except FileNotFoundError:
         raise Refusal(f"there is no file {file.absolute()}") from None
     except yaml.MarkedYAMLError as error:

@@ -2,15 +2,21 @@
 
 Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
 Repository, 1998, https://doi.org/10.24432/C50P49 (its test part: 1,797 images by 13 writers).
+
+Only the file of scikit-learn is used: importing the package takes longer than training on it. The
+split is that of ``sklearn.model_selection.train_test_split(stratify=...)``, to the sample.
 """
+
+import gzip
+import math
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
-from runner.data.dataset import Data, TensorPairs
+from runner.data.dataset import Data, DataUnavailable, TensorPairs
 
 BRIGHTEST = 16.0
 """Largest pixel value: a pixel counts the set pixels, 0 to 16, of a 4x4 block of the scan."""
@@ -21,24 +27,77 @@ def digits(test_fraction: float, seed: int) -> Data:
 
     Args:
         test_fraction: share of the samples that is held out, between 0 and 1, equal for each digit.
-        seed: seed of the random split.
+        seed: seed of the random split, from 0 to 2**32 - 1.
 
     Raises:
         ValueError: ``test_fraction`` leaves too few samples for training or testing.
+        DataUnavailable: scikit-learn is not installed.
     """
     if not 0 < test_fraction < 1:
         raise ValueError(f"test_fraction must lie between 0 and 1, not {test_fraction}")
-    bunch = load_digits()
-    chosen = train_test_split(
-        np.arange(len(bunch.target)),
-        test_size=test_fraction,
-        random_state=seed,
-        stratify=bunch.target,
-    )
+    images, targets = _read()
 
     def part(indices: NDArray[np.int64]) -> TensorPairs:
-        images = torch.tensor(bunch.images[indices] / BRIGHTEST, dtype=torch.float32)
-        return TensorPairs(images.unsqueeze(1), torch.tensor(bunch.target[indices]).long())
+        pixels = torch.tensor(images[indices] / BRIGHTEST, dtype=torch.float32)
+        return TensorPairs(pixels.unsqueeze(1), torch.tensor(targets[indices]).long())
 
-    train, test = (part(indices) for indices in chosen)
+    train, test = (part(indices) for indices in _split(targets, test_fraction, seed))
     return Data(train=train, test=test, items="samples")
+
+
+def _read() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return all images [N, 8, 8], from 0 to `BRIGHTEST`, and their digits [N]."""
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise DataUnavailable("the digits come with scikit-learn: pip install scikit-learn")
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    with gzip.open(file, "rt") as lines:
+        table = np.loadtxt(lines, delimiter=",")
+    return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)
+
+
+def _split(
+    targets: NDArray[np.int64], test_fraction: float, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the indices of the training samples and of the test samples, in random order.
+
+    Each class gives both parts its share of samples.
+    """
+    held_out = math.ceil(test_fraction * len(targets))
+    sizes = np.bincount(targets)
+    for name, count in (("training", len(targets) - held_out), ("test", held_out)):
+        if count < len(sizes):
+            raise ValueError(
+                f"test_fraction {test_fraction} leaves {count} {name} samples for "
+                f"{len(sizes)} classes"
+            )
+    draw = np.random.RandomState(seed)
+    training = _shares(sizes, len(targets) - held_out, draw)
+    testing = _shares(sizes - training, held_out, draw)
+    parts: tuple[list[int], list[int]] = ([], [])
+    for number, size in enumerate(sizes):
+        shuffled = np.flatnonzero(targets == number)[draw.permutation(size)]
+        end = training[number] + testing[number]
+        parts[0].extend(shuffled[: training[number]])
+        parts[1].extend(shuffled[training[number] : end])
+    return draw.permutation(parts[0]), draw.permutation(parts[1])
+
+
+def _shares(sizes: NDArray[np.int64], count: int, draw: np.random.RandomState) -> NDArray[np.int64]:
+    """Divide ``count`` samples among classes in proportion to their sizes.
+
+    The classes with the largest remainders get the samples that rounding down leaves; equal
+    remainders are drawn.
+    """
+    exact = sizes / sizes.sum() * count
+    shares: NDArray[np.int64] = np.floor(exact).astype(np.int64)
+    remainders = exact - shares
+    left = count - int(shares.sum())
+    for remainder in np.unique(remainders)[::-1]:
+        if left == 0:
+            break
+        equal = np.flatnonzero(remainders == remainder)
+        drawn = draw.choice(equal, size=min(len(equal), left), replace=False)
+        shares[drawn] += 1
+        left -= len(drawn)
+    return shares

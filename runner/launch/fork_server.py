@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterable
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
@@ -16,21 +19,29 @@ from runner.launch import signals
 _LAUNCHER = "RUNNER_LAUNCHER"
 """Environment variable with the process that starts the server."""
 
+_NEEDED = "RUNNER_PRELOADED"
+"""Environment variable with the modules that ranks need, separated by commas."""
+
 LOOK = 0.5
 """Seconds between two looks at the launcher while torch is imported."""
 
 
-def ensure_running() -> None:
-    """Start the server, unless it runs: a process that imports torch, and then forks ranks."""
+def ensure_running(needed: Iterable[str] = ()) -> None:
+    """Start the server, unless it runs: a process that imports torch, and then forks ranks.
+
+    Args:
+        needed: further modules that the ranks need. A module that the server does not have is
+            imported by each rank for itself.
+    """
     multiprocessing.set_forkserver_preload([__name__])
-    os.environ[_LAUNCHER] = str(os.getpid())
+    os.environ |= {_LAUNCHER: str(os.getpid()), _NEEDED: ",".join(needed)}
     try:
         forkserver.ensure_running()
     finally:
-        del os.environ[_LAUNCHER]
+        del os.environ[_LAUNCHER], os.environ[_NEEDED]
 
 
-def _import_rank(launcher: int) -> None:
+def _import_rank(launcher: int, needed: Iterable[str]) -> None:
     """Import what ranks need, unless the launcher ends meanwhile.
 
     That takes seconds, on a busy machine many, and the server does not look at the launcher before
@@ -45,9 +56,15 @@ def _import_rank(launcher: int) -> None:
     signal.setitimer(signal.ITIMER_REAL, LOOK, LOOK)
     try:
         import runner.launch.rank  # noqa: F401
+
+        for name in needed:
+            if os.getppid() == launcher:
+                with suppress(Exception):  # a rank that imports it says what is wrong
+                    import_module(name)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    gc.freeze()  # a rank that collects garbage need not copy the pages of all modules
 
 
 def _remove_socket(server: int) -> None:
@@ -61,4 +78,4 @@ def _remove_socket(server: int) -> None:
 
 if _LAUNCHER in os.environ:  # this is the server
     atexit.register(_remove_socket, os.getpid())
-    _import_rank(int(os.environ.pop(_LAUNCHER)))
+    _import_rank(int(os.environ.pop(_LAUNCHER)), os.environ.pop(_NEEDED).split(","))

@@ -24,7 +24,7 @@ from runner.config.problem import Stopped
 from runner.config.schema import RunConfig
 from runner.config.secrets import known
 from runner.config.sizes import least_ranks
-from runner.launch import fork_server, hang, signals
+from runner.launch import fork_server, hang, preload, signals
 from runner.launch.failure import RankFailed
 from runner.launch.local_rank import LocalRank, Seat
 from runner.run_folder import files
@@ -48,14 +48,15 @@ ENDING = 4.0
 """Seconds that the other ranks have to end after one has failed, before they are killed."""
 
 
-def prepare(config: RunConfig) -> None:
-    """Start the fork server in the background, if the run has several local ranks.
+def prepare(*configs: RunConfig) -> None:
+    """Start the fork server in the background, if one of these runs has several local ranks.
 
-    The server imports torch in its own process; ranks then start in milliseconds.
+    The server imports what their ranks need in its own process, and stays for all runs of this
+    program; ranks then start in milliseconds.
     """
-    if least_ranks(config.plugin) > 1:
+    if needy := [config for config in configs if least_ranks(config.plugin) > 1]:
         with _unasked():
-            fork_server.ensure_running()
+            fork_server.ensure_running(preload.modules(needy))
 
 
 def train_on_local_ranks(
@@ -106,7 +107,7 @@ class _Ranks:
         self._lost: float | None = None
         self._passed_on = False
         with _unasked():
-            fork_server.ensure_running()
+            fork_server.ensure_running(preload.modules([job[0]]))
             self._ranks = [
                 LocalRank(Seat(number, size, port, memory, signals.handled()), job)
                 for number in range(size)

@@ -32,6 +32,7 @@ from runner.config.environment import started_rank
 from runner.config.problem import Stopped
 from runner.config.schema import RunConfig
 from runner.launch import peers, signals
+from runner.launch.allocator import keep_freed_memory
 from runner.launch.failure import described, may_be_lost_peer, stopped_by
 from runner.launch.local_rank import LATER, Report, Seat
 from runner.launch.local_ranks import Work
@@ -41,7 +42,7 @@ from runner.run_folder.log_file import LogFile
 from runner.run_folder.rows import JsonlSink
 from runner.telemetry.sinks.console import print_line
 from runner.telemetry.sinks.terminal import ConsoleHandler
-from runner.train import beat, stop
+from runner.train import beat, build, stop
 from runner.train.job import execute
 
 
@@ -129,6 +130,7 @@ def rank_main(config: RunConfig, folder: Path, work: Work, known: secrets.Known)
     started = started_rank()
     assert started is not None
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // started.local_world_size))
+    keep_freed_memory(build.device_of(config.device).type)
     _log_to(folder / files.LOG, started.rank)
     launch_from_torch(seed=config.seed, verbose=False, timeout=config.launch.timeout + LATER)
     if started.rank:
@@ -158,6 +160,7 @@ def join(work: Work | None = None, timeout: float = 600.0) -> int:
         signals.set_timeout(config.shutdown.timeout)
         if folder.is_dir():  # not on another machine without a shared disk
             _log_to(folder / files.LOG, dist.get_rank())
+        keep_freed_memory(build.device_of(config.device).type)
         work = work or partial(execute, folder=folder, resume=resume)
         work(config, [])
     except Stopped as stopped:

@@ -22,6 +22,7 @@ from runner.config.problem import Interrupted, Stopped
 from runner.config.schema import RunConfig
 from runner.config.secrets import hidden
 from runner.launch import signals
+from runner.launch.allocator import keep_freed_memory
 from runner.launch.failure import Failure, attempt, may_be_lost_peer
 from runner.launch.local_ranks import Work, train_on_local_ranks
 from runner.launch.page import write_page
@@ -33,10 +34,11 @@ from runner.run_folder.rows import JsonlSink, Row, cut, last_step
 from runner.run_folder.status import WANDB_STEP, Record, objective_of
 from runner.telemetry.guidance import sentences
 from runner.telemetry.run_log import RunLog
+from runner.telemetry.sinks import recorder_process
 from runner.telemetry.sinks.console import print_line
 from runner.telemetry.sinks.sink import Sink
 from runner.telemetry.sinks.terminal import TerminalSink, is_watched
-from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
+from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id, records
 from runner.train import stop
 from runner.train.progress import steps_between_lines
 
@@ -59,6 +61,12 @@ class Ended:
     exit_code: int
     objective: float | None = None
     disk_full: bool = False
+
+
+def prepare(configs: Sequence[RunConfig]) -> None:
+    """Start the process that records the first of these runs, while this one imports torch."""
+    if any(one.tracker.name == "wandb" and records(one.tracker.mode) for one in configs):
+        recorder_process.begin()
 
 
 def train(
@@ -87,7 +95,8 @@ def train(
 
     joined = started_rank()
     work = work or partial(execute, folder=folder.absolute(), resume=resume)
-    if is_watched(sys.stderr) and build.device_of(config.device).type == "cpu":
+    device = build.device_of(config.device)
+    if is_watched(sys.stderr) and device.type == "cpu":
         log_section = config.log.model_copy(update={"flush": 1})
         config = config.model_copy(update={"log": log_section})
     if joined is None and (ranks := build.ranks_of(config)) > 1:
@@ -100,6 +109,7 @@ def train(
             dist.broadcast_object_list([config, folder.absolute(), resume], src=0)
         elif config.plugin.name != "single":
             stand_alone()
+        keep_freed_memory(device.type)
         with JsonlSink(folder / files.ROWS) as rows:
             ended = work(config, [rows, *shown])
     except BaseException as error:
@@ -166,7 +176,8 @@ def run(
     def show_and_train() -> dict[str, Any]:
         title = folder.name if reports_end else f"run {folder.name}"
         sent = resumed.get(WANDB_STEP)
-        shown.extend(_sinks(config, plain, folder, run_id, words, title, sent))
+        sinks = _sinks(config, plain, folder, run_id, words, title, sent, not reports_end)
+        shown.extend(sinks)
         trained = train(config, folder, shown, resume=start.checkpoint)
         trained[keys.WALL_SECONDS] += start.seconds
         trained |= {"guidance": sentences(trained.get("remarks", ()), swept)} | made_with
@@ -236,6 +247,7 @@ def _sinks(
     words: Sequence[str],
     title: str,
     sent: int | None,
+    more_follow: bool,
 ) -> list[Sink]:
     from runner.train import build
 
@@ -250,6 +262,7 @@ def _sinks(
         name = " ".join(words) or folder.name
         settings |= {"sent_until": sent or 0, "resumes": sent is not None}
         settings["time_left"] = lambda: signals.time_left() - PAGE_SECONDS
+        settings["more_follow"] = more_follow
         sinks.append(WandbSink(folder, name=name, run_id=run_id, config=plain, **settings))
     return sinks
 

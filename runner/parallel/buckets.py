@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runner.clip.exchange import start_gather
+
 BUCKET = 25 * 2**20
 """Approximate size of a buffer in bytes."""
 
@@ -19,8 +21,8 @@ def all_reduce(
 
     Half precision is summed in float32, so that the sum over many ranks stays accurate.
     """
-    for bucket in _buckets(tensors):
-        flat = _flat(bucket).to(torch.promote_types(bucket[0].dtype, torch.float32))
+    for bucket in buckets(tensors):
+        flat = flat_of(bucket)
         dist.all_reduce(flat, group=group)
         if divisor is not None:
             flat.mul_(1.0 / divisor)
@@ -31,8 +33,8 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int =
     """Copy the ``tensors`` of rank ``source`` of ``group`` to its other ranks, in place."""
     if group.size() == 1:
         return
-    for bucket in _buckets([tensor for tensor in tensors if tensor.numel()]):
-        flat = _flat(bucket)
+    for bucket in buckets([tensor for tensor in tensors if tensor.numel()]):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.broadcast(flat, group=group, group_src=source)
         if group.rank() != source:
             _copy_back(flat, bucket)
@@ -43,13 +45,13 @@ def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[
 
     On the host, so that no accelerator is waited for.
     """
-    found = torch.tensor(flags, dtype=torch.int32)
-    if group is not None and group.size() > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return found.bool().tolist()
+    if group is None or group.size() == 1:
+        return list(flags)
+    found: list[bool] = start_gather(torch.tensor(flags), group)().any(0).tolist()
+    return found
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Divide ``tensors`` into runs of one dtype and about ``BUCKET`` bytes."""
     bucket: list[Tensor] = []
     size = 0
@@ -63,8 +65,10 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def flat_of(bucket: Sequence[Tensor]) -> Tensor:
+    """Return the elements of tensors of one dtype in one vector, in float32 or wider."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    return flat.to(torch.promote_types(flat.dtype, torch.float32))
 
 
 def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -1,7 +1,8 @@
 """Make gradients final once per step: sum or average what the ranks that share a parameter have.
 
 Not in each backward pass, because a window has several: gradients of tied copies, and partial
-gradients, would then be added to sums that already contain them.
+gradients, would then be added to sums that already contain them. In the last one of a window,
+:mod:`runner.parallel.overlap` averages those that are complete.
 """
 
 from __future__ import annotations

@@ -64,6 +64,16 @@ def register(hook: Callable[[Tensor], Tensor | None], parameter: nn.Parameter) -
     parameter.requires_grad_(required)
 
 
+def register_post_accumulate(hook: Callable[[Tensor], None], parameter: nn.Parameter) -> None:
+    """Register a hook on ``parameter`` that runs when its gradient has been accumulated.
+
+    Also if it is frozen and unfrozen later.
+    """
+    required = parameter.requires_grad
+    parameter.requires_grad_().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(required)
+
+
 @torch.no_grad()
 def _run(hooks: Hooks, placements: tuple[Placement, ...], gradient: Tensor) -> Tensor:
     whole = full(gradient)

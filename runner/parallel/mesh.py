@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from runner.config.sizes import MeshSizes
 
 _grids: dict[tuple[str, tuple[int, ...], tuple[str, ...]], tuple[Any, DeviceMesh]] = {}
+_twins: dict[tuple[int, ...], tuple[Any, dist.ProcessGroup]] = {}
 
 
 def grid(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -34,6 +35,22 @@ def grid(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
         _grids[asked] = world, mesh
     return mesh
+
+
+def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return another process group of the same ranks, the same object for the same ranks.
+
+    Ranks may issue its collectives at different places among those of other groups. All ranks have
+    to call this, each with its own group.
+    """
+    ranks, world = tuple(dist.get_process_group_ranks(group)), dist.group.WORLD
+    made_in, made = _twins.get(ranks, (None, None))
+    if made is None or made_in is not world:
+        other = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(other, dist.ProcessGroup)
+        made = other
+        _twins[ranks] = world, made
+    return made
 
 
 class Axes(NamedTuple):

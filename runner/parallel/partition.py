@@ -43,7 +43,7 @@ class Partition:
         """Send the parameters that this rank stepped, and receive all others."""
         for group, shares in self._shares:
             for owner, parameters in enumerate(shares):
-                stepped = [local(p.detach()) for p in parameters if p.requires_grad]
+                stepped = [local(p).detach() for p in parameters if p.requires_grad]
                 broadcast(stepped, group, owner)
 
 

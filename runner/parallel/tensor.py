@@ -23,6 +23,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runner.parallel.collectives import copy_to, gather, scatter, span, sum_of
+from runner.parallel.entrance import Entrance, entrances
 from runner.parallel.hooks import carry_over
 from runner.parallel.tensor_styles import PlanError, style_of
 
@@ -46,10 +48,12 @@ class Region:
     Attributes:
         group: ranks that share the module.
         sequence: whether activations between sharded layers are sharded along the sequence.
+        entrance: what the module shares with others that get the same input, if there are any.
     """
 
     group: dist.ProcessGroup
     sequence: bool
+    entrance: Entrance | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         """Return the region itself: copies of a model use the same process group."""
@@ -57,6 +61,11 @@ class Region:
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Return the whole input of a layer of which each rank computes a part."""
+        if self.entrance is None or torch.compiler.is_compiling():
+            return self._enter(hidden)
+        return self.entrance(hidden, self._enter)
+
+    def _enter(self, hidden: Tensor) -> Tensor:
         if self.sequence:
             length = hidden.shape[SEQUENCE] * self.group.size()
             return gather(hidden, SEQUENCE, length, self.group, sums=True)
@@ -220,6 +229,7 @@ def parallelize(
     # Modules inside these get whole sequences.
     whole = tuple(f"{name}." for name, style in styles.items() if style == "whole_sequence")
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    shared = entrances(styles)
     for name, module in model.named_modules():
         if name not in styles and next(module.parameters(), None) is None:
             continue
@@ -227,7 +237,7 @@ def parallelize(
         keys = [key for key, value in module._parameters.items() if value is not None]
         for key in keys:
             _distribute(module, key, mesh, style.placement(key), replaced)
-        region = Region(group, sequence and not name.startswith(whole))
+        region = Region(group, sequence and not name.startswith(whole), shared.get(name))
         sums = style.partial or (region.sequence and style.sequence)
         # A row-wise weight sees the whole sequence; its bias is added to a shard of it.
         partial = frozenset(key for key in keys if sums and style.placement(key) != Shard(1))
@@ -236,6 +246,16 @@ def parallelize(
         module.forward = _Forward(
             f"{name} ({kind})" if name else kind, run, region, module, module.forward, partial
         )
+
+
+def partial_parameters(model: nn.Module) -> frozenset[int]:
+    """Return the ids of the parameters of which each rank may compute a part of the gradient."""
+    return frozenset(
+        id(module._parameters[key])
+        for module in model.modules()
+        if isinstance(module.forward, _Forward)
+        for key in module.forward.partial
+    )
 
 
 def _distribute(

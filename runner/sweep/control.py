@@ -29,6 +29,7 @@ from runner.sweep.resume import (
     require_own_folders,
     require_same,
 )
+from runner.telemetry.sinks import recorder_process
 from runner.telemetry.sinks.console import print_line
 from runner.train import stop
 
@@ -61,6 +62,9 @@ def run_sweep(
     assert sweep is not None
     search = sweep.trials is not None
     if left := _left(request, sweep, plan_runs(request)):
+        from runner.launch import supervise
+
+        supervise.prepare([job.config for job in left])
         check(left)
         require_same(left)
     sweep.folder.mkdir(parents=True, exist_ok=True)
@@ -95,6 +99,7 @@ def run_sweep(
             interrupted = False
         finally:
             stop.requested()  # a signal is noted from here on: the record is written whole
+            recorder_process.end_kept()
             record = _end(sweep.folder, code, interrupted, search)
             if record.state == "interrupted":
                 print_line(live.interruption(record, search), sys.stderr)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from runner.clip import Layout
-from runner.clip.norms import parameter_norms, parameter_powers
+from runner.clip.norms import Powers, parameter_norms
 from runner.run_folder import keys
 
 
@@ -37,9 +37,15 @@ class LayerNorms:
         """Whether :meth:`over_ranks` needs the other ranks."""
         return self.layout.group is not None
 
-    def share(self) -> Tensor:
-        """Measure this rank's share of the current gradients, [parameters], on the device."""
-        return parameter_powers(self.layout, self.norm_type)
+    def share(self, powers: Powers | None) -> Tensor:
+        """Return this rank's share of the norm of each parameter, [parameters], on the device.
+
+        Args:
+            powers: what clipping measured of the gradients, with the share of each.
+        """
+        assert powers is not None
+        assert powers.norm_type == self.norm_type
+        return powers.of_parameters(self.layout)
 
     def over_ranks(self, shares: list[Tensor]) -> Tensor:
         """Combine the shares of several steps into norms, [steps, parameters]; one collective."""

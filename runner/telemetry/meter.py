@@ -9,45 +9,21 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain, islice
-from typing import Any, NamedTuple
+from functools import reduce
+from operator import add
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from runner.clip import Decision, Number, transfer
 from runner.config.objective import higher_is_better
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
 from runner.telemetry.layer_norms import LayerNorms
 from runner.telemetry.sinks.sink import Sink
-
-
-class StepMetrics(NamedTuple):
-    """Metrics of one optimizer step.
-
-    Attributes:
-        step: number of the step, from 1.
-        loss: this rank's share of the window's loss; the mean over data-parallel ranks is the loss.
-        decision: what clipping did.
-        lr: learning rate of the step.
-        samples: samples read so far, over all ranks.
-        tokens: tokens read so far, over all ranks; 0 for data without tokens.
-        seconds: wall time of the step.
-        layers: result of :meth:`LayerNorms.share`, for a step whose row logs layer norms.
-    """
-
-    step: int
-    loss: Number
-    decision: Decision
-    lr: float
-    samples: int
-    tokens: int
-    seconds: float
-    layers: Tensor | None = None
+from runner.telemetry.step import StepMetrics, StepValues, on_host, values_of
 
 
 @dataclass
@@ -130,18 +106,26 @@ class Meter:
         norms = None
         if self.layers is not None and shares and (together or not self.layers.spans_ranks):
             norms = self.layers.over_ranks(shares)
-        rows, layers = _on_host([(step.loss, *step.decision.metrics) for step in pending], norms)
-        own = [row[0] for row in rows]
+        rows, layers = on_host([(step.loss, *step.decision.metrics) for step in pending], norms)
+        steps = list(map(values_of, rows))
+        own = [step.loss for step in steps]
         losses: Sequence[float | None] = own
         if self.mean_over_data is not None:
             losses = self.mean_over_data(own) if together else [None] * len(own)
         self._pending = []
-        for step, loss, row in zip(pending, losses, rows, strict=True):
+        first = 0
+        for end, step in enumerate(pending, 1):
+            newest = end == len(pending)
+            further = last if newest else None
+            due = further is not None or self.row_due(step.step)
+            if due or newest:
+                self._count(pending[first:end], losses[first:end], steps[first:end])
+                first = end
             each = next(layers, None) if step.layers is not None else None
-            further = last if step is pending[-1] else None
-            self._take(step, loss, Decision(*row[1:]), each, further)
+            if due:
+                self._write(step, losses[end - 1], steps[end - 1], each, further or {})
         if together and self.follow is not None:
-            self.follow([(step.step, row[1]) for step, row in zip(pending, rows, strict=True)])
+            self.follow([(step.step, on.norm) for step, on in zip(pending, steps, strict=True)])
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics of the whole run: every step counts, whatever the interval."""
@@ -201,40 +185,44 @@ class Meter:
         steps = max(len(self._max_stats), 1)
         return {keys.what_if(t): above / steps for t, above in self._above.items()}
 
-    def _take(
+    def _count(
+        self,
+        steps: Sequence[StepMetrics],
+        losses: Sequence[float | None],
+        values: Sequence[StepValues],
+    ) -> None:
+        """Count steps up to the next row, or up to the last one that is known."""
+        _, norms, _, _, clipped, fractions, max_stats, _ = zip(*values, strict=True)
+        self._norms.extend(norms)
+        self._max_stats.extend(max_stats)
+        self.nonfinite += len(norms) - sum(map(math.isfinite, norms))
+        for threshold in self._above:
+            self._above[threshold] += sum(stat > threshold for stat in max_stats)
+        # Added one by one: sum() rounds in another way in newer versions of Python.
+        self._clipped = reduce(add, clipped, self._clipped)
+        self._fraction = reduce(add, fractions, self._fraction)
+        window = self._window
+        window.steps += len(steps)
+        window.clipped = reduce(add, clipped, window.clipped)
+        window.norm = reduce(add, norms, window.norm)
+        window.norm_max = math.nan if any(map(math.isnan, norms)) else max(window.norm_max, *norms)
+        window.seconds = reduce(add, [step.seconds for step in steps], window.seconds)
+        if known := [loss for loss in losses if loss is not None and not math.isnan(loss)]:
+            self._best(keys.TRAIN_LOSS, min(known))
+
+    def _write(
         self,
         step: StepMetrics,
         loss: float | None,
-        decision: Decision,
+        values: StepValues,
         layers: list[float] | None,
-        further: Mapping[str, float] | None,
+        further: Mapping[str, float],
     ) -> None:
-        if not math.isfinite(decision.norm):
-            # An accelerator that decides for itself reports what clipping would have made of it.
-            decision = Decision.skipped(decision.norm, decision.threshold)
-            self.nonfinite += 1
-        norm, clipped = float(decision.norm), float(decision.clipped)
-        self._norms.append(norm)
-        max_stat = float(decision.max_stat)
-        self._max_stats.append(max_stat)
-        for threshold in self._above:
-            self._above[threshold] += max_stat > threshold
-        self._clipped += clipped
-        self._fraction += float(decision.fraction)
-        window = self._window
-        window.steps += 1
-        window.clipped += clipped
-        window.norm += norm
-        window.norm_max = norm if math.isnan(norm) else max(window.norm_max, norm)
-        window.seconds += step.seconds
-        if loss is not None:
-            self._best(keys.TRAIN_LOSS, loss)
-        if further is None and not self.row_due(step.step):
-            return
-        row = self._row(step, loss, decision)
+        """Write the row of a step."""
+        row = self._row(step, loss, values)
         if self.layers is not None and layers is not None:
             row.update(zip(self.layers.keys, layers, strict=True))
-        for key, value in (further or {}).items():
+        for key, value in further.items():
             row[key] = value
             self._best(key, value)
         self.last |= row
@@ -242,7 +230,7 @@ class Meter:
         for sink in self.sinks:
             sink.write(row)
 
-    def _row(self, step: StepMetrics, loss: float | None, decision: Decision) -> Row:
+    def _row(self, step: StepMetrics, loss: float | None, values: StepValues) -> Row:
         window, before = self._window, int(self.last.get(keys.TRAIN_SAMPLES, 0))
         row: Row = {keys.TRAIN_STEP: step.step}
         if loss is not None:
@@ -251,21 +239,21 @@ class Meter:
         if step.tokens:
             row[keys.TRAIN_TOKENS] = step.tokens
         row |= {
-            keys.GRAD_NORM: float(decision.norm),
-            keys.GRAD_NORM_CLIPPED: float(decision.norm_clipped),
+            keys.GRAD_NORM: values.norm,
+            keys.GRAD_NORM_CLIPPED: values.norm_clipped,
             keys.GRAD_NORM_MEAN: window.norm / window.steps,
             keys.GRAD_NORM_MAX: window.norm_max,
             keys.GRAD_NONFINITE: self.nonfinite,
-            keys.CLIP_COEF: float(decision.coef),
-            keys.CLIP_CLIPPED: int(decision.clipped),
-            keys.CLIP_FRACTION: float(decision.fraction),
+            keys.CLIP_COEF: values.coef,
+            keys.CLIP_CLIPPED: int(values.clipped),
+            keys.CLIP_FRACTION: values.fraction,
             keys.CLIP_RATIO: window.clipped / window.steps,
             keys.CLIP_RATIO_TOTAL: self._clipped / len(self._norms),
             keys.TIME_STEP: window.seconds / window.steps,
             keys.THROUGHPUT: (step.samples - before) / max(window.seconds, 1e-9),
         }
-        if not math.isnan(decision.threshold):
-            row[keys.CLIP_THRESHOLD] = float(decision.threshold)
+        if not math.isnan(values.threshold):
+            row[keys.CLIP_THRESHOLD] = values.threshold
         row |= self._shares()
         return row
 
@@ -287,19 +275,3 @@ def _spread(values: array[float]) -> dict[str, float]:
     points = np.percentile(finite, (50, 90, 95, 99))
     spread = dict(zip(("p50", "p90", "p95", "p99"), map(float, points), strict=True))
     return spread | {"max": float(finite.max()), "mean": float(finite.mean())}
-
-
-def _on_host(
-    rows: list[tuple[Number, ...]], layers: Tensor | None
-) -> tuple[list[list[float]], Iterator[list[float]]]:
-    """Return rows of metrics and rows of layer norms as floats, in one transfer."""
-    if layers is None and {*map(type, chain.from_iterable(rows))} <= {float, int}:
-        return [list(map(float, row)) for row in rows], iter(())
-    away = [value for row in rows for value in row if isinstance(value, Tensor)]
-    parts = [transfer.on_device(away, away[0].device)] if away else []
-    if layers is not None:
-        parts.append(layers.flatten())
-    values = iter(torch.cat(parts).tolist() if parts else [])
-    metrics = [[next(values) if isinstance(f, Tensor) else float(f) for f in row] for row in rows]
-    norms = [] if layers is None else [list(islice(values, len(row))) for row in layers]
-    return metrics, iter(norms)

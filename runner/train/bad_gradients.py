@@ -130,13 +130,18 @@ class BadGradients:
             self._order.stop()
             self._trace.stop()
 
-    def clip(self, mode: ClipMode, before: Progress, window: Window) -> Decision:
+    def clip(
+        self, mode: ClipMode, before: Progress, window: Window, each: bool = False
+    ) -> Decision:
         """Clip the gradients of a step, and keep what describes them if they are not finite.
+
+        Where the optimizer's step can clip, it will, see :meth:`OptimizerWrapper.clip`.
 
         Args:
             mode: how to clip.
             before: counts before the step.
             window: microbatches of the step.
+            each: whether the share of each gradient in the norm is wanted.
 
         Raises:
             NonFiniteGradient: they are not finite and ``nonfinite`` is ``error``. It names ranks
@@ -145,7 +150,7 @@ class BadGradients:
         if self._order.hooks:
             self._order.stop()
         try:
-            decision = self._optimizer.clip(mode)
+            decision = self._optimizer.clip(mode, fold=True, each=each)
         except NonFiniteGradient as error:
             step = self._kept(before, window, known=True)
             found = self._describe(step, error.norm).with_samples()

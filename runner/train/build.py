@@ -28,7 +28,7 @@ from runner.config.environment import started_rank
 from runner.config.schema import DataSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data
-from runner.train.progress import total_steps
+from runner.train import progress
 
 
 class TargetError(ValueError):
@@ -160,15 +160,12 @@ def steps_of(
             or pipeline group read the same samples and count once.
         duration: duration to count instead of that of the whole run.
     """
-    microbatch = config.data.batch_size * (data_size or data_parts(config))
-    samples = len(data.train)  # type: ignore[arg-type]
-    if config.data.drop_last:
-        samples -= samples % microbatch
-    return total_steps(
-        duration or config.train.max_duration,
-        max(samples, 1),
-        microbatch * config.accumulation.steps,
-        data.tokens_per_sample,
+    return progress.steps_of(
+        config,
+        len(data.train),  # type: ignore[arg-type]
+        data_size or data_parts(config),
+        tokens_per_sample=data.tokens_per_sample,
+        duration=duration,
     )
 
 

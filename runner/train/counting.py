@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +19,40 @@ from runner.train.asked import Asked
 from runner.train.windows import Window, Windows
 
 
-class WindowCount(NamedTuple):
-    """What one window holds.
+class WindowCount:
+    """What one window holds, here and on all ranks.
+
+    Ranks add up their counts while the first forward pass runs: nothing before the first backward
+    pass needs the sums.
+
+    Args:
+        items: number of items of each microbatch on this rank; None where this rank has no sample.
+        wait: function that returns the sums over ranks.
 
     Attributes:
-        items: number of items of each microbatch on this rank; None where this rank has no sample.
-        total: items, samples and tokens of the whole window, over all ranks.
-        asked: what some rank asks of all of them.
+        items: as given.
     """
 
-    items: list[float | None]
-    total: Count
-    asked: Asked
+    def __init__(self, items: list[float | None], wait: Callable[[], tuple[Count, Asked]]) -> None:
+        self.items = items
+        self._wait = wait
+        self._sums: tuple[Count, Asked] | None = None
+
+    def sums(self) -> tuple[Count, Asked]:
+        """Return the items, samples and tokens of the window, and what some rank asks of all.
+
+        All ranks have to call this, at the same place among their collectives.
+
+        Raises:
+            ValueError: all ranks read the same samples, or the data of some ranks has ended.
+        """
+        if self._sums is None:
+            self._sums = self._wait()
+        return self._sums
+
+    def total_items(self) -> float:
+        """Return the number of items of the window over all ranks, see :meth:`sums`."""
+        return self.sums()[0].items
 
 
 def count(
@@ -42,8 +65,7 @@ def count(
 ) -> WindowCount:
     """Count a window on the host, before its microbatches move to the device.
 
-    The loss of the first microbatch is divided by the items of the whole window. There is one
-    collective of host memory where there are several ranks.
+    Where there are several ranks this starts one collective of host memory, and does not wait.
 
     Args:
         window: microbatches of this rank.
@@ -53,9 +75,6 @@ def count(
         first: whether this is the first window of a run, in which all ranks have to read different
             samples.
         asked: what this rank asks of all of them.
-
-    Raises:
-        ValueError: all ranks read the same samples, or the data of some ranks has ended.
     """
     items: list[float | None] = []
     total, samples, tokens = 0.0, 0, 0
@@ -66,35 +85,39 @@ def count(
         here, read, seen = loss.items(batch)
         items.append(here)
         total, samples, tokens = total + here, samples + read, tokens + seen
+    own, size, length = Count(total, samples, tokens), plugin.data_size, len(window.batches)
     if plugin.world_size == 1:
-        return WindowCount(items, Count(total, samples, tokens), asked)
-    size, length = plugin.data_size, len(window.batches)
+        return WindowCount(items, lambda: (own, asked))
     if size == 1:
-        asked = asked.of_all(plugin.sum_over_ranks(asked.counts()))
-        return WindowCount(items, Count(total, samples, tokens), asked)
+        asking = plugin.start_sum_over_ranks(asked.counts())
+        return WindowCount(items, lambda: (own, asked.of_all(asking())))
     mark = _mark(window.batches[0]) if first and not _is_partitioned(windows.loader) else 0
-    mine = [total, samples, tokens, window.last, length, length**2, mark, mark**2]
+    mine = [*own, window.last, length, length**2, mark, mark**2]
     if not plugin.reports_metrics:
         mine = [0] * len(mine)
     # Every rank may ask, also one whose samples another rank counts.
-    all_items, *others = plugin.sum_over_ranks([*mine, *asked.counts()])
-    all_samples, all_tokens, ended, *sums = map(int, others)
-    lengths, squared_lengths, marks, squared_marks, *all_asked = sums
-    if mark and squared_marks * size == marks**2:  # All marks are the same.
-        raise ValueError(
-            f"all {size} data-parallel ranks read the same first batch, so every sample counts "
-            "that many times: make the loader by plugin.prepare_dataloader, or give it a "
-            f"DistributedSampler. For an IterableDataset: {SHARD_BY_HAND}"
-        )
-    # A last window can have fewer batches here than on another rank.
-    if 0 < ended < size or squared_lengths * size != lengths**2:
-        raise ValueError(
-            f"the data of some of the {size} data-parallel ranks has ended before that of the "
-            "others: make the loader by plugin.prepare_dataloader, or let an "
-            "IterableDataset yield the same number of batches on each rank"
-        )
-    total_count = Count(all_items, all_samples, all_tokens)
-    return WindowCount(items, total_count, asked.of_all(all_asked))
+    summing = plugin.start_sum_over_ranks([*mine, *asked.counts()])
+
+    def wait() -> tuple[Count, Asked]:
+        all_items, *others = summing()
+        all_samples, all_tokens, ended, *checks = map(int, others)
+        lengths, squared_lengths, marks, squared_marks, *all_asked = checks
+        if mark and squared_marks * size == marks**2:  # All marks are the same.
+            raise ValueError(
+                f"all {size} data-parallel ranks read the same first batch, so every sample counts "
+                "that many times: make the loader by plugin.prepare_dataloader, or give it a "
+                f"DistributedSampler. For an IterableDataset: {SHARD_BY_HAND}"
+            )
+        # A last window can have fewer batches here than on another rank.
+        if 0 < ended < size or squared_lengths * size != lengths**2:
+            raise ValueError(
+                f"the data of some of the {size} data-parallel ranks has ended before that of the "
+                "others: make the loader by plugin.prepare_dataloader, or let an "
+                "IterableDataset yield the same number of batches on each rank"
+            )
+        return Count(all_items, all_samples, all_tokens), asked.of_all(all_asked)
+
+    return WindowCount(items, wait)
 
 
 def _is_partitioned(loader: Any) -> bool:

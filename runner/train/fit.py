@@ -22,7 +22,8 @@ from runner.config.problem import DataMismatch, Problem, nearest_name, or_list
 from runner.config.schema import RunConfig
 from runner.data import Data
 from runner.run_folder import keys
-from runner.telemetry.meter import Meter, StepMetrics
+from runner.telemetry.meter import Meter
+from runner.telemetry.step import StepMetrics
 from runner.train.refused import first_line
 
 _COMMAND = "# python -m runner "

@@ -251,6 +251,7 @@ def make_trainer(
         eval_interval=config.eval.interval,
         nonfinite=config.clip.nonfinite,
         max_skips=config.clip.max_skips,
+        flat_gradients=config.clip.flat_gradients,
         loss_scale=loss_scale,
         sinks=sinks,
         log_interval=config.log.interval,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +42,14 @@ class Passes:
     def __post_init__(self) -> None:
         # Without autocast the wrapper would only cost a call.
         self._module = self.model if self.model.dtype else self.model.module
+        self._data_size = self.booster.plugin.data_size
         self.losses: list[Tensor] = []
 
     def accumulate(
         self,
         batches: Sequence[Any],
         counts: Sequence[float | None],
-        items: float,
+        items: Callable[[], float],
         after_each: Callable[[int, int], None],
     ) -> Number:
         """Run forward and backward passes of a window; ranks synchronise on the last one only.
@@ -57,7 +57,8 @@ class Passes:
         Args:
             batches: microbatches of this rank, on the host.
             counts: number of items of each microbatch; None for one that does not count.
-            items: number of items of the window on all ranks.
+            items: function that returns the number of items of the window on all ranks; called
+                when the first forward pass has run, because it may wait for the other ranks.
             after_each: called after each microbatch but the last, with its number (from 1) and the
                 number of microbatches.
 
@@ -67,20 +68,23 @@ class Passes:
         """
         # Data-parallel ranks average their gradients; the loss is divided by all items already.
         self.losses = []
-        weight = self.booster.plugin.data_size / self.loss.divisor(items)
+
+        def weight() -> float:
+            return self._data_size / self.loss.divisor(items())
+
         total: Tensor | None = None
         for number, (batch, count) in enumerate(zip(batches, counts, strict=True), 1):
-            final = number == len(batches)
             beat()
-            held = nullcontext() if final else self.booster.no_sync(self.model, self.optimizer)
-            with held:
+            if number == len(batches):
                 loss = self._train(batch, count, weight)
+            else:
+                with self.booster.no_sync(self.model, self.optimizer):
+                    loss = self._train(batch, count, weight)
+                after_each(number, len(batches))
             self.losses.append(loss)
             total = loss if total is None else total + loss
-            if not final:
-                after_each(number, len(batches))
         assert total is not None
-        return total.item() * weight if transfer.can_read(self.device) else total * weight
+        return (total.item() if transfer.can_read(self.device) else total) * weight()
 
     @torch.no_grad()
     def evaluate(self, loader: Any) -> dict[str, float]:
@@ -93,7 +97,9 @@ class Passes:
             ``eval/loss``, and ``eval/accuracy`` where targets are classes; nothing without data.
         """
         self.model.eval()
-        total, items, correct, graded, ungraded = 0.0, 0.0, 0.0, 0.0, False
+        losses: list[Number] = []
+        right: list[Number] = []
+        items, graded, ungraded = 0.0, 0.0, False
         order = getattr(loader, "batch_sampler", None)
         for number, host in enumerate(loader):
             beat()
@@ -109,11 +115,12 @@ class Passes:
                 outputs = self.loss.forward(self._module, batch)
             if outputs is None:
                 continue  # The last stage, on another rank, has the outputs and the loss.
-            total += float(self.loss.sum(outputs, batch, count))
-            right = self.loss.correct(outputs, batch)
-            ungraded = ungraded or right is None
-            correct += 0 if idle else right or 0
-        here = [total, items, correct, graded, ungraded]
+            losses.append(transfer.read(self.loss.sum(outputs, batch, count)))
+            correct = self.loss.correct(outputs, batch)
+            ungraded = ungraded or correct is None
+            if correct is not None and not idle:
+                right.append(correct)
+        here = [transfer.add(losses), items, transfer.add(right), graded, ungraded]
         total, items, correct, graded, unknown = self.booster.plugin.sum_over_data(here)
         self.model.train()
         if not items:
@@ -123,15 +130,15 @@ class Passes:
             metrics[keys.EVAL_ACCURACY] = correct / graded
         return metrics
 
-    def _train(self, host: Any, count: float | None, weight: float) -> Tensor:
+    def _train(self, host: Any, count: float | None, weight: Callable[[], float]) -> Tensor:
         """Run forward and backward; return the summed loss, 0 where another rank has it."""
         batch = self._to_device(host)
         if self.model.pipeline is None:
             outputs = self.loss.forward(self._module, batch)
             loss = self.loss.sum(outputs, batch, count)
-            self.optimizer.backward(loss, weight)
+            self.optimizer.backward(loss, weight())
             return loss.detach()
-        factor = self.optimizer.begin_backward(weight)
+        factor = self.optimizer.begin_backward(weight())
 
         def summed(outputs: Tensor, at: slice) -> Tensor:
             part = [half[at] for half in batch]

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
+from runner.booster.flat_gradients import NOTHING_SMALL, small
 from runner.clip import Layout
 from runner.clip import build as build_mode
 from runner.clip.layout import OptionError
@@ -62,6 +63,8 @@ def check(config: RunConfig) -> None:
         if data is not None:
             problems += fit.check(config, model, data)
         problems += _mode(config.clip, model)
+        if config.clip.flat_gradients is True and not small(Layout.of_model(model)):
+            problems.append(Problem("clip.flat_gradients", True, f"{NOTHING_SMALL}; use auto"))
     _optimizer_and_scheduler(config, data, problems)
     if problems:
         raise RequestError(problems)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from runner.config.duration import Duration
+
+if TYPE_CHECKING:
+    from runner.config.schema import RunConfig
 
 _COUNTS = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens"}
 """The count of :class:`Progress` that a unit of durations is measured by."""
@@ -58,6 +61,34 @@ class Progress(NamedTuple):
         """Return whether an interval has ended after ``since``; the first begins with the run."""
         unit, length = interval.unit, interval.value
         return self.of(unit) // length > since.of(unit) // length
+
+
+def steps_of(
+    config: RunConfig,
+    samples: int,
+    data_size: int,
+    *,
+    tokens_per_sample: int | None = None,
+    duration: Duration | None = None,
+) -> int | None:
+    """Return the number of optimizer steps of a run; None if it cannot be known.
+
+    Args:
+        config: the whole configuration.
+        samples: number of training samples.
+        data_size: number of data-parallel ranks.
+        tokens_per_sample: number of tokens of a sample; None for data without tokens.
+        duration: duration to count instead of that of the whole run.
+    """
+    microbatch = config.data.batch_size * data_size
+    if config.data.drop_last:
+        samples -= samples % microbatch
+    return total_steps(
+        duration or config.train.max_duration,
+        max(samples, 1),
+        microbatch * config.accumulation.steps,
+        tokens_per_sample,
+    )
 
 
 def total_steps(

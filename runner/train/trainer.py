@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from runner.booster import Booster, LossScale, ModelWrapper, OptimizerWrapper, Plugin, SinglePlugin
 from runner.booster.criterion import Criterion
+from runner.booster.flat_gradients import Choice
 from runner.booster.loss import WindowLoss
 from runner.booster.nonfinite import Nonfinite
 from runner.checkpoint import content as checkpoint
@@ -26,8 +27,9 @@ from runner.config.duration import Duration
 from runner.config.problem import or_list
 from runner.run_folder import keys
 from runner.telemetry.layer_norms import LayerNorms
-from runner.telemetry.meter import Meter, StepMetrics
+from runner.telemetry.meter import Meter
 from runner.telemetry.sinks.sink import Sink
+from runner.telemetry.step import StepMetrics
 from runner.train.bad_gradients import MAX_SKIPS, BadGradients
 from runner.train.between_steps import BetweenSteps
 from runner.train.counting import count
@@ -65,6 +67,8 @@ class Trainer:
         nonfinite: what to do with a step whose gradient is not finite: skip, error or ignore.
         max_skips: number of skipped steps in a row after which the run fails; None for never. See
             :class:`runner.train.bad_gradients.BadGradients`.
+        flat_gradients: whether gradients of small parameters lie in one buffer, see
+            :class:`runner.Booster`.
         loss_scale: fp16 loss scale.
         sinks: where rows go. Give them on the first rank only.
         log_interval: steps between rows.
@@ -109,6 +113,7 @@ class Trainer:
         eval_interval: str | Duration = "1ep",
         nonfinite: Nonfinite = "skip",
         max_skips: int | None = MAX_SKIPS,
+        flat_gradients: Choice = False,
         loss_scale: LossScale | None = None,
         sinks: Sequence[Sink] = (),
         log_interval: int = 1,
@@ -135,7 +140,7 @@ class Trainer:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         if accumulation_steps > 1:
             _warn_of_batch_norm(model, accumulation_steps)
-        self.booster = Booster(precision, self.plugin, loss_scale, nonfinite)
+        self.booster = Booster(precision, self.plugin, loss_scale, nonfinite, flat_gradients)
         self.criterion = criterion
         self.loss = WindowLoss(model, criterion, checked=True)
         self.model: ModelWrapper
@@ -270,24 +275,23 @@ class Trainer:
     def _step(self, window: Window, started: float) -> None:
         """Take one optimizer step, which began at the time ``started``."""
         state, meter, before = self.state, self.state.meter, self.state.progress
-        held, total, asked = count(
+        counts = count(
             window, state.windows, self.loss, self.plugin, before.step == 0, self._between.asks()
         )
+        loss = self.passes.accumulate(window.batches, counts.items, counts.total_items, self._show)
+        total, asked = counts.sums()
         at = before.after(len(window.batches), total.samples, total.tokens, window.last)
         evaluates = at.completed(self.eval_interval, before) or at.reached(self.max_duration)
 
-        loss = self.passes.accumulate(window.batches, held, total.items, self._show)
-        layers = None
-        if meter.layers is not None and (evaluates or meter.row_due(at.step)):
-            self.optimizer.unscale()
-            layers = meter.layers.share()
+        measured = meter.layers if evaluates or meter.row_due(at.step) else None
         state.step_schedulers()  # for the step before, see there
-        decision = self.bad_gradients.clip(state.mode, before, window)
+        decision = self.bad_gradients.clip(state.mode, before, window, measured is not None)
+        layers = None if measured is None else measured.share(self.optimizer.powers)
         lr = self.optimizer.optimizers[0].param_groups[0]["lr"]
         self.optimizer.step()
         state.step_taken()
         self.optimizer.zero_grad()
-        self._show(len(held), len(held))
+        self._show(len(window.batches), len(window.batches))
 
         state.progress = at
         seconds = time.perf_counter() - started

@@ -46,6 +46,10 @@ class Watched(ClipMode):
         self._trainer = trainer
         self._seen = seen
 
+    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+        """Measure as the mode does."""
+        return self._mode.measure(layout, each)
+
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         """Decide as the mode does."""
         return self._mode.decide_finite(layout, stats)

@@ -109,7 +109,7 @@ def test_the_check_sees_a_host_that_waits():
     model(torch.ones(3, 4, dtype=torch.float64)).square().sum().backward()
     with Waits() as waits:
         optimizer.clip_grad_by_norm(0.5)
-    assert any("_local_scalar_dense" in line and "_power_sum" in line for line in waits.found)
+    assert any("_local_scalar_dense" in line and "norms.py" in line for line in waits.found)
 
 
 def test_the_schedule_stands_still_when_the_device_skips_a_step():

@@ -61,9 +61,9 @@ def fakes(monkeypatch, outputs):
     fakes = Fakes()
     modules = {
         "train.preflight": SimpleNamespace(check=fakes.check),
-        "launch.supervise": SimpleNamespace(run=fakes.run),
+        "launch.supervise": SimpleNamespace(run=fakes.run, prepare=lambda configs: None),
         "launch.rank": SimpleNamespace(join=fakes.join),
-        "launch.local_ranks": SimpleNamespace(prepare=fakes.prepared.append),
+        "launch.local_ranks": SimpleNamespace(prepare=lambda *all: fakes.prepared.extend(all)),
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, f"runner.{name}", module)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from runner.clip import Decision, Layout, apply_gradient_clipping, build
-from runner.telemetry.meter import Meter, StepMetrics
+from runner.telemetry.meter import Meter
+from runner.telemetry.step import StepMetrics
 from tests.train.test_trainer import fit, parts
 
 MODES = {"norm": 0.3, "value": 0.02, "adaptive": 0.05}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 
@@ -48,9 +49,9 @@ class Ranks:
                 errors.append(error)
                 self._barrier.abort()
 
-        def all_gather(rows: list[Any], row: Any, group: Any) -> None:
-            for mine, sent in zip(rows, group.everyone(row.clone()), strict=True):
-                mine.copy_(sent)
+        def all_to_all_single(rows: Any, sent: Any, group: Any, async_op: bool) -> None:
+            columns = [each.chunk(self.world) for each in group.everyone(sent.clone())]
+            torch.cat([parts[self.rank()] for parts in columns], out=rows)
 
         def all_reduce(tensor: Any, group: Any) -> None:
             tensor.copy_(sum(group.everyone(tensor.clone())))
@@ -60,7 +61,7 @@ class Ranks:
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.world)]
         with (
-            patch.object(dist, "all_gather", all_gather),
+            patch.object(dist, "all_to_all_single", all_to_all_single),
             patch.object(dist, "all_reduce", all_reduce),
             patch.object(dist, "all_gather_object", all_gather_object),
         ):

@@ -165,7 +165,7 @@ def test_every_problem_is_reported_at_once(plain):
     found = problems(plain)
     assert found.keys() == {"clip.treshold", "accumulation.steps", "sed", "device"}
     assert "did you mean clip.threshold?" in found["clip.treshold"]
-    assert "keys of clip: eps, exclude, max_skips" in found["clip.treshold"]
+    assert "keys of clip: eps, exclude, flat_gradients, max_skips" in found["clip.treshold"]
     assert "did you mean seed?" in found["sed"]
     assert "no value given" in found["device"]
 
@@ -262,3 +262,20 @@ def test_a_rank_can_check_without_hydra_or_torch():
         "print({'hydra', 'omegaconf', 'torch'} & sys.modules.keys())"
     )
     assert python("-c", code).stdout == "set()\n"
+
+
+def test_gradients_in_one_buffer_go_with_plugins_that_keep_them_whole(plain):
+    for given, meant in (("auto", "auto"), (True, True), (False, False)):
+        plain["clip"]["flat_gradients"] = given
+        assert parse(plain).clip.flat_gradients is meant
+    plain["plugin"] = request(["plugin=fsdp"], writes=False).jobs[0].plain["plugin"]
+    assert parse(plain).clip.flat_gradients is False
+    plain["clip"]["flat_gradients"] = True
+    found = problems(plain)
+    assert list(found) == ["clip.flat_gradients"]
+    assert "use auto, plugin=single or plugin=ddp" in found["clip.flat_gradients"]
+    plain["clip"]["flat_gradients"] = "always"
+    assert "clip.flat_gradients" in problems(plain)
+    # Files of users, and recorded runs, may be older than the key.
+    del plain["clip"]["flat_gradients"]
+    assert parse(plain).clip.flat_gradients is False

@@ -1,7 +1,10 @@
+import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
+from runner.data.dataset import DataUnavailable
 from runner.data.digits import digits
 
 
@@ -52,3 +55,26 @@ def test_the_seed_decides_the_split():
 def test_a_fraction_that_leaves_a_side_empty_is_refused(fraction):
     with pytest.raises(ValueError, match=r"test_fraction|classes"):
         digits(test_fraction=fraction, seed=0)
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.006, 0.1, 0.37, 0.5, 0.99])
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
+def test_the_split_is_that_of_scikit_learn_to_the_bit(fraction, seed):
+    bunch = load_digits()
+    data = digits(test_fraction=fraction, seed=seed)
+    chosen = train_test_split(
+        np.arange(len(bunch.target)),
+        test_size=fraction,
+        random_state=seed,
+        stratify=bunch.target,
+    )
+    for part, indices in zip((data.train, data.test), chosen, strict=True):
+        images = torch.tensor(bunch.images[indices] / 16, dtype=torch.float32)
+        assert torch.equal(part.inputs, images.unsqueeze(1))
+        assert torch.equal(part.targets, torch.tensor(bunch.target[indices]))
+
+
+def test_without_scikit_learn_the_message_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("runner.data.digits.find_spec", lambda name: None)
+    with pytest.raises(DataUnavailable, match="pip install scikit-learn"):
+        digits(test_fraction=0.2, seed=0)

@@ -104,9 +104,9 @@ def planted_steps(
         same += [torch.equal(a, b) for a, b in zip(before[0], after[0], strict=False)]
         unchanged.append(all(same) and before[1:] == after[1:])
 
-    def clipped(rule: Any) -> Any:
+    def clipped(rule: Any, **options: bool) -> Any:
         plant.in_final(made)
-        return clip(rule)
+        return clip(rule, **options)
 
     made._step, made.optimizer.clip = stepped, clipped  # type: ignore[method-assign]
     handler = logging.Handler()

@@ -93,7 +93,7 @@ def counted(plugin: str, model: str, layers: int) -> dict[str, list[int]]:
     clip = made.optimizer.clip
     calls: dict[str, list[int]] = {mode: [] for mode in STATED_MODES}
 
-    def counting(_: ClipMode) -> Decision:
+    def counting(_: ClipMode, **options: bool) -> Decision:
         mode = next(turns)
         name, threshold, norm_type = MODES[mode]
         rule = build(name, threshold=threshold, norm_type=norm_type)

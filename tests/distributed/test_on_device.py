@@ -97,10 +97,10 @@ def waits_of(plugin: str, model: str, mode: str) -> list[str]:
     made = trainer(Case(model, mode, steps=2), plugin, optimizer=adamw)
     clip, step, waits = made.optimizer.clip, made.optimizer.step, Waits()
 
-    def clipped(rule: ClipMode) -> Decision:
+    def clipped(rule: ClipMode, **options: bool) -> Decision:
         made.optimizer.unscale()
         with waits:
-            return clip(rule)
+            return clip(rule, **options)
 
     def stepped() -> bool:
         with waits:

@@ -149,13 +149,13 @@ def half_parameters(plugin: str | None, model: str) -> list[tuple[float, float]]
     made = trainer(case, plugin, model=MODELS[model]().bfloat16())
     clip, found = made.optimizer.clip, []
 
-    def compared(_: ClipMode) -> Decision:
+    def compared(_: ClipMode, **how: bool) -> Decision:
         rule = build("norm", threshold=0.05, norm_type=next(kinds))
         made.optimizer.unscale()
         network = made.model.unwrap()
         whole = gathered(network, made.model.renamed, lambda p: p.grad)
         assert all(gradient.dtype == torch.bfloat16 for gradient in whole.values())
-        outcome = clip(rule)
+        outcome = clip(rule, **how)
         if whole:
             every = torch.cat([gradient.double().flatten() for gradient in whole.values()])
             reference = float(torch.linalg.vector_norm(every, rule.norm_type))

@@ -12,8 +12,8 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-import runner.booster.optimizer as optimizer_module
 import runner.booster.plugin.hybrid as hybrid
+import runner.clip.decision as decision_module
 from runner.booster.optimizer import OptimizerWrapper
 from runner.clip import Decision, Layout, Number, ParamShard, adaptive, layout, norm, norms
 from runner.clip.mode import ClipMode
@@ -48,11 +48,11 @@ def _placed(change: Callable[[ParamShard], ParamShard]) -> Any:
 def peers_left_out() -> Iterator[None]:
     """Compute the norm from the shards of this rank alone."""
 
-    def total_norm(layout: Layout, norm_type: float = 2.0, *_: object) -> Number:
-        powers = norms.power_sums(layout.gradients()[1], norm_type)
-        return norms.combine([0.0, *powers], norm_type)
+    def measure(layout: Layout, norm_type: float = 2.0, *_: object) -> norms.Measured:
+        powers = [norms.power_sum([gradient], norm_type) for gradient in layout.gradients()[1]]
+        return norms.Measured(norms.combine([0.0, *powers], norm_type), None)
 
-    with patch.object(optimizer_module, "total_norm", total_norm):
+    with patch.object(decision_module, "measure", measure):
         yield
 
 
@@ -91,12 +91,12 @@ def epsilon_per_rank() -> Iterator[None]:
 @contextmanager
 def early_return() -> Iterator[None]:
     """A rank without gradients does not wait for the others."""
-    right = norms.total_norm
+    right = norms.measure
 
-    def total_norm(layout: Layout, norm_type: float = 2.0, *_: object) -> Number:
-        return right(layout, norm_type) if layout.gradients()[1] else 0.0
+    def measure(layout: Layout, *options: Any) -> norms.Measured:
+        return right(layout, *options) if layout.gradients()[1] else norms.Measured(0.0, None)
 
-    with patch.object(optimizer_module, "total_norm", total_norm):
+    with patch.object(decision_module, "measure", measure):
         yield
 
 
@@ -105,10 +105,10 @@ def clipped_before_the_sync() -> Iterator[None]:
     """Gradients are averaged after each rank has clipped its own."""
     right = OptimizerWrapper.clip
 
-    def clip(self: OptimizerWrapper, mode: ClipMode) -> Decision:
+    def clip(self: OptimizerWrapper, mode: ClipMode, **options: bool) -> Decision:
         sync_grads, self._sync_grads = self._sync_grads, nothing
         try:
-            return right(self, mode)
+            return right(self, mode, **options)
         finally:
             self._sync_grads = sync_grads
             sync_grads()

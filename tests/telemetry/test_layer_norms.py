@@ -6,11 +6,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from runner import GradientClipping, Trainer
-from runner.clip import Decision, Layout
-from runner.telemetry import meter as meters
+from runner import Trainer
+from runner.clip import Decision, Layout, build
 from runner.telemetry.layer_norms import LayerNorms
-from runner.telemetry.meter import Meter, StepMetrics
+from runner.telemetry.meter import Meter
+from runner.telemetry.step import StepMetrics, on_host
 from tests.distributed.training import Rows
 from tests.on_device import Waits, kept_on_device
 from tests.train.test_trainer import parts
@@ -18,7 +18,7 @@ from tests.train.test_trainer import parts
 STEPS, INTERVAL, FLUSH = 14, 3, 4
 
 
-def trained(**options):
+def trained(norm_type=2.0, **options):
     """Rows of a short training, and the trainer, which has not run."""
     model, loader = parts(samples=112)
     rows = Rows()
@@ -27,7 +27,7 @@ def trained(**options):
         model,
         list(loader),
         f"{STEPS}ba",
-        GradientClipping("norm", 0.3),
+        build("norm", threshold=0.3, norm_type=norm_type),
         optimizers=optimizer,
         sinks=[rows],
         log_interval=INTERVAL,
@@ -39,17 +39,17 @@ def trained(**options):
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_no_step_waits_for_the_device_and_each_flush_is_one_transfer(norm_type):
-    rows, trainer = trained(per_layer=True)
+    rows, trainer = trained(norm_type, per_layer=True)
     measured, transfers = [], []
-    trainer.state.meter.layers = LayerNorms(trainer.optimizer.layout, norm_type)
     share, tolist = LayerNorms.share, torch.Tensor.tolist
 
-    def counted_share(self):
+    def counted_share(self, powers):
         measured.append(trainer.state.progress.step + 1)
-        return share(self)
+        return share(self, powers)
 
     def counted_list(tensor):
-        transfers.append(trainer.state.progress.step)
+        if tensor.is_floating_point():  # not the targets of a batch, which are on the host
+            transfers.append(trainer.state.progress.step)
         return tolist(tensor)
 
     with (
@@ -114,5 +114,5 @@ def test_a_run_that_breaks_off_leaves_out_norms_that_need_the_other_ranks():
 
 
 def test_values_on_a_device_and_on_the_host_may_be_mixed():
-    values, norms = meters._on_host([(1.0, torch.tensor(2.0))], torch.tensor([[3.0, 4.0]]))
+    values, norms = on_host([(1.0, torch.tensor(2.0))], torch.tensor([[3.0, 4.0]]))
     assert (values, list(norms)) == ([[1.0, 2.0]], [[3.0, 4.0]])

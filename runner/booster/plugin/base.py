@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from runner.clip import Layout
+from runner.clip.exchange import start_gather
 from runner.data.dataset import collate_pairs
 from runner.data.order import PartitionedBatches
 from runner.data.workers import WorkerLoader
@@ -140,9 +141,12 @@ class Plugin(ABC):
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sum values over all ranks, as :meth:`sum_over_data` does over data-parallel ones."""
-        buffer = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(buffer)
-        return buffer.tolist()
+        return self.start_sum_over_ranks(values)()
+
+    def start_sum_over_ranks(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Start :meth:`sum_over_ranks`; return a function that waits for the sums."""
+        rows = start_gather(torch.tensor(values, dtype=torch.float64), None)
+        return lambda: rows().sum(0).tolist()
 
     def prepare_dataloader(
         self,
@@ -169,12 +173,14 @@ class Plugin(ABC):
             drop_last: whether to leave out a last microbatch that is not full.
             num_workers: number of worker processes, which live on from epoch to epoch, see
                 :mod:`runner.data.workers`.
-            kwargs: further arguments of :class:`torch.utils.data.DataLoader`.
+            kwargs: further arguments of :class:`torch.utils.data.DataLoader`. ``pin_memory`` is on
+                by default in a process that uses a GPU: copies then overlap with its work.
 
         Raises:
             TypeError: several data-parallel ranks cannot share an ``IterableDataset``.
         """
         kwargs.setdefault("collate_fn", collate_pairs)
+        kwargs.setdefault("pin_memory", torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         if isinstance(dataset, IterableDataset):
             if self.data_size > 1:
                 raise TypeError(

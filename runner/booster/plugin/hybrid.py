@@ -6,11 +6,13 @@ The plugins ``zero``, ``tensor``, ``pipeline`` and ``moe`` are this one with mos
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from inspect import signature
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -38,13 +40,14 @@ from runner.parallel.gradient_sync import (
 )
 from runner.parallel.hooks import post_accumulate_hooked, require_no_post_accumulate
 from runner.parallel.mesh import Axes, position
+from runner.parallel.overlap import Averaging, averagings, holding
 from runner.parallel.own_stages import keep_own
 from runner.parallel.partition import Partition
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.replica_check import ReplicaCheck, replicated
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
 from runner.parallel.stages import Stage, cut, stages_on
-from runner.parallel.tensor import parallelize
+from runner.parallel.tensor import parallelize, partial_parameters
 from runner.parallel.tensor_styles import check_heads, check_sequence, plan_of
 from runner.parallel.usage import Usage
 
@@ -56,8 +59,9 @@ SIZES = ("dp_size", "tp_size", "pp_size", "ep_size")
 class HybridParallelPlugin(Plugin):
     """Data × tensor × pipeline parallelism, with experts on different data-parallel ranks.
 
-    Gradients are averaged over data-parallel ranks once per step or, with ``zero_stage`` 2 and 3,
-    in each backward pass outside ``no_sync``; with pipeline stages in each backward pass.
+    Gradients are averaged over data-parallel ranks once per step, while its last backward pass
+    runs. With ``zero_stage`` 2 and 3 they are averaged in each backward pass outside ``no_sync``;
+    with pipeline stages in each backward pass.
 
     Args:
         tp_size: tensor-parallel size; None for the ranks that the other sizes leave.
@@ -139,6 +143,7 @@ class HybridParallelPlugin(Plugin):
         self.pp_rank, self._data_rank, tp_rank = position(self.rank, self.sizes)
         last = stages_on(self.pp_rank, pp, schedule)[-1] == self.stage_count - 1
         self.reports_metrics = tp_rank == 0 and (pp == 1 or last)
+        self._early: WeakKeyDictionary[nn.Module, list[Averaging]] = WeakKeyDictionary()
 
     @property
     def data_rank(self) -> int:
@@ -216,13 +221,19 @@ class HybridParallelPlugin(Plugin):
             partition = Partition(replicas)
             steps, broadcast_params = partition.mine, partition.broadcast_params
         tied = tied_copies(model, own.copies, own.renamed, axes)
+        held = Counter(id(p) for stage in modules.values() for p in stage.parameters())
+        backwards = {each: count * self.num_microbatches for each, count in held.items()}
+        waiting = partial_parameters(model) if sizes.tp > 1 else frozenset()
+        early, late = averagings(replicas, backwards, waiting)
+        self._early[model] = early
         return ParallelModel(
             model,
             layout,
             sync_grads=in_turn(
                 *(usage.drops(model, axes, experts) if self.sharded else ()),
+                *(each.finish for each in early),
                 partial(sum_partial, [p for p in model.parameters() if isinstance(p, DTensor)]),
-                *(partial(average, each) for each in replicas),
+                *(partial(average, each) for each in late),
                 *(partial(sum_copies, each) for each in tied),
                 broadcast_buffers(model, axes.dp.get_group(), lambda name: name not in experts),
                 broadcast_buffers(model, axes.edp.get_group(), lambda name: name in experts),
@@ -265,10 +276,9 @@ class HybridParallelPlugin(Plugin):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which sharded gradients stay unsharded and local.
 
-        Gradients of pipeline stages are reduced in every backward pass; those of replicas are
-        averaged once per step anyway.
+        Sharded gradients of pipeline stages are reduced in every backward pass.
         """
-        return unsynchronised(model) if self.sharded else nullcontext()
+        return unsynchronised(model) if self.sharded else holding(self._early.get(model, ()))
 
     def _pipeline(self, modules: dict[int, Stage], axes: Axes, device: torch.device) -> Pipeline:
         # Data-parallel ranks exchange tokens for experts, and gather sharded weights.

@@ -1,9 +1,8 @@
-"""Wait for a process as long as it makes progress, however slow the machine is."""
+"""Wait for work of a process as long as it makes progress, however slow the machine is."""
 
 from __future__ import annotations
 
 import math
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,20 +12,22 @@ POLL_SECONDS = 0.5
 
 
 def wait_while_working(
-    process: subprocess.Popen[str],
+    process: int,
+    has_ended: Callable[[float], bool],
     stalled: float,
     timeout: float,
     heard: Callable[[], int] = lambda: 0,
     time_left: Callable[[], float] = lambda: math.inf,
 ) -> bool:
-    """Wait until ``process`` ends.
+    """Wait until the work of a process has ended.
 
     It is given up after ``timeout`` seconds, once no time is left, or once it has made no progress
     for ``stalled`` seconds: no message, and no use of a CPU or disk by it or by a process that it
     started. A process that waits for its turn on a busy machine counts as one that works.
 
     Args:
-        process: the process.
+        process: number of the process.
+        has_ended: waits at most the given seconds, and returns whether the work has ended.
         stalled: most seconds without progress.
         timeout: most seconds to wait.
         heard: returns the number of messages that have come from the process.
@@ -39,12 +40,10 @@ def wait_while_working(
     until, since = now + timeout, now
     before: object = None
     while True:
-        try:
-            process.wait(max(0.0, min(POLL_SECONDS, until - now)))
+        if has_ended(max(0.0, min(POLL_SECONDS, until - now))):
             return True
-        except subprocess.TimeoutExpired:
-            now = time.monotonic()
-        times = cpu_times(process.pid)
+        now = time.monotonic()
+        times = cpu_times(process)
         mark = heard(), times
         if mark != before or None in times.values():
             before, since = mark, now

@@ -1,23 +1,28 @@
-"""The process that records one run with wandb. :class:`WandbSink` starts it by its path.
+"""The process that records runs with wandb, one after the other. It is started by its path,
+with a folder for temporary files.
 
-It imports only the standard library and wandb. It reads JSON lines from standard input: the
-request, the rows, and the end of the run. It answers with JSON lines on standard output.
+It imports only the standard library and wandb. It reads JSON lines from standard input: of each run
+the request, the rows, and the end. It answers with JSON lines on standard output; the last one of a
+run tells whether the process can record another one.
 
 It is a process of its own because wandb may block without limit, and only a process can be killed.
 With wandb 0.31 the client ignores the time limit of finishing if about ten megabytes wait for a
 server that hangs (500 rows of 1000 layers, or 20 000 rows of 20 metrics).
 The process also starts in parallel with the training, and it outlives a trainer that is killed, so
-that this run is marked as failed too. Its time is bounded once its input ends.
+that its run is marked as failed too. Its time is bounded once its input ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import queue
 import re
 import shutil
 import signal
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -208,6 +213,15 @@ class _Relay:
     error = warning
 
 
+def _begin_client() -> None:
+    """Import wandb and start its client, for whatever runs are going to ask for.
+
+    The first run says what is wrong if that fails.
+    """
+    with suppress(Exception):
+        _quiet_wandb().setup().ensure_service()
+
+
 def _quiet_wandb(complaints: list[str] | None = None) -> Any:
     """Return the wandb module, set up to print nothing and so to prompt for nothing."""
     import wandb
@@ -290,22 +304,10 @@ def _own_streams() -> tuple[IO[str], IO[str]]:
     return os.fdopen(source, encoding="utf-8"), os.fdopen(answers, "w", encoding="utf-8")
 
 
-def main() -> None:
-    """Record one run from standard input, then exit, even if wandb still works."""
-    trainer = os.getppid()
-    # A signal to the whole job ends the trainer, which then sends the end of the run.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    source, answers = _own_streams()
-    say = partial(_send, answers)
-    # Bounded: a backlog waits with the trainer, which knows what to do about it.
-    inbox: Inbox = queue.Queue(MOST_MESSAGES)
-    threading.Thread(target=_read, args=(source, inbox), daemon=True).start()
-    threading.Thread(target=_watch, args=(trainer, inbox), daemon=True).start()
-    request = inbox.get()
-    if request is None:
-        return
-    complete, record = True, ""
+def _record(request: dict[str, Any], inbox: Inbox, say: Callable[[str, str], None]) -> bool:
+    """Record one run, and return whether the process can record another one."""
+    complete = takes_more = True
+    record = ""
     try:
         recorder = Recorder(request, say)
         record = recorder.offline_file
@@ -314,11 +316,38 @@ def main() -> None:
         # A trainer that sent no end was killed.
         end = message or {"summary": None, "exit_code": 1}
         complete = recorder.end(end["summary"], end["exit_code"])
+        takes_more = complete and message is not None
     except Exception as error:
         say("warning", f"wandb records no more of this run: {type(error).__name__}: {error}")
-    say("done", record)
+        takes_more = False
+    say("done" if takes_more else "last", record)
     if not complete:
+        _remove_scratch()
         os._exit(1)  # the exit handler of wandb would wait for the client
+    return takes_more
+
+
+def _remove_scratch() -> None:
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+
+
+def main() -> None:
+    """Record the runs of standard input, then exit, even if wandb still works."""
+    trainer = os.getppid()
+    tempfile.tempdir = sys.argv[1]
+    atexit.register(_remove_scratch)  # after the exit handlers of wandb
+    # A signal to the whole job ends the trainer, which then sends the end of the run.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    source, answers = _own_streams()
+    # Bounded: a backlog waits with the trainer, which knows what to do about it.
+    inbox: Inbox = queue.Queue(MOST_MESSAGES)
+    threading.Thread(target=_read, args=(source, inbox), daemon=True).start()
+    threading.Thread(target=_watch, args=(trainer, inbox), daemon=True).start()
+    _begin_client()
+    while (request := inbox.get()) is not None:
+        if not _record(request, inbox, partial(_send, answers)):
+            return
 
 
 if __name__ == "__main__":

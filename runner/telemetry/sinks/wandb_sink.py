@@ -9,8 +9,6 @@ import os
 import queue
 import secrets
 import string
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +17,9 @@ from typing import IO, Any
 from runner.run_folder import files, keys
 from runner.run_folder.rows import Row
 from runner.run_folder.strict_json import spelled
-from runner.telemetry.sinks import wandb_process, wandb_record
+from runner.telemetry.sinks import recorder_process, wandb_record
 from runner.telemetry.sinks.progress import wait_while_working
+from runner.telemetry.sinks.recorder_process import RecorderProcess
 from runner.telemetry.sinks.wandb_process import effective_mode
 
 __all__ = ["WandbSink", "effective_mode", "new_run_id"]
@@ -43,6 +42,11 @@ log = logging.getLogger("runner.wandb")
 def new_run_id() -> str:
     """Return a new id in the form of wandb's own; no seeded generator repeats it."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
+
+
+def records(mode: str) -> bool:
+    """Return whether a run with ``tracker.mode=mode`` is recorded, online or offline."""
+    return mode != "disabled" and (mode, os.environ.get("WANDB_MODE")) != ("auto", "disabled")
 
 
 class WandbSink:
@@ -70,6 +74,8 @@ class WandbSink:
         resumes: whether to continue the wandb run of ``run_id``. Offline, a further record of that
             id is made, which ``wandb sync`` appends to the run.
         time_left: returns the seconds that the end may still take, which a signal limits.
+        more_follow: whether to keep the process for the next run of this program, which then has
+            nothing to wait for; :func:`runner.telemetry.sinks.recorder_process.end_kept` ends it.
     """
 
     def __init__(
@@ -88,18 +94,20 @@ class WandbSink:
         sent_until: int = -1,
         resumes: bool = False,
         time_left: Callable[[], float] = lambda: math.inf,
+        more_follow: bool = False,
     ) -> None:
         self._timeout = timeout
+        self._more_follow = more_follow
         self._time_left = time_left
         self._sent_until = sent_until
         self._queued = self._passed = 0  # metrics given to the queue, and taken from it
         self._heard = 0
         self._warned = False
-        self._done = False
+        self._takes_more = False  # whether the process can record another run
         self._record = ""  # file of a run that was recorded offline to its end
         self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._process: subprocess.Popen[str] | None = None
-        if mode == "disabled" or (mode == "auto" and os.environ.get("WANDB_MODE") == "disabled"):
+        self._process: RecorderProcess | None = None
+        if not records(mode):
             return
         request = {
             "record": str(folder.absolute() / files.WANDB),
@@ -121,7 +129,7 @@ class WandbSink:
             },
         }
         try:
-            self._process = _start()
+            self._process = recorder_process.take()
         except OSError as error:
             self._warn(f"wandb records nothing of this run: {error}")
             return
@@ -148,18 +156,31 @@ class WandbSink:
             return
         self._outbox.put({"summary": dict(_flat(summary or {})), "exit_code": exit_code})
         self._outbox.put(None)
+
+        def has_ended(seconds: float) -> bool:
+            self._listener.join(seconds)
+            return not self._listener.is_alive()
+
         if not wait_while_working(
-            process, STALLED_SECONDS, self._timeout, lambda: self._heard, self._time_left
+            process.pid,
+            has_ended,
+            STALLED_SECONDS,
+            self._timeout,
+            lambda: self._heard,
+            self._time_left,
         ):
             limit = "tracker.timeout" if self._time_left() > 0 else "shutdown.timeout"
             self._warn(
                 f"wandb did not end in time ({limit}); what it had recorded is in the run's folder"
             )
-            process.kill()
-            process.wait()
-        # Both threads end with the process, which closes the pipes.
+            process.give_up()
+        # The process has told that it is done, or it has ended, which closes the pipes.
         for thread in (self._sender, self._listener):
             thread.join(STALLED_SECONDS)
+        if self._more_follow and self._takes_more:
+            recorder_process.keep(process)
+        else:
+            process.end()
         if self._record and not wandb_record.has_end(Path(self._record)):
             self._warn(
                 "wandb's record of this run is not complete, because its disk was full; the run's "
@@ -172,32 +193,32 @@ class WandbSink:
         return thread
 
     def _send(self, stream: IO[str]) -> None:
-        """Pass messages on until the end, or until the process is gone."""
+        """Pass messages on until the end of the run, or until the process is gone."""
         try:
-            with stream:
-                while (message := self._outbox.get()) is not None:
-                    stream.write(json.dumps(message) + "\n")
-                    self._passed += len(message.get("row", ()))
-                    if self._outbox.empty():
-                        stream.flush()
+            while (message := self._outbox.get()) is not None:
+                stream.write(json.dumps(message) + "\n")
+                self._passed += len(message.get("row", ()))
+                if self._outbox.empty():
+                    stream.flush()
+            stream.flush()
         except OSError:
             """The listener notices the end of the process too, and logs it."""
 
     def _listen(self, stream: IO[str]) -> None:
-        """Log the messages of the process until it ends."""
-        with stream:
-            for line in stream:
-                self._heard += 1
-                message = json.loads(line)
-                match message["kind"]:
-                    case "warning":
-                        self._warn(message["text"])
-                    case "info":
-                        log.info("%s", message["text"])
-                    case "done":
-                        self._done, self._record = True, message["text"]
-        if not self._done:
-            self._warn("wandb's process ended unexpectedly; the run's own files are complete")
+        """Log the messages of the process until it is done with the run, or gone."""
+        while line := stream.readline():  # an iterator would read on into the next run
+            self._heard += 1
+            message = json.loads(line)
+            match message["kind"]:
+                case "warning":
+                    self._warn(message["text"])
+                case "info":
+                    log.info("%s", message["text"])
+                case "done" | "last" as kind:
+                    self._takes_more = kind == "done"
+                    self._record = message["text"]
+                    return
+        self._warn("wandb's process ended unexpectedly; the run's own files are complete")
 
     def _warn(self, text: str) -> None:
         """Log the first warning only: the others follow from it."""
@@ -218,19 +239,3 @@ def _flat(summary: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
             yield from _flat(value, f"{name}/")
         else:
             yield name, spelled(value)
-
-
-def _start() -> subprocess.Popen[str]:
-    # The client of another wandb in this process must not be shared: it may be killed.
-    environ = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
-    # Error reports would be sent to wandb even if the run is recorded offline.
-    environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    return subprocess.Popen(
-        [sys.executable, "-P", "-W", "ignore", wandb_process.__file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=environ,
-        encoding="utf-8",
-        start_new_session=True,  # an interrupt at the terminal is for the trainer
-    )

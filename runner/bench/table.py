@@ -1,0 +1,101 @@
+"""What a benchmark is asked for, and the rows of its tables as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.bench.pairs import Spread
+
+WIDTH = 62
+"""Characters of the column that says what was measured."""
+
+HEADER = f"{'':<{WIDTH}}  median   quartiles        limit         medians in ms"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a benchmark is asked for.
+
+    Attributes:
+        folder: folder for files that the measured programs write; removed afterwards.
+        quick: whether to measure small sizes in few rounds, to see that everything runs.
+        peers: whether to measure other libraries too, where they are installed.
+        device: device of the tables ``clip``, ``adaptive`` and ``value``, such as ``cpu``.
+        rounds: number of rounds, instead of that of each row.
+    """
+
+    folder: Path
+    quick: bool = False
+    peers: bool = False
+    device: str = "cpu"
+    rounds: int | None = None
+
+    def pairs(self, usual: int = 15) -> int:
+        """Return the number of rounds of a row that has ``usual`` ones."""
+        return self.rounds or (3 if self.quick else usual)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+        what: what was measured.
+        value: its median and quartiles.
+        limit: largest value that the project aims at; None where there is none.
+        unit: empty for ratios; ``s``, ``MB``, ``GB/s``, ``error`` (relative) or ``times``.
+        ms: medians of the sides in milliseconds, by name.
+    """
+
+    what: str
+    value: Spread
+    limit: float | None = None
+    unit: str = ""
+    ms: Mapping[str, float] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """Return the row as JSON-like containers."""
+        return {
+            "what": self.what,
+            "median": self.value.median,
+            "q1": self.value.low,
+            "q3": self.value.high,
+            "rounds": self.value.number,
+            "unit": self.unit or "ratio",
+            "limit": self.limit,
+            "ms": dict(self.ms),
+        }
+
+    def line(self) -> str:
+        """Return the row as one line, below :data:`HEADER`."""
+        value, limit = self.value, ""
+        if self.limit is not None:
+            missed = value.median > self.limit
+            limit = f"{_shown(self.limit, self.unit)}{' missed' if missed else ''}"
+        between = f"{_shown(value.low, self.unit)} - {_shown(value.high, self.unit)}"
+        sides = "  ".join(f"{name} {_ms(median)}" for name, median in self.ms.items())
+        median = _shown(value.median, self.unit)
+        unit = "" if self.unit == "error" else self.unit
+        line = f"{self.what:<{WIDTH}} {median:>7} {unit:<4}{between:<15}  {limit:<12}  {sides}"
+        return line.rstrip()
+
+
+def _shown(value: float, unit: str) -> str:
+    if unit == "error":
+        return f"{value:.0e}"
+    if unit == "times":
+        return f"{value:.0f}"
+    return (
+        f"{value:.3f}"
+        if abs(value) < 0.1
+        else f"{value:.2f}"
+        if abs(value) < 100
+        else f"{value:.0f}"
+    )
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"

@@ -1,0 +1,238 @@
+"""Units and elements of large and many gradients, against plain float64 arithmetic.
+
+Small tensors are copied side by side, large ones are read in place or in blocks: here are sizes on
+both sides of each bound, and memory formats in which a unit is not contiguous.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runner.clip import Layout, apply_gradient_clipping, build
+from runner.clip.norms import parameter_norms
+
+LAST = torch.channels_last
+
+# Shape, dimensions that index units, memory format of the gradient.
+TENSORS = {
+    "small vectors": ((64,), (), None),
+    "other small vectors": ((64,), (), None),
+    "rows": ((24, 700), (0,), None),
+    "turned rows": ((700, 24), (1,), None),
+    "long vector": ((100_003,), (), None),
+    "long rows": ((3, 20_480), (0,), None),
+    "long odd rows": ((3, 9_001), (0,), None),
+    "filters": ((32, 40, 3, 3), (0,), None),
+    "filters, channels last": ((32, 40, 3, 3), (0,), LAST),
+    "transposed filters": ((40, 32, 3, 3), (1,), None),
+    "transposed filters, channels last": ((40, 32, 3, 3), (1,), LAST),
+    "experts": ((3, 50, 70), (0, 2), None),
+    "many experts": ((40, 5, 70), (0, 2), None),
+    "wide": ((2, 50_000), (1,), None),
+    "small columns": ((6, 8), (1,), None),
+    "elements": ((100, 100), (0, 1), None),
+    "a few elements": ((30,), (0,), None),
+    "other few elements": ((40,), (0,), None),
+    "one column": ((40, 1), (1,), None),
+    "one unit": ((100, 101), (), None),
+}
+OPTIONS = {"exclude": ["left out *"], "units": {n: list(d) for n, (_, d, _) in TENSORS.items()}}
+
+
+def filled(shape, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * scale
+
+
+class Tensors(nn.Module):
+    """Parameters of the shapes above, each with a gradient, and two that are left out."""
+
+    def __init__(self, dtype=torch.float32, scale=1.0):
+        super().__init__()
+        shapes = {n: s for n, (s, _, _) in TENSORS.items()}
+        shapes |= {"left out small": (5, 7), "left out large": (90, 101)}
+        for seed, (name, shape) in enumerate(shapes.items()):
+            parameter = nn.Parameter(filled(shape, seed).to(dtype))
+            gradient = filled(shape, 100 + seed, scale).to(dtype)
+            if TENSORS.get(name, (0, 0, None))[2] is not None:
+                gradient = gradient.contiguous(memory_format=LAST)
+            parameter.grad = gradient
+            self.register_parameter(name, parameter)
+        self["rows"].data[3] = 0
+        self["rows"].grad[5] = 0
+
+    def __getitem__(self, name):
+        return dict(self.named_parameters())[name]
+
+
+def expected(model, threshold, eps=1e-3):
+    """Clipped gradients, share of units clipped and largest ratio, in float64."""
+    wanted, clipped, units, top = {}, 0, 0, 0.0
+    for name, parameter in model.named_parameters():
+        weight, gradient = parameter.detach().double(), parameter.grad.double()
+        wanted[name] = gradient
+        if name in TENSORS:
+            kept = TENSORS[name][1]
+            reduced = [d for d in range(weight.ndim) if d not in kept]
+            squares = (weight**2, gradient**2)
+            sizes = [s.sum(reduced, keepdim=True).sqrt() if reduced else s.sqrt() for s in squares]
+            ratio = sizes[1] / sizes[0].clamp(min=eps)
+            wanted[name] = gradient * (threshold / ratio).clamp(max=1.0)
+            clipped += int((ratio > threshold).sum())
+            units += ratio.numel()
+            top = max(top, float(ratio.max()))
+    return wanted, clipped / units, top
+
+
+def norm_of(tensors):
+    return math.sqrt(math.fsum(float(t.double().square().sum()) for t in tensors))
+
+
+def clipped(model, mode, threshold, **options):
+    layout = Layout.of_model(model)
+    rule = build(mode, threshold=threshold, **options)
+    rule.bind(layout)
+    return rule.clip(layout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("threshold", [0.02, 0.9, 1.08, 1e3])
+def test_units_of_every_size_and_format(dtype, threshold):
+    """From thresholds that clip all units, over some units of each tensor, to none."""
+    model = Tensors(dtype)
+    before = norm_of(p.grad for p in model.parameters())
+    wanted, share, top = expected(model, threshold)
+    outcome = clipped(model, "adaptive", threshold, **OPTIONS)
+    exact = dtype is not torch.bfloat16
+    rel = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.double(), wanted[name], rtol=rel, atol=0)
+    assert outcome.fraction == pytest.approx(share, abs=0 if exact else 1e-4)
+    assert outcome.max_stat == pytest.approx(top, rel=1e-6)
+    assert outcome.norm == pytest.approx(before, rel=3e-7)
+    assert outcome.norm_clipped == pytest.approx(norm_of(wanted.values()), rel=3e-7)
+
+
+def test_a_unit_without_clipping_keeps_its_bits():
+    """Few units of a large tensor are written alone."""
+    model = Tensors()
+    model["rows"].grad[7] *= 100
+    before = model["rows"].grad.clone()
+    clipped(model, "adaptive", 50.0, **OPTIONS)
+    changed = (model["rows"].grad != before).any(1).nonzero().flatten().tolist()
+    # The zero weight of row 3 counts as 1e-3.
+    assert changed == [3, 7]
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "value"])
+@pytest.mark.parametrize("scale", [1e-25, 1e-18, 1e18, 1e25])
+def test_sizes_whose_squares_leave_float32(mode, scale):
+    """Value clips half of the elements; the weights of adaptive clipping are as small or large."""
+    model = Tensors(scale=scale)
+    before = [p.grad.double() for p in model.parameters()]
+    threshold = 0.7 * scale
+    options = OPTIONS | {"eps": 1e-3} if mode == "adaptive" else {}
+    if mode == "adaptive":
+        wanted = list(expected(model, threshold)[0].values())
+    else:
+        wanted = [g.clamp(-threshold, threshold) for g in before]
+    outcome = clipped(model, mode, threshold, **options)
+    assert outcome.norm == pytest.approx(norm_of(before), rel=1e-6)
+    assert outcome.norm_clipped == pytest.approx(norm_of(wanted), rel=1e-6)
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad.double(), gradient, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "value"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_left_alone(mode, bad):
+    model = Tensors()
+    model["rows"].grad[2, 3] = bad
+    before = [p.grad.clone() for p in model.parameters()]
+    outcome = clipped(model, mode, 0.01, **(OPTIONS if mode == "adaptive" else {}))
+    assert outcome.finite is False
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "value"])
+def test_the_share_of_each_parameter_comes_with_the_norm(mode):
+    model = Tensors()
+    layout = Layout.of_model(model)
+    rule = build(mode, threshold=0.5)
+    stats = rule.measure(layout, each=True)
+    shares = stats.powers.of_parameters(layout).unsqueeze(0)
+    [found] = parameter_norms(layout, shares).tolist()
+    assert found == pytest.approx([norm_of([p.grad]) for p in model.parameters()], rel=1e-6)
+    assert stats.norm == pytest.approx(norm_of(p.grad for p in model.parameters()), rel=3e-7)
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "value"])
+def test_many_small_gradients_take_as_many_operations_as_few(mode):
+    def operations(number):
+        parameters = [nn.Parameter(filled((64,), i)) for i in range(number)]
+        for i, parameter in enumerate(parameters):
+            parameter.grad = filled((64,), 1000 + i)
+        layout = Layout.of_parameters(parameters)
+        rule = build(mode, threshold=0.5)
+        rule.bind(layout)
+        rule.clip(layout)  # Units are put in order once.
+        with Calls() as calls:
+            assert rule.clip(layout, rule.measure(layout)).norm > 0
+        return calls.number
+
+    assert operations(10) == operations(300)
+
+
+# -- elements
+
+
+def test_elements_next_to_the_threshold_are_counted_exactly():
+    """λ is the largest element that is left alone, whatever the rounding of its square."""
+    thresholds = torch.rand(2_000, generator=torch.Generator().manual_seed(0)) * 3 + 1e-3
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for threshold in thresholds[: 300 if dtype is torch.float32 else 30].to(dtype):
+            at = threshold.item()
+            above, below = (torch.nextafter(threshold, threshold * f) for f in (2, 0))
+            parameter = nn.Parameter(torch.zeros(4, dtype=dtype))
+            parameter.grad = torch.stack([threshold, -above, below, -threshold])
+            outcome = apply_gradient_clipping(parameter, "value", at)
+            assert outcome.fraction == 0.25
+            assert outcome.max_stat == above.item()
+            assert parameter.grad.tolist() == [at, -at, below.item(), -at]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_elements_of_every_size_and_format(dtype):
+    model = Tensors(dtype)
+    wide = filled((900, 1_400), 7).to(dtype)
+    model.strided = nn.Parameter(torch.zeros(900, 700, dtype=dtype))
+    model.strided.grad = wide[:, ::2]  # No view of it is contiguous.
+    model.large = nn.Parameter(torch.zeros(1_100, 700, dtype=dtype))
+    model.large.grad = filled((700, 1_100), 8).to(dtype).t()
+    threshold = 0.75
+    before = [p.grad.double().clone() for p in model.parameters()]
+    untouched = wide[:, 1::2].clone()
+    outcome = clipped(model, "value", threshold)
+    wanted = [g.clamp(-threshold, threshold) for g in before]
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert torch.equal(parameter.grad.double(), gradient)
+    assert torch.equal(wide[:, 1::2], untouched)
+    above = sum(int((g.abs() > threshold).sum()) for g in before)
+    assert outcome.fraction == above / sum(g.numel() for g in before)
+    assert outcome.max_stat == max(float(g.abs().max()) for g in before)
+    assert outcome.norm == pytest.approx(norm_of(before), rel=3e-7)
+    assert outcome.norm_clipped == pytest.approx(norm_of(wanted), rel=3e-7)

@@ -81,7 +81,7 @@ def _lightning(task: Task, threshold: float) -> float:
 
     network, loader, optimizer = task.parts()
 
-    class Module(lightning.LightningModule):  # type: ignore[misc]
+    class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.network = network

@@ -184,7 +184,7 @@ class Holder:
         self.process.stdout.close()
 
 
-def wait_until_gone(pids, seconds=20):
+def assert_gone(pids, seconds=20):
     end = time.monotonic() + seconds
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < end, left
@@ -199,7 +199,7 @@ def test_workers_end_with_their_training_process(tmp_path, options):
     with Holder(tmp_path, **options) as held:
         held.process.kill()
         held.process.wait(30)
-        wait_until_gone(held.workers)
+        assert_gone(held.workers)
 
 
 @pytest.mark.parametrize("options", METHODS)
@@ -214,7 +214,7 @@ def test_signals_to_all_processes_leave_workers_to_the_training_process(tmp_path
         assert held.process.stdout.readline() == "read\n"
         held.process.stdin.close()  # the training process ends by itself
         assert held.process.wait(30) == 0
-        wait_until_gone(held.workers)
+        assert_gone(held.workers)
 
 
 def descendants(marker):
@@ -255,7 +255,7 @@ def test_no_worker_is_left_when_a_process_of_a_run_is_killed(killed, tmp_path, o
         victim = process.pid if killed == "launcher" else rank_of(process.pid, marker)
         os.kill(victim, signal.SIGKILL)
         process.wait(60)
-    wait_until_gone(descendants(marker))
+    assert_gone(descendants(marker))
 
 
 def rank_of(launcher, marker):

@@ -58,7 +58,7 @@ def seen_by(rank: int, environment: dict[str, str]) -> list[tuple[int, list[str]
     return [(entry[0], entry[1:]) for entry in map(json.loads, lines)]
 
 
-def both(tmp_path: Path, words: list[str], folders: dict[str, dict[str, str]]) -> None:
+def assert_continues(tmp_path: Path, words: list[str], folders: dict[str, dict[str, str]]) -> None:
     python(*run_words(tmp_path / "whole", words), env=folders["whole"], timeout=200)
     killed_and_continued(tmp_path / "killed", words, folders["killed"])
     assert len(rows_of(tmp_path / "killed")) == STEPS
@@ -72,7 +72,7 @@ def both(tmp_path: Path, words: list[str], folders: dict[str, dict[str, str]]) -
 )
 def test_each_microbatch_is_that_of_an_uninterrupted_run(tmp_path, folders, ranks, words):
     """Samples, random state and weights before each forward pass, the first after resume too."""
-    both(tmp_path, [*WITNESS, *words], folders)
+    assert_continues(tmp_path, [*WITNESS, *words], folders)
     for rank in range(ranks):
         wanted = [seen for _, seen in seen_by(rank, folders["whole"])]
         assert len(wanted) == 2 * STEPS
@@ -89,4 +89,4 @@ def test_every_plugin(tmp_path, folders, name):
     request, parts = PLUGINS[name]
     model = EXPERTS if name == "moe" else TEXT
     words = [*model, "model.dropout=0.1", *request.split(), f"data.batch_size={8 // parts}"]
-    both(tmp_path, words, folders)
+    assert_continues(tmp_path, words, folders)

@@ -61,6 +61,9 @@ def known_keys():
     for file in find("conf").glob("*/*.yaml"):
         content = yaml.safe_load(file.read_text()) or {}
         found |= set(flattened(content, f"{file.parent.name}."))
+    for file in find("conf").glob("*_keys.yaml"):
+        group = file.stem.removesuffix("_keys")
+        found |= set(flattened(yaml.safe_load(file.read_text()), f"{group}."))
     return found
 
 

@@ -62,8 +62,13 @@ def test_every_number_of_a_file_has_a_rule_that_allows_it(group, option):
     written = yaml.safe_load((find("conf") / group / f"{option}.yaml").read_text())
     referring = {key for key, value in written.items() if "${" in str(value)}
     assert written.keys() - referring <= known.keys()
-    for key, value in plain[group].items():
-        if key in referring or value is None or isinstance(value, dict):
+    shared = (
+        yaml.safe_load((find("conf") / "data_keys.yaml").read_text()) if group == "data" else {}
+    )
+    assert plain[group].keys() == written.keys() | shared.keys()
+    for key in written.keys() - referring:
+        value = plain[group][key]
+        if value is None or isinstance(value, dict):
             continue
         assert misfit(known[key], object()), key
         assert misfit(known[key], value) is None, key

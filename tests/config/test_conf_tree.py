@@ -88,6 +88,15 @@ def test_the_keys_that_plugins_share_ask_for_nothing():
     assert asked == {key: use.neutral for key, use in USES.items()}
 
 
+@pytest.mark.parametrize("option", options("data"))
+def test_what_all_data_share_is_given_once(option):
+    shared = yaml.safe_load((find("conf") / "data_keys.yaml").read_text())
+    assert shared == {"num_workers": 0, "drop_last": False}
+    written = yaml.safe_load((find("conf") / "data" / f"{option}.yaml").read_text())
+    assert not shared.items() & {key: written.get(key) for key in shared}.items()
+    assert request([f"data={option}"], writes=False).jobs[0].plain["data"].keys() >= shared.keys()
+
+
 @pytest.mark.parametrize("option", options("optimizer"))
 def test_torch_takes_the_keys_of_an_optimizer(option):
     torch = pytest.importorskip("torch")

@@ -57,7 +57,7 @@ def test_a_file_names_its_schema_and_validates(whole, file):
     comments = re.match(r"(#.*\n)+", file.read_text())[0]
     [(path, section)] = HEADER.findall(comments)
     assert (file.parent / path).resolve() == SCHEMA.resolve()
-    group = "plugin" if file.stem == "plugin_keys" else file.parent.name
+    group = file.stem.removesuffix("_keys") if file.stem.endswith("_keys") else file.parent.name
     assert section == ("" if group in ("conf", "recipes") else group)
     assert errors(whole, section, read(file)) == []
 

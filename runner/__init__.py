@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from runner.launch.process_group import get_dist_logger, launch_from_torch
     from runner.models import Classifier
     from runner.optim.schedulers import CosineAnnealingLR
+    from runner.telemetry.monitor import GradientMonitor
+    from runner.telemetry.transformers_callback import ClippingCallback
     from runner.train.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -32,8 +34,10 @@ _HOME = {
     "Booster": "runner.booster",
     "CheckpointSaver": "runner.checkpoint.saver",
     "Classifier": "runner.models",
+    "ClippingCallback": "runner.telemetry.transformers_callback",
     "CosineAnnealingLR": "runner.optim.schedulers",
     "GradientClipping": "runner.clip",
+    "GradientMonitor": "runner.telemetry.monitor",
     "HybridParallelPlugin": "runner.booster",
     "LowLevelZeroPlugin": "runner.booster",
     "MoeHybridParallelPlugin": "runner.booster",
@@ -51,8 +55,10 @@ __all__ = [
     "Booster",
     "CheckpointSaver",
     "Classifier",
+    "ClippingCallback",
     "CosineAnnealingLR",
     "GradientClipping",
+    "GradientMonitor",
     "HybridParallelPlugin",
     "LowLevelZeroPlugin",
     "MoeHybridParallelPlugin",

@@ -186,22 +186,23 @@ def test_the_model_and_data_of_readme_train(tmp_path, outputs):
     assert len(written.read_text().splitlines()) == 5
 
 
-def test_the_library_examples_of_readme_run():
+def test_the_library_examples_of_readme_run(tmp_path, monkeypatch):
     from runner.launch.process_group import leave, stand_alone
 
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     data = TensorPairs(torch.randn(12, 4), torch.randint(3, (12,)))
     loader = torch.utils.data.DataLoader(data, 4, collate_fn=collate_pairs)
     section = README.partition("## Library")[2].partition("\n## ")[0]
     examples = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) == 4
     try:
         stand_alone()
         for example in examples:
             model = nn.Linear(4, 3)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             model(data.inputs).sum().backward()
-            if "Booster" in example or "Trainer" in example:
+            if "loader" in example:
                 optimizer.zero_grad()
             names = {
                 "torch": torch,
@@ -215,6 +216,7 @@ def test_the_library_examples_of_readme_run():
             exec(compile(example, "README.md", "exec"), names)
     finally:
         leave()
+    assert (tmp_path / "metrics.jsonl").read_text().count("grad/norm_clipped") == len(loader)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.clip.boosted import clip_boosted
+from runner.clip.bound import bound
 from runner.clip.decision import Decision
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode, build
@@ -32,6 +33,10 @@ def apply_gradient_clipping(
     A boosted model is clipped by its optimizer: gradients are synchronised and unscaled first, the
     norm is that of the whole model on all ranks, and a second clipping in one step is refused.
     A gradient that is not finite is left as it is.
+
+    In a loop of Lightning Fabric or Accelerate give what their ``setup`` or ``prepare`` returned.
+    What the call knows of a module it keeps for the next one, until its parameters or their
+    placements change. Gradients that a loss scaler has scaled have to be unscaled before.
 
     Args:
         parameters: a module (whose layers and heads are then known), or parameters, or one tensor.
@@ -54,7 +59,8 @@ def apply_gradient_clipping(
         StepOrderError: gradients of a boosted model are not final, or were clipped already.
         TypeError: parameters are sharded, and are not given as a module.
     """
-    mode = build(clipping_type, threshold=clipping_threshold, norm_type=norm_type, **options)
+    options |= {"threshold": clipping_threshold, "norm_type": norm_type}
+    mode = build(clipping_type, **options)
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
     given = listed if isinstance(listed, nn.Module) else list(listed)
     if given == []:
@@ -62,8 +68,12 @@ def apply_gradient_clipping(
     decision = clip_boosted(given, mode)
     if decision is not None:
         return decision
-    layout = Layout.of_model(given) if isinstance(given, nn.Module) else Layout.of_parameters(given)
-    mode.bind(layout)
+    if isinstance(given, nn.Module):
+        known = bound(given)
+        layout, mode = known.layout, known.mode(clipping_type, options)
+    else:
+        layout = Layout.of_parameters(given)
+        mode.bind(layout)
     layout.separate_gradients()
     return mode.clip(layout)
 

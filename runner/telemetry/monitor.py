@@ -1,0 +1,316 @@
+"""Record the gradients of a training loop of your own: norms before clipping, and what it did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runner.clip import Decision, GradStats, Layout, Number, transfer
+from runner.clip.bound import bound
+from runner.clip.shard import is_dtensor
+from runner.run_folder import files, keys
+from runner.run_folder.rows import JsonlSink, Row
+from runner.telemetry.layer_norms import LayerNorms
+from runner.telemetry.meter import Meter
+from runner.telemetry.sinks.sink import Sink
+from runner.telemetry.step import StepMetrics
+
+To = Path | str | Sink | Callable[[Row], Any]
+"""Where rows go: a file, a sink, or a function of one row."""
+
+
+class GradientMonitor:
+    """Records ‖G‖ and what clipping did, in any training loop and without waiting for the GPU.
+
+    Clip by :func:`runner.apply_gradient_clipping`, by ``torch.nn.utils`` or not at all. Rows have
+    the keys that a run of this project has. On several ranks all of them make a monitor and call
+    its methods; the first one writes. The loss is averaged over the ranks.
+
+    Args:
+        model: the model that is trained, as ``DistributedDataParallel``, ``fully_shard``, Fabric's
+            ``setup`` or Accelerate's ``prepare`` returned it.
+        to: where rows go: the path of a file, which they are appended to, functions of one row
+            such as ``accelerator.log``, ``fabric.log_dict`` or ``wandb.log``, and sinks.
+        interval: steps between rows. ``clip/ratio``, ``grad/norm_mean``, ``grad/norm_max`` and
+            times of a row cover all steps since the row before.
+        flush: steps between transfers to the host; by default each step on the CPU of a single
+            rank, else 50.
+        norm_type: p of the norms that :meth:`measure` measures.
+        per_layer: also log each parameter's gradient norm; call :meth:`measure` before clipping.
+        what_if: thresholds for which ``clip/what_if/<λ>`` is logged: the share of the steps so far
+            that each would have clipped.
+
+    Attributes:
+        steps: number of the last step.
+
+    Example:
+        >>> monitor = GradientMonitor(model, "metrics.jsonl")
+        >>> for inputs, targets in loader:
+        ...     loss = criterion(model(inputs), targets)
+        ...     loss.backward()
+        ...     decision = apply_gradient_clipping(model, "norm", 0.25)
+        ...     monitor.step(decision, loss=loss)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> monitor.close()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *to: To,
+        interval: int = 1,
+        flush: int | None = None,
+        norm_type: float = 2.0,
+        per_layer: bool = False,
+        what_if: Sequence[float] = (),
+    ) -> None:
+        self._model = model
+        self._norm_type, self._per_layer = norm_type, per_layer
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        writes = self._world == 1 or dist.get_rank() == 0
+        self._sinks = [_sink(one) for one in to] if writes else []
+        self._device = next(model.parameters()).device
+        if flush is None:
+            flush = 1 if self._world == 1 and transfer.can_read(self._device) else 50
+        self._meter = Meter([_Known(self)], interval, flush, what_if=what_if)
+        if self._world > 1:
+            self._meter.mean_over_data = self._mean
+        self.steps = self._samples = self._tokens = 0
+        self._given: set[str] = set()
+        self._measured: GradStats | None = None
+        self._share: Tensor | None = None
+        self._before = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Write the last rows and close files. Ranks that break off do not wait for the others."""
+        if kind is not None:
+            self._meter.flush(together=False)
+        self._close(0 if kind is None else 1)
+
+    @torch.no_grad()
+    def measure(self) -> Number:
+        """Measure the gradients before they are clipped by something that does not return ‖G‖.
+
+        Gradients are final: those of the last microbatch, synchronised and unscaled.
+
+        Returns:
+            ‖G‖ over all ranks: a float on a CPU, a 0-dimensional tensor on an accelerator.
+        """
+        each = self._per_layer and self._meter.row_due(self.steps + 1)
+        layout = self._layout
+        self._measured = GradStats.of(layout, self._norm_type, each)
+        if each:
+            self._meter.layers = self._meter.layers or LayerNorms(layout, self._norm_type)
+            self._share = self._meter.layers.share(self._measured.powers)
+        return self._measured.norm
+
+    @torch.no_grad()
+    def step(
+        self,
+        clipped: Decision | Tensor | float | None = None,
+        *,
+        threshold: float | None = None,
+        loss: Tensor | float | None = None,
+        lr: float | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+        number: int | None = None,
+    ) -> None:
+        """Record one optimizer step, after clipping and before ``zero_grad``.
+
+        Args:
+            clipped: what ``apply_gradient_clipping`` returned; or the norm before clipping, which
+                ``torch.nn.utils.clip_grad_norm_`` and the methods of Fabric and Accelerate return.
+                Without it the gradients are measured here, and what :meth:`measure` found before
+                is taken for the norm before clipping.
+            threshold: the largest norm that was given to ``clip_grad_norm_``.
+            loss: loss of this rank's samples.
+            lr: learning rate of the step.
+            samples: samples of the step, over all ranks.
+            tokens: tokens of the step, over all ranks.
+            number: number of the step; by default one more than that of the last one.
+
+        Raises:
+            ValueError: a norm without its threshold, or ``per_layer`` without :meth:`measure`.
+        """
+        self.steps = self.steps + 1 if number is None else number
+        self._samples += samples or 0
+        self._tokens += tokens or 0
+        given = {
+            keys.TRAIN_LOSS: loss,
+            keys.TRAIN_LR: lr,
+            keys.TRAIN_SAMPLES: samples,
+            keys.TRAIN_TOKENS: tokens,
+            keys.THROUGHPUT: samples,
+        }
+        self._given |= {key for key, value in given.items() if value is not None}
+        decision = self._decision(clipped, threshold)
+        if self._per_layer and self._share is None and self._meter.row_due(self.steps):
+            raise ValueError("per_layer needs monitor.measure() before the gradients are clipped")
+        now = time.perf_counter()
+        metrics = StepMetrics(
+            self.steps,
+            float("nan") if loss is None else _number(loss),
+            decision,
+            lr or 0.0,
+            self._samples,
+            self._tokens,
+            now - self._before,
+            self._share,
+        )
+        self._before, self._share, self._measured = now, None, None
+        self._meter.push(metrics)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what all steps so far came to, such as percentiles of ‖G‖; every rank calls it."""
+        self._meter.flush()
+        summary = self._meter.summary()
+        summary["final"] = self._known(summary["final"])
+        if keys.TRAIN_SAMPLES not in self._given:
+            del summary["samples"]
+        return summary
+
+    def close(self) -> dict[str, Any]:
+        """Write the last rows and close files; every rank calls it.
+
+        Returns:
+            The summary, see :meth:`summary`.
+
+        Raises:
+            OSError: rows could not be written.
+        """
+        return self._close(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later rows depend on, after the same step on every rank."""
+        counts = {"steps": self.steps, "samples": self._samples, "tokens": self._tokens}
+        return {**counts, "meter": self._meter.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that :meth:`state_dict` returned."""
+        self.steps, self._samples, self._tokens = (
+            state[name] for name in ("steps", "samples", "tokens")
+        )
+        self._meter.load_state_dict(state["meter"])
+
+    @property
+    def _layout(self) -> Layout:
+        return bound(self._model).layout
+
+    def _decision(
+        self, clipped: Decision | Tensor | float | None, threshold: float | None
+    ) -> Decision:
+        """Return what was done to the gradients, by whomever."""
+        if isinstance(clipped, Decision):
+            return clipped
+        if clipped is not None:
+            if threshold is None:
+                raise ValueError("give the threshold too: monitor.step(norm, threshold=max_norm)")
+            return _by_norm(_number(clipped), threshold)
+        after = GradStats.of(self._layout, self._norm_type).norm
+        before = after if self._measured is None else self._measured.norm
+        return _between(before, after, threshold)
+
+    def _known(self, row: Row) -> Row:
+        """Return the metrics of a row that the loop tells, or that are measured."""
+        optional = {keys.TRAIN_LOSS, keys.TRAIN_LR, keys.TRAIN_SAMPLES, keys.TRAIN_TOKENS}
+        unknown = (optional | {keys.THROUGHPUT}) - self._given
+        return {key: value for key, value in row.items() if key not in unknown}
+
+    def _mean(self, values: list[float]) -> list[float]:
+        if keys.TRAIN_LOSS not in self._given:
+            return values
+        total = torch.tensor(values, dtype=transfer.widest(self._device), device=self._device)
+        dist.all_reduce(total)
+        mean: list[float] = (total / self._world).tolist()
+        return mean
+
+    def _close(self, exit_code: int) -> dict[str, Any]:
+        summary = self.summary()
+        for sink in self._sinks:
+            if isinstance(sink, JsonlSink):
+                sink.__exit__(None)
+            else:
+                sink.close(summary, exit_code)
+        return summary
+
+
+class _Known:
+    """Passes on what a monitor knows of a row."""
+
+    def __init__(self, monitor: GradientMonitor) -> None:
+        self._monitor = monitor
+
+    def write(self, row: Row) -> None:
+        for sink in self._monitor._sinks:
+            sink.write(self._monitor._known(row))
+
+    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
+        pass
+
+
+class _Calls:
+    """Calls a function with each row."""
+
+    def __init__(self, function: Callable[[Row], Any]) -> None:
+        self._function = function
+
+    def write(self, row: Row) -> None:
+        self._function(row)
+
+    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
+        pass
+
+
+def _sink(to: To) -> Sink:
+    """Return what takes the rows that are to go to ``to``."""
+    if isinstance(to, str | Path):
+        path = Path(to) / files.ROWS if Path(to).is_dir() else Path(to)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return JsonlSink(path)
+    if callable(to):
+        return _Calls(to)
+    if not (hasattr(to, "write") and hasattr(to, "close")):
+        raise TypeError(f"rows go to a path, a function of a row, or a sink, not to {to!r}")
+    return to
+
+
+def _number(value: Tensor | float) -> Number:
+    """Return a float on a CPU, else a 0-dimensional tensor; the host does not wait."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    whole = value.full_tensor() if is_dtensor(value) else value
+    return transfer.read(whole.detach().reshape(()))
+
+
+def _by_norm(norm: Number, threshold: float) -> Decision:
+    """Describe what ``torch.nn.utils.clip_grad_norm_`` did."""
+    coef = threshold / (norm + 1e-6)
+    if isinstance(coef, Tensor):
+        clipped: Number = (coef < 1).to(coef.dtype)
+        coef = coef.clamp(max=1.0)
+    else:
+        clipped, coef = float(coef < 1), min(coef, 1.0)
+    return Decision(norm, norm * coef, coef, clipped, clipped, norm, threshold)
+
+
+def _between(before: Number, after: Number, threshold: float | None) -> Decision:
+    """Describe what was done to a gradient whose norm was ``before`` and is ``after``."""
+    limit = float("nan") if threshold is None else threshold
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        coef = torch.where(before > 0, after / before, 1.0)
+        clipped = (before != after).to(coef.dtype)
+        return Decision(before, after, coef, clipped, clipped, before, limit)
+    ratio = after / before if before > 0 else 1.0
+    changed = float(after != before)
+    return Decision(before, after, ratio, changed, changed, before, limit)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from runner.booster import (
         Booster,
+        GeminiPlugin,
         HybridParallelPlugin,
         LowLevelZeroPlugin,
         MoeHybridParallelPlugin,
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
     )
     from runner.checkpoint.saver import CheckpointSaver
     from runner.clip import GradientClipping, apply_gradient_clipping
+    from runner.launch.coordinator import DistCoordinator, get_current_device
     from runner.launch.process_group import get_dist_logger, launch_from_torch
     from runner.models import Classifier
-    from runner.optim.schedulers import CosineAnnealingLR
+    from runner.optim.hybrid_adam import HybridAdam
+    from runner.optim.schedulers import CosineAnnealingLR, LinearWarmupLR
     from runner.telemetry.monitor import GradientMonitor
     from runner.telemetry.transformers_callback import ClippingCallback
     from runner.train.trainer import Trainer
@@ -36,9 +39,13 @@ _HOME = {
     "Classifier": "runner.models",
     "ClippingCallback": "runner.telemetry.transformers_callback",
     "CosineAnnealingLR": "runner.optim.schedulers",
+    "DistCoordinator": "runner.launch.coordinator",
+    "GeminiPlugin": "runner.booster",
     "GradientClipping": "runner.clip",
     "GradientMonitor": "runner.telemetry.monitor",
+    "HybridAdam": "runner.optim.hybrid_adam",
     "HybridParallelPlugin": "runner.booster",
+    "LinearWarmupLR": "runner.optim.schedulers",
     "LowLevelZeroPlugin": "runner.booster",
     "MoeHybridParallelPlugin": "runner.booster",
     "PipelineParallelPlugin": "runner.booster",
@@ -47,6 +54,7 @@ _HOME = {
     "TorchFSDPPlugin": "runner.booster",
     "Trainer": "runner.train.trainer",
     "apply_gradient_clipping": "runner.clip",
+    "get_current_device": "runner.launch.coordinator",
     "get_dist_logger": "runner.launch.process_group",
     "launch_from_torch": "runner.launch.process_group",
 }
@@ -57,9 +65,13 @@ __all__ = [
     "Classifier",
     "ClippingCallback",
     "CosineAnnealingLR",
+    "DistCoordinator",
+    "GeminiPlugin",
     "GradientClipping",
     "GradientMonitor",
+    "HybridAdam",
     "HybridParallelPlugin",
+    "LinearWarmupLR",
     "LowLevelZeroPlugin",
     "MoeHybridParallelPlugin",
     "PipelineParallelPlugin",
@@ -68,6 +80,7 @@ __all__ = [
     "TorchFSDPPlugin",
     "Trainer",
     "apply_gradient_clipping",
+    "get_current_device",
     "get_dist_logger",
     "launch_from_torch",
 ]

@@ -4,6 +4,7 @@ from runner.booster.booster import Booster
 from runner.booster.nonfinite import NonFiniteGradient
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.plugin import (
+    GeminiPlugin,
     HybridParallelPlugin,
     LowLevelZeroPlugin,
     MoeHybridParallelPlugin,
@@ -20,6 +21,7 @@ from runner.booster.wrapper import ModelWrapper
 
 __all__ = [
     "Booster",
+    "GeminiPlugin",
     "HybridParallelPlugin",
     "LossScale",
     "LowLevelZeroPlugin",

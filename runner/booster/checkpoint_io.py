@@ -51,6 +51,7 @@ class CheckpointIO:
         prefix: str | None = None,
         size_per_shard: int = 1024,
         use_safetensors: bool = False,
+        use_async: bool = False,
     ) -> None:
         """Save the weights of the model.
 
@@ -64,6 +65,7 @@ class CheckpointIO:
             size_per_shard: accepted, without effect.
             use_safetensors: whether that one file is in the format of safetensors, as it also is if
                 its name ends so; else it is what ``torch.save`` writes.
+            use_async: accepted, without effect: the files are complete when this returns.
 
         Raises:
             OSError: it cannot be written, on every rank. A former file is unchanged.
@@ -120,6 +122,7 @@ class CheckpointIO:
         gather_dtensor: bool = True,
         prefix: str | None = None,
         size_per_shard: int = 1024,
+        use_async: bool = False,
     ) -> None:
         """Save the state of the optimizers and of the fp16 loss scale.
 
@@ -130,6 +133,7 @@ class CheckpointIO:
             gather_dtensor: accepted, without effect.
             prefix: accepted, without effect.
             size_per_shard: accepted, without effect.
+            use_async: accepted, without effect: the files are complete when this returns.
 
         Raises:
             OSError: it cannot be written, on every rank.

@@ -70,6 +70,7 @@ class OptimizerWrapper(StepOrder):
         self._max_norm = max_norm
         self._flat = layout.flat = flat
         self.powers: Powers | None = None
+        self._norms: tuple[Number | None, Number | None] = (None, None)  # now; of the last step
         self._fold = Fold(self.optimizers, layout)
         self._coef: Number = 1.0  # what the next step multiplies gradients by
         self._final = False
@@ -153,6 +154,7 @@ class OptimizerWrapper(StepOrder):
         """Measure, decide and apply, see :meth:`clip`."""
         stats = mode.measure(self.layout, each)
         self.powers = stats.powers
+        self._norms = stats.norm, self._norms[1]
         self.stage = StepState.CLIPPED
         finite = self._judge(stats.norm)
         if finite is not stats.finite:
@@ -214,6 +216,7 @@ class OptimizerWrapper(StepOrder):
         if finite is not False and any(group.get("fused") for group in self.param_groups):
             match_strides(self.layout)
         coef = self._coef
+        self._norms = None, self._norms[0]
         self.begin_step(zeroed=False)
         self._taken = transfer.read_later(finite) if isinstance(finite, Tensor) else finite
         if finite is False:
@@ -324,6 +327,15 @@ class OptimizerWrapper(StepOrder):
             StepOrderError: the gradients are not final, or were clipped already.
         """
         self.clip(self._mode("value", clip_value, 2.0))
+
+    def get_grad_norm(self) -> float | None:
+        """Return the norm before clipping in the last step; a name of Colossal-AI's wrapper.
+
+        Returns:
+            The norm, which an accelerator is waited for; None if that step did not clip.
+        """
+        norm = self._norms[1]
+        return None if norm is None else float(norm)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

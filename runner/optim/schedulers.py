@@ -115,6 +115,35 @@ class LinearWarmupPolynomialLR(_FactorLR):
         super().__init__(optimizer, factor, last_epoch=last_epoch)
 
 
+class LinearWarmupLR(_FactorLR):
+    """Linear warm-up over a number of steps, then a straight line to 0; a name of Colossal-AI's.
+
+    Step i of the w steps of the warm-up has (i + 1) / (w + 1) of the optimizer's rate.
+
+    Args:
+        optimizer: wrapped optimizer.
+        total_steps: number of steps until the end.
+        warmup_steps: number of steps of the warm-up, below ``total_steps``.
+        last_epoch: index of the last step, -1 before the first one.
+
+    Raises:
+        ValueError: ``warmup_steps`` is out of range.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
+    ) -> None:
+        if not 0 <= warmup_steps < total_steps:
+            raise ValueError(f"warmup_steps must lie in [0, {total_steps}), not {warmup_steps}")
+
+        def scale(step: int) -> float:
+            if step < warmup_steps:
+                return (step + 1) / (warmup_steps + 1)
+            return max(0.0, (total_steps - step) / (total_steps - warmup_steps))
+
+        super().__init__(optimizer, scale, last_epoch=last_epoch)
+
+
 class StaircaseLR(_FactorLR):
     """Multiply the optimizer's rate by ``factor`` at the end of each of ``stairs`` equal parts.
 

@@ -8,6 +8,7 @@ import torch
 from runner.optim.schedulers import (
     CosineAnnealingLR,
     LinearWarmupCosineLR,
+    LinearWarmupLR,
     LinearWarmupPolynomialLR,
     StaircaseLR,
 )
@@ -24,6 +25,14 @@ def rates(kind, steps, **options):
         optimizer.step()
         schedule.step()
     return found
+
+
+def test_a_warm_up_in_steps_and_a_line_to_zero():
+    found = rates(LinearWarmupLR, 10, warmup_steps=4)
+    assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    assert rates(LinearWarmupLR, 4) == pytest.approx([1, 0.75, 0.5, 0.25])
+    with pytest.raises(ValueError, match=r"\[0, 4\), not 4"):
+        rates(LinearWarmupLR, 4, warmup_steps=4)
 
 
 @pytest.mark.parametrize("kind", [LinearWarmupCosineLR, LinearWarmupPolynomialLR])

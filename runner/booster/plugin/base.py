@@ -202,3 +202,9 @@ class Plugin(ABC):
         if num_workers:
             return WorkerLoader(dataset, seed, **kwargs)
         return DataLoader(dataset, **kwargs)
+
+    def prepare_train_dataloader(
+        self, dataset: Dataset[Any], batch_size: int, **kwargs: Any
+    ) -> DataLoader[Any]:
+        """Return :meth:`prepare_dataloader`, whose earlier name in Colossal-AI this is."""
+        return self.prepare_dataloader(dataset, batch_size, **kwargs)

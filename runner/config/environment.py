@@ -30,6 +30,15 @@ def started_rank() -> StartedRank | None:
     return StartedRank(rank, world_size, _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE") or 1)
 
 
+def started_nodes() -> int | None:
+    """Return the number of machines on which a launcher started ranks; None if it is not known."""
+    started = started_rank()
+    if started is None:
+        return None
+    local = _number("LOCAL_WORLD_SIZE")
+    return _number("GROUP_WORLD_SIZE") or (started.world_size // local if local else None)
+
+
 def joins() -> bool:
     """Return whether a launcher started this process as a rank other than the first."""
     started = started_rank()

@@ -69,7 +69,11 @@ class PluginSection(Section):
 
     name: Annotated[str, option_of("plugin")] = Field(description="choose the plugin")
     nproc: Count | None = Field(
-        description="start this many ranks on this machine; null: the product of the sizes"
+        description="start this many ranks on each machine; null: the product of the sizes"
+    )
+    nnodes: Count | None = Field(
+        default=None,
+        description="train on this many machines, under torchrun or srun; null: as many as started",
     )
     find_unused_parameters: bool = Field(
         description="ddp: set it if some parameters take no part in the loss"
@@ -145,6 +149,8 @@ class PluginSection(Section):
     def _unused(self) -> Iterator[Conflict]:
         if self.name == "single" and self.nproc not in (None, 1):
             yield Conflict("nproc", "plugin=single is one process; plugin=ddp spreads over ranks")
+        if self.name == "single" and self.nnodes not in (None, 1):
+            yield Conflict("nnodes", "plugin=single is one process; plugin=ddp spreads over ranks")
         for key, use in USES.items():
             value = getattr(self, key)
             if self.name in use.options:

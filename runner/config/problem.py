@@ -167,6 +167,7 @@ _ELSEWHERE = {
     "max_steps": "train.max_duration",
     "microbatches": "plugin.num_microbatches",
     "nproc_per_node": "plugin.nproc",
+    "num_nodes": "plugin.nnodes",
     "pipeline_parallel_size": "plugin.pp_size",
     "tensor_parallel_size": "plugin.tp_size",
     "world_size": "plugin.nproc",

@@ -151,6 +151,9 @@ class Launch(Section):
         gt=0,
         description="end the run if a collective takes more seconds; raise it for slow networks",
     )
+    max_restarts: Natural = Field(
+        description="if a rank fails, start all again from the last checkpoint, at most so often"
+    )
 
 
 class Shutdown(Section):

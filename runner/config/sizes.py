@@ -7,10 +7,11 @@ a run ask this module.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
+from math import lcm, prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from runner.config.environment import started_rank
+from runner.config.environment import started_nodes, started_rank
+from runner.config.notation import plural
 from runner.config.problem import or_list
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class MeshSizes(NamedTuple):
         ep_size: int | None = 1,
         *,
         started: bool = True,
+        nodes: int = 1,
     ) -> MeshSizes:
         """Divide ``ranks`` among the axes.
 
@@ -73,6 +75,7 @@ class MeshSizes(NamedTuple):
             pp_size: pipeline-parallel size.
             ep_size: expert-parallel size.
             started: whether the ranks run already, so that only torchrun can start another number.
+            nodes: number of machines, for the message about a number of ranks.
 
         Raises:
             SizeError: the sizes do not multiply to ``ranks``, or ``ep_size`` does not divide the
@@ -82,11 +85,11 @@ class MeshSizes(NamedTuple):
         rest = _open_size(given)
         product = prod(given.values())
         if rest is None and ranks != product:
-            way = _way_out([product], started)
+            way = _way_out([product], started, nodes)
             raise SizeError("nproc", f"{ranks} ranks are not {_product(given)}: {way}")
         if ranks % product:
             below = ranks - ranks % product
-            way = _way_out([below, below + product], started)
+            way = _way_out([below, below + product], started, nodes)
             raise SizeError("nproc", f"{ranks} ranks are no multiple of {_product(given)}: {way}")
         if rest is not None:
             given[rest] = ranks // product
@@ -110,13 +113,46 @@ def sizes(plugin: PluginSection, ranks: int, *, started: bool = False) -> MeshSi
         started: as for :meth:`MeshSizes.of`.
 
     Raises:
-        SizeError: see :meth:`MeshSizes.of`; or several ranks for ``plugin=single``.
+        SizeError: see :meth:`MeshSizes.of`; or several ranks for ``plugin=single``; or tensor
+            parallelism over several machines; or another number of machines than were started.
     """
     if plugin.name == "single" and ranks != 1:
         message = f"plugin=single is one process, not {ranks} ranks; plugin=ddp spreads over ranks"
         raise SizeError("nproc", message)
     each = (plugin.dp_size, plugin.tp_size, plugin.pp_size, plugin.ep_size)
-    return MeshSizes.of(ranks, *each, started=started)
+    nodes = _nodes(plugin, started)
+    found = MeshSizes.of(ranks, *each, started=started, nodes=nodes)
+    joined = started_rank()
+    local = joined.local_world_size if started and joined else ranks // nodes
+    if nodes > 1 and local % found.tp:
+        fitting = or_list(str(size) for size in range(1, local + 1) if local % size == 0)
+        raise SizeError(
+            "tp_size",
+            f"tensor-parallel ranks stay on one machine, and {found.tp} do not divide the {local} "
+            f"ranks of a machine (plugin.nnodes={nodes}): give {fitting}",
+        )
+    return found
+
+
+def _nodes(plugin: PluginSection, started: bool) -> int:
+    """Return the number of machines of the run.
+
+    Raises:
+        SizeError: other machines, or ranks on each, were started than ``plugin`` asks for.
+    """
+    there, asked = started_nodes() if started else None, plugin.nnodes
+    if there is None or asked is None:
+        return asked or there or 1
+    joined = started_rank()
+    if there != asked:
+        raise SizeError(
+            "nnodes", f"{plural(there, 'machine')} started ranks: give {there}, or leave it out"
+        )
+    if joined is not None and plugin.nproc not in (None, joined.local_world_size):
+        local = joined.local_world_size
+        message = f"this machine has {plural(local, 'rank')}: give {local}, or leave it out"
+        raise SizeError("nproc", message)
+    return asked
 
 
 def data_parallel_size(plugin: PluginSection, ranks: int) -> int:
@@ -128,14 +164,18 @@ def data_parallel_size(plugin: PluginSection, ranks: int) -> int:
 
 
 def least_ranks(plugin: PluginSection) -> int:
-    """Return the number of local ranks to start: ``nproc``, or the product of the given sizes.
+    """Return the world size to start: ``nnodes`` x ``nproc``, or the product of the given sizes.
 
     With ``ep_size`` and no ``dp_size``, there are as many data-parallel ranks as share experts.
+    Each machine has the same number of ranks, which ``tp_size`` divides: a product that does not
+    fit is multiplied.
     """
+    nodes = plugin.nnodes or 1
     if plugin.nproc is not None:
-        return plugin.nproc
+        return nodes * plugin.nproc
     experts = (plugin.ep_size or 1) if plugin.dp_size is None else 1
-    return experts * prod(_given(plugin.dp_size, plugin.tp_size, plugin.pp_size).values())
+    sized = experts * prod(_given(plugin.dp_size, plugin.tp_size, plugin.pp_size).values())
+    return lcm(sized, nodes * (plugin.tp_size or 1)) if nodes > 1 else sized
 
 
 def may_grow(plugin: PluginSection) -> bool:
@@ -145,16 +185,16 @@ def may_grow(plugin: PluginSection) -> bool:
 
 
 def ranks_of(plugin: PluginSection, gpus: int = 0) -> int:
-    """Return the world size of a run that is started in this process.
+    """Return the world size of a run that this process starts or belongs to.
 
     Args:
         plugin: the section.
-        gpus: number of GPUs that the run may use. Those that the sizes leave idle get a rank each
-            where `may_grow` allows it.
+        gpus: number of GPUs of each machine that the run may use. Those that the sizes leave idle
+            get a rank each where `may_grow` allows it.
     """
     if (joined := joined_ranks()) is not None:
         return joined
-    least = least_ranks(plugin)
+    least, gpus = least_ranks(plugin), gpus * (plugin.nnodes or 1)
     return max(least, gpus - gpus % least) if may_grow(plugin) else least
 
 
@@ -174,11 +214,13 @@ def _open_size(given: Mapping[str, int]) -> str | None:
     return next((key for key in ("tp_size", "pp_size", "dp_size") if key not in given), None)
 
 
-def _way_out(fitting: Sequence[int], started: bool) -> str:
-    ranks = or_list(str(many) for many in fitting if many)
+def _way_out(fitting: Sequence[int], started: bool, nodes: int) -> str:
     if started:
-        return f"start {ranks} ranks by torchrun"
-    return f"give plugin.nproc={ranks}, or leave it out"
+        return f"start {or_list(str(many) for many in fitting if many)} ranks by torchrun"
+    local = [str(many // nodes) for many in fitting if many and many % nodes == 0]
+    if not local:
+        return "give another plugin.nnodes"
+    return f"give plugin.nproc={or_list(local)}, or leave it out"
 
 
 def _product(given: Mapping[str, int]) -> str:

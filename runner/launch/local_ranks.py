@@ -49,12 +49,14 @@ ENDING = 4.0
 
 
 def prepare(*configs: RunConfig) -> None:
-    """Start the fork server in the background, if one of these runs has several local ranks.
+    """Start the fork server in the background, if one of these runs has local ranks.
 
     The server imports what their ranks need in its own process, and stays for all runs of this
     program; ranks then start in milliseconds.
     """
-    if needy := [config for config in configs if least_ranks(config.plugin) > 1]:
+    if needy := [
+        config for config in configs if least_ranks(config.plugin) > 1 or config.launch.max_restarts
+    ]:
         with _unasked():
             fork_server.ensure_running(preload.modules(needy))
 

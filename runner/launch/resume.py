@@ -136,9 +136,14 @@ def record_of(folder: Path) -> dict[str, Any]:
     return status
 
 
+def newest(folder: Path) -> Start:
+    """Return a start from the newest checkpoint of a run; from the first step if none is whole."""
+    return _newest(folder / files.CHECKPOINTS, {})
+
+
 def is_usable(folder: Path) -> bool:
     """Return whether the folder of a run holds a checkpoint that is whole."""
-    return _newest(folder / files.CHECKPOINTS, {}).checkpoint is not None
+    return newest(folder).checkpoint is not None
 
 
 def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:

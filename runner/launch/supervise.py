@@ -26,6 +26,7 @@ from runner.launch.allocator import keep_freed_memory
 from runner.launch.failure import Failure, attempt, may_be_lost_peer
 from runner.launch.local_ranks import Work, train_on_local_ranks
 from runner.launch.page import write_page
+from runner.launch.restarts import Onward, train_again
 from runner.launch.resume import ANEW, Start
 from runner.run_folder import files, keys
 from runner.run_folder.log_file import LogFile
@@ -99,7 +100,8 @@ def train(
     if is_watched(sys.stderr) and device.type == "cpu":
         log_section = config.log.model_copy(update={"flush": 1})
         config = config.model_copy(update={"log": log_section})
-    if joined is None and (ranks := build.ranks_of(config)) > 1:
+    ranks = build.ranks_of(config)
+    if joined is None and (ranks > 1 or config.launch.max_restarts):
         return train_on_local_ranks(config, folder, ranks, shown, work)
     try:
         if joined is not None and config.plugin.name != "single":
@@ -178,7 +180,13 @@ def run(
         sent = resumed.get(WANDB_STEP)
         sinks = _sinks(config, plain, folder, run_id, words, title, sent, not reports_end)
         shown.extend(sinks)
-        trained = train(config, folder, shown, resume=start.checkpoint)
+        again = config.launch.max_restarts if started_rank() is None else 0
+        takes = [Onward(shown)] if again else shown
+
+        def attempt_from(checkpoint: Path | None) -> dict[str, Any]:
+            return train(config, folder, takes, resume=checkpoint)
+
+        trained = train_again(attempt_from, again, start, folder, record)
         trained[keys.WALL_SECONDS] += start.seconds
         trained |= {"guidance": sentences(trained.get("remarks", ()), swept)} | made_with
         record.summary(trained)

@@ -25,6 +25,9 @@ RESERVED = 2**16
 """Bytes of the disk that are reserved for the last status of a run."""
 
 SLURM_JOB = "slurm_job_id"
+RESTARTS = "restarts"
+"""Entry of a status: the failures after which the run was started again, with the rank, the last
+line of its error, and the step from which the run went on."""
 RESUMED = "resumed"
 """Entry of a status: the steps at which the run was continued in its own folder."""
 WANDB_STEP = "wandb_step"
@@ -97,6 +100,13 @@ class Record:
             with suppress(OSError):
                 self._write_status()
             self._written = time.monotonic()
+
+    def restarted(self, rank: int, error: str, step: int) -> None:
+        """Add a failure after which the run starts again from ``step``."""
+        entry = {"rank": rank, "error": error, "step": step, "at": now()}
+        self._status[RESTARTS] = [*self._status.get(RESTARTS, ()), entry]
+        self._status["step"] = step
+        self._write_status()
 
     def summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``.

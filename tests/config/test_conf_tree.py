@@ -76,7 +76,7 @@ PLUGINS = options("plugin")
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_a_plugin_shows_the_keys_that_it_uses_each_with_a_comment(plugin):
     text = (find("conf") / "plugin" / f"{plugin}.yaml").read_text()
-    shown = yaml.safe_load(text).keys() - {"defaults", "name", "nproc"}
+    shown = yaml.safe_load(text).keys() - {"defaults", "name", "nproc", "nnodes"}
     assert shown == {key for key, use in USES.items() if plugin in use.options}
     values = text.partition("_self_\n")[2].strip().splitlines()
     assert all("#" in line for line in values if not line.startswith("name:"))
@@ -84,7 +84,7 @@ def test_a_plugin_shows_the_keys_that_it_uses_each_with_a_comment(plugin):
 
 def test_the_keys_that_plugins_share_ask_for_nothing():
     shared = yaml.safe_load((find("conf") / "plugin_keys.yaml").read_text())
-    asked = {key: shared[key] for key in shared if key not in ("name", "nproc")}
+    asked = {key: shared[key] for key in shared if key not in ("name", "nproc", "nnodes")}
     assert asked == {key: use.neutral for key, use in USES.items()}
 
 
@@ -137,7 +137,7 @@ def test_the_index_gives_the_promised_defaults():
         "asynchronous": "auto",
     }
     assert plain["telemetry"] == {"per_layer": False, "probe": 0}
-    assert plain["launch"] == {"timeout": 600}
+    assert plain["launch"] == {"timeout": 600, "max_restarts": 0}
     assert plain["verify"] == {
         "steps": 4,
         "dtype": "float64",

@@ -106,3 +106,57 @@ def test_the_ranks_that_are_asked_for(plugins, name, given, least, grows):
     assert may_grow(plugin) is grows
     if plugin.nproc is None:  # what the sizes ask for is never refused
         assert sizes(plugin, least)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "ranks"),
+    [
+        ("ddp", {"nnodes": 2}, 2),
+        ("ddp", {"nnodes": 2, "nproc": 4}, 8),
+        ("tensor", {"nnodes": 2, "tp_size": 2}, 4),
+        ("tensor", {"nnodes": 3, "tp_size": 2}, 6),
+        ("hybrid", {"nnodes": 2, "tp_size": 2, "pp_size": 2}, 4),
+        ("pipeline", {"nnodes": 2, "pp_size": 4}, 4),
+        ("moe", {"nnodes": 2, "ep_size": 3}, 6),
+    ],
+)
+def test_machines_have_equal_numbers_of_ranks(plugins, name, given, ranks):
+    plugin = plugins[name].model_copy(update=given)
+    assert least_ranks(plugin) == ranks
+    assert sizes(plugin, ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "started", "key", "message"),
+    [
+        ("tensor", {}, (4, 2, 2), "tp_size", "4 do not divide the 2 ranks of a machine"),
+        ("tensor", {"tp_size": None, "nnodes": 2}, None, "tp_size", "give 1 or 2"),
+        ("hybrid", {"tp_size": 3}, (6, 2, 3), "tp_size", "(plugin.nnodes=3): give 1 or 2"),
+        (
+            "pipeline",
+            {"nnodes": 2, "pp_size": 3, "dp_size": 1},
+            None,
+            "nproc",
+            "another plugin.nnodes",
+        ),
+        ("ddp", {"nnodes": 3}, (4, 2, 2), "nnodes", "2 machines started ranks: give 2, or leave"),
+        ("ddp", {"nnodes": 2, "nproc": 3}, (4, 2, 2), "nproc", "this machine has 2 ranks: give 2"),
+    ],
+)
+def test_ranks_of_several_machines_that_do_not_fit(
+    plugins, monkeypatch, name, given, started, key, message
+):
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    if started is not None:
+        world, local, nodes = map(str, started)
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", world)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    plugin = plugins[name].model_copy(update=given)
+    ranks = int(started[0]) if started else 4
+    with pytest.raises(SizeError) as error:
+        sizes(plugin, ranks, started=started is not None)
+    assert error.value.key == key
+    assert message in str(error.value)

@@ -1,24 +1,157 @@
-"""The batches that a training loop reads: pairs (inputs, targets), or what a model's loss takes."""
+"""The batches that a training loop reads, and how one goes to a model.
+
+A batch may be a tuple, a dictionary (any mapping) or a dataclass:
+
+* ``(inputs, targets)`` goes to the model as ``model(inputs)``, ``(x1, x2, targets)`` as
+  ``model(x1, x2)``: the last entry of a tuple or list of any length holds the targets. Inputs that
+  are a mapping go as keyword arguments.
+* A dictionary goes as keyword arguments, ``model(**batch)``. Its targets are the entry ``labels``,
+  ``targets``, ``target``, ``label`` or ``y``. The model gets them too where its ``forward`` takes
+  them and no criterion is given, so that it can return a loss. A ``forward`` that takes none of the
+  keys gets the dictionary itself.
+* A dataclass is a dictionary of its fields.
+* A model with a method ``loss(outputs, batch)`` gets every batch whole, as ``model(batch)``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import is_dataclass
-from typing import Any
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+TARGETS = ("labels", "targets", "target", "label", "y")
+"""Names of the targets in a dictionary or a dataclass; the first one that is there counts."""
 
 
 class BatchError(TypeError):
     """A batch has a structure that the training loop cannot read."""
 
 
-def targets_of(batch: Any) -> Tensor | None:
-    """Return the targets of a pair (inputs, targets); None for any other batch."""
-    if isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor):
-        return batch[1] if batch[1].ndim else None
+class ModelCall(NamedTuple):
+    """What a model is called with: positional and keyword arguments."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+
+    def only_tensor(self) -> Tensor:
+        """Return the input of a model that takes one tensor.
+
+        Raises:
+            BatchError: there are more inputs, or another one.
+        """
+        match [*self.args, *self.kwargs.values()]:
+            case [Tensor() as inputs]:
+                return inputs
+        given = [*(type(one).__name__ for one in self.args), *self.kwargs]
+        raise BatchError(
+            "a pipeline sends one tensor [samples, ...] from stage to stage, and this batch has "
+            f"the inputs {', '.join(given) or 'none'}: give the batch one input beside its targets"
+        )
+
+
+class Calls:
+    """Knows what the ``forward`` of a model takes.
+
+    Args:
+        model: the user's model, before a plugin wraps it.
+        whole: whether it gets every batch whole.
+        labelled: whether it gets the targets of dictionaries too, where its ``forward`` takes them.
+    """
+
+    def __init__(self, model: nn.Module, whole: bool, labelled: bool) -> None:
+        self._whole, self._labelled = whole, labelled
+        parameters = inspect.signature(model.forward).parameters.values()
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        taken = {one.name: one.default is one.empty for one in parameters if one.kind in named}
+        self._names, self._required = set(taken), {name for name in taken if taken[name]}
+        self._takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+
+    def of(self, batch: Any) -> ModelCall:
+        """Return what the model is called with for a batch.
+
+        Raises:
+            BatchError: the batch has none of the structures above.
+        """
+        if self._whole:
+            return ModelCall((batch,))
+        if isinstance(batch, tuple | list) and len(batch) > 1:
+            first = batch[0]
+            if len(batch) == 2 and isinstance(first, Mapping) and self._by_name(first):
+                return ModelCall(kwargs=first)
+            return ModelCall(tuple(batch[:-1]))
+        named = named_parts(batch)
+        if named is None:
+            raise not_readable(batch)
+        if not self._by_name(named):
+            return ModelCall((batch,))
+        return ModelCall(kwargs=dict(self._inputs(named)))
+
+    def _inputs(self, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        own = target_name(named)
+        for name, value in named.items():
+            takes = name in self._names or self._takes_any
+            if name != own or name in self._required or (self._labelled and takes):
+                yield name, value
+
+    def _by_name(self, named: Mapping[str, Any]) -> bool:
+        """Return whether these go as keyword arguments."""
+        return not self._names.isdisjoint(named) or (self._takes_any and not self._required)
+
+
+def named_parts(batch: Any) -> Mapping[str, Any] | None:
+    """Return the entries of a mapping, or the fields of a dataclass; None for anything else."""
+    if isinstance(batch, Mapping):
+        return batch
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return {one.name: getattr(batch, one.name) for one in fields(batch)}
     return None
+
+
+def target_name(named: Mapping[str, Any]) -> str | None:
+    """Return the name of the targets, see ``TARGETS``; None if there are none."""
+    return next((name for name in TARGETS if isinstance(named.get(name), Tensor)), None)
+
+
+def targets_of(batch: Any) -> Tensor | None:
+    """Return the targets of a batch; None if it has none that are a tensor [samples, ...]."""
+    targets = None
+    if isinstance(batch, tuple | list):
+        targets = batch[-1] if len(batch) > 1 else None
+    elif (named := named_parts(batch)) is not None and (name := target_name(named)):
+        targets = named[name]
+    return targets if isinstance(targets, Tensor) and targets.ndim else None
+
+
+def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a batch of any structure with ``change(tensor)`` in place of each tensor."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if type(batch) in (tuple, list):
+        return type(batch)(mapped(each, change) for each in batch)
+    if isinstance(batch, Mapping):
+        changed: Any = copy.copy(batch)  # pytree does not know every mapping
+        changed.update({key: mapped(value, change) for key, value in batch.items()})
+        return changed
+    if is_dataclass(batch) and not isinstance(batch, type):
+        changed = copy.copy(batch)
+        for one in fields(batch):
+            # Past __setattr__, which a frozen dataclass lacks.
+            object.__setattr__(changed, one.name, mapped(getattr(batch, one.name), change))
+        return changed
+    return tree_map_only(Tensor, change, batch)
+
+
+def tensors(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a batch of any structure."""
+    named = named_parts(batch)
+    for leaf in tree_leaves(batch if named is None else dict(named)):
+        if isinstance(leaf, Tensor):
+            yield leaf
 
 
 def batch_size(batch: Any) -> int:
@@ -27,13 +160,8 @@ def batch_size(batch: Any) -> int:
     Raises:
         BatchError: the batch has no tensor with a dimension.
     """
-    structure = batch
-    if isinstance(batch, Mapping):
-        structure = dict(batch)  # pytree does not know every mapping.
-    elif is_dataclass(batch):
-        structure = vars(batch)
-    for leaf in tree_leaves(structure):
-        if isinstance(leaf, Tensor) and leaf.ndim:
+    for leaf in tensors(batch):
+        if leaf.ndim:
             return len(leaf)
     raise BatchError(
         f"a batch has to hold a tensor [samples, ...]: there is none in this "
@@ -41,25 +169,31 @@ def batch_size(batch: Any) -> int:
     )
 
 
-def not_a_pair(batch: Any) -> BatchError:
-    """Build the error for a batch that is not a pair (inputs, targets)."""
+def not_readable(batch: Any) -> BatchError:
+    """Build the error for a batch whose inputs and targets cannot be told apart."""
     kind = type(batch).__name__
     match batch:
         case Mapping():
             keys = ", ".join(map(repr, list(batch)[:5])) + (", ..." if len(batch) > 5 else "")
             what = f"a {kind} with the keys {keys}"
-        case tuple() | list() if len(batch) != 2:
+        case tuple() | list() if len(batch) < 2:
             what = f"a {kind} of {len(batch)}"
-        case [_, Tensor()]:
-            what = "a pair whose targets are a tensor without dimensions"
-        case [_, targets]:
-            what = f"a pair whose targets are a {type(targets).__name__}"
+        case [*_, Tensor()]:
+            what = f"{_length(batch)} whose targets are a tensor without dimensions"
+        case [*_, targets]:
+            what = f"{_length(batch)} whose targets are a {type(targets).__name__}"
         case _ if is_dataclass(batch):
-            what = f"a dataclass {kind}"
+            what = f"a dataclass {kind} with the fields {', '.join(vars(batch))}"
         case _:
             what = f"a {kind}"
     return BatchError(
-        f"a batch has to be a pair (inputs, targets) whose targets are a tensor [samples, ...], not"
-        f" {what}: give the DataLoader a collate_fn that returns such a pair, or give the model a "
-        "method loss(outputs, batch); forward and loss then get the whole batch"
+        "a batch has to be a pair (inputs, targets), a longer tuple that ends with the targets, or "
+        f"a dictionary or dataclass whose targets are called {', '.join(TARGETS[:-1])} or "
+        f"{TARGETS[-1]}; targets are a tensor [samples, ...]. This one is {what}: give the "
+        "DataLoader a collate_fn that returns such a batch, or give the model a method "
+        "loss(outputs, batch); forward and loss then get the whole batch"
     )
+
+
+def _length(batch: Any) -> str:
+    return "a pair" if len(batch) == 2 else f"a {type(batch).__name__} of {len(batch)}"

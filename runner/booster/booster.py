@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import itemgetter
 from typing import Any
 from weakref import ref
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.booster import joint, saved
+from runner.booster.batch import batch_size, mapped, targets_of
 from runner.booster.checkpoint_io import CheckpointIO
 from runner.booster.flat_gradients import Choice, of_optimizer
 from runner.booster.loss import WindowLoss
@@ -196,8 +198,8 @@ class Booster(CheckpointIO):
         """Run the next batch through the stages: forward and, given an optimizer, backward.
 
         Args:
-            data_iter: iterator over pairs (inputs [B, ...], targets [B, ...]), equal on all ranks
-                of a pipeline.
+            data_iter: iterator over batches of one input [B, ...] and targets [B, ...] (pairs, or
+                see :mod:`runner.booster.batch`), equal on all ranks of a pipeline.
             model: the boosted model.
             criterion: loss of (outputs, targets). The mean is taken over the items of all
                 microbatches, as :class:`runner.booster.loss.WindowLoss` counts them. The sum of a
@@ -213,7 +215,7 @@ class Booster(CheckpointIO):
             this one.
 
         Raises:
-            runner.booster.batch.BatchError: the batch is not a pair (inputs, targets).
+            runner.booster.batch.BatchError: the batch has no targets, or several inputs.
             RuntimeError: the model is not split into stages.
             StepOrderError: the gradients of this step were made final or clipped already.
         """
@@ -225,14 +227,14 @@ class Booster(CheckpointIO):
         window_loss = self._loss_of(model, criterion)
         batch = next(data_iter)
         divisor = window_loss.divisor(window_loss.items(batch).items)
-        inputs, targets = batch
+        inputs, targets = window_loss.call(batch).only_tensor(), targets_of(batch)
         loss: Tensor | None = None
         outputs: Tensor | None = None
         if optimizer is not None:
             factor = optimizer.begin_backward(1.0 / divisor)
 
             def summed(out: Tensor, at: slice) -> Tensor:
-                part = (inputs, targets[at])
+                part = mapped(batch, itemgetter(at))
                 return window_loss.sum(out, part, window_loss.items(part).items) * factor
 
             total = pipeline.train(inputs, summed)
@@ -241,7 +243,7 @@ class Booster(CheckpointIO):
         if optimizer is None or return_outputs:
             outputs = pipeline.evaluate(inputs)
             if optimizer is None and outputs is not None:
-                loss = criterion(outputs, targets) if len(targets) else outputs.sum() * 0.0
+                loss = criterion(outputs, targets) if batch_size(batch) else outputs.sum() * 0.0
         return {
             "loss": loss if return_loss else None,
             "outputs": outputs if return_outputs else None,

@@ -20,9 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
-from runner.booster.batch import batch_size, not_a_pair, targets_of
+from runner.booster.batch import (
+    Calls,
+    ModelCall,
+    batch_size,
+    mapped,
+    named_parts,
+    not_readable,
+    targets_of,
+)
 from runner.booster.criterion import (
     CachedCopy,
     Criterion,
@@ -32,6 +39,7 @@ from runner.booster.criterion import (
     summed,
     zero_with_gradient,
 )
+from runner.booster.own_loss import logits_of, returned_loss, shifts_labels, without_loss
 from runner.clip import Number, transfer
 from runner.data.dataset import IGNORED
 
@@ -71,11 +79,15 @@ class WindowLoss:
     A criterion with ``reduction="sum"`` is not divided by anything: a step takes the gradient of
     the sum over its whole batch, as plain PyTorch does.
 
+    Without a criterion, the loss is what the model says it is: its method ``loss(outputs, batch)``,
+    or a mean loss in its outputs (see :mod:`runner.booster.own_loss`), as those of transformers
+    have. The items of such a mean are the labels of the batch that are not ignored, but the first
+    of each sequence where the model shifts them, or what its method ``loss_items(batch)`` returns.
+    Otherwise it is the cross entropy over the last dimension of the outputs.
+
     Args:
-        model: the user's model. One with a method ``loss(outputs, batch)`` is called with the whole
-            batch and needs no criterion.
-        criterion: loss of (outputs, targets); mean cross entropy over the last dimension of the
-            outputs by default.
+        model: the user's model; :mod:`runner.booster.batch` tells what it is called with.
+        criterion: loss of (outputs, targets) to use instead of all these.
         checked: whether to warn, once, if the loss of a batch is not the mean over the items of its
             parts.
 
@@ -96,9 +108,14 @@ class WindowLoss:
                 "reduction='mean', or 'sum' for steps that are not divided by the batch"
             )
         self.averages = reduction != "sum"
+        self._given = criterion is not None
+        self._may_return = not self._given and not self.takes_batch
+        self._shifts = self._may_return and shifts_labels(model)
+        self._calls = Calls(model, whole=self.takes_batch, labelled=criterion is None)
         owner = model if self.takes_batch else criterion
         self._owner = owner if isinstance(owner, nn.Module) else None
-        self._divisor: Callable[[Any], Any] | None = getattr(owner, "loss_items", None)
+        stated = model if criterion is None else criterion
+        self._divisor: Callable[[Any], Any] | None = getattr(stated, "loss_items", None)
         in_sum = None if criterion is None else summed(criterion)
         if criterion is None and not self.takes_batch:
             in_sum = cross_entropy_sum
@@ -114,31 +131,39 @@ class WindowLoss:
         """Count the items, samples and tokens of a microbatch.
 
         Raises:
-            BatchError: the batch is not a pair (inputs, targets) and the model has no ``loss``.
+            BatchError: the batch has no targets, see :mod:`runner.booster.batch`, and the model
+                neither has a ``loss`` nor can return one.
         """
-        targets = targets_of(batch)
+        targets, named = self._labels(batch), named_parts(batch) is not None
         if targets is None:
-            if not self.takes_batch:
-                raise not_a_pair(batch)
+            if not (self.takes_batch or (self._may_return and named)):
+                raise not_readable(batch)
             samples = batch_size(batch)
-            return Count(self._divided_by(batch, samples), samples, 0)
+            return Count(self._stated(batch, samples), samples, 0)
         graded = self._graded(targets)
         items: float = graded
         if targets.is_floating_point():
             items = len(targets)
-            if self._classes and targets.ndim:  # Class probabilities: one item for each vector.
+            if self._classes and not (self._may_return and (named or targets.ndim == 1)):
+                # Class probabilities: one item for each vector.
                 dim = min(self._class_dim, targets.ndim - 1)
                 items = targets.numel() // targets.shape[dim]
         elif (weight := self._weight.on(targets.device)) is not None:
             counted = targets[targets != self.ignored]
             items = float(weight[counted].sum(dtype=torch.float64))
-        items = self._divided_by(batch if self.takes_batch else targets, items)
-        return Count(items, len(targets), graded if targets.ndim > 1 else 0)
+        return Count(self._stated(batch, items), len(targets), graded if targets.ndim > 1 else 0)
 
     def graded(self, batch: Any) -> int:
         """Count the class targets of a microbatch that are not ignored; 0 for other targets."""
-        targets = targets_of(batch)
+        targets = self._labels(batch)
         return 0 if targets is None else self._graded(targets)
+
+    def _labels(self, batch: Any) -> Tensor | None:
+        """Return the targets of a batch; without the first of each sequence if the model shifts."""
+        targets = targets_of(batch)
+        if targets is None or not self._shifts or named_parts(batch) is None:
+            return targets
+        return targets[..., 1:]
 
     def _graded(self, targets: Tensor) -> int:
         if targets.is_floating_point():
@@ -153,10 +178,17 @@ class WindowLoss:
         """Return what the summed loss of a window with ``items`` is divided by."""
         return (items or 1.0) if self.averages else 1.0
 
+    def call(self, batch: Any) -> ModelCall:
+        """Return what the model is called with for a batch."""
+        return self._calls.of(batch)
+
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Return the model's outputs, or their attribute ``logits`` if there is one."""
-        outputs = model(batch) if self.takes_batch else model(batch[0])
-        return getattr(outputs, "logits", outputs)
+        """Return the model's outputs; their ``logits``, if there are any and no loss."""
+        args, kwargs = self._calls.of(batch)
+        outputs = model(*args, **kwargs)
+        if self._may_return and returned_loss(outputs) is not None:
+            return outputs
+        return logits_of(outputs)
 
     def sum(self, outputs: Any, batch: Any, items: float | None) -> Tensor:
         """Sum the item losses of a microbatch.
@@ -167,10 +199,12 @@ class WindowLoss:
             items: number of items in the microbatch. None for a batch that does not count: its sum
                 is 0, with a gradient of zeros.
         """
-        if items is None or (items == 0 and not self._sums):
-            return zero_with_gradient(outputs)
-        wanted = batch if self.takes_batch else batch[1]
-        loss = self._criterion(outputs, wanted)
+        own = returned_loss(outputs) if self._may_return else None
+        if items is None or (items == 0 and not (self._sums and own is None)):
+            return zero_with_gradient(outputs if own is None else without_loss(outputs))
+        if own is not None:
+            return own * items
+        loss = self._criterion(*self._compared(outputs, batch))
         if self._sums:
             return loss
         if self.checked:
@@ -183,16 +217,45 @@ class WindowLoss:
 
         The host does not wait for an accelerator.
         """
-        targets = targets_of(batch)
-        if targets is None or not isinstance(outputs, Tensor) or targets.is_floating_point():
+        if (classified := self.classified(outputs, batch)) is None:
             return None
-        if outputs.shape[:-1] != targets.shape:
-            return None
-        right = (outputs.argmax(-1) == targets) & (targets != self.ignored)
+        logits, targets = classified
+        right = (logits.argmax(-1) == targets) & (targets != self.ignored)
         return transfer.count(right)
 
-    def _divided_by(self, counted: Any, items: float) -> float:
-        return items if self._divisor is None else float(self._divisor(counted))
+    def classified(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
+        """Return logits [..., classes] and the classes [...] that belong to them.
+
+        None if the targets are not classes, or outputs of another shape belong to them.
+        """
+        logits, targets = logits_of(outputs), self._labels(batch)
+        if targets is None or not isinstance(logits, Tensor) or targets.is_floating_point():
+            return None
+        if targets.shape != targets_of(batch).shape:  # type: ignore[union-attr]
+            logits = logits[..., :-1, :]
+        return (logits, targets) if logits.shape[:-1] == targets.shape else None
+
+    def _compared(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+        """Return what the criterion compares."""
+        if self.takes_batch:
+            return outputs, batch
+        if (targets := targets_of(batch)) is None:
+            raise not_readable(batch)
+        classified = self.classified(outputs, batch) if self._classes else None
+        if classified is None:
+            return outputs, targets
+        if self._given:  # torch's criteria have the classes in dimension 1.
+            shape = classified[0].shape
+            if targets.ndim > 1 and (shape[0], *shape[2:]) != targets.shape:
+                return classified[0].flatten(0, -2), targets.flatten()
+            return outputs, targets
+        return classified
+
+    def _stated(self, batch: Any, items: float) -> float:
+        """Return the items that ``loss_items`` states; ``items`` if it states none."""
+        if self._divisor is None or (self._may_return and named_parts(batch) is None):
+            return items
+        return float(self._divisor(targets_of(batch) if self._given else batch))
 
     def _check(self, outputs: Any, batch: Any, loss: Tensor, items: float) -> None:
         """Warn if the summed loss of a batch is not that of its first sample plus that of the rest.
@@ -212,13 +275,12 @@ class WindowLoss:
                 # Parameters may be large, and no loss writes to them: the copy shares them.
                 criterion = copy.deepcopy(self._criterion, {id(each): each for each in held})
                 for at in (slice(1), slice(1, None)):
-                    part = tree_map_only(Tensor, itemgetter(at), batch)
+                    part = mapped(batch, itemgetter(at))
                     if batch_size(part) == samples:
-                        return  # pytree does not know the structure of the batch.
+                        return  # Its tensors are in a structure of its own.
                     here = self.items(part).items
-                    wanted = part if self.takes_batch else part[1]
                     if here:
-                        total += float(criterion(outputs[at], wanted)) * here
+                        total += float(criterion(*self._compared(outputs[at], part))) * here
         except Exception:
             return  # The criterion does not take a part of a batch.
         whole = float(loss) * items  # The only read of the loss, which may wait for the device.

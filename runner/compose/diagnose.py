@@ -19,7 +19,7 @@ from runner.config.clip_section import choices_with
 from runner.config.problem import NOTHING, Problem, did_you_mean, unknown_key
 
 # Sections that pass any key to their target.
-_OPEN = ("model", "data", "optimizer", "scheduler")
+_OPEN = ("model", "data", "optimizer", "scheduler", "loss")
 
 # Options of other packages.
 _EXTRAS = {("hydra/sweeper", "optuna"): "pip install 'clip-runner[optuna]'"}

@@ -16,6 +16,7 @@ from runner.config.section import Conflict, Section, Target
 from runner.config.values import (
     Allowed,
     Count,
+    DottedName,
     DurationText,
     FolderName,
     IntervalText,
@@ -72,6 +73,17 @@ class DataSection(Target):
     )
     drop_last: bool = Field(
         description="leave out the last microbatch of an epoch if it is shorter"
+    )
+
+
+class LossSection(Target):
+    """How a batch becomes a loss; further keys are arguments of ``_target_``."""
+
+    target: DottedName | None = Field(  # type: ignore[assignment]
+        default=None,
+        alias="_target_",
+        description="import this criterion of (outputs, targets); null: the model's own loss, or "
+        "cross entropy over the last dimension of its outputs",
     )
 
 
@@ -257,6 +269,8 @@ class RunConfig(Section):
     data: DataSection
     optimizer: Target
     scheduler: Target
+    # With a default: runs that were recorded earlier lack it.
+    loss: LossSection = LossSection()
     tracker: Tracker
     train: Train
     eval: Eval

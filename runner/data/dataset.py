@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,7 +89,14 @@ class TensorPairs(Dataset[tuple[Tensor, Tensor]]):
 def collate_pairs(batch: Any) -> Any:
     """Collate a list of samples; return a batch that `__getitems__` has collated unchanged.
 
-    A `DataLoader` passes whatever `__getitems__` returned to `collate_fn`: here a tuple is a whole
-    batch, and a list, PyTorch's own convention, has one entry per sample.
+    A `DataLoader` passes whatever `__getitems__` returned to `collate_fn`: here a list, PyTorch's
+    own convention, has one entry per sample, and anything else is a whole batch. Samples may be
+    dataclasses.
     """
-    return batch if isinstance(batch, tuple) else default_collate(batch)
+    if not isinstance(batch, list):
+        return batch
+    first = batch[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [one.name for one in fields(first)]
+        return type(first)(**{n: default_collate([getattr(s, n) for s in batch]) for n in names})
+    return default_collate(batch)

@@ -22,10 +22,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from runner.booster import Plugin
+from runner.booster.criterion import Criterion
 from runner.config import sizes
 from runner.config.duration import Duration
 from runner.config.environment import started_rank
-from runner.config.schema import DataSection, RunConfig
+from runner.config.schema import DataSection, LossSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data
 from runner.train import progress
@@ -79,6 +80,28 @@ def _data(target: str, arguments: str) -> Data:
     if not isinstance(made, Data):
         raise TargetError(f"{target} returned {type(made).__name__}, not a runner.data.Data")
     return made
+
+
+def make_criterion(config: LossSection) -> Criterion | None:
+    """Make the criterion: an object of the class that is named, or the function itself.
+
+    Returns:
+        None for the model's own loss, or cross entropy.
+
+    Raises:
+        TargetError: see :func:`maker`; or the target is not called with (outputs, targets).
+    """
+    if config.target is None:
+        return None
+    made = maker(config)
+    criterion = made() if isinstance(made.func, type) else made
+    try:
+        inspect.signature(getattr(criterion, "forward", criterion)).bind(None, None)
+    except (TypeError, ValueError) as error:
+        raise TargetError(
+            f"{config.target} is no criterion, which is called with (outputs, targets): {error}"
+        ) from error
+    return criterion
 
 
 def make_optimizer(target: Target, parameters: Iterable[nn.Parameter]) -> Optimizer:

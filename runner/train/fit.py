@@ -10,20 +10,19 @@ from collections.abc import Container, Iterator, Sequence
 from itertools import chain
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.data import default_collate
+from torch import nn
 
-from runner.booster.batch import BatchError, targets_of
+from runner.booster.batch import BatchError, mapped, targets_of, tensors
 from runner.booster.loss import WindowLoss
 from runner.clip import Decision
 from runner.config.folders import CONFIG_NAME, find, options
 from runner.config.problem import DataMismatch, Problem, nearest_name, or_list
 from runner.config.schema import RunConfig
-from runner.data import Data
+from runner.data import Data, collate_pairs
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter
 from runner.telemetry.step import StepMetrics
+from runner.train import build
 from runner.train.refused import first_line
 
 _COMMAND = "# python -m runner "
@@ -40,35 +39,52 @@ def check(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
     """
     if len(data.train) == 0:  # type: ignore[arg-type]
         return []
-    shape = "of unknown shape"
+    shape, outputs = "of unknown shape", None
     graded: bool | None = None
     try:
-        samples = default_collate([data.train[0], data.train[0]])
-        loss = WindowLoss(model)
+        samples = collate_pairs([data.train[0], data.train[0]])
+        criterion = build.make_criterion(config.loss)
+        loss = WindowLoss(model, criterion)
         loss.items(samples)
         shape = _shape(samples)
-        batch = tree_map_only(Tensor, lambda t: t.to("meta"), samples)
+        batch = mapped(samples, lambda t: t.to("meta"))
+        if isinstance(criterion, nn.Module):
+            criterion.to("meta")
         with torch.device("meta"), torch.no_grad():
             outputs = loss.forward(model, batch)
             loss.sum(outputs, batch, items=1)
-        targets = targets_of(samples)
-        graded = False
-        if isinstance(outputs, Tensor) and targets is not None and not targets.is_floating_point():
-            graded = outputs.shape[:-1] == targets.shape
+        graded = loss.classified(outputs, samples) is not None
     except BatchError as error:
         return [Problem("data._target_", config.data.target, str(error))]
     except Exception as error:
         if not about_meta(error):
+            if outputs is not None and config.loss.target is not None:
+                return [_refused_by_criterion(config, outputs, samples, error)]
             message = f"does not take a sample of {config.data.target} ({shape}): "
             message += "; ".join([first_line(error), *_what_fits(config)])
             return [DataMismatch("model._target_", config.model.target, message)]
     return _objective(config, model, data, graded)
 
 
+def _refused_by_criterion(
+    config: RunConfig, outputs: object, samples: object, error: Exception
+) -> Problem:
+    """Describe that the criterion does not take the outputs of the model and the targets."""
+    got = f"outputs {_sizes(outputs)} and targets {_sizes(targets_of(samples))}"
+    message = f"does not take {got}: {first_line(error)}"
+    return Problem("loss._target_", config.loss.target, message)
+
+
+def _sizes(structure: object) -> str:
+    """Describe the shapes of tensors; B stands for the number of samples."""
+    shapes = [["B", *map(str, leaf.shape[1:])] for leaf in tensors(structure) if leaf.ndim]
+    return ", ".join(f"[{', '.join(shape)}]" for shape in shapes) or "without dimensions"
+
+
 def _shape(samples: object) -> str:
     """Describe shape and type of the inputs of one sample."""
-    for leaf in tree_leaves(samples):
-        if isinstance(leaf, Tensor):
+    for leaf in tensors(samples):
+        if leaf.ndim:
             size = "x".join(map(str, leaf.shape[1:])) or "one number"
             return f"{size}, {str(leaf.dtype).removeprefix('torch.')}"
     return "of unknown shape"

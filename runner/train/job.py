@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from torch import nn
 
 from runner.booster import LossScale
 from runner.checkpoint.folder import manifest_of
@@ -222,7 +223,11 @@ def make_trainer(
     # Transforms and models of a user may draw from these.
     random.seed(own_seed)
     np.random.seed(own_seed % 2**32)
-    optimizer = build.make_optimizer(config.optimizer, model.parameters())
+    criterion = build.make_criterion(config.loss)
+    trained = list(model.parameters())
+    if isinstance(criterion, nn.Module):
+        trained += criterion.to(device).parameters()
+    optimizer = build.make_optimizer(config.optimizer, trained)
     steps = build.steps_of(config, data, plugin.data_size)
     loader_options: dict[str, Any] = {
         "batch_size": config.data.batch_size,
@@ -245,6 +250,7 @@ def make_trainer(
         eval_dataloader=held_out,
         optimizers=optimizer,
         schedulers=build.make_scheduler(config.scheduler, optimizer, steps),
+        criterion=criterion,
         plugin=plugin,
         precision=precision.name,
         accumulation_steps=config.accumulation.steps,

@@ -46,6 +46,7 @@ def known_length(config: RunConfig) -> int | None:
         and config.data.num_workers == 0
         and not (config.data.drop_last and samples < config.data.batch_size)
         and clip.own_target is None
+        and config.loss.target is None
         and clip.options.get("exclude", "auto") == "auto"
         and clip.options.get("units") is None
         and "tok" not in (config.train.max_duration.unit, config.eval.interval.unit)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from runner.booster import Booster, ModelWrapper, OptimizerWrapper
+from runner.booster.batch import mapped
 from runner.booster.loss import WindowLoss
 from runner.clip import Number, transfer
 from runner.data.order import PartitionedBatches
@@ -110,7 +111,7 @@ class Passes:
             items += count or 0.0
             graded += 0 if idle else self.loss.graded(host)
             if self.model.pipeline is not None:
-                outputs = self.model.pipeline.evaluate(batch[0])
+                outputs = self.model.pipeline.evaluate(self.loss.call(batch).only_tensor())
             else:
                 outputs = self.loss.forward(self._module, batch)
             if outputs is None:
@@ -141,13 +142,14 @@ class Passes:
         factor = self.optimizer.begin_backward(weight())
 
         def summed(outputs: Tensor, at: slice) -> Tensor:
-            part = [half[at] for half in batch]
+            part = mapped(batch, itemgetter(at))
             items = None
             if count is not None:
-                items = self.loss.items([half[at] for half in host]).items
+                items = self.loss.items(mapped(host, itemgetter(at))).items
             return self.loss.sum(outputs, part, items) * factor
 
-        total = self.model.pipeline.train(batch[0], summed) / factor
+        inputs = self.loss.call(batch).only_tensor()
+        total = self.model.pipeline.train(inputs, summed) / factor
         self.optimizer.end_backward()
         return total
 
@@ -156,4 +158,4 @@ class Passes:
             return batch
         if not isinstance(batch, Tensor) and callable(move := getattr(batch, "to", None)):
             return move(self.device)
-        return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), batch)
+        return mapped(batch, lambda t: t.to(self.device, non_blocking=True))

@@ -25,7 +25,7 @@ from runner.clip import build as build_mode
 from runner.clip.layout import OptionError
 from runner.config.clip_section import Clip
 from runner.config.problem import Problem, RequestError
-from runner.config.schema import DataSection, RunConfig
+from runner.config.schema import DataSection, LossSection, RunConfig
 from runner.config.section import Target
 from runner.config.sizes import SizeError, joined_ranks, sizes
 from runner.data import Data
@@ -47,6 +47,9 @@ def check(config: RunConfig) -> None:
     problems = list(_machine(config))
     data = _made("data", config.data, _make_data, problems)
     model = _made("model", config.model, _make_model, problems)
+    known_loss = config.loss.target is None or (
+        _made("loss", config.loss, _make_criterion, problems) is not None
+    )
     if data is not None:
         problems += _durations(config, data)
     if model is not None:
@@ -60,7 +63,7 @@ def check(config: RunConfig) -> None:
         if _misfit(config) is None:
             for key, value, message in kind.problems(model, build.ranks_of(config), options):
                 problems.append(Problem(f"plugin.{key}", value, message))
-        if data is not None:
+        if data is not None and known_loss:
             problems += fit.check(config, model, data)
         problems += _mode(config.clip, model)
         if config.clip.flat_gradients is True and not small(Layout.of_model(model)):
@@ -132,6 +135,11 @@ def _made(
     except Exception as error:
         problems += to_blame(section, target, make, error)
         return None
+
+
+def _make_criterion(target: Target) -> Any:
+    assert isinstance(target, LossSection)
+    return build.make_criterion(target)
 
 
 def _make_data(target: Target) -> Data:

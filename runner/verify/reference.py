@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
 from runner.booster import Booster, NonFiniteGradient, OptimizerWrapper
+from runner.booster.batch import mapped
 from runner.booster.loss import WindowLoss
 from runner.clip import ClipMode
 from runner.config.schema import RunConfig
 from runner.data import PartitionedBatches
 from runner.train import build
 from runner.verify.comparison import SideMetrics
-from runner.verify.setting import collate, dtype_of, make_model, make_optimizer
+from runner.verify.setting import collate, dtype_of, make_criterion, make_model, make_optimizer
 
 
 class Windows:
@@ -108,7 +108,7 @@ class Reference:
         self._batches = iter(windows)
         self.model, self.dropped = make_model(config)
         self.model.train()
-        self.loss = WindowLoss(self.model)
+        self.loss = WindowLoss(self.model, make_criterion(config))
         self.optimizer: OptimizerWrapper
         booster = Booster(nonfinite="error")
         _, self.optimizer, *_ = booster.boost(self.model, make_optimizer(config, self.model))
@@ -180,7 +180,7 @@ class Reference:
         before = _random_state()
         total = 0.0
         for on_host, items in zip(host, counts, strict=True):
-            batch = tree_map_only(Tensor, lambda t: t.to(self.device), on_host)
+            batch = mapped(on_host, lambda t: t.to(self.device))
             loss = self.loss.sum(self.loss.forward(self.model, batch), batch, items)
             self.optimizer.backward(loss, weight)
             total += float(loss.detach()) * weight

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
+from runner.booster.batch import mapped
+from runner.booster.criterion import Criterion
 from runner.booster.loss import WindowLoss
 from runner.clip import ClipMode
 from runner.clip import build as build_mode
@@ -22,7 +23,7 @@ from runner.train import build
 def collate(samples: Any, dtype: torch.dtype) -> Any:
     """Collate samples to a batch, and convert its floating-point tensors to ``dtype``."""
     batch = collate_pairs(samples)
-    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+    return mapped(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:
@@ -40,6 +41,14 @@ def make_model(config: RunConfig) -> tuple[nn.Module, int]:
     model = build.maker(config.model)().to(build.device_of(config.device), dtype_of(config))
     assert isinstance(model, nn.Module)
     return model, switch_off_dropout(model)
+
+
+def make_criterion(config: RunConfig) -> Criterion | None:
+    """Make the criterion of the run, if it names one, in ``verify.dtype``."""
+    criterion = build.make_criterion(config.loss)
+    if isinstance(criterion, nn.Module):
+        criterion.to(build.device_of(config.device), dtype_of(config))
+    return criterion
 
 
 def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
@@ -101,9 +110,9 @@ def _forward_works(config: RunConfig, dtype: Literal["float32", "float64"]) -> b
         model, _ = make_model(config)
         data = build.make_data(config.data).train
         batch = collate([data[0], data[1]], dtype_of(config))
-        batch = tree_map_only(Tensor, lambda t: t.to(build.device_of(config.device)), batch)
+        batch = mapped(batch, lambda t: t.to(build.device_of(config.device)))
         with torch.no_grad():
-            WindowLoss(model).forward(model, batch)
+            WindowLoss(model, make_criterion(config)).forward(model, batch)
     except Exception:
         return False
     return True

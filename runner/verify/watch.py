@@ -22,7 +22,7 @@ from runner.train import build
 from runner.train.trainer import Trainer
 from runner.verify import naive
 from runner.verify.comparison import Naive, SideMetrics
-from runner.verify.setting import collate, dtype_of, make_model, make_optimizer
+from runner.verify.setting import collate, dtype_of, make_criterion, make_model, make_optimizer
 
 T = TypeVar("T")
 
@@ -90,6 +90,7 @@ def make_trainer(config: RunConfig, plugin: Plugin, mode: ClipMode, *sinks: Sink
         Duration(config.verify.steps, "ba"),
         algorithms=mode,
         optimizers=make_optimizer(config, model),
+        criterion=make_criterion(config),
         plugin=plugin,
         accumulation_steps=config.accumulation.steps,
         nonfinite="error",

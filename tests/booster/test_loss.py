@@ -312,20 +312,25 @@ class Named:
     targets: torch.Tensor
 
 
+@dataclass
+class Unlabelled:
+    inputs: torch.Tensor
+
+
 @pytest.mark.parametrize(
     ("batch", "what"),
     [
-        ({"x": torch.zeros(2), "y": torch.zeros(2)}, "a dict with the keys 'x', 'y'"),
-        (Named(torch.zeros(2), torch.zeros(2)), "a dataclass Named"),
+        ({"x": torch.zeros(2), "z": torch.zeros(2)}, "a dict with the keys 'x', 'z'"),
+        (Unlabelled(torch.zeros(2)), "a dataclass Unlabelled with the fields inputs"),
         ((torch.zeros(2),), "a tuple of 1"),
-        ([torch.zeros(2)] * 3, "a list of 3"),
+        ([torch.zeros(2), torch.zeros(2), "third"], "a list of 3 whose targets are a str"),
         (torch.zeros(2, 3), "a Tensor"),
         ((torch.zeros(2), {"labels": torch.zeros(2)}), "a pair whose targets are a dict"),
         ((torch.zeros(2), torch.tensor(1)), "a pair whose targets are a tensor without dim"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_batch_that_is_no_pair_is_refused_in_one_message(batch, what):
+def test_a_batch_whose_targets_cannot_be_found_is_refused_in_one_message(batch, what):
     with pytest.raises(BatchError) as caught:
         WindowLoss(nn.Identity(), nn.MSELoss()).items(batch)
     message = str(caught.value)

@@ -7,8 +7,8 @@ A batch may be a tuple, a dictionary (any mapping) or a dataclass:
   are a mapping go as keyword arguments.
 * A dictionary goes as keyword arguments, ``model(**batch)``. Its targets are the entry ``labels``,
   ``targets``, ``target``, ``label`` or ``y``. The model gets them too where its ``forward`` takes
-  them and no criterion is given, so that it can return a loss. A ``forward`` that takes none of the
-  keys gets the dictionary itself.
+  them and no criterion is given, so that it can return a loss. A ``forward`` with a parameter called
+  ``batch`` gets the dictionary itself.
 * A dataclass is a dictionary of its fields.
 * A model with a method ``loss(outputs, batch)`` gets every batch whole, as ``model(batch)``.
 """
@@ -47,7 +47,7 @@ class ModelCall(NamedTuple):
         match [*self.args, *self.kwargs.values()]:
             case [Tensor() as inputs]:
                 return inputs
-        given = [*(type(one).__name__ for one in self.args), *self.kwargs]
+        given = [*map(_described, self.args), *self.kwargs]
         raise BatchError(
             "a pipeline sends one tensor [samples, ...] from stage to stage, and this batch has "
             f"the inputs {', '.join(given) or 'none'}: give the batch one input beside its targets"
@@ -68,7 +68,8 @@ class Calls:
         parameters = inspect.signature(model.forward).parameters.values()
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         taken = {one.name: one.default is one.empty for one in parameters if one.kind in named}
-        self._names, self._required = set(taken), {name for name in taken if taken[name]}
+        self._names, self._required = taken.keys(), {name for name in taken if taken[name]}
+        self._kind = type(model).__name__
         self._takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 
     def of(self, batch: Any) -> ModelCall:
@@ -87,9 +88,16 @@ class Calls:
         named = named_parts(batch)
         if named is None:
             raise not_readable(batch)
-        if not self._by_name(named):
+        if self._by_name(named):
+            return ModelCall(kwargs=dict(self._inputs(named)))
+        if "batch" in self._names:
             return ModelCall((batch,))
-        return ModelCall(kwargs=dict(self._inputs(named)))
+        raise BatchError(
+            f"the forward of {self._kind} takes {', '.join(self._names)}, but the batch is "
+            f"{_described(batch)}: give the DataLoader a collate_fn that returns entries with these "
+            "names, or give the model a method loss(outputs, batch); forward and loss then get the "
+            "whole batch"
+        )
 
     def _inputs(self, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         own = target_name(named)
@@ -100,7 +108,9 @@ class Calls:
 
     def _by_name(self, named: Mapping[str, Any]) -> bool:
         """Return whether these go as keyword arguments."""
-        return not self._names.isdisjoint(named) or (self._takes_any and not self._required)
+        return any(name in named for name in self._names) or (
+            self._takes_any and not self._required
+        )
 
 
 def named_parts(batch: Any) -> Mapping[str, Any] | None:
@@ -171,28 +181,30 @@ def batch_size(batch: Any) -> int:
 
 def not_readable(batch: Any) -> BatchError:
     """Build the error for a batch whose inputs and targets cannot be told apart."""
+    return BatchError(
+        "a batch has to be a pair (inputs, targets), a longer tuple that ends with the targets, or "
+        f"a dictionary or dataclass whose targets are called {', '.join(TARGETS[:-1])} or "
+        f"{TARGETS[-1]}; targets are a tensor [samples, ...]. This one is {_described(batch)}: give the "
+        "DataLoader a collate_fn that returns such a batch, or give the model a method "
+        "loss(outputs, batch); forward and loss then get the whole batch"
+    )
+
+
+def _described(batch: Any) -> str:
     kind = type(batch).__name__
     match batch:
         case Mapping():
             keys = ", ".join(map(repr, list(batch)[:5])) + (", ..." if len(batch) > 5 else "")
-            what = f"a {kind} with the keys {keys}"
+            return f"a {kind} with the keys {keys}"
         case tuple() | list() if len(batch) < 2:
-            what = f"a {kind} of {len(batch)}"
+            return f"a {kind} of {len(batch)}"
         case [*_, Tensor()]:
-            what = f"{_length(batch)} whose targets are a tensor without dimensions"
+            return f"{_length(batch)} whose targets are a tensor without dimensions"
         case [*_, targets]:
-            what = f"{_length(batch)} whose targets are a {type(targets).__name__}"
+            return f"{_length(batch)} whose targets are a {type(targets).__name__}"
         case _ if is_dataclass(batch):
-            what = f"a dataclass {kind} with the fields {', '.join(vars(batch))}"
-        case _:
-            what = f"a {kind}"
-    return BatchError(
-        "a batch has to be a pair (inputs, targets), a longer tuple that ends with the targets, or "
-        f"a dictionary or dataclass whose targets are called {', '.join(TARGETS[:-1])} or "
-        f"{TARGETS[-1]}; targets are a tensor [samples, ...]. This one is {what}: give the "
-        "DataLoader a collate_fn that returns such a batch, or give the model a method "
-        "loss(outputs, batch); forward and loss then get the whole batch"
-    )
+            return f"a dataclass {kind} with the fields {', '.join(vars(batch))}"
+    return f"a {kind}"
 
 
 def _length(batch: Any) -> str:

@@ -7,8 +7,8 @@ A batch may be a tuple, a dictionary (any mapping) or a dataclass:
   are a mapping go as keyword arguments.
 * A dictionary goes as keyword arguments, ``model(**batch)``. Its targets are the entry ``labels``,
   ``targets``, ``target``, ``label`` or ``y``. The model gets them too where its ``forward`` takes
-  them and no criterion is given, so that it can return a loss. A ``forward`` with a parameter called
-  ``batch`` gets the dictionary itself.
+  them and no criterion is given, so that it can return a loss. A ``forward`` with a parameter
+  called ``batch`` gets the dictionary itself.
 * A dataclass is a dictionary of its fields.
 * A model with a method ``loss(outputs, batch)`` gets every batch whole, as ``model(batch)``.
 """
@@ -26,6 +26,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 TARGETS = ("labels", "targets", "target", "label", "y")
 """Names of the targets in a dictionary or a dataclass; the first one that is there counts."""
+
+_WHOLE = (
+    "or give the model a method loss(outputs, batch); forward and loss then get the whole batch"
+)
 
 
 class BatchError(TypeError):
@@ -94,9 +98,8 @@ class Calls:
             return ModelCall((batch,))
         raise BatchError(
             f"the forward of {self._kind} takes {', '.join(self._names)}, but the batch is "
-            f"{_described(batch)}: give the DataLoader a collate_fn that returns entries with these "
-            "names, or give the model a method loss(outputs, batch); forward and loss then get the "
-            "whole batch"
+            f"{_described(batch)}: give the DataLoader a collate_fn that returns entries with "
+            f"these names, {_WHOLE}"
         )
 
     def _inputs(self, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -184,9 +187,9 @@ def not_readable(batch: Any) -> BatchError:
     return BatchError(
         "a batch has to be a pair (inputs, targets), a longer tuple that ends with the targets, or "
         f"a dictionary or dataclass whose targets are called {', '.join(TARGETS[:-1])} or "
-        f"{TARGETS[-1]}; targets are a tensor [samples, ...]. This one is {_described(batch)}: give the "
-        "DataLoader a collate_fn that returns such a batch, or give the model a method "
-        "loss(outputs, batch); forward and loss then get the whole batch"
+        f"{TARGETS[-1]}; targets are a tensor [samples, ...]. This one is "
+        f"{_described(batch)}: give the DataLoader a collate_fn that returns such a batch, "
+        f"{_WHOLE}"
     )
 
 

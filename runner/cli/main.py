@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -53,6 +54,7 @@ def start() -> int:
     """
     open_streams()
     signals.listen()
+    _find_own_code()
     code = main(sys.argv[1:])
     signals.ignore()  # only the end of the interpreter is left, which has no good answer to them
     if code > 128:
@@ -61,6 +63,16 @@ def start() -> int:
         sys.stderr.flush()
         os._exit(code)  # the end of the interpreter would wait for ranks that may be gone
     return code
+
+
+def _find_own_code() -> None:
+    """Let the console script import modules of the working directory, as ``python -m`` does."""
+    if sys.flags.safe_path:
+        return
+    with suppress(FileNotFoundError):  # the directory was removed
+        here = os.getcwd()
+        if here not in sys.path and "" not in sys.path:
+            sys.path.insert(0, here)
 
 
 def main(arguments: Sequence[str]) -> int:

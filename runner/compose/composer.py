@@ -22,6 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
+from hydra.errors import MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -51,21 +52,13 @@ class Source:
     extra: Path | None = None
 
 
-def register(given: Sequence[str] | None = None) -> dict[str, str]:
-    """Register this project's resolvers, sweeper and recipes with Hydra.
-
-    Args:
-        given: overrides, if nothing but these chooses recipes: others are not read. None: all are.
-
-    Returns:
-        The error of each recipe that cannot be read, by the recipe's name.
-    """
+def register() -> None:
+    """Register this project's resolvers and sweeper with Hydra."""
     resolvers.register()
     if str(_PLUGINS) not in sys.path:
         sys.path.append(str(_PLUGINS))
     # Hydra discovers plugins once a process, possibly before the line above.
     Plugins.instance().register(import_module("hydra_plugins.clip_runner").RecordSweeper)
-    return recipes.register(recipes.read_all() if given is None else recipes.read(given))
 
 
 class Composer:
@@ -75,13 +68,16 @@ class Composer:
         source: where the configuration is read.
         given: overrides, if nothing else will be composed.
 
+    Attributes:
+        broken_recipes: error of each recipe that cannot be read, by the recipe's name.
+
     Raises:
         RequestError: the file that ``source`` names does not exist.
     """
 
     def __init__(self, source: Source, given: Sequence[str] | None = None) -> None:
         self.source = source
-        self.broken_recipes = register(given if source == Source() else None)
+        register()
         version.setbase("1.3")
         folder = source.path or find("conf")
         search_path = create_config_search_path(str(folder.absolute()))
@@ -89,6 +85,11 @@ class Composer:
             # The precedence that Hydra gives to --config-dir.
             schema = SearchPathQuery(provider="schema")
             search_path.prepend("command-line", f"file://{source.extra}", schema)
+        # Files of a user may choose recipes too.
+        chosen = recipes.read(given) if source == Source() and given is not None else None
+        self.broken_recipes = recipes.register(
+            recipes.read_all(recipes.folders(search_path)) if chosen is None else chosen
+        )
         self.loader = Loader(search_path)
         self.hydra = Hydra("runner", self.loader)
         self._require_index(folder)
@@ -224,6 +225,10 @@ def destination(
 
 def reason(error: BaseException) -> str:
     """Return Hydra's message on one line, without its advice to add ``+``, which hides typos."""
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        near, options = did_you_mean(option, error.options), ", ".join(error.options)
+        return f"chooses {group}/{option}, which does not exist{near}  (options: {options})"
     texts = [str(error), str(error.__cause__ or "")]
     lines = [line.strip() for text in texts for line in text.splitlines()]
     kept = [

@@ -86,6 +86,16 @@ class _Repository(ConfigRepository):
         super().initialize_sources(config_search_path)
         self._loaded: dict[str, ConfigResult | None] = {}
 
+    def _find_object_source(
+        self, config_path: str, object_type: ObjectType | None
+    ) -> ConfigSource | None:
+        """Find a recipe first where :mod:`runner.compose.recipes` has stored it, in parts."""
+        if object_type == ObjectType.CONFIG and config_path.startswith("recipe/"):
+            stored = self.get_schema_source()
+            if stored.is_config(config_path):
+                return stored
+        return super()._find_object_source(config_path, object_type)
+
     def load_config(self, config_path: str) -> ConfigResult | None:
         if config_path not in self._loaded:
             source = self._find_object_source(config_path, ObjectType.CONFIG)

@@ -1,4 +1,4 @@
-"""Recipes: published settings, one file each, that Hydra can choose by name.
+"""Recipes: published settings and a user's own, one file each, that Hydra can choose by name.
 
 A recipe chooses options of groups and gives values. Its values for a group belong to the option
 that it chooses: the learning rate of a recipe for SGD is no learning rate for AdamW. So Hydra gets
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 
 from runner.config.folders import find
@@ -25,7 +26,7 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Recipe:
-    """One file of ``recipes/``.
+    """One file of ``recipes/``, or of the folder ``recipe`` of a user's configuration.
 
     Attributes:
         name: the file's name without its ending.
@@ -42,13 +43,36 @@ class Recipe:
     error: str | None = None
 
 
-def read_all() -> list[Recipe]:
-    """Return every recipe, sorted by name; one that cannot be read has its error."""
-    return [_read(file) for file in sorted(find("recipes").glob("*.yaml"))]
+def folders(search_path: ConfigSearchPath | None = None) -> list[Path]:
+    """Return the folders that hold recipes: this project's, and those of a user.
+
+    Args:
+        search_path: where the configuration is read; None for this project's files alone.
+
+    Returns:
+        Folders in ascending precedence: a file takes the place of one with its name in an earlier
+        folder.
+    """
+    listed = [] if search_path is None else reversed(search_path.get_path())
+    paths = [(one.path or "").removeprefix("file://") for one in listed]
+    own = [Path(path, "recipe") for path in paths if path and "://" not in path]
+    return [find("recipes"), *(folder for folder in own if folder.is_dir())]
+
+
+def read_all(homes: Iterable[Path] | None = None) -> list[Recipe]:
+    """Return every recipe of the folders ``homes``; one that cannot be read has its error.
+
+    Args:
+        homes: see :func:`folders`; this project's recipes by default.
+
+    Returns:
+        Recipes, sorted by name.
+    """
+    return [_read(file) for file in _files(homes)]
 
 
 def read(given: Sequence[str]) -> list[Recipe]:
-    """Return all recipes, or none if no override of ``given`` can choose one.
+    """Return this project's recipes, or none if no override of ``given`` can choose one.
 
     A recipe that no override names comes without its content.
     """
@@ -57,10 +81,17 @@ def read(given: Sequence[str]) -> list[Recipe]:
         return []
     found = [
         _read(file) if "(" in words or file.stem in words else Recipe(file.stem)
-        for file in sorted(find("recipes").glob("*.yaml"))
+        for file in _files()
     ]
     # A recipe may be a sweep over recipes.
     return read_all() if any("recipe" in str(one.content) for one in found) else found
+
+
+def _files(homes: Iterable[Path] | None = None) -> list[Path]:
+    chosen = {
+        file.stem: file for home in homes or folders() for file in sorted(home.glob("*.yaml"))
+    }
+    return [chosen[name] for name in sorted(chosen)]
 
 
 def register(found: Iterable[Recipe]) -> dict[str, str]:
@@ -119,6 +150,6 @@ def _read(file: Path) -> Recipe:
     except Refusal as error:
         return Recipe(file.stem, error=str(error))
     first, _, others = file.read_text(encoding="utf-8").partition("\n")
-    purpose = first.partition(":")[2]
+    purpose = first.partition(":")[2] if first.startswith("#") else ""
     source = others.partition("# source:")[2].partition("\n")[0]
     return Recipe(file.stem, purpose.strip(), source.strip(), content)

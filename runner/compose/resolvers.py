@@ -65,7 +65,9 @@ def _groups(_: Container) -> str:
 
 def _recipes(_: Container) -> str:
     """Return recipes with their purposes, or with why they cannot be read, for ``--help``."""
-    return _table((recipe.name, recipe.error or recipe.purpose) for recipe in recipes.read_all())
+    homes = recipes.folders(GlobalHydra.instance().config_loader().get_search_path())
+    found = recipes.read_all(homes)
+    return _table((recipe.name, recipe.error or recipe.purpose) for recipe in found)
 
 
 def _keys(root: Container) -> str:

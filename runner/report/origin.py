@@ -91,7 +91,7 @@ def _run(sweep: SweepRuns, run: Run) -> Markup:
         tag("th", run.number, scope="row"),
         tag(
             "td",
-            tag("code", command_of(run.overrides)),
+            tag("code", sweep.command_of(run)),
             tag("div", " · ".join(fact for fact in facts if fact), class_="aside"),
             tag("pre", run.error, class_="error") if run.error else None,
         ),

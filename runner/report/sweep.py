@@ -6,7 +6,9 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from runner.config.folders import CONFIG_NAME, find
 from runner.report.run import NoRunError, Run, is_run, read_run, read_yaml, unreadable
 from runner.run_folder import files
 from runner.run_folder.sweep_record import Entry, SweepRecord
@@ -22,6 +24,7 @@ class SweepRuns:
         runs: runs by number.
         single: whether the folder is that of one run, not of a sweep.
         command: command that started them, if it was recorded.
+        flags: flags of it that say where the configuration was read, such as ``--config-dir``.
     """
 
     folder: Path
@@ -29,6 +32,11 @@ class SweepRuns:
     runs: tuple[Run, ...]
     single: bool = False
     command: str | None = None
+    flags: tuple[str, ...] = ()
+
+    def command_of(self, run: Run) -> str:
+        """Return the command that runs one of the runs."""
+        return command_of([*self.flags, *run.overrides])
 
 
 def read(folder: Path) -> SweepRuns:
@@ -42,7 +50,9 @@ def read(folder: Path) -> SweepRuns:
     folder = folder.resolve()
     if is_run(folder):
         run = read_run(folder)
-        return SweepRuns(folder, folder.name, (run,), True, command_of(run.overrides))
+        flags = _flags(read_yaml(folder / files.COMPOSED))
+        command = command_of([*flags, *run.overrides])
+        return SweepRuns(folder, folder.name, (run,), True, command, flags)
     return read_sweep(folder)
 
 
@@ -67,9 +77,11 @@ def read_sweep(folder: Path) -> SweepRuns:
     runs = [_completed(_read(one), planned.pop(one.name, None)) for one in found]
     runs += [_planned(entry) for entry in planned.values()]
     runs.sort(key=lambda run: int(run.number))
-    if record is None:
-        return SweepRuns(folder, folder.name, tuple(runs), command=_composed_command(folder))
-    return SweepRuns(folder, record.name, tuple(runs), command=command_of(record.words))
+    composed = read_yaml(folder / files.MULTIRUN)
+    flags = _flags(composed)
+    name = folder.name if record is None else record.name
+    command = _composed_command(composed, flags) if record is None else command_of(record.words)
+    return SweepRuns(folder, name, tuple(runs), command=command, flags=flags)
 
 
 def command_of(overrides: Iterable[object]) -> str:
@@ -115,10 +127,33 @@ def _planned(entry: Entry) -> Run:
     )
 
 
-def _composed_command(folder: Path) -> str | None:
+def _composed_command(composed: Any, flags: Iterable[str]) -> str | None:
     """Return the command of a sweep from what Hydra wrote; None if it wrote nothing."""
-    multirun = read_yaml(folder / files.MULTIRUN)
     try:
-        return command_of(["-m", *multirun["hydra"]["overrides"]["task"]])  # type: ignore[index]
+        return command_of(["-m", *flags, *composed["hydra"]["overrides"]["task"]])
     except (KeyError, TypeError):
         return None
+
+
+def _flags(composed: Any) -> tuple[str, ...]:
+    """Return the flags that say where Hydra read the configuration, from what it wrote."""
+    try:
+        sources = composed["hydra"]["runtime"]["config_sources"]
+        paths = {one["provider"]: Path(one["path"]) for one in sources if one["schema"] == "file"}
+        name = composed["hydra"]["job"]["config_name"]
+    except (KeyError, TypeError):
+        return ()
+    given = {
+        "--config-path": _briefly(paths.get("main"), find("conf")),
+        "--config-name": None if name == CONFIG_NAME else name,
+        "--config-dir": _briefly(paths.get("command-line"), None),
+    }
+    return tuple(word for flag, text in given.items() if text for word in (flag, text))
+
+
+def _briefly(folder: Path | None, usual: Path | None) -> str | None:
+    """Return a folder as a command here names it; None for the usual one."""
+    if folder is None or folder == usual:
+        return None
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)

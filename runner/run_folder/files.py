@@ -8,6 +8,8 @@ from __future__ import annotations
 HYDRA = ".hydra"
 """What Hydra composed the run from."""
 OVERRIDES = f"{HYDRA}/overrides.yaml"
+COMPOSED = f"{HYDRA}/hydra.yaml"
+"""Hydra's own part of what it composed."""
 CONFIG = "config.yaml"
 """Resolved configuration."""
 STATUS = "status.json"

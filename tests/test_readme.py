@@ -11,8 +11,10 @@ import torch
 import yaml
 from torch import nn
 
+from runner.cli import new
 from runner.cli.main import COMMANDS
 from runner.compose import recipes
+from runner.compose.composer import Source
 from runner.compose.overrides import spelled_out
 from runner.compose.request import request
 from runner.config.folders import find, options
@@ -155,18 +157,24 @@ def test_files_of_a_run_exist():
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_commands_in_documents_are_requests_that_can_be_run(name):
+def test_commands_in_documents_are_requests_that_can_be_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert new.main(["demo"]) == 0
     for words in commands(DOCUMENTS[name]):
         if words and words[0] in set(COMMANDS) - {"run"}:
             command, *words = words
-            if command in ("bench", "dashboard", "evaluate", "export", "report", "schema"):
+            if command in ("bench", "dashboard", "evaluate", "export", "new", "report", "schema"):
                 continue
         if words[:1] == ["clip.treshold=1"]:
             continue  # shows what a wrong request is answered
         given = [word for word in words if word not in ("-m", "--cfg", "job", "--help")]
         given = [word for word in given if "plan.yaml" not in word]
-        given = spelled_out(given)
-        assert request(given, multirun="-m" in words, writes=False).jobs, words
+        given, source = spelled_out(given), Source()
+        if "--config-dir" in given:
+            place = given.index("--config-dir")
+            source = Source(extra=tmp_path / "demo" / given.pop(place + 1))
+            given.pop(place)
+        assert request(given, multirun="-m" in words, source=source, writes=False).jobs, words
 
 
 def test_readme_names_every_command():

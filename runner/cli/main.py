@@ -30,6 +30,7 @@ COMMANDS = (
     "dashboard",
     "evaluate",
     "export",
+    "new",
     "plan",
     "report",
     "run",
@@ -39,7 +40,7 @@ COMMANDS = (
 """Each is a module of :mod:`runner.cli` with a function ``main(arguments) -> exit code``. One that
 does not answer ``--help`` itself has a text ``USAGE``."""
 
-PARSED_BY_ARGPARSE = ("bench", "dashboard", "export", "report", "schema")
+PARSED_BY_ARGPARSE = ("bench", "dashboard", "export", "new", "report", "schema")
 """Commands that take no overrides."""
 
 LISTENING = 5.0

@@ -39,6 +39,7 @@ def imported(words, folder, environment, code=0):
         ("clip=nrom clip.treshold=1", 2),
         ("-m seed=1,2 clip.treshold=1", 2),
         ("plan", 0),
+        ("new demo", 0),
         ("plan recipe=sweep_norm optimizer=adam optimizer.lr=1e-3", 0),
     ],
 )

@@ -6,7 +6,7 @@ The types are pydantic models. Sections ``plugin`` and ``clip`` have modules of 
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from runner.config.clip_section import Clip
 from runner.config.folders import options
@@ -33,6 +33,12 @@ _SomeModes = Annotated[
     list[Annotated[str, OneOf(_MODES)]],
     Field(min_length=1),
     Allowed(f"a list of some of {', '.join(_MODES)}, such as [{_MODES[0]}]"),
+]
+
+Callbacks = Annotated[
+    list[Target],
+    Allowed("a list such as [{_target_:mine.Printer,every:10}]"),
+    WithJsonSchema({"type": "array", "items": {"type": "object", "required": ["_target_"]}}),
 ]
 
 SHORT = {"resume": "resume.from"}
@@ -115,6 +121,21 @@ class Eval(Section):
 
     interval: DurationText = Field(
         description="evaluate this often; raise it if evaluation takes long"
+    )
+
+
+class EarlyStop(Section):
+    """When a training whose metric does not improve ends before its duration."""
+
+    patience: Count | None = Field(
+        description="end after so many evaluations in a row without an improvement; null: never"
+    )
+    metric: Text = Field(description="watch this metric of evaluations, such as eval/loss")
+    min_delta: float = Field(
+        ge=0, description="count as an improvement only what is better by this much"
+    )
+    direction: Literal["minimize", "maximize"] | None = Field(
+        description="say which metric is better; null: the lower, of an accuracy the higher"
     )
 
 
@@ -274,6 +295,7 @@ class RunConfig(Section):
     tracker: Tracker
     train: Train
     eval: Eval
+    early_stopping: EarlyStop
     log: Log
     checkpoint: Checkpoint
     telemetry: Telemetry
@@ -291,6 +313,10 @@ class RunConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         description="train on this device; auto: cuda where there is one"
+    )
+    callbacks: Callbacks = Field(
+        description="call objects of your own after steps and evaluations, by _target_ and "
+        "arguments"
     )
     recipe: Text = Field(description="start from this published setting; none: from none")
 

@@ -190,6 +190,8 @@ def run(
         trained[keys.WALL_SECONDS] += start.seconds
         trained |= {"guidance": sentences(trained.get("remarks", ()), swept)} | made_with
         record.summary(trained)
+        if (reason := trained.get(keys.ENDED_EARLY)) and reports_end:
+            print_line(f"clip-runner: ended early: {reason}", sys.stderr)
         return trained
 
     def write_last(code: int, why: str) -> None:

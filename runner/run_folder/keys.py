@@ -50,6 +50,9 @@ WHAT_IF = "clip/what_if/"
 CLIP_MODE = "clip/mode"
 """Facts about a clipping mode that is not one of this project's own (summary only)."""
 
+ENDED_EARLY = "ended_early"
+"""Why a callback ended the training, such as early stopping (summary and status only)."""
+
 WALL_SECONDS = "wall_s"
 """Wall time of the run (summary only)."""
 

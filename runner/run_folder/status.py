@@ -109,11 +109,13 @@ class Record:
         self._write_status()
 
     def summary(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``.
+        """Write ``summary.json``; the status too says why a training ended early.
 
         Raises:
             OSError: it cannot be written; the message is one line.
         """
+        if reason := summary.get(keys.ENDED_EARLY):
+            self._status[keys.ENDED_EARLY] = reason
         write_object(self._folder / files.SUMMARY, summary)
 
     def end(

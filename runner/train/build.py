@@ -30,6 +30,7 @@ from runner.config.schema import DataSection, LossSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data
 from runner.train import progress
+from runner.train.early_stopping import EarlyStopping
 
 
 class TargetError(ValueError):
@@ -149,6 +150,19 @@ def _takes(make: partial[Any], argument: str) -> bool:
         return argument in inspect.signature(make.func).parameters.keys() - make.keywords.keys()
     except ValueError:  # the signature of a compiled function may be unknown
         return False
+
+
+def make_callbacks(config: RunConfig) -> list[object]:
+    """Make the callbacks of a run: early stopping, if it is on, and the user's own.
+
+    Raises:
+        TargetError: see :func:`maker`.
+    """
+    stopping = config.early_stopping
+    made: list[object] = [maker(target)() for target in config.callbacks]
+    if stopping.patience is None:
+        return made
+    return [EarlyStopping(**stopping.model_dump()), *made]
 
 
 def make_plugin(config: RunConfig) -> Plugin:

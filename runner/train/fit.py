@@ -16,7 +16,7 @@ from runner.booster.batch import BatchError, mapped, targets_of, tensors
 from runner.booster.loss import WindowLoss
 from runner.clip import Decision
 from runner.config.folders import CONFIG_NAME, find, options
-from runner.config.problem import DataMismatch, Problem, nearest_name, or_list
+from runner.config.problem import DataMismatch, Problem, did_you_mean, nearest_name, or_list
 from runner.config.schema import RunConfig
 from runner.data import Data, collate_pairs
 from runner.run_folder import keys
@@ -63,7 +63,17 @@ def check(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
             message = f"does not take a sample of {config.data.target} ({shape}): "
             message += "; ".join([first_line(error), *_what_fits(config)])
             return [DataMismatch("model._target_", config.model.target, message)]
-    return _objective(config, model, data, graded)
+    return [*_objective(config, model, data, graded), *_watched(config, data, graded)]
+
+
+def _watched(config: RunConfig, data: Data, graded: bool | None) -> Iterator[Problem]:
+    """Yield a problem if evaluations do not have ``early_stopping.metric``."""
+    key, on = config.early_stopping.metric, config.early_stopping.patience is not None
+    names = [name for name in logged(config, data, graded) if name.startswith(keys.EVAL)]
+    if on and key not in names:
+        near = did_you_mean(key, names)
+        message = f"is no metric of evaluations{near} (they have {or_list(names)})"
+        yield Problem("early_stopping.metric", key, message)
 
 
 def _refused_by_criterion(

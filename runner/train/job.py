@@ -71,7 +71,8 @@ def execute(
     """
     started = time.perf_counter()
     recorded = _recorded(folder)
-    trainer = make_trainer(config, sinks, saver=_saver(config, folder, recorded))
+    callbacks, saver = build.make_callbacks(config), _saver(config, folder, recorded)
+    trainer = make_trainer(config, sinks, saver=saver, callbacks=callbacks)
     if trainer.plugin.rank == 0:
         _log_setup(config, trainer)
     if resume is not None:
@@ -201,6 +202,7 @@ def make_trainer(
     max_duration: Duration | None = None,
     evaluates: bool = True,
     saver: CheckpointSaver | None = None,
+    callbacks: Sequence[object] = (),
 ) -> Trainer:
     """Make the trainer of a run.
 
@@ -211,6 +213,7 @@ def make_trainer(
         max_duration: when to stop instead; the schedule remains that of the whole run.
         evaluates: whether to evaluate on held-out data.
         saver: saves the checkpoints of the run.
+        callbacks: see :class:`runner.train.callbacks.Callback`.
     """
     device = build.device_of(config.device)
     plugin = build.make_plugin(config)
@@ -268,4 +271,5 @@ def make_trainer(
         probe=config.telemetry.probe,
         say=_say,
         saver=saver,
+        callbacks=callbacks,
     )

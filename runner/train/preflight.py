@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
+from runner.booster import SinglePlugin
 from runner.booster.flat_gradients import NOTHING_SMALL, small
 from runner.clip import Layout
 from runner.clip import build as build_mode
@@ -30,6 +31,7 @@ from runner.config.section import Target
 from runner.config.sizes import SizeError, joined_ranks, sizes
 from runner.data import Data
 from runner.train import build, fit
+from runner.train.callbacks import Callbacks
 from runner.train.refused import first_line, to_blame, unknown, wrong_kinds
 
 T = TypeVar("T")
@@ -69,6 +71,8 @@ def check(config: RunConfig) -> None:
         if config.clip.flat_gradients is True and not small(Layout.of_model(model)):
             problems.append(Problem("clip.flat_gradients", True, f"{NOTHING_SMALL}; use auto"))
     _optimizer_and_scheduler(config, data, problems)
+    for target in config.callbacks:
+        _made("callbacks", target, _make_callback, problems)
     if problems:
         raise RequestError(problems)
 
@@ -154,6 +158,15 @@ def _make_data(target: Target) -> Data:
             needed = f"its {part} data {why}: a map-style data set is"
             raise build.TargetError(f"{target.target}: {needed} needed")
     return data
+
+
+def _make_callback(target: Target) -> None:
+    try:
+        Callbacks([build.maker(target)()], SinglePlugin())
+    except TypeError as error:
+        if "is no callback" not in str(error):
+            raise
+        raise build.TargetError(str(error)) from error
 
 
 def _make_model(target: Target) -> nn.Module | None:

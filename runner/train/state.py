@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from runner.booster import OptimizerWrapper
+from runner.booster import OptimizerWrapper, SinglePlugin
 from runner.booster.step_order import StepOrderError, StepState
 from runner.clip import ClipMode
 from runner.config.duration import Duration
 from runner.config.notation import plural
 from runner.telemetry.meter import Meter
 from runner.train.bad_gradients import BadGradients
+from runner.train.callbacks import Callbacks
 from runner.train.progress import Progress
 from runner.train.windows import Window, Windows
 
@@ -32,6 +33,7 @@ class TrainState:
         schedulers: learning-rate schedulers.
         rank: rank of this process.
         bad_gradients: counts skipped steps, if somebody does.
+        callbacks: the user's callbacks.
         progress: counts, and the position in the data.
     """
 
@@ -42,6 +44,7 @@ class TrainState:
     schedulers: list[Any] = field(default_factory=list)
     rank: int = 0
     bad_gradients: BadGradients | None = None
+    callbacks: Callbacks = field(default_factory=lambda: Callbacks((), SinglePlugin()))
     progress: Progress = field(default_factory=Progress)
     _schedulers_behind: bool = False
 
@@ -100,6 +103,7 @@ class TrainState:
             "meter": self.meter.state_dict(),
             "skips": self.bad_gradients.state_dict() if self.bad_gradients else None,
             "clip": self.mode.state_dict(),
+            "callbacks": self.callbacks.state_dict(),
             **(self.optimizer.state_dict() if with_optimizers else {}),
             "schedulers": [_state_of(scheduler) for scheduler in self.schedulers],
             "microbatch": self.windows.samples,
@@ -145,6 +149,7 @@ class TrainState:
         self.meter.load_state_dict(state["meter"])
         if self.bad_gradients is not None and state["skips"] is not None:
             self.bad_gradients.load_state_dict(state["skips"])
+        self.callbacks.load_state_dict(state.get("callbacks", {}))
         own_threshold = self.mode.threshold
         self.mode.load_state_dict(state["clip"])
         if "threshold" in keep:

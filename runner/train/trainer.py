@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from runner.booster import Booster, LossScale, ModelWrapper, OptimizerWrapper, Plugin, SinglePlugin
@@ -21,8 +19,6 @@ from runner.booster.loss import WindowLoss
 from runner.booster.nonfinite import Nonfinite
 from runner.checkpoint import content as checkpoint
 from runner.checkpoint.saver import CheckpointSaver
-from runner.clip import ClipMode, GradientClipping, build
-from runner.clip.shard import local
 from runner.config.duration import Duration
 from runner.config.problem import or_list
 from runner.run_folder import keys
@@ -32,14 +28,15 @@ from runner.telemetry.sinks.sink import Sink
 from runner.telemetry.step import StepMetrics
 from runner.train.bad_gradients import MAX_SKIPS, BadGradients
 from runner.train.between_steps import BetweenSteps
+from runner.train.callbacks import Callbacks
 from runner.train.counting import count
+from runner.train.defaults import Algorithms, duration_of, mode_of, sgd, warn_of_batch_norm
 from runner.train.forward_order import ForwardOrder
 from runner.train.passes import Passes
+from runner.train.probe import Probe
 from runner.train.state import TrainState
 from runner.train.stop import requested
 from runner.train.windows import Window, Windows
-
-log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -85,6 +82,8 @@ class Trainer:
         stop: returns the number of the signal that asked this process to stop, 0 for none. All
             ranks stop if one is asked to: after the next step, and after a checkpoint if there is a
             ``saver``.
+        callbacks: objects that are called after steps, after evaluations and at the end, see
+            :class:`runner.train.callbacks.Callback`; every rank has the same.
 
     Attributes:
         state: everything besides the weights that a run must have to continue exactly: counts,
@@ -101,7 +100,7 @@ class Trainer:
         model: nn.Module,
         train_dataloader: Iterable[Any],
         max_duration: str | Duration = "1ep",
-        algorithms: Sequence[GradientClipping | ClipMode] | GradientClipping | ClipMode = (),
+        algorithms: Algorithms = (),
         eval_dataloader: Iterable[Any] | None = None,
         optimizers: Optimizer | Sequence[Optimizer] | None = None,
         schedulers: Any = None,
@@ -126,6 +125,7 @@ class Trainer:
         device: torch.device | str | None = None,
         saver: CheckpointSaver | None = None,
         stop: Callable[[], int] = requested,
+        callbacks: Sequence[object] = (),
     ) -> None:
         if device is not None:
             model.to(device)
@@ -134,22 +134,22 @@ class Trainer:
         self.device = next(model.parameters()).device
         self.plugin = SinglePlugin() if plugin is None else plugin
         self.train_dataloader, self.eval_dataloader = train_dataloader, eval_dataloader
-        self.max_duration, self.eval_interval = _duration(max_duration), _duration(eval_interval)
-        self.objective, self.probe, self.say = objective, probe, say
+        self.max_duration = duration_of(max_duration)
+        self.eval_interval = duration_of(eval_interval)
+        self.objective = objective
         self.saver = saver
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        if accumulation_steps > 1:
-            _warn_of_batch_norm(model, accumulation_steps)
+        warn_of_batch_norm(model, accumulation_steps)
         self.booster = Booster(precision, self.plugin, loss_scale, nonfinite, flat_gradients)
         self.criterion = criterion
         self.loss = WindowLoss(model, criterion, checked=True)
         self.model: ModelWrapper
         self.optimizer: OptimizerWrapper
         self.model, self.optimizer, *_ = self.booster.boost(
-            model, optimizers or _sgd(model, criterion), criterion
+            model, optimizers or sgd(model, criterion), criterion
         )
         self.passes = Passes(self.booster, self.model, self.optimizer, self.loss, self.device)
-        mode = _mode(algorithms)
+        mode = mode_of(algorithms)
         mode.bind(self.optimizer.layout)
         meter = Meter(sinks, log_interval, log_flush, what_if=what_if)
         if per_layer:
@@ -182,14 +182,17 @@ class Trainer:
             list(schedulers) if several else [schedulers] if schedulers else [],
             self.plugin.rank,
             self.bad_gradients,
+            Callbacks(callbacks, self.plugin),
         )
+        self._probe = Probe(self.model, 0 if self.plugin.rank else probe, say)
         self._between = BetweenSteps(self.state, self.max_duration, saver, stop)
 
     def fit(self) -> dict[str, Any]:
         """Train until ``max_duration``, from where ``state`` stands.
 
         Returns:
-            The summary of the run: final and best metrics, percentiles of ‖G‖, the clip ratio.
+            The summary of the run: final and best metrics, percentiles of ‖G‖, the clip ratio, and
+            ``ended_early``, if a callback ended it.
 
         Raises:
             NonFiniteGradient: a gradient is not finite and ``nonfinite`` is ``error``, or
@@ -197,25 +200,41 @@ class Trainer:
             Stopped: a rank was asked to stop; on every rank, after the checkpoint.
             OSError: a checkpoint cannot be written, on every rank. Earlier ones are unchanged.
             ValueError: no checkpoint could be saved, see :meth:`CheckpointSaver.begin`.
+            CallbackError: a callback raised an exception.
         """
-        meter = self.state.meter
+        meter, callbacks = self.state.meter, self.state.callbacks
         try:
             self._between.begin(self)
+            callbacks.start(self)
             self.model.train()
             started = time.perf_counter()
             with self.bad_gradients.watching():
-                for window in self.state.read(self.max_duration):
+                for window in () if callbacks.ended else self.state.read(self.max_duration):
                     self._step(window, started)
+                    if callbacks.ended:
+                        break
                     started = time.perf_counter()
             self.state.step_schedulers()
             self._between.finish(self)
+            summary = meter.summary()
+            if callbacks.ended:
+                summary[keys.ENDED_EARLY] = callbacks.ended
+            callbacks.end(self, summary)
         except BaseException:
             # What led up to the end is the most wanted part of the record; a full disk must not
             # hide what ended the run.
             with suppress(Exception):
                 meter.flush(together=False)
             raise
-        return meter.summary()
+        return summary
+
+    def end_early(self, reason: str) -> None:
+        """End the training after this step; for callbacks, see there.
+
+        Args:
+            reason: why, for the log and the record of the run.
+        """
+        self.state.callbacks.ask(reason)
 
     def save(self, checkpoints: Path | str, about: Mapping[str, Any] | None = None) -> Path:
         """Save a checkpoint between two steps; every rank has to call this.
@@ -295,54 +314,20 @@ class Trainer:
 
         state.progress = at
         seconds = time.perf_counter() - started
-        meter.push(
-            StepMetrics(at.step, loss, decision, lr, at.samples, at.tokens, seconds, layers),
-            self.evaluate() if evaluates else None,
-        )
+        metrics = StepMetrics(at.step, loss, decision, lr, at.samples, at.tokens, seconds, layers)
+        state.callbacks.step(self, metrics)
+        evaluates = evaluates or state.callbacks.ended is not None
+        evaluation = self.evaluate() if evaluates else None
+        meter.push(metrics, evaluation)
         if decision.finite is not True:
             self.bad_gradients.check(meter)
+        if evaluation:
+            state.callbacks.evaluate(self, evaluation)
         self._between.act(self, asked, before)
 
     def _show(self, number: int, of: int) -> None:
-        """Print the probe after microbatch ``number``."""
-        if not self.probe or self.plugin.rank:
-            return
-        first = local(next(self.model.unwrap().parameters()).detach()).flatten()[: self.probe]
-        values = " ".join(f"{x:+.6f}" for x in first.tolist())
-        self.say(f"step {self.state.progress.step + 1} microbatch {number}/{of}: {values}")
+        self._probe.show(self.state.progress.step + 1, number, of)
 
     def _mean_over_data(self, values: list[float]) -> list[float]:
         size = self.plugin.data_size
         return [value / size for value in self.plugin.sum_over_data(values)]
-
-
-def _sgd(model: nn.Module, criterion: Criterion | None) -> Optimizer:
-    """Make the default optimizer, over the parameters of ``model`` and a trainable criterion."""
-    trained = dict.fromkeys(model.parameters())
-    if isinstance(criterion, nn.Module):
-        trained |= dict.fromkeys(p for p in criterion.parameters() if p.requires_grad)
-    return torch.optim.SGD(trained, lr=0.1)
-
-
-def _warn_of_batch_norm(model: nn.Module, accumulation_steps: int) -> None:
-    if any(isinstance(module, _BatchNorm) for module in model.modules()):
-        log.warning(
-            "batch norm sees one microbatch at a time: %d accumulated microbatches are not "
-            "the same as one batch of their size",
-            accumulation_steps,
-        )
-
-
-def _duration(given: str | Duration) -> Duration:
-    return given if isinstance(given, Duration) else Duration.parse(given)
-
-
-def _mode(
-    algorithms: Sequence[GradientClipping | ClipMode] | GradientClipping | ClipMode,
-) -> ClipMode:
-    listed = [algorithms] if isinstance(algorithms, GradientClipping | ClipMode) else algorithms
-    if len(listed) > 1:
-        raise ValueError(f"one clipping algorithm at most, not {len(listed)}")
-    for algorithm in listed:
-        return algorithm.mode() if isinstance(algorithm, GradientClipping) else algorithm
-    return build("none")

@@ -19,6 +19,7 @@ from runner.config.environment import joins
 from runner.config.notation import plural
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.secrets import masked_words
+from runner.launch.nodes import require_one_machine
 from runner.run_folder import files
 from runner.telemetry.sinks.console import print_line
 
@@ -53,6 +54,7 @@ def main(words: Sequence[str]) -> int:
     asked = _read(words)
     run = folder_of_run(asked.run)
     job = recorded(run / files.CONFIG, asked.overrides)
+    require_one_machine(job.config)
     check_jobs([job])
     from runner.checkpoint.folder import DamagedCheckpoint
     from runner.run_folder.strict_json import write_object

@@ -18,6 +18,7 @@ from runner.config.check import leaves
 from runner.config.identity import NOT_HASHED
 from runner.config.notation import plural
 from runner.config.problem import shown
+from runner.config.sizes import least_ranks, may_grow
 from runner.run_folder.earlier import earlier_record
 from runner.sweep import live, plan_runs
 from runner.train.known_length import known_length
@@ -106,9 +107,18 @@ def _others(jobs: Sequence[Job]) -> list[str]:
     ]
 
 
+def _machines(wanted: Request) -> str:
+    """Return on how many machines a run is, if it is on several."""
+    plugin = wanted.jobs[0].config.plugin
+    nodes = plugin.nnodes or 1
+    ranks = plural(least_ranks(plugin) // nodes, "rank")
+    least = "at least " if may_grow(plugin) else ""
+    return f", on {nodes} machines of {least}{ranks}" if nodes > 1 else ""
+
+
 def _summary(wanted: Request, states: Sequence[str], steps: Sequence[int | None]) -> str:
     if wanted.sweep is None:
-        return "one run, in a folder of its own in outputs/runs"
+        return f"one run, in a folder of its own in outputs/runs{_machines(wanted)}"
     if wanted.sweep.trials is not None:
         return (
             f"{plural(wanted.sweep.trials, 'run')} that the sweeper chooses as it goes, of the "

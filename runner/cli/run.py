@@ -30,6 +30,7 @@ from runner.config.importing import importing
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.scratch import missing
 from runner.config.sizes import may_grow
+from runner.launch import nodes
 from runner.run_folder import files
 from runner.run_folder.claim import claimed
 from runner.run_folder.earlier import earlier_record
@@ -65,7 +66,16 @@ def main(words: Sequence[str]) -> int:
         if started is not None and started.world_size > 1:
             message = "a sweep starts its own ranks (plugin.nproc): run it without torchrun"
             raise RequestError([Problem("-m", NOTHING, message)])
+        for job in wanted.jobs:
+            nodes.require_one_machine(job.config)
         return run_sweep(wanted, words, check_jobs)
+    config = wanted.jobs[0].config
+    if nodes.several(config):
+        task = nodes.task_of(config)
+        if task.tasks == task.nodes:
+            return nodes.launch(config, words, task)
+        with nodes.as_rank(task, config.launch.timeout):
+            return main(words)
     if not joins():
         from runner.launch import supervise
 
@@ -172,6 +182,7 @@ def single(words: Sequence[str], purpose: str) -> Request:
         message = f"{purpose} is of one run: leave out what makes a sweep of it"
         raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
     note(wanted.notes)
+    nodes.require_one_machine(wanted.jobs[0].config)
     check_jobs(wanted.jobs)
     return wanted
 

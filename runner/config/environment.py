@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import NamedTuple
 
 
@@ -53,6 +54,66 @@ def slurm_job() -> str | None:
 def was_requeued() -> bool:
     """Return whether Slurm started this process's job again, such as after a pre-emption."""
     return bool(_number("SLURM_RESTART_COUNT"))
+
+
+class SlurmTask(NamedTuple):
+    """The place of this process among the tasks that ``srun`` started.
+
+    Attributes:
+        step: what identifies the start of these tasks, also after the job was queued again.
+        name: name of this machine.
+        number: number of this task.
+        tasks: number of all tasks.
+        node: number of this machine.
+        nodes: number of all machines.
+        local: number of this task on its machine.
+    """
+
+    step: str
+    name: str
+    number: int
+    tasks: int
+    node: int
+    nodes: int
+    local: int
+
+
+def slurm_task() -> SlurmTask | None:
+    """Return the task of ``srun`` that this process is; None without srun."""
+    names = ("PROCID", "STEP_NUM_TASKS", "NODEID", "STEP_NUM_NODES", "LOCALID")
+    number, tasks, node, nodes, local = (_number(f"SLURM_{name}") for name in names)
+    job, step = slurm_job(), _number("SLURM_STEP_ID")
+    if None in (number, tasks, node, nodes, local, step) or job is None:
+        return None
+    again = _number("SLURM_RESTART_COUNT") or 0
+    return SlurmTask(
+        f"slurm-{job}-{step}-{again}",
+        node_name(),
+        number or 0,
+        tasks or 0,
+        node or 0,
+        nodes or 0,
+        local or 0,
+    )
+
+
+def node_name() -> str:
+    """Return the name of this machine: that of the node under Slurm, else the host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def elastic_job() -> str | None:
+    """Return what identifies the torchrun that started this process, also after a restart.
+
+    Without ``--rdzv-id`` that is the torchrun of the first rank.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"{socket.gethostname()}-{os.getppid()}" if name == "none" else name or None
+
+
+def was_restarted() -> bool:
+    """Return whether torchrun started the ranks again after one of them failed."""
+    return bool(_number("TORCHELASTIC_RESTART_COUNT"))
 
 
 def _number(name: str) -> int | None:

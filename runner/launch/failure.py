@@ -41,15 +41,23 @@ class Failure:
     error: str
     rank: int | None = None
     disk_full: bool = False
+    node: str | None = None
 
 
 class RankFailed(Exception):
-    """A local rank failed; the exception has its number, and its traceback or how it ended."""
+    """A rank failed.
 
-    def __init__(self, rank: int, error: str) -> None:
-        super().__init__(rank, error)
+    Args:
+        rank: its number.
+        error: its traceback, or how it ended.
+        node: its machine, if the run has several.
+    """
+
+    def __init__(self, rank: int, error: str, node: str | None = None) -> None:
+        super().__init__(rank, error, node)
         self.rank = rank
         self.error = error
+        self.node = node
 
 
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
@@ -105,4 +113,5 @@ def _why(error: BaseException) -> Failure:
         (error.rank, error.error) if isinstance(error, RankFailed) else (0, described(error))
     )
     full = disk.told_by_rank(text) if isinstance(error, RankFailed) else disk.told(error)
-    return Failure("failed", 1, full or text, rank, full is not None)
+    node = error.node if isinstance(error, RankFailed) else None
+    return Failure("failed", 1, full or text, rank, full is not None, node)

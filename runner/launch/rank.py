@@ -40,10 +40,17 @@ from runner.launch.process_group import abandon, launch_from_torch, leave
 from runner.run_folder import files
 from runner.run_folder.log_file import LogFile
 from runner.run_folder.rows import JsonlSink
+from runner.run_folder.status import end_in_place
 from runner.telemetry.sinks.console import print_line
 from runner.telemetry.sinks.terminal import ConsoleHandler
 from runner.train import beat, build, stop
 from runner.train.job import execute
+
+LISTENING = 2.0
+"""Seconds that a rank delays its exit while the first one writes the record.
+
+torchrun ends all ranks once one has exited.
+"""
 
 
 def local_main(
@@ -152,13 +159,15 @@ def join(work: Work | None = None, timeout: float = 600.0) -> int:
     Returns:
         The exit code.
     """
+    folder = None
     try:
         launch_from_torch(verbose=False, timeout=timeout)
         sent: list[Any] = [None, None, None]
         dist.broadcast_object_list(sent, src=0)
         config, folder, resume = sent
+        peers.meet(folder)
         signals.set_timeout(config.shutdown.timeout)
-        if folder.is_dir():  # not on another machine without a shared disk
+        if folder.is_dir():  # not the temporary folder of an evaluation on another machine
             _log_to(folder / files.LOG, dist.get_rank())
         keep_freed_memory(build.device_of(config.device).type)
         work = work or partial(execute, folder=folder, resume=resume)
@@ -166,9 +175,13 @@ def join(work: Work | None = None, timeout: float = 600.0) -> int:
     except Stopped as stopped:
         leave()
         return signals.exit_code(stopped.signal)
+    except peers.NotShared:
+        abandon()
+        time.sleep(LISTENING)
+        return 1
     except BaseException as error:
         abandon()
-        _explain(error, timeout)
+        _explain(error, timeout, folder)
         if isinstance(error, Exception):
             return 1
         raise
@@ -176,10 +189,11 @@ def join(work: Work | None = None, timeout: float = 600.0) -> int:
     return 0
 
 
-def _explain(error: BaseException, timeout: float) -> None:
+def _explain(error: BaseException, timeout: float, folder: Path | None) -> None:
     """Tell the other ranks why this one fails, and print it unless it follows from another's end.
 
-    Without the first rank, nobody but the second says why the run ended.
+    Without the first rank, the first one of each other machine records how the run ended, and the
+    second says so.
     """
     started = started_rank()
     assert started is not None
@@ -189,9 +203,13 @@ def _explain(error: BaseException, timeout: float) -> None:
             print_line(secrets.hide(described(error)), sys.stderr)
         return
     found = peers.find(started.world_size, timeout)
-    if found is not None and found.rank == 0 and started.rank == 1:
+    if found is not None and found.rank == 0 and (started.rank == 1 or started.local_rank == 0):
         print_line(f"clip-runner: rank 0: {found.error.splitlines()[-1]}", sys.stderr)
-    time.sleep(2)  # torchrun ends all ranks once one has exited: the first one writes the record
+        if folder is not None:
+            time.sleep(peers.ENDING)  # it may still record that itself
+            with suppress(OSError):
+                end_in_place(folder, secrets.hide(found.error), 0, found.node)
+    time.sleep(LISTENING)
 
 
 def _die_with_the_launcher() -> None:

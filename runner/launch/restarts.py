@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runner.config import disk
+from runner.config.environment import was_restarted
 from runner.config.secrets import hide
 from runner.launch.failure import RankFailed
 from runner.launch.resume import Start, newest
 from runner.run_folder import files, keys
 from runner.run_folder.rows import Row, cut, last_step
-from runner.run_folder.status import Record
+from runner.run_folder.status import RESTARTS, Record
 from runner.telemetry.sinks.sink import Sink
 
 log = logging.getLogger(__name__)
@@ -44,44 +45,69 @@ def train_again(
     Raises:
         RankFailed: a rank failed, and the run does not start again.
     """
-    done, checkpoint, before = 0, start.checkpoint, ("", -1)
+    checkpoint = start.checkpoint
+    failures: list[dict[str, Any]] = []
     while True:
         try:
             return train(checkpoint)
         except RankFailed as failed:
             if disk.told_by_rank(failed.error) is not None or not allowed:
                 raise
-            reached = last_step(folder / files.ROWS)
-            error = failed.error.splitlines()[-1] if failed.error else ""
-            if why := _refusal(done, allowed, (error, reached), before):
-                raise RankFailed(failed.rank, f"{why}\n{failed.error}") from None
-            before, done = (error, reached), done + 1
             found = newest(folder)
-            checkpoint = found.checkpoint or start.checkpoint
             step = found.step if found.checkpoint or not start.former else start.step
+            error = hide(failed.error.splitlines()[-1] if failed.error else "")
+            reached = last_step(folder / files.ROWS)
+            why = None
+            if len(failures) >= allowed:
+                why = f"not started again: launch.max_restarts={allowed} is used up"
+            failures.append({"rank": failed.rank, "error": error, "reached": reached, "step": step})
+            if why := repeated(failures) or why:
+                raise RankFailed(failed.rank, f"{why}\n{failed.error}") from None
+            checkpoint = found.checkpoint or start.checkpoint
             cut(folder / files.ROWS, step)
-            record.restarted(failed.rank, hide(error), step)
-            where = checkpoint.name if checkpoint else "its first step"
-            message = (
-                "rank %d failed, the run starts again from %s (%d of launch.max_restarts=%d): %s"
+            record.restarted(failures)
+            log.warning(
+                "rank %d failed, the run starts again from %s (%d of launch.max_restarts=%d): %s",
+                failed.rank,
+                checkpoint.name if checkpoint else "its first step",
+                len(failures),
+                allowed,
+                error,
             )
-            log.warning(message, failed.rank, where, done, allowed, hide(error))
 
 
-def _refusal(done: int, allowed: int, now: tuple[str, int], before: tuple[str, int]) -> str | None:
-    """Return why a run does not start again; None if it does.
+def repeated(failures: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return why a run does not start again: its last failure repeats the one before.
+
+    None if it does not: the error is another one, or the run came further.
 
     Args:
-        done: number of restarts so far.
-        allowed: number of restarts that are allowed.
-        now: last line of the error, and the step that the run reached.
-        before: the same of the failure before.
+        failures: entries of the status, see :data:`runner.run_folder.status.RESTARTS`.
     """
-    if done and now[0] == before[0] and now[1] <= before[1]:
-        return f"not started again: this error came twice, and both times after step {now[1]}"
-    return (
-        f"not started again: launch.max_restarts={allowed} is used up" if done >= allowed else None
-    )
+    if len(failures) < 2:
+        return None
+    before, now = failures[-2:]
+    if now["error"] != before["error"] or now["reached"] > before["reached"]:
+        return None
+    step = now["reached"]
+    return f"not started again: this error came twice, and both times after step {step}"
+
+
+def elastic_failures(start: Start) -> list[dict[str, Any]]:
+    """Return the failures after which torchrun started this run again, the last one included.
+
+    Args:
+        start: where the run goes on, with the status of the attempt before.
+    """
+    former = start.former
+    if not was_restarted() or not former:
+        return []
+    error = str(former.get("error") or "the first rank was killed").splitlines()[-1]
+    found = {"rank": former.get("rank") or 0, "error": error, "reached": former.get("step") or 0}
+    failures = [*former.get(RESTARTS, ())]
+    if not repeated(failures):
+        failures.append({**found, "step": start.step})
+    return failures
 
 
 class Onward:

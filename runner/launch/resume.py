@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.folder import DamagedCheckpoint, found, require_whole, whole
-from runner.config.environment import slurm_job, was_requeued
+from runner.config.environment import elastic_job, slurm_job, was_requeued, was_restarted
 from runner.config.folders import outputs
 from runner.config.identity import config_hash
 from runner.config.problem import Problem, RequestError
@@ -19,6 +19,7 @@ from runner.config.schema import RunConfig
 from runner.launch.other_configuration import problems
 from runner.run_folder import files, keys
 from runner.run_folder.status import (
+    ELASTIC_JOB,
     RESUMED,
     SLURM_JOB,
     WANDB_STEP,
@@ -147,17 +148,19 @@ def is_usable(folder: Path) -> bool:
 
 
 def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
-    """Return the folder of the run that a Slurm job continues when it is queued again.
+    """Return the folder of the run that a job continues which Slurm or torchrun starts again.
 
     Args:
         plain: configuration of the run.
         folder: folder that the run would get; the earlier one lies beside it.
     """
-    if not was_requeued() or (folder / files.STATUS).exists():
+    again = {SLURM_JOB: slurm_job()} if was_requeued() else {}
+    again |= {ELASTIC_JOB: elastic_job()} if was_restarted() else {}
+    if not again or (folder / files.STATUS).exists():
         return None
     for other in _beside(folder):
         status = read_object(other / files.STATUS)
-        same = status.get(SLURM_JOB) == slurm_job() and _is_same(status, plain)
+        same = any(status.get(key) == job for key, job in again.items()) and _is_same(status, plain)
         if same and is_unfinished(other):
             return other
     return None

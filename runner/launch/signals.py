@@ -118,6 +118,11 @@ def ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def leave_to_ranks() -> None:
+    """Let torch's elastic agent handle the signals from now on: it passes them on, and waits."""
+    signal.set_wakeup_fd(-1)
+
+
 def set_timeout(seconds: float) -> None:
     """Set the seconds that a training has to end after the first signal."""
     _State.timeout = seconds
@@ -144,7 +149,7 @@ def last_words(function: LastWords) -> Iterator[None]:
 def requeue() -> None:
     """Let Slurm start this job again if SIGUSR1 stopped it; the first rank asks for it."""
     job = os.environ.get("SLURM_JOB_ID")
-    first = {os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID")} == {"0"}
+    first = (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
     if _State.number != signal.SIGUSR1 or not job or not first:
         return
     command = ["scontrol", "requeue", job]

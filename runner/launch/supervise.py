@@ -23,10 +23,10 @@ from runner.config.schema import RunConfig
 from runner.config.secrets import hidden
 from runner.launch import signals
 from runner.launch.allocator import keep_freed_memory
-from runner.launch.failure import Failure, attempt, may_be_lost_peer
+from runner.launch.failure import Failure, RankFailed, attempt, may_be_lost_peer
 from runner.launch.local_ranks import Work, train_on_local_ranks
 from runner.launch.page import write_page
-from runner.launch.restarts import Onward, train_again
+from runner.launch.restarts import Onward, elastic_failures, repeated, train_again
 from runner.launch.resume import ANEW, Start
 from runner.run_folder import files, keys
 from runner.run_folder.log_file import LogFile
@@ -107,8 +107,11 @@ def train(
         if joined is not None and config.plugin.name != "single":
             import torch.distributed as dist
 
+            from runner.launch import peers
+
             launch_from_torch(verbose=False, timeout=config.launch.timeout)
             dist.broadcast_object_list([config, folder.absolute(), resume], src=0)
+            peers.meet(folder.absolute())
         elif config.plugin.name != "single":
             stand_alone()
         keep_freed_memory(device.type)
@@ -186,6 +189,12 @@ def run(
         def attempt_from(checkpoint: Path | None) -> dict[str, Any]:
             return train(config, folder, takes, resume=checkpoint)
 
+        failures = elastic_failures(start)
+        if failures:
+            record.restarted(failures)
+            if why := repeated(failures):
+                former = start.former
+                raise RankFailed(former.get("rank") or 0, f"{why}\n{former.get('error')}")
         trained = train_again(attempt_from, again, start, folder, record)
         trained[keys.WALL_SECONDS] += start.seconds
         trained |= {"guidance": sentences(trained.get("remarks", ()), swept)} | made_with
@@ -205,7 +214,7 @@ def run(
         summary: dict[str, Any] | None = None
         if isinstance(ended, Failure):
             exit_code = ended.exit_code
-            record.end(ended.state, exit_code, ended.error, ended.rank)
+            record.end(ended.state, exit_code, ended.error, ended.rank, ended.node)
             log.info("%s", ended.error)
         else:
             exit_code = 0

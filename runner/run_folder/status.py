@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from runner.config.environment import slurm_job
+from runner.config.environment import elastic_job, slurm_job
 from runner.run_folder import files, keys
 from runner.run_folder.atomic import fill_reserve, remove_reserve, reserve, write_text
 from runner.run_folder.strict_json import encode, number, read_object, write_object
@@ -25,9 +25,13 @@ RESERVED = 2**16
 """Bytes of the disk that are reserved for the last status of a run."""
 
 SLURM_JOB = "slurm_job_id"
+ELASTIC_JOB = "torchelastic_run_id"
 RESTARTS = "restarts"
-"""Entry of a status: the failures after which the run was started again, with the rank, the last
-line of its error, and the step from which the run went on."""
+"""Entry of a status: the failures after which the run was started again.
+
+Each has the rank, the last line of its error, the step that the run had ``reached``, and the
+``step`` from which it went on.
+"""
 RESUMED = "resumed"
 """Entry of a status: the steps at which the run was continued in its own folder."""
 WANDB_STEP = "wandb_step"
@@ -84,6 +88,8 @@ class Record:
         }
         if job := slurm_job():
             self._status[SLURM_JOB] = job
+        if job := elastic_job():
+            self._status[ELASTIC_JOB] = job
         self._status |= resumed or {}
         self._before = self._status[keys.WALL_SECONDS] - time.monotonic()
         self._write_status()
@@ -101,11 +107,9 @@ class Record:
                 self._write_status()
             self._written = time.monotonic()
 
-    def restarted(self, rank: int, error: str, step: int) -> None:
-        """Add a failure after which the run starts again from ``step``."""
-        entry = {"rank": rank, "error": error, "step": step, "at": now()}
-        self._status[RESTARTS] = [*self._status.get(RESTARTS, ()), entry]
-        self._status["step"] = step
+    def restarted(self, failures: Sequence[Mapping[str, Any]]) -> None:
+        """Record the failures after which the run was started again; the last one is new."""
+        self._status |= {RESTARTS: list(failures), "step": failures[-1]["step"]}
         self._write_status()
 
     def summary(self, summary: dict[str, Any]) -> None:
@@ -124,6 +128,7 @@ class Record:
         exit_code: int,
         error: str | None,
         rank: int | None,
+        node: str | None = None,
     ) -> None:
         """Write how the run ended, on a full disk into space that was reserved for it.
 
@@ -132,7 +137,10 @@ class Record:
             exit_code: exit code of the command.
             error: error message, with its traceback if there is one.
             rank: rank that failed first.
+            node: machine of that rank, if the run has several.
         """
+        if node is not None:
+            self._status["node"] = node
         self._status |= {
             "state": state,
             "exit_code": exit_code,
@@ -156,6 +164,20 @@ class Record:
         self._status[keys.WALL_SECONDS] = round(self._before + time.monotonic(), 3)
         write_object(self._folder / files.STATUS, self._status)
         self._written = time.monotonic()
+
+
+def end_in_place(folder: Path, error: str, rank: int, node: str | None) -> bool:
+    """Record that a run failed whose own process cannot do so: it was killed, or its machine lost.
+
+    Returns:
+        Whether it was recorded: not if the run has ended otherwise.
+    """
+    status = read_object(folder / files.STATUS)
+    if status.get("state") != "running":
+        return False
+    ended = {"state": "failed", "exit_code": 1, "error": error, "rank": rank, "ended": now()}
+    write_object(folder / files.STATUS, status | ended | ({"node": node} if node else {}))
+    return True
 
 
 def now() -> str:

@@ -85,3 +85,15 @@ def test_another_number_of_machines_is_refused(environment):
     message = "plugin.nnodes=3  2 machines started ranks: give 2, or leave it out"
     assert all(message in text for text in printed), printed
     assert not Path(environment["RUNNER_OUTPUTS"]).exists()
+
+
+def test_several_machines_need_a_launcher(environment):
+    words = ["plugin=ddp", "plugin.nnodes=2", "plugin.nproc=2", *SMALL]
+    for command in (["run"], ["verify"]):
+        done = python("-m", "runner", *command, *words, env=environment, code=2)
+        way = "srun --nodes=2 --ntasks-per-node=1, or by torchrun --nnodes=2"
+        assert "plugin.nnodes=2" in done.stderr
+        assert way in done.stderr
+    planned = python("-m", "runner", "plan", *words, env=environment)
+    assert planned.stdout.endswith("on 2 machines of 2 ranks\n")
+    assert not Path(environment["RUNNER_OUTPUTS"]).exists()

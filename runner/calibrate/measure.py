@@ -12,6 +12,7 @@ from runner.clip.mode import NEVER
 from runner.clip.tally import HIGHEST, LOWEST, Tally
 from runner.config.duration import Duration
 from runner.config.schema import RunConfig
+from runner.data.dataset import first_sample
 from runner.run_folder import keys
 from runner.telemetry.sinks.sink import Sink
 from runner.train import build
@@ -69,6 +70,6 @@ def _kind(config: RunConfig) -> str:
     data = build.make_data(config.data)
     if data.tokens_per_sample is not None:
         return "language"
-    sample = data.train[0]
+    sample = first_sample(data.train)
     inputs = sample[0] if isinstance(sample, tuple | list) else None
     return "vision" if getattr(inputs, "ndim", 0) == 3 else "other"

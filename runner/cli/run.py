@@ -232,7 +232,7 @@ def _torchs_problems(jobs: Sequence[Job]) -> list[Problem]:
         seen.append(job.plain)
         try:
             with importing("torch._dynamo"):  # torch does when the first optimizer is made
-                preflight.check(job.config)
+                preflight.check(job.config, compared=len(jobs) > 1)
         except RequestError as error:
             problems += (replace(problem, job=job.label) for problem in error.problems)
     return problems

@@ -3,10 +3,10 @@
 The types are pydantic models. Sections ``plugin`` and ``clip`` have modules of their own.
 """
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema, model_validator
 
 from runner.config.clip_section import Clip
 from runner.config.folders import options
@@ -67,8 +67,15 @@ class Precision(Section):
     )
 
 
+OWN_DATA = "runner.data.own.own"
+"""The ``_target_`` of data whose parts are named by ``data.train`` and ``data.eval``."""
+
+
 class DataSection(Target):
-    """The data and how it is read; further keys are arguments of ``_target_``."""
+    """The data and how it is read; further keys are arguments of ``_target_``.
+
+    A section with ``train`` and no ``_target_`` is one of :data:`OWN_DATA`.
+    """
 
     batch_size: int = Field(
         ge=1,
@@ -80,6 +87,32 @@ class DataSection(Target):
     drop_last: bool = Field(
         description="leave out the last microbatch of an epoch if it is shorter"
     )
+
+    @property
+    def parts(self) -> dict[str, Target]:
+        """The targets in ``train`` and ``eval``, by these names; of :data:`OWN_DATA` alone."""
+        given = self.model_extra or {}
+        if self.target != OWN_DATA:
+            return {}
+        return {
+            name: Target.model_validate(given[name])
+            for name in ("train", "eval")
+            if isinstance(given.get(name), Mapping) and given[name].get("_target_") is not None
+        }
+
+    def mapping(self) -> dict[str, Any]:
+        """Return what `hydra.utils.instantiate` takes, without the targets in it."""
+        plain = super().mapping()
+        if self.target != OWN_DATA:
+            return plain
+        return {name: value for name, value in plain.items() if name not in ("train", "eval")}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or "train" not in given or "_target_" in given:
+            return given
+        return {**given, "_target_": OWN_DATA}
 
 
 class LossSection(Target):

@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from runner.data.random_state import RandomState, generators
 
 IGNORED = -100
 """Targets with this value add nothing to the loss and are not counted as items: the default
@@ -26,19 +28,44 @@ class DataUnavailable(Exception):
 class Data:
     """The training and test data of one run.
 
-    `train` and `test` are map-style data sets of known length whose samples are pairs
-    (inputs, targets). A data set may define `__getitems__(indices)`, which returns a whole batch as
-    a tuple of two tensors (see `collate_pairs`), and `set_epoch(epoch)`, which is called before
-    each epoch, for data that depends on the epoch (random augmentation).
+    `train` and `test` are map-style data sets of known length, or streams
+    (`torch.utils.data.IterableDataset`, see `runner.data.stream`). A map-style data set may define
+    `__getitems__(indices)`, which returns a whole batch as a tuple of two tensors (see
+    `collate_pairs`), and any data set `set_epoch(epoch)`, which is called before each epoch, for
+    data that depends on the epoch (random augmentation).
     """
 
     train: Dataset[Any]
-    test: Dataset[Any]
-    """Held-out samples: none of them is in `train`."""
+    test: Dataset[Any] | None
+    """Held-out samples: none of them is in `train`. None: the run does not evaluate."""
     items: Literal["samples", "tokens"]
     """What the loss of a step is averaged over; tokens whose target is `IGNORED` do not count."""
     tokens_per_sample: int | None = None
     """Number of tokens in one sample, for durations in tokens; None for data without tokens."""
+
+
+def length_of(dataset: Dataset[Any]) -> int | None:
+    """Return the number of samples of a data set; None for a stream, whose end alone tells it."""
+    if isinstance(dataset, IterableDataset):
+        return None
+    return len(dataset)  # type: ignore[arg-type]
+
+
+def first_sample(dataset: Dataset[Any]) -> Any:
+    """Return the first sample of a data set that is not empty; a stream is begun for it.
+
+    Raises:
+        DataUnavailable: the stream yields no sample.
+    """
+    if not isinstance(dataset, IterableDataset):
+        return dataset[0]
+    drawn = RandomState.now(generators(dataset, "dataset."))
+    try:
+        return next(iter(dataset))
+    except StopIteration:
+        raise DataUnavailable(f"{type(dataset).__name__} yields no sample") from None
+    finally:
+        drawn.restore(generators(dataset, "dataset."))
 
 
 def data_folder(root: str | None, message: str) -> Path:

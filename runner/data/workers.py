@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from runner.data.order import Indices
 from runner.data.seeding import seed_for
+
+T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a terminal or a cluster sends to all processes of a run. The training process
@@ -87,8 +89,8 @@ class WorkerLoader(DataLoader[Any]):
     def __init__(self, dataset: Dataset[Any], seed: int, **kwargs: Any) -> None:
         kwargs.setdefault("persistent_workers", True)
         kwargs.setdefault("multiprocessing_context", start_method())
-        begin = partial(_begin, then=kwargs.pop("worker_init_fn", None))
-        super().__init__(WorkerDataset(dataset, seed), worker_init_fn=begin, **kwargs)
+        prepare = partial(begin, then=kwargs.pop("worker_init_fn", None))
+        super().__init__(WorkerDataset(dataset, seed), worker_init_fn=prepare, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._iterator is not None:
@@ -96,12 +98,17 @@ class WorkerLoader(DataLoader[Any]):
             # its workers: the random numbers of a model must not depend on either.
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             return super().__iter__()
-        # A worker that forks inherits the mask: no signal finds it before it is prepared.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGTERM))
-        try:
-            return super().__iter__()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return shielded(super().__iter__)
+
+
+def shielded(start: Callable[[], T]) -> T:
+    """Return ``start()``, which starts workers that call :func:`begin`, while signals wait."""
+    # A worker that forks inherits the mask: no signal finds it before it is prepared.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGTERM))
+    try:
+        return start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def start_method() -> str | None:
@@ -120,7 +127,7 @@ def start_method() -> str | None:
     return "fork"
 
 
-def _begin(worker: int, then: Callable[[int], None] | None) -> None:
+def begin(worker: int, then: Callable[[int], None] | None) -> None:
     """Prepare a worker: its training process alone ends it, and it does not live longer."""
     parent = multiprocessing.parent_process()
     assert parent is not None

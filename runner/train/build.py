@@ -28,7 +28,8 @@ from runner.config.duration import Duration
 from runner.config.environment import started_rank
 from runner.config.schema import DataSection, LossSection, RunConfig
 from runner.config.section import Target
-from runner.data import Data
+from runner.data import Data, DataUnavailable
+from runner.data.dataset import length_of
 from runner.train import progress
 from runner.train.early_stopping import EarlyStopping
 
@@ -72,12 +73,15 @@ def make_data(config: DataSection) -> Data:
         TargetError: see :func:`maker`.
         runner.data.DataUnavailable: its files are missing.
     """
-    return _data(config.target, json.dumps(config.arguments, sort_keys=True))
+    return _data(json.dumps(config.model_dump(by_alias=True), sort_keys=True))
 
 
 @lru_cache(maxsize=2)
-def _data(target: str, arguments: str) -> Data:
-    made = maker(Target.of(target, json.loads(arguments)))()
+def _data(section: str) -> Data:
+    config = DataSection.model_validate_json(section)
+    target = config.target
+    parts = {name: _part(name, part) for name, part in config.parts.items()}
+    made = maker(config)(**parts)
     if not isinstance(made, Data):
         raise TargetError(f"{target} returned {type(made).__name__}, not a runner.data.Data")
     return made
@@ -103,6 +107,16 @@ def make_criterion(config: LossSection) -> Criterion | None:
             f"{config.target} is no criterion, which is called with (outputs, targets): {error}"
         ) from error
     return criterion
+
+
+def _part(name: str, target: Target) -> Any:
+    try:
+        return maker(target)()
+    except DataUnavailable:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataUnavailable(f"data.{name}: {target.target} cannot be made: {reason}") from error
 
 
 def make_optimizer(target: Target, parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -138,8 +152,9 @@ def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> A
         return make(optimizer)
     if steps is None:
         raise TargetError(
-            f"{target.target} needs the number of steps, which is unknown for a duration in tokens "
-            "of this data: give train.max_duration in ep, ba or sp"
+            f"{target.target} needs the number of steps, which train.max_duration does not tell for "
+            "this data (a stream has epochs of unknown length, and other data may have no tokens): "
+            "give train.max_duration in ba or sp, such as 500ba"
         )
     return make(optimizer, total_steps=steps)
 
@@ -199,7 +214,7 @@ def steps_of(
     """
     return progress.steps_of(
         config,
-        len(data.train),  # type: ignore[arg-type]
+        length_of(data.train),
         data_size or data_parts(config),
         tokens_per_sample=data.tokens_per_sample,
         duration=duration,

@@ -13,10 +13,18 @@ from torch.utils.data.distributed import DistributedSampler
 
 from runner.booster import Plugin
 from runner.booster.loss import Count, WindowLoss
-from runner.booster.plugin.base import SHARD_BY_HAND
 from runner.data.order import PartitionedBatches
+from runner.data.stream_loader import StreamLoader
 from runner.train.asked import Asked
 from runner.train.windows import Window, Windows
+
+SHARD_BY_HAND = (
+    "let its __iter__ yield this rank's samples alone, itertools.islice(samples, plugin.data_rank, "
+    "None, plugin.data_size), equally many on each rank (with num_workers, each worker yields its "
+    "part of them), and hand it to torch.utils.data.DataLoader; or leave that to "
+    "plugin.prepare_dataloader"
+)
+"""How to shard a data set without an index over data-parallel ranks."""
 
 
 class WindowCount:
@@ -27,14 +35,22 @@ class WindowCount:
 
     Args:
         items: number of items of each microbatch on this rank; None where this rank has no sample.
-        wait: function that returns the sums over ranks.
+        last: whether the epoch ends with the window on this rank.
+        wait: function that returns the sums over ranks, and whether the epoch ends on all of them.
 
     Attributes:
         items: as given.
+        last: whether the epoch ends with the window on all ranks, after :meth:`sums`.
     """
 
-    def __init__(self, items: list[float | None], wait: Callable[[], tuple[Count, Asked]]) -> None:
+    def __init__(
+        self,
+        items: list[float | None],
+        last: bool,
+        wait: Callable[[], tuple[Count, Asked, bool]],
+    ) -> None:
         self.items = items
+        self.last = last
         self._wait = wait
         self._sums: tuple[Count, Asked] | None = None
 
@@ -47,7 +63,8 @@ class WindowCount:
             ValueError: all ranks read the same samples, or the data of some ranks has ended.
         """
         if self._sums is None:
-            self._sums = self._wait()
+            *sums, self.last = self._wait()
+            self._sums = sums[0], sums[1]
         return self._sums
 
     def total_items(self) -> float:
@@ -87,10 +104,14 @@ def count(
         total, samples, tokens = total + here, samples + read, tokens + seen
     own, size, length = Count(total, samples, tokens), plugin.data_size, len(window.batches)
     if plugin.world_size == 1:
-        return WindowCount(items, lambda: (own, asked))
+        return WindowCount(items, window.last, lambda: (own, asked, window.last))
     if size == 1:
         asking = plugin.start_sum_over_ranks(asked.counts())
-        return WindowCount(items, lambda: (own, asked.of_all(asking())))
+
+        def answer() -> tuple[Count, Asked, bool]:
+            return own, asked.of_all(asking()), window.last
+
+        return WindowCount(items, window.last, answer)
     mark = _mark(window.batches[0]) if first and not _is_partitioned(windows.loader) else 0
     mine = [*own, window.last, length, length**2, mark, mark**2]
     if not plugin.reports_metrics:
@@ -98,7 +119,7 @@ def count(
     # Every rank may ask, also one whose samples another rank counts.
     summing = plugin.start_sum_over_ranks([*mine, *asked.counts()])
 
-    def wait() -> tuple[Count, Asked]:
+    def wait() -> tuple[Count, Asked, bool]:
         all_items, *others = summing()
         all_samples, all_tokens, ended, *checks = map(int, others)
         lengths, squared_lengths, marks, squared_marks, *all_asked = checks
@@ -109,19 +130,22 @@ def count(
                 f"DistributedSampler. For an IterableDataset: {SHARD_BY_HAND}"
             )
         # A last window can have fewer batches here than on another rank.
-        if 0 < ended < size or squared_lengths * size != lengths**2:
+        some = 0 < ended < size and not windows.uneven
+        if some or squared_lengths * size != lengths**2:
             raise ValueError(
                 f"the data of some of the {size} data-parallel ranks has ended before that of the "
                 "others: make the loader by plugin.prepare_dataloader, or let an "
                 "IterableDataset yield the same number of batches on each rank"
             )
-        return Count(all_items, all_samples, all_tokens), asked.of_all(all_asked)
+        return Count(all_items, all_samples, all_tokens), asked.of_all(all_asked), ended == size
 
-    return WindowCount(items, wait)
+    return WindowCount(items, window.last, wait)
 
 
 def _is_partitioned(loader: Any) -> bool:
     """Return whether a loader is known to divide its data over ranks."""
+    if isinstance(loader, StreamLoader):
+        return loader.dataset.divided_by != "itself"
     return isinstance(getattr(loader, "batch_sampler", None), PartitionedBatches) or isinstance(
         getattr(loader, "sampler", None), DistributedSampler
     )

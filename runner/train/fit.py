@@ -18,7 +18,8 @@ from runner.clip import Decision
 from runner.config.folders import CONFIG_NAME, find, options
 from runner.config.problem import DataMismatch, Problem, did_you_mean, nearest_name, or_list
 from runner.config.schema import RunConfig
-from runner.data import Data, collate_pairs
+from runner.data import Data, DataUnavailable, collate_pairs
+from runner.data.dataset import first_sample, length_of
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter
 from runner.telemetry.step import StepMetrics
@@ -29,20 +30,22 @@ _COMMAND = "# python -m runner "
 """Start of the lines in an option's file that show how to use it."""
 
 
-def check(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
+def check(config: RunConfig, model: nn.Module, data: Data, compared: bool = True) -> list[Problem]:
     """Return what is wrong with model and data together, or with the objective of the sweep.
 
     Args:
         config: the whole configuration.
         model: model of ``config``, on the meta device.
         data: data of ``config``.
+        compared: whether the run is compared with others by ``sweep.objective``.
     """
-    if len(data.train) == 0:  # type: ignore[arg-type]
+    if length_of(data.train) == 0:
         return []
     shape, outputs = "of unknown shape", None
     graded: bool | None = None
     try:
-        samples = collate_pairs([data.train[0], data.train[0]])
+        sample = first_sample(data.train)
+        samples = collate_pairs([sample, sample])
         criterion = build.make_criterion(config.loss)
         loss = WindowLoss(model, criterion)
         loss.items(samples)
@@ -54,7 +57,7 @@ def check(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
             outputs = loss.forward(model, batch)
             loss.sum(outputs, batch, items=1)
         graded = loss.classified(outputs, samples) is not None
-    except BatchError as error:
+    except (BatchError, DataUnavailable) as error:
         return [Problem("data._target_", config.data.target, str(error))]
     except Exception as error:
         if not about_meta(error):
@@ -63,7 +66,10 @@ def check(config: RunConfig, model: nn.Module, data: Data) -> list[Problem]:
             message = f"does not take a sample of {config.data.target} ({shape}): "
             message += "; ".join([first_line(error), *_what_fits(config)])
             return [DataMismatch("model._target_", config.model.target, message)]
-    return [*_objective(config, model, data, graded), *_watched(config, data, graded)]
+    watched = [*_watched(config, data, graded)]
+    if data.test is None and not compared and config.sweep.objective.startswith(keys.EVAL):
+        return watched  # The objective is the default one: only a sweep can choose another.
+    return [*_objective(config, model, data, graded), *watched]
 
 
 def _watched(config: RunConfig, data: Data, graded: bool | None) -> Iterator[Problem]:
@@ -72,7 +78,7 @@ def _watched(config: RunConfig, data: Data, graded: bool | None) -> Iterator[Pro
     names = [name for name in logged(config, data, graded) if name.startswith(keys.EVAL)]
     if on and key not in names:
         near = did_you_mean(key, names)
-        message = f"is no metric of evaluations{near} (they have {or_list(names)})"
+        message = f"is no metric of evaluations{near} (they have {or_list(names) or 'none'})"
         yield Problem("early_stopping.metric", key, message)
 
 
@@ -110,6 +116,8 @@ def _objective(
         return []
     near = nearest_name(key, names)
     mean = "" if near is None else f"; did you mean {near}?"
+    if data.test is None and key.startswith(keys.EVAL):
+        mean = f", which has no held-out data; use sweep.objective={keys.TRAIN_LOSS}"
     message = f"is not logged by this run{mean} (it logs {', '.join(names)})"
     return [Problem("sweep.objective", key, message)]
 
@@ -123,6 +131,8 @@ def logged(config: RunConfig, data: Data, graded: bool | None) -> list[str]:
         graded: whether evaluations have an accuracy; None, if that is not known, counts as yes.
     """
     evaluation = [keys.EVAL_LOSS] if graded is False else [keys.EVAL_LOSS, keys.EVAL_ACCURACY]
+    if data.test is None:
+        evaluation = []
     meter = Meter(what_if=config.clip.what_if)
     decision = Decision.untouched(0.0, config.clip.threshold, 0.0)
     meter.push(StepMetrics(1, 0.0, decision, 0.0, 1, data.tokens_per_sample or 0, 0.0), {})

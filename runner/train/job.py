@@ -29,6 +29,7 @@ from runner.config.notation import plural
 from runner.config.plugin_section import PluginSection
 from runner.config.schema import RunConfig
 from runner.config.sizes import sizes
+from runner.data.dataset import length_of
 from runner.optim.effects import effect_of
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import decode, encode, read_object
@@ -242,11 +243,16 @@ def make_trainer(
     loss_scale = None
     if precision.name == "fp16":
         loss_scale = LossScale(precision.initial_scale, precision.growth_interval)
-    held_out = plugin.prepare_dataloader(data.test, **loader_options) if evaluates else None
+    held_out = None
+    if evaluates and data.test is not None:
+        held_out = plugin.prepare_dataloader(data.test, **loader_options)
     return Trainer(
         model,
         plugin.prepare_dataloader(
-            data.train, shuffle=True, drop_last=config.data.drop_last, **loader_options
+            data.train,
+            shuffle=length_of(data.train) is not None,
+            drop_last=config.data.drop_last,
+            **loader_options,
         ),
         max_duration or config.train.max_duration,
         algorithms=mode or build_mode(config.clip.kind, **config.clip.options),

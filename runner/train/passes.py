@@ -14,9 +14,9 @@ from runner.booster import Booster, ModelWrapper, OptimizerWrapper
 from runner.booster.batch import mapped
 from runner.booster.loss import WindowLoss
 from runner.clip import Number, transfer
-from runner.data.order import PartitionedBatches
 from runner.run_folder import keys
 from runner.train.beat import beat
+from runner.train.windows import held_out
 
 
 @dataclass
@@ -101,12 +101,9 @@ class Passes:
         losses: list[Number] = []
         right: list[Number] = []
         items, graded, ungraded = 0.0, 0.0, False
-        order = getattr(loader, "batch_sampler", None)
-        for number, host in enumerate(loader):
+        for idle, host in held_out(loader, self.booster.plugin):
             beat()
             batch = self._to_device(host)
-            # Other ranks may wait for this one in a forward pass, even if it has no sample.
-            idle = isinstance(order, PartitionedBatches) and order.weightless(number)
             count = None if idle else self.loss.items(host).items
             items += count or 0.0
             graded += 0 if idle else self.loss.graded(host)

@@ -30,6 +30,7 @@ from runner.config.schema import DataSection, LossSection, RunConfig
 from runner.config.section import Target
 from runner.config.sizes import SizeError, joined_ranks, sizes
 from runner.data import Data
+from runner.data.dataset import length_of
 from runner.train import build, fit
 from runner.train.callbacks import Callbacks
 from runner.train.refused import first_line, to_blame, unknown, wrong_kinds
@@ -37,17 +38,24 @@ from runner.train.refused import first_line, to_blame, unknown, wrong_kinds
 T = TypeVar("T")
 
 
-def check(config: RunConfig) -> None:
+def check(config: RunConfig, compared: bool = True) -> None:
     """Check whether data, model and clipping mode can be made and fit; what is made is dropped.
 
     Args:
         config: the configuration, which is valid by itself.
+        compared: whether the run is compared with others by ``sweep.objective``.
 
     Raises:
         RequestError: lists everything that is wrong.
     """
     problems = list(_machine(config))
-    data = _made("data", config.data, _make_data, problems)
+    of_parts = [
+        problem
+        for name, part in config.data.parts.items()
+        for problem in _refused(f"data.{name}", part)
+    ]
+    problems += of_parts
+    data = None if of_parts else _made("data", config.data, _make_data, problems)
     model = _made("model", config.model, _make_model, problems)
     known_loss = config.loss.target is None or (
         _made("loss", config.loss, _make_criterion, problems) is not None
@@ -66,7 +74,7 @@ def check(config: RunConfig) -> None:
             for key, value, message in kind.problems(model, build.ranks_of(config), options):
                 problems.append(Problem(f"plugin.{key}", value, message))
         if data is not None and known_loss:
-            problems += fit.check(config, model, data)
+            problems += fit.check(config, model, data, compared)
         problems += _mode(config.clip, model)
         if config.clip.flat_gradients is True and not small(Layout.of_model(model)):
             problems.append(Problem("clip.flat_gradients", True, f"{NOTHING_SMALL}; use auto"))
@@ -127,6 +135,15 @@ def _misfit(config: RunConfig) -> SizeError | None:
     return None
 
 
+def _refused(section: str, target: Target) -> list[Problem]:
+    """Return what is wrong with a target and the names and types of its arguments."""
+    try:
+        build.maker(target)
+        return unknown(section, target) + wrong_kinds(section, target)
+    except build.TargetError as error:
+        return [Problem(f"{section}._target_", target.target, str(error))]
+
+
 def _made(
     section: str, target: Target, make: Callable[[Target], T], problems: list[Problem]
 ) -> T | None:
@@ -151,12 +168,11 @@ def _make_data(target: Target) -> Data:
     data = build.make_data(target)
     for part in ("train", "test"):
         dataset = getattr(data, part)
-        why = "" if hasattr(dataset, "__len__") else "has no length"
-        if isinstance(dataset, IterableDataset):
-            why = f"{why or 'has no index'} (an IterableDataset)"
-        if why:
-            needed = f"its {part} data {why}: a map-style data set is"
-            raise build.TargetError(f"{target.target}: {needed} needed")
+        if isinstance(dataset, IterableDataset) or (part == "test" and dataset is None):
+            continue
+        if not hasattr(dataset, "__len__"):
+            needed = f"its {part} data has no length, and is no IterableDataset"
+            raise build.TargetError(f"{target.target}: {needed}")
     return data
 
 
@@ -195,7 +211,9 @@ def _durations(config: RunConfig, data: Data) -> Iterator[Problem]:
             if duration.unit == "tok":
                 message = f"{config.data.target} has no tokens; give it in ep, ba or sp"
                 yield Problem(key, str(duration), message)
-    samples = len(data.train)  # type: ignore[arg-type]
+    samples = length_of(data.train)
+    if samples is None:
+        return
     needed = config.data.batch_size * build.data_parts(config)
     if samples == 0 or (config.data.drop_last and samples < needed):
         message = f"with drop_last a microbatch of all ranks is {needed} of only {samples} samples"

@@ -65,7 +65,7 @@ class Progress(NamedTuple):
 
 def steps_of(
     config: RunConfig,
-    samples: int,
+    samples: int | None,
     data_size: int,
     *,
     tokens_per_sample: int | None = None,
@@ -75,17 +75,17 @@ def steps_of(
 
     Args:
         config: the whole configuration.
-        samples: number of training samples.
+        samples: number of training samples; None for a stream, whose end alone tells it.
         data_size: number of data-parallel ranks.
         tokens_per_sample: number of tokens of a sample; None for data without tokens.
         duration: duration to count instead of that of the whole run.
     """
     microbatch = config.data.batch_size * data_size
-    if config.data.drop_last:
+    if config.data.drop_last and samples is not None:
         samples -= samples % microbatch
     return total_steps(
         duration or config.train.max_duration,
-        max(samples, 1),
+        None if samples is None else max(samples, 1),
         microbatch * config.accumulation.steps,
         tokens_per_sample,
     )
@@ -93,7 +93,7 @@ def steps_of(
 
 def total_steps(
     duration: Duration,
-    samples_per_epoch: int,
+    samples_per_epoch: int | None,
     samples_per_step: int,
     tokens_per_sample: int | None = None,
 ) -> int | None:
@@ -101,27 +101,34 @@ def total_steps(
 
     Args:
         duration: duration to count.
-        samples_per_epoch: number of samples in one pass.
+        samples_per_epoch: number of samples in one pass; None if it is not known. A duration in
+            samples or tokens then takes as many steps as if the first pass were long enough.
         samples_per_step: microbatch size x data-parallel ranks x microbatches of a window.
         tokens_per_sample: number of tokens of a sample; None for data without tokens.
 
     Returns:
-        The number, or None for a duration in tokens of data that has none. Where tokens are ignored
+        The number, or None for a duration in tokens of data that has none, and for one in epochs
+        of unknown length. Where tokens are ignored
         a duration in tokens takes more steps than this.
     """
-    per_epoch = math.ceil(samples_per_epoch / samples_per_step)
     samples = duration.value
     match duration.unit:
         case "ba":
             return duration.value
+        case "ep" if samples_per_epoch is None:
+            return None
         case "ep":
-            return duration.value * per_epoch
+            return duration.value * math.ceil(samples_per_epoch / samples_per_step)
         case "tok" if tokens_per_sample is None:
             return None
         case "tok":
             samples = math.ceil(duration.value / (tokens_per_sample or 1))
+    if samples_per_epoch is None:
+        return math.ceil(samples / samples_per_step)
     epochs, rest = divmod(samples, samples_per_epoch)
-    return epochs * per_epoch + math.ceil(rest / samples_per_step)
+    return epochs * math.ceil(samples_per_epoch / samples_per_step) + math.ceil(
+        rest / samples_per_step
+    )
 
 
 def steps_between_lines(evaluation: int | None, least: int) -> int:

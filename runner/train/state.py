@@ -70,12 +70,14 @@ class TrainState:
             ValueError: an epoch holds nothing that the duration counts, so it would never end.
         """
         while not self.progress.reached(end):
-            empty = True
-            for window in self.windows.epoch(self.progress.epoch, self.progress.batch):
+            empty, epoch = True, self.progress.epoch
+            for window in self.windows.epoch(epoch, self.progress.batch):
                 empty = False
                 yield window
                 if self.progress.reached(end):
                     return
+                if self.progress.epoch != epoch:
+                    break  # the data of all ranks has ended
             if empty:
                 raise ValueError("the training data holds no microbatch")
             if self.progress.of(end.unit) == 0:
@@ -122,7 +124,7 @@ class TrainState:
                 f"the training state is that of {plural(given, 'scheduler')}, this run has "
                 f"{len(self.schedulers)}"
             )
-        self._random_of(state)
+        self.windows.require(self._random_of(state))
         self._progress_of(state)
 
     def load_state_dict(self, state: Mapping[str, Any], keep: Collection[str] = ()) -> None:

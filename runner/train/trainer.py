@@ -299,7 +299,7 @@ class Trainer:
         )
         loss = self.passes.accumulate(window.batches, counts.items, counts.total_items, self._show)
         total, asked = counts.sums()
-        at = before.after(len(window.batches), total.samples, total.tokens, window.last)
+        at = before.after(len(window.batches), total.samples, total.tokens, counts.last)
         evaluates = at.completed(self.eval_interval, before) or at.reached(self.max_duration)
 
         measured = meter.layers if evaluates or meter.row_due(at.step) else None

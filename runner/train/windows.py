@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from runner.booster import Plugin
 from runner.data.order import PartitionedBatches
+from runner.data.random_state import RandomState, generators
+from runner.data.stream_loader import StreamLoader
 from runner.data.workers import WorkerLoader
-from runner.train.random_state import RandomState, generators
 
 EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 """Modules whose samplers know exactly how many samples they yield. A user's own may estimate it."""
@@ -40,8 +42,9 @@ class Windows:
 
     Args:
         loader: yields microbatches of this rank. If its batch sampler is a
-            :class:`~runner.data.order.PartitionedBatches`, earlier microbatches are skipped;
-            those of any other loader are read and dropped.
+            :class:`~runner.data.order.PartitionedBatches`, earlier microbatches are skipped, and a
+            :class:`~runner.data.stream_loader.StreamLoader` begins where the state of its stream
+            was saved; those of any other loader are read and dropped.
         steps: microbatches of one window.
     """
 
@@ -49,20 +52,29 @@ class Windows:
         self.loader = loader
         self._steps = steps
         self._order = getattr(loader, "batch_sampler", None)
+        self._stream = loader if isinstance(loader, StreamLoader) else None
         self._generators = generators(loader)
         self._random: dict[str, RandomState] = {}
+        self._position: dict[str, Any] | None = None
 
     @property
     def samples(self) -> int | None:
         """Number of samples of a microbatch over all ranks; None if the loader does not tell."""
         order = self._order
+        if self._stream is not None:
+            return self._stream.microbatch
         if not isinstance(order, PartitionedBatches):
             return None
         return order.batch_size * order.world_size
 
+    @property
+    def uneven(self) -> bool:
+        """Whether the data may end earlier on this rank than on others, which it waits for then."""
+        return self._stream is not None and self._stream.uneven
+
     def weightless(self, microbatch: int) -> bool:
         """Return whether this rank has no sample of a microbatch and reads a stand-in."""
-        return isinstance(self._order, PartitionedBatches) and self._order.weightless(microbatch)
+        return has_no_sample(self.loader, microbatch)
 
     def indices(self, epoch: int, microbatch: int) -> list[list[int]] | None:
         """Return the indices of the samples that each data-parallel rank reads in a microbatch.
@@ -86,6 +98,10 @@ class Windows:
         Args:
             epoch: number of the epoch, for the ``set_epoch`` functions of the loader's parts.
             first: index of the first microbatch to read; a window has to begin with it.
+
+        Yields:
+            The windows. Where ranks are `uneven`, those after the end hold stand-ins, without end:
+            the caller stops when all ranks have read their last one.
         """
         for part in (
             self._order,
@@ -101,8 +117,11 @@ class Windows:
             self._random = {"epoch": now}
         if first and isinstance(self._order, PartitionedBatches):
             self._order.set_start(first)
+        if first and self._stream is not None:
+            assert self._position is not None
+            self._stream.set_start(first, self._position)
         batches = iter(self.loader)
-        if not isinstance(self._order, PartitionedBatches):
+        if self._stream is None and not isinstance(self._order, PartitionedBatches):
             next(islice(batches, first, first), None)
         length = self._length()
         if length is None:
@@ -121,20 +140,47 @@ class Windows:
         upcoming = list(islice(batches, self._steps))
         if first:
             now.restore(self._generators)
-        while upcoming:
+        while upcoming or self.uneven:
             self._random["ahead"] = RandomState.now(self._generators)
             window, upcoming = upcoming, list(islice(batches, self._steps))
+            end = first + len(window)
+            if self._stream is not None:
+                self._position = self._stream.position(end)
+            if self.uneven:
+                end = first + self._steps
+                at = range(first + len(window), end)
+                window = [*window, *map(self._stand_in, at)]
             yield Window(first, window, last=not upcoming)
-            first += len(window)
+            first = end
+
+    def _stand_in(self, microbatch: int) -> Any:
+        assert self._stream is not None
+        return self._stream.stand_in(microbatch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the random states of this process: now, and those to read an epoch again."""
+        """Return the random states of this process: now, and those to read an epoch again.
+
+        The position in a stream is among them, as ``stream``.
+        """
         states = {**self._random, "now": RandomState.now(self._generators)}
-        return {name: state.state_dict() for name, state in states.items()}
+        saved: dict[str, Any] = {name: state.state_dict() for name, state in states.items()}
+        return saved if self._position is None else {**saved, "stream": self._position}
+
+    def require(self, state: Mapping[str, Any]) -> None:
+        """Check a state that :meth:`load_state_dict` is given.
+
+        Raises:
+            ValueError: the position in a stream is that of other ranks and workers.
+        """
+        if self._stream is not None and "stream" in state:
+            self._stream.require(state["stream"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the random states; :meth:`epoch` then continues where the state was taken."""
-        self._random = {name: RandomState.of(each) for name, each in state.items()}
+        self._position = state.get("stream")
+        self._random = {
+            name: RandomState.of(each) for name, each in state.items() if name != "stream"
+        }
         self._random.pop("now").restore(self._generators)
 
     def _length(self) -> int | None:
@@ -146,3 +192,33 @@ class Windows:
         ):
             return len(order)
         return None
+
+
+def has_no_sample(loader: Any, microbatch: int) -> bool:
+    """Return whether this rank has no sample of a microbatch that it has read from a loader."""
+    order = loader if isinstance(loader, StreamLoader) else getattr(loader, "batch_sampler", None)
+    known = isinstance(order, StreamLoader | PartitionedBatches)
+    return known and order.weightless(microbatch)
+
+
+def held_out(loader: Any, plugin: Plugin) -> Iterator[tuple[bool, Any]]:
+    """Read held-out data once; all ranks read the same number of microbatches.
+
+    Other ranks may wait for this one in a forward pass, even if it has no sample. Where the data
+    may end earlier on one rank than on another, they agree on the end: one collective of host
+    memory for each microbatch.
+
+    Yields:
+        Whether this rank has no sample of the microbatch, and the microbatch or a stand-in.
+    """
+    batches, uneven = iter(loader), isinstance(loader, StreamLoader) and loader.uneven
+    for number in count():
+        ended: list[Any] = []
+        batch = next(batches, ended)
+        if uneven:
+            reading = plugin.sum_over_ranks([float(batch is not ended)])[0]
+            if reading and batch is ended:
+                batch = loader.stand_in(number)
+        if batch is ended:
+            return
+        yield has_no_sample(loader, number), batch

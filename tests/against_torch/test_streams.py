@@ -1,4 +1,5 @@
-"""Under data parallelism no sample of a stream counts twice: it is refused, or each counts once."""
+"""Under data parallelism no sample of a stream counts twice: the plugin divides it, or a loader that
+reads it whole on each rank is refused."""
 
 from functools import cache
 from itertools import islice
@@ -53,6 +54,13 @@ class Stream(IterableDataset):
         return islice(zip(*data(), strict=True), self.first, None, self.step)
 
 
+class Sharded(Stream):
+    """A stream that can be divided."""
+
+    def shard(self, num_shards, index):
+        return Stream(index, num_shards)
+
+
 @cache
 def by_torch():
     """Weights after the steps, and the norms, of one process."""
@@ -105,7 +113,7 @@ def on_data_parallel_ranks(names):
         rank, size = plugin.data_rank, plugin.data_size
         half = BATCH // size
         refused = [
-            refusal(plugin.prepare_dataloader, Stream(), half),
+            refusal(plugin.prepare_dataloader, Stream(), half, shuffle=True),
             refusal(fit, plugin, DataLoader(Stream(), half)),
             refusal(fit, plugin, DataLoader(TensorDataset(*data()), half)),
             refusal(fit, plugin, DataLoader(Stream(rank, size), half + rank)),
@@ -117,7 +125,9 @@ def on_data_parallel_ranks(names):
         fit(
             plugin, DataLoader(same, half, sampler=sampler)
         )  # The same samples, split over the ranks.
-        found.append((refused, fit(plugin, DataLoader(Stream(rank, size), half))))
+        loaders = [DataLoader(Stream(rank, size), half)]
+        loaders += [plugin.prepare_dataloader(stream, half) for stream in (Stream(), Sharded())]
+        found.append((refused, [fit(plugin, loader) for loader in loaders]))
     return found
 
 
@@ -126,11 +136,10 @@ def test_a_stream_that_each_data_parallel_rank_reads_whole_is_refused_and_one_by
     everywhere = run_ranks(on_data_parallel_ranks, 2, list(DATA_PARALLEL))
     for number, name in enumerate(DATA_PARALLEL):
         for results in everywhere:
-            refused, (_, ours, samples) = results[number]
-            made, stream, mapped, *uneven = refused
-            assert made[0] == "TypeError", name
-            assert "Stream is an IterableDataset: each of 2 data-parallel ranks" in made[1]
-            for kind, message in (made, stream, mapped):
+            refused, fits = results[number]
+            shuffled, stream, mapped, *uneven = refused
+            assert shuffled == ("ValueError", "Stream has its own order: shuffle=False"), name
+            for kind, message in (stream, mapped):
                 assert kind, name
                 assert "islice(samples, plugin.data_rank, None, plugin.data_size)" in message
                 assert "torch.utils.data.DataLoader" in message
@@ -139,11 +148,14 @@ def test_a_stream_that_each_data_parallel_rank_reads_whole_is_refused_and_one_by
                 assert "all 2 data-parallel ranks read the same first batch" in message
                 assert "plugin.prepare_dataloader" in message
             assert all("has ended before" in message for _, message in uneven)
-            assert ours == pytest.approx(norms, rel=1e-9), name
-            assert samples == 2 * SAMPLES - (SAMPLES - 2 * BATCH), name
-        for key, tensor in wanted.items():
-            got = everywhere[0][number][1][0][key]
-            torch.testing.assert_close(got, tensor.detach(), rtol=1e-9, atol=1e-11, msg=name)
+            assert len(fits) == 3
+            for _, ours, samples in fits:
+                assert ours == pytest.approx(norms, rel=1e-9), name
+                assert samples == 2 * SAMPLES - (SAMPLES - 2 * BATCH), name
+        for weights, *_ in everywhere[0][number][1]:
+            for key, tensor in wanted.items():
+                got = weights[key]
+                torch.testing.assert_close(got, tensor.detach(), rtol=1e-9, atol=1e-11, msg=name)
 
 
 def on_one_data_parallel_rank(names):

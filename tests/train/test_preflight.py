@@ -106,7 +106,10 @@ WRONG = [
     (["eval.interval=5tok"], ["eval.interval=5tok", "no tokens"]),
     (["data.drop_last=true", "data.batch_size=2000"], ["data.batch_size=2000", "1437 samples"]),
     (["data._target_=tests.odd_data.pictures", *BARE], ["model._target_", "PIL"]),
-    (["data._target_=tests.odd_data.endless", *BARE], ["data._target_", "has no length"]),
+    (
+        ["data._target_=tests.odd_data.endless", *BARE],
+        ["scheduler._target_", "a stream has epochs of unknown length", "give train.max_duration"],
+    ),
     (["data._target_=tests.odd_data.nothing", *BARE], ["data.batch_size", "0 samples"]),
     (
         ["optimizer._target_=torch.optim.LBFGS", "~optimizer.momentum", *LBFGS],

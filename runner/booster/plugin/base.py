@@ -17,6 +17,7 @@ from runner.clip import Layout
 from runner.clip.exchange import start_gather
 from runner.data.dataset import collate_pairs
 from runner.data.order import PartitionedBatches
+from runner.data.stream_loader import StreamLoader
 from runner.data.workers import WorkerLoader
 from runner.parallel.gradient_sync import nothing
 from runner.parallel.pipeline import Pipeline
@@ -165,8 +166,8 @@ class Plugin(ABC):
 
         Args:
             dataset: map-style data set; one with ``__getitems__`` is read a batch at a time. An
-                :class:`~torch.utils.data.IterableDataset`, which has its own order, is allowed
-                with one data-parallel rank.
+                :class:`~torch.utils.data.IterableDataset` has its own order, and is divided over
+                ranks and workers, see :mod:`runner.data.stream`.
             batch_size: number of samples of one microbatch on one data-parallel rank.
             shuffle: whether to permute the samples in each epoch.
             seed: seed of the permutation.
@@ -177,18 +178,23 @@ class Plugin(ABC):
                 by default in a process that uses a GPU: copies then overlap with its work.
 
         Raises:
-            TypeError: several data-parallel ranks cannot share an ``IterableDataset``.
+            ValueError: an ``IterableDataset`` cannot be shuffled.
         """
         kwargs.setdefault("collate_fn", collate_pairs)
         kwargs.setdefault("pin_memory", torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         if isinstance(dataset, IterableDataset):
-            if self.data_size > 1:
-                raise TypeError(
-                    f"{type(dataset).__name__} is an IterableDataset: each of {self.data_size} "
-                    f"data-parallel ranks would read all of it. {SHARD_BY_HAND}"
-                )
-            kwargs |= {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
-            return DataLoader(dataset, num_workers=num_workers, **kwargs)
+            if shuffle:
+                raise ValueError(f"{type(dataset).__name__} has its own order: shuffle=False")
+            return StreamLoader(
+                dataset,
+                batch_size,
+                rank=self.data_rank,
+                world_size=self.data_size,
+                drop_last=drop_last,
+                seed=seed,
+                num_workers=num_workers,
+                **kwargs,
+            )
         order = PartitionedBatches(
             len(dataset),  # type: ignore[arg-type]
             batch_size,

@@ -52,9 +52,9 @@ class RandomState(NamedTuple):
     own: Mapping[str, Any] = {}
 
     @classmethod
-    def now(cls, own: Mapping[str, Generator]) -> RandomState:
+    def now(cls, own: Mapping[str, Generator], with_gpu: bool = True) -> RandomState:
         """Read the generators of this process, and ``own``."""
-        uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        uses_gpu = with_gpu and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return cls(
             random.getstate(),
             np.random.get_state(legacy=False),

@@ -1,0 +1,209 @@
+"""Streams over ranks and workers: each sample is read once, and a stream that ends early is no end."""
+
+import multiprocessing
+import random
+from collections import Counter
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, get_worker_info
+
+from runner import Trainer
+from runner.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
+from runner.data.stream_loader import StreamLoader
+from tests.ranks import run_ranks
+
+SAMPLES, BATCH = 53, 4
+
+
+def pair(number):
+    return torch.tensor([float(number), 1.0]), number % 3
+
+
+class Plain(IterableDataset):
+    """Numbers in an order drawn from all three global generators."""
+
+    def __init__(self, samples=SAMPLES):
+        self.samples, self.epoch = samples, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        numbers = list(range(self.samples))
+        random.shuffle(numbers)
+        np.random.shuffle(numbers)
+        yield from (pair(numbers[at]) for at in torch.randperm(self.samples).tolist())
+
+
+class ByWorker(Plain):
+    """Divides itself over workers, as PyTorch's documentation of IterableDataset shows."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from (pair(number) for number in range(first, self.samples, step))
+
+
+class Shards(Plain):
+    """Divided by its method; parts have other lengths than each other."""
+
+    numbers = None
+
+    def shard(self, num_shards, index):
+        part = Shards()
+        ends = [round(SAMPLES * (at / num_shards) ** 2) for at in (index, index + 1)]
+        part.numbers = range(*ends)
+        return part
+
+    def __iter__(self):
+        yield from map(pair, range(SAMPLES) if self.numbers is None else self.numbers)
+
+
+class FewShards(Shards):
+    """It has too few shards for every process to get one."""
+
+    num_shards = 1
+
+
+class ByItself(Plain):
+    """Divides itself over ranks and workers."""
+
+    shards_itself = True
+
+    def __init__(self, rank, size):
+        super().__init__()
+        self.rank, self.size = rank, size
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        first, step = self.rank * workers + worker, self.size * workers
+        yield from map(pair, range(first, SAMPLES, step))
+
+
+def loader_of(dataset, rank=0, world=1, workers=0, batch=BATCH, **options):
+    return StreamLoader(
+        dataset,
+        batch,
+        rank=rank,
+        world_size=world,
+        drop_last=options.pop("drop_last", False),
+        seed=3,
+        num_workers=workers,
+        **options,
+    )
+
+
+def seen(loader):
+    """The numbers of each microbatch of a loader; empty where this rank has none."""
+    batches = [batch[0][:, 0].int().tolist() for batch in loader]
+    return [[] if loader.weightless(at) else batch for at, batch in enumerate(batches)]
+
+
+@pytest.mark.parametrize("kind", [Plain, ByWorker, FewShards])
+def test_step_k_has_the_same_samples_on_any_number_of_ranks_and_workers(kind):
+    whole = seen(loader_of(kind(), batch=8))
+    assert Counter(sum(whole, [])) == Counter(range(SAMPLES))
+    for world, workers in ((2, 0), (2, 2), (4, 1), (8, 0)):
+        parts = [seen(loader_of(kind(), r, world, workers, 8 // world)) for r in range(world)]
+        assert [sum(group, []) for group in zip(*parts, strict=True)] == whole
+        assert {max(map(len, group)) - min(map(len, group)) for group in zip(*parts)} <= {0, 1}
+
+
+def test_the_samples_of_an_epoch_are_those_of_a_plain_listing_and_differ_from_the_next():
+    loader = loader_of(Plain(), 1, 2, 2)
+    epochs = []
+    for epoch in (0, 1, 0):
+        loader.dataset.set_epoch(epoch)
+        epochs.append(seen(loader))
+        assert loader.dataset.dataset.epoch == epoch
+    assert epochs[0] == epochs[2] != epochs[1]
+
+
+def test_drop_last_leaves_out_a_microbatch_that_is_not_full():
+    both = [seen(loader_of(Plain(), rank, 2, drop_last=True)) for rank in (0, 1)]
+    assert [len(batch) for batch in both[0] + both[1]] == [BATCH] * 2 * (SAMPLES // (2 * BATCH))
+
+
+def test_reading_a_stream_in_the_training_process_draws_none_of_its_random_numbers():
+    drawn = []
+    for workers in (0, 2):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        seen(loader_of(Plain(), workers=workers))
+        drawn.append((torch.rand(1).item(), random.random(), np.random.random()))
+    assert drawn[0] == drawn[1]
+
+
+class Watched(nn.Module):
+    """Counts its forward passes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.passes = nn.Linear(2, 3), 0
+
+    def forward(self, inputs):
+        self.passes += 1
+        return self.layer(inputs / SAMPLES)
+
+
+KINDS = [*product((TorchDDPPlugin, TorchFSDPPlugin), ("shard", "itself"), (0, 2))]
+
+
+def train_on_parts(steps):
+    """For each plugin, stream and number of workers: samples, passes, held-out loss and weights."""
+    # Ranks of tests are daemons, which may not start workers; those of the command may.
+    multiprocessing.current_process()._config["daemon"] = False
+    found = []
+    for make, kind, workers in KINDS:
+        plugin, model = make(), Watched()
+        dataset = Shards() if kind == "shard" else ByItself(plugin.data_rank, plugin.data_size)
+        trainer = Trainer(
+            model,
+            plugin.prepare_dataloader(dataset, BATCH, num_workers=workers),
+            "2ep",
+            eval_dataloader=plugin.prepare_dataloader(dataset, BATCH),
+            eval_interval="99ep",
+            plugin=plugin,
+            accumulation_steps=steps,
+        )
+        summary = trainer.fit()
+        weights = trainer.booster.state_dict(trainer.model)
+        found.append((summary["samples"], model.passes, summary["final"]["eval/loss"], weights))
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_parts_of_unequal_length_count_each_sample_once_and_ranks_never_wait_for_ever(steps):
+    ranks = run_ranks(train_on_parts, 2, steps)
+    inputs, targets = zip(*map(pair, range(SAMPLES)), strict=True)
+    for mine, other, kind in zip(*ranks, KINDS, strict=True):
+        assert mine[0] == other[0] == 2 * SAMPLES, kind
+        assert mine[1] == other[1], kind
+        model = Watched()
+        model.load_state_dict(mine[3])
+        loss = nn.functional.cross_entropy(model(torch.stack(inputs)), torch.tensor(targets))
+        assert mine[2] == pytest.approx(loss.item(), rel=1e-5), kind
+
+
+class Empty(Shards):
+    def shard(self, num_shards, index):
+        part = Shards()
+        part.numbers = range(8 * index)
+        return part
+
+
+def test_a_rank_without_any_sample_says_so():
+    with pytest.raises(AssertionError, match="data-parallel rank 0 of 2 reads no sample"):
+        run_ranks(only_rank_0_raises, 2)
+
+
+def only_rank_0_raises():
+    plugin = TorchDDPPlugin()
+    Trainer(Watched(), plugin.prepare_dataloader(Empty(), BATCH), "1ep", plugin=plugin).fit()

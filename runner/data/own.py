@@ -13,7 +13,7 @@ from runner.data.seeding import generator_for
 
 def own(
     train: Dataset[Any],
-    eval: Dataset[Any] | None = None,  # noqa: A002
+    eval: Dataset[Any] | None = None,
     eval_fraction: float = 0.1,
     seed: int = 0,
     items: Literal["samples", "tokens"] = "samples",
@@ -37,7 +37,7 @@ def own(
     if not 0 <= eval_fraction < 1:
         raise ValueError(f"eval_fraction {eval_fraction} must be at least 0 and below 1")
     if eval is None and eval_fraction > 0 and not isinstance(train, IterableDataset):
-        train, eval = _split(train, eval_fraction, seed)  # noqa: A001
+        train, eval = _split(train, eval_fraction, seed)
     return Data(train, eval, items, tokens_per_sample)
 
 

@@ -28,7 +28,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ from torch.utils.data._utils import worker as torch_worker
 
 from runner.data.random_state import RandomState
 from runner.data.seeding import seed_for
+
+T = TypeVar("T")
 
 
 class Read(NamedTuple):
@@ -205,13 +207,13 @@ class _Samples:
             self._random = RandomState.of(position["random"])
         self._iterator: Iterator[Any] = self.quietly(lambda: self._begin(dataset, position))
 
-    def _begin(self, dataset: Any, position: Mapping[str, Any]) -> Iterator[Any]:
+    def _begin(self, dataset: Any, position: Mapping[str, Any]) -> Any:
         own = has_state(dataset)
         if self.continued and own:
             dataset.load_state_dict(position["state"])
-        iterator = iter(dataset)
+        iterator: Any = iter(dataset)
         if self.continued and not own and has_state(iterator):
-            iterator.load_state_dict(position["state"])  # type: ignore[attr-defined]
+            iterator.load_state_dict(position["state"])
         self._stateful: Any = dataset if own else iterator if has_state(iterator) else None
         return iterator
 
@@ -219,7 +221,7 @@ class _Samples:
         """Return the next samples, fewer at the end."""
         return self.quietly(lambda: list(islice(self._iterator, samples)))
 
-    def quietly(self, work: Callable[[], Any]) -> Any:
+    def quietly(self, work: Callable[[], T]) -> T:
         """Run ``work`` with the random numbers of the stream, and as its only worker."""
         outer = RandomState.now({}, with_gpu=False)
         self._random.restore({})

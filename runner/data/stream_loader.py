@@ -59,7 +59,7 @@ class StreamLoader(DataLoader[Any]):
 
     @property
     def microbatch(self) -> int | None:
-        """Number of samples of a microbatch over all ranks; None if ranks read parts of their own."""
+        """Samples of a microbatch over all ranks; None if ranks read parts of their own."""
         stream = self.dataset
         return stream.batch_size * stream.world_size if stream.divided_by == "runner" else None
 
@@ -146,7 +146,7 @@ class StreamLoader(DataLoader[Any]):
             )
 
     def _parts(self) -> list[int] | None:
-        """Return ranks and workers whose positions differ; None if the runner divides the stream."""
+        """Return the numbers of ranks and workers with positions of their own; None if none."""
         stream = self.dataset
         return None if self.microbatch is not None else [stream.world_size, stream.workers]
 
@@ -158,5 +158,5 @@ class _Position(NamedTuple):
     workers: dict[int, dict[str, Any]]
 
 
-def _unchanged(read: Read) -> Read:
+def _unchanged(read: Any) -> Any:
     return read

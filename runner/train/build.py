@@ -152,8 +152,8 @@ def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> A
         return make(optimizer)
     if steps is None:
         raise TargetError(
-            f"{target.target} needs the number of steps, which train.max_duration does not tell for "
-            "this data (a stream has epochs of unknown length, and other data may have no tokens): "
+            f"{target.target} needs the number of steps, which train.max_duration does not tell "
+            "for this data (a stream has epochs of unknown length, other data may have no tokens): "
             "give train.max_duration in ba or sp, such as 500ba"
         )
     return make(optimizer, total_steps=steps)

@@ -63,8 +63,8 @@ class WindowCount:
             ValueError: all ranks read the same samples, or the data of some ranks has ended.
         """
         if self._sums is None:
-            *sums, self.last = self._wait()
-            self._sums = sums[0], sums[1]
+            counts, asked, self.last = self._wait()
+            self._sums = counts, asked
         return self._sums
 
     def total_items(self) -> float:

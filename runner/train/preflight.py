@@ -26,7 +26,7 @@ from runner.clip import build as build_mode
 from runner.clip.layout import OptionError
 from runner.config.clip_section import Clip
 from runner.config.problem import Problem, RequestError
-from runner.config.schema import DataSection, LossSection, RunConfig
+from runner.config.schema import OWN_DATA, DataSection, LossSection, RunConfig
 from runner.config.section import Target
 from runner.config.sizes import SizeError, joined_ranks, sizes
 from runner.data import Data
@@ -49,11 +49,7 @@ def check(config: RunConfig, compared: bool = True) -> None:
         RequestError: lists everything that is wrong.
     """
     problems = list(_machine(config))
-    of_parts = [
-        problem
-        for name, part in config.data.parts.items()
-        for problem in _refused(f"data.{name}", part)
-    ]
+    of_parts = [*_of_parts(config.data)]
     problems += of_parts
     data = None if of_parts else _made("data", config.data, _make_data, problems)
     model = _made("model", config.model, _make_model, problems)
@@ -135,13 +131,18 @@ def _misfit(config: RunConfig) -> SizeError | None:
     return None
 
 
-def _refused(section: str, target: Target) -> list[Problem]:
-    """Return what is wrong with a target and the names and types of its arguments."""
-    try:
-        build.maker(target)
-        return unknown(section, target) + wrong_kinds(section, target)
-    except build.TargetError as error:
-        return [Problem(f"{section}._target_", target.target, str(error))]
+def _of_parts(data: DataSection) -> Iterator[Problem]:
+    """Check that ``data.train`` and ``data.eval`` name classes that take their arguments."""
+    if data.target == OWN_DATA and "train" not in data.parts:
+        needed = "must be the full name of a class or function that makes the data set"
+        yield Problem("data.train._target_", None, f"{needed}, such as mine.Points")
+    for name, part in data.parts.items():
+        try:
+            build.maker(part)
+        except build.TargetError as error:
+            yield Problem(f"data.{name}._target_", part.target, str(error))
+        else:
+            yield from unknown(f"data.{name}", part) + wrong_kinds(f"data.{name}", part)
 
 
 def _made(

@@ -108,27 +108,25 @@ def total_steps(
 
     Returns:
         The number, or None for a duration in tokens of data that has none, and for one in epochs
-        of unknown length. Where tokens are ignored
-        a duration in tokens takes more steps than this.
+        of unknown length. Where tokens are ignored a duration in tokens takes more steps than this.
     """
     samples = duration.value
+    per_epoch = None
+    if samples_per_epoch is not None:
+        per_epoch = math.ceil(samples_per_epoch / samples_per_step)
     match duration.unit:
         case "ba":
             return duration.value
-        case "ep" if samples_per_epoch is None:
-            return None
         case "ep":
-            return duration.value * math.ceil(samples_per_epoch / samples_per_step)
+            return None if per_epoch is None else duration.value * per_epoch
         case "tok" if tokens_per_sample is None:
             return None
         case "tok":
             samples = math.ceil(duration.value / (tokens_per_sample or 1))
-    if samples_per_epoch is None:
+    if samples_per_epoch is None or per_epoch is None:
         return math.ceil(samples / samples_per_step)
     epochs, rest = divmod(samples, samples_per_epoch)
-    return epochs * math.ceil(samples_per_epoch / samples_per_step) + math.ceil(
-        rest / samples_per_step
-    )
+    return epochs * per_epoch + math.ceil(rest / samples_per_step)
 
 
 def steps_between_lines(evaluation: int | None, least: int) -> int:

@@ -196,9 +196,10 @@ class Windows:
 
 def has_no_sample(loader: Any, microbatch: int) -> bool:
     """Return whether this rank has no sample of a microbatch that it has read from a loader."""
-    order = loader if isinstance(loader, StreamLoader) else getattr(loader, "batch_sampler", None)
-    known = isinstance(order, StreamLoader | PartitionedBatches)
-    return known and order.weightless(microbatch)
+    if isinstance(loader, StreamLoader):
+        return loader.weightless(microbatch)
+    order = getattr(loader, "batch_sampler", None)
+    return isinstance(order, PartitionedBatches) and order.weightless(microbatch)
 
 
 def held_out(loader: Any, plugin: Plugin) -> Iterator[tuple[bool, Any]]:

@@ -1,5 +1,7 @@
-"""Under data parallelism no sample of a stream counts twice: the plugin divides it, or a loader that
-reads it whole on each rank is refused."""
+"""Under data parallelism no sample of a stream counts twice.
+
+The plugin divides it, or a loader that reads it whole on each rank is refused.
+"""
 
 from functools import cache
 from itertools import islice

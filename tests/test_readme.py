@@ -186,12 +186,15 @@ def test_readme_names_every_command():
 def test_the_model_and_data_of_readme_train(tmp_path, outputs):
     code = re.search(r"Save this as `mine.py`:\n\n```python\n(.*?)```", README, re.DOTALL)[1]
     assert len(code.splitlines()) <= 25
-    (tmp_path / "mine.py").write_text(code)
-    [words] = [words for words in commands(README) if "model._target_=mine.Net" in words]
+    [data_sets] = re.findall(r"```python\n(from torch\.utils\.data .*?)```", README, re.DOTALL)
+    (tmp_path / "mine.py").write_text(code + data_sets)
+    shown = [words for words in commands(README) if "model._target_=mine.Net" in words]
     short = ["train.max_duration=5ba", "tracker=none"]
-    python("-m", "runner", *words, *short, cwd=tmp_path, timeout=200)
-    [written] = outputs.glob("runs/*/metrics.jsonl")
-    assert len(written.read_text().splitlines()) == 5
+    for number, words in enumerate(shown, 1):
+        python("-m", "runner", *words, *short, cwd=tmp_path, timeout=200)
+        written = [*outputs.glob("runs/*/metrics.jsonl")]
+        assert [len(rows.read_text().splitlines()) for rows in written] == [5] * number
+    assert number == 3
 
 
 def test_the_library_examples_of_readme_run(tmp_path, monkeypatch):

@@ -239,7 +239,7 @@ def _write_file(path: Path, save: Callable[[Path], object]) -> None:
 def _read(path: Path) -> dict[str, Any]:
     """Return the dict in a file; no code in it is run."""
     try:
-        if path.suffix == _SAFETENSORS:
+        if path.suffix == _SAFETENSORS or _is_safetensors(path):
             return dict(safetensors.torch.load_file(path))
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (FileNotFoundError, PermissionError):
@@ -249,6 +249,12 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a checkpoint")
     return content
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Return whether a file of any name begins as safetensors do: a length, then JSON."""
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
 
 
 def _tensors(held: object, path: Path) -> dict[str, Tensor]:

@@ -114,7 +114,7 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
         value = joined if error.key == "nproc" else getattr(config.plugin, error.key)
         yield Problem(f"plugin.{error.key}", value, str(error))
     limit = torch.cuda.device_count() if gpu else max(8, 4 * (os.cpu_count() or 1))
-    if ranks > limit and joined is None:
+    if ranks > limit and joined is None and config.plugin.nnodes in (None, 1):
         per = "one rank a GPU" if gpu else "four ranks a core"
         yield Problem("plugin.nproc", ranks, f"at most {limit} on this machine ({per})")
 

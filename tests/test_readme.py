@@ -60,9 +60,10 @@ def flattened(mapping, prefix=""):
 def known_keys():
     """The keys of every option of every group, and those of config.yaml."""
     found = set(flattened(yaml.safe_load((find("conf") / "config.yaml").read_text())))
-    for file in find("conf").glob("*/*.yaml"):
+    for file in find("conf").rglob("*/*.yaml"):
+        group = ".".join(file.parent.relative_to(find("conf")).parts)
         content = yaml.safe_load(file.read_text()) or {}
-        found |= set(flattened(content, f"{file.parent.name}."))
+        found |= set(flattened(content, f"{group}."))
     for file in find("conf").glob("*_keys.yaml"):
         group = file.stem.removesuffix("_keys")
         found |= set(flattened(yaml.safe_load(file.read_text()), f"{group}."))

@@ -21,6 +21,7 @@ from runner.cli import WRONG_REQUEST
 from runner.compose.answers import answer, help_text
 from runner.compose.composer import Composer, Source, with_own_mode
 from runner.compose.jobs import Job
+from runner.compose.launchers import Where
 from runner.compose.masking import write_composition
 from runner.compose.overrides import spelled_out
 from runner.compose.request import Request, request
@@ -196,8 +197,12 @@ def source_of(args: argparse.Namespace) -> Source:
     return Source(path, args.config_name or CONFIG_NAME, extra)
 
 
-def check_jobs(jobs: Sequence[Job]) -> None:
+def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
     """Check what needs torch: targets, data, device and clipping mode of each distinct job.
+
+    Args:
+        jobs: the jobs.
+        where: where they run; of another machine nothing is known.
 
     Raises:
         RequestError: anything is wrong; it names everything that is.
@@ -206,20 +211,23 @@ def check_jobs(jobs: Sequence[Job]) -> None:
         return
     from runner.launch import local_ranks
 
-    if lacking := {problem.key: problem for job in jobs for problem in missing(job.config)}:
+    here = where != "elsewhere"
+    lacking = {one.key: one for job in jobs if here for one in missing(job.config)}
+    if lacking:
         raise RequestError(lacking.values())
     if "torch" not in sys.modules:
         announce("clip-runner: importing torch, then checking model and data")
     started = started_rank()
-    if started is None or started.world_size == 1:
+    if where == "here" and (started is None or started.world_size == 1):
         # Ranks import torch while this process does.
         local_ranks.prepare(*(job.config for job in jobs))
-    if problems := _torchs_problems(jobs):
+    if problems := _torchs_problems(jobs, here):
         raise RequestError(problems)
-    note(_one_rank(jobs))
+    if here:
+        note(_one_rank(jobs))
 
 
-def _torchs_problems(jobs: Sequence[Job]) -> list[Problem]:
+def _torchs_problems(jobs: Sequence[Job], here: bool) -> list[Problem]:
     """Return what is wrong with each distinct job, as far as only torch can tell."""
     with importing("torch"):
         from runner.train import preflight
@@ -232,7 +240,7 @@ def _torchs_problems(jobs: Sequence[Job]) -> list[Problem]:
         seen.append(job.plain)
         try:
             with importing("torch._dynamo"):  # torch does when the first optimizer is made
-                preflight.check(job.config, compared=len(jobs) > 1)
+                preflight.check(job.config, compared=len(jobs) > 1, here=here)
         except RequestError as error:
             problems += (replace(problem, job=job.label) for problem in error.problems)
     return problems

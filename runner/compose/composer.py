@@ -17,6 +17,7 @@ from hydra import version
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
@@ -28,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose import recipes, resolvers
+from runner.compose.launchers import LAUNCHERS
 from runner.compose.loader import Loader
 from runner.compose.parsing import parse
 from runner.compose.references import require_bounds
@@ -58,7 +60,13 @@ def register() -> None:
     if str(_PLUGINS) not in sys.path:
         sys.path.append(str(_PLUGINS))
     # Hydra discovers plugins once a process, possibly before the line above.
-    Plugins.instance().register(import_module("hydra_plugins.clip_runner").RecordSweeper)
+    ours = import_module("hydra_plugins.clip_runner")
+    for plugin in ("RecordSweeper", *LAUNCHERS):
+        Plugins.instance().register(getattr(ours, plugin))
+    # Hydra would add the options of other packages' launchers to our files of the same name.
+    launchers = ConfigStore.instance().repo.get("hydra", {}).get("launcher", {})
+    for file in (find("conf") / "hydra" / "launcher").glob("*.yaml"):
+        launchers.pop(file.name, None)
 
 
 class Composer:

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose.composer import Composer, plain_word, reason
+from runner.compose.launchers import RAY
 from runner.compose.references import look_up
 from runner.config.check import keys_of, leaves
 from runner.config.clip_section import choices_with
@@ -22,7 +23,10 @@ from runner.config.problem import NOTHING, Problem, did_you_mean, unknown_key
 _OPEN = ("model", "data", "optimizer", "scheduler", "loss")
 
 # Options of other packages.
-_EXTRAS = {("hydra/sweeper", "optuna"): "pip install 'clip-runner[optuna]'"}
+_EXTRAS = {
+    ("hydra/sweeper", "optuna"): "needs pip install 'clip-runner[optuna]'",
+    ("hydra/launcher", "ray"): RAY,
+}
 
 
 @dataclass
@@ -128,7 +132,7 @@ def _wrong_choice(override: Override, loader: ConfigLoader) -> Problem | None:
     if isinstance(value, str) and value in options:
         return None
     if isinstance(value, str) and (group, value) in _EXTRAS:
-        return Problem(group, value, f"needs {_EXTRAS[group, value]}  {allowed}")
+        return Problem(group, value, f"{_EXTRAS[group, value]}  {allowed}")
     return Problem(group, value, f"unknown option{did_you_mean(value, options)}  {allowed}")
 
 

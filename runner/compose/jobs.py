@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
-from runner.compose import diagnose
+from runner.compose import diagnose, launchers
 from runner.compose import overrides as words
 from runner.compose.composer import Composer, Earlier, destination, plain_word
 from runner.config.identity import config_hash, request_hash, sweep_name
@@ -82,6 +82,7 @@ class Sweep:
         trials: number of jobs that a sweeper chooses as it goes; None if all jobs are known.
         keys: keys with a list of values.
         words: overrides for Hydra.
+        where: where its runs run.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Sweep:
     trials: int | None
     keys: tuple[str, ...]
     words: tuple[str, ...]
+    where: launchers.Where = "here"
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def jobs(composer: Composer, lists: Lists, check: Check) -> tuple[list[Job], lis
         most=lists.most or _most(composer),
     )
     problems += found
-    problems += _sweeper_problems(lists.master)
+    problems += [*_sweeper_problems(lists.master), *launchers.problems(lists.master)]
     made, wrong = [], 0
     by_job: list[list[Problem]] = []
     for number, (given, apart) in enumerate(wanted):
@@ -234,11 +236,14 @@ def placed(
         return None, [Problem("sweep.name", name, message)]
     if problem := _subdir_problem(master):
         return None, [problem]
+    if writes and (problem := launchers.lacking(master)):
+        return None, [problem]
     trials = None if lists.enumerated else int(master.hydra.sweeper.get("n_trials") or 0)
     final = _for_hydra(lists, folder, made[0].config.sweep.maximizes)
     keys = [*(word.partition("=")[0] for word in lists.params)]
     keys += [override.get_key_element() for override in typed]
-    return Sweep(name, folder, identity, trials, tuple(dict.fromkeys(keys)), final), []
+    where = launchers.where(master.hydra.launcher.get("_target_"))
+    return Sweep(name, folder, identity, trials, tuple(dict.fromkeys(keys)), final, where), []
 
 
 def _subdir_problem(master: DictConfig) -> Problem | None:

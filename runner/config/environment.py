@@ -47,8 +47,12 @@ def joins() -> bool:
 
 
 def slurm_job() -> str | None:
-    """Return the id of the Slurm job that this process belongs to; None outside of Slurm."""
-    return os.environ.get("SLURM_JOB_ID") or None
+    """Return the id of the Slurm job that this process belongs to; None outside of Slurm.
+
+    A job of an array is ``<array>_<number>``: its last one has the number of the array itself.
+    """
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID") or None
 
 
 def was_requeued() -> bool:

@@ -52,7 +52,7 @@ def json_schema() -> dict[str, Any]:
         "$schema": DRAFT,
         "title": "clip-runner",
         **_object({"properties": properties, "additionalProperties": False}, "one run or sweep"),
-        "$defs": {**definitions, "hydra": _HYDRA, "reference": _REFERENCE},
+        "$defs": {**definitions, "hydra": _HYDRA, "launcher": _HYDRA, "reference": _REFERENCE},
     }
 
 

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from runner.config import secrets
+from runner.config.cores import cores
 from runner.config.environment import started_rank
 from runner.config.problem import Stopped
 from runner.config.schema import RunConfig
@@ -136,7 +137,7 @@ def rank_main(config: RunConfig, folder: Path, work: Work, known: secrets.Known)
     secrets.take(known)
     started = started_rank()
     assert started is not None
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // started.local_world_size))
+    torch.set_num_threads(max(1, cores() // started.local_world_size))
     keep_freed_memory(build.device_of(config.device).type)
     _log_to(folder / files.LOG, started.rank)
     launch_from_torch(seed=config.seed, verbose=False, timeout=config.launch.timeout + LATER)

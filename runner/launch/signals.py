@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from runner.config.environment import started_rank
+from runner.config.environment import slurm_job, started_rank
 from runner.train import stop
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -148,7 +148,7 @@ def last_words(function: LastWords) -> Iterator[None]:
 
 def requeue() -> None:
     """Let Slurm start this job again if SIGUSR1 stopped it; the first rank asks for it."""
-    job = os.environ.get("SLURM_JOB_ID")
+    job = slurm_job()
     first = (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
     if _State.number != signal.SIGUSR1 or not job or not first:
         return

@@ -28,11 +28,13 @@ from runner.launch.local_ranks import Work, train_on_local_ranks
 from runner.launch.page import write_page
 from runner.launch.restarts import Onward, elastic_failures, repeated, train_again
 from runner.launch.resume import ANEW, Start
+from runner.launch.stalled import counted, refusal
 from runner.run_folder import files, keys
 from runner.run_folder.log_file import LogFile
 from runner.run_folder.provenance import provenance
 from runner.run_folder.rows import JsonlSink, Row, cut, last_step
 from runner.run_folder.status import WANDB_STEP, Record, objective_of
+from runner.run_folder.strict_json import read_object
 from runner.telemetry.guidance import sentences
 from runner.telemetry.run_log import RunLog
 from runner.telemetry.sinks import recorder_process
@@ -143,6 +145,7 @@ def run(
     start: Start = ANEW,
     reports_end: bool = True,
     swept: Sequence[str] = (),
+    alone: bool = True,
 ) -> Ended:
     """Run one job to its end and record it in ``folder``. A failure is recorded, not raised.
 
@@ -154,6 +157,7 @@ def run(
         start: where the training starts.
         reports_end: whether to print that the run failed, and where its results are.
         swept: keys that the sweep of this run varies: the run gives no advice on them.
+        alone: whether no other run prints to the same terminal at the same time.
 
     Raises:
         Interrupted: the user interrupted; it is recorded.
@@ -167,7 +171,8 @@ def run(
     made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
     stop.requested()  # a signal is noted from here on, so that it is recorded
     rows = folder / files.ROWS
-    resumed = start.status(last_step(rows))
+    counts = counted(read_object(folder / files.STATUS), start.step)
+    resumed = start.status(last_step(rows)) | counts
     record.begin(plain, config_hash(plain), run_id, resumed)
     cut(rows, start.step if start.former else 0)
     shown: list[Sink] = [_Steps(record), RunLog(folder, words, made_with)]
@@ -181,7 +186,7 @@ def run(
     def show_and_train() -> dict[str, Any]:
         title = folder.name if reports_end else f"run {folder.name}"
         sent = resumed.get(WANDB_STEP)
-        sinks = _sinks(config, plain, folder, run_id, words, title, sent, not reports_end)
+        sinks = _sinks(config, plain, folder, run_id, words, title, sent, not reports_end, alone)
         shown.extend(sinks)
         again = config.launch.max_restarts if started_rank() is None else 0
         takes = [Onward(shown)] if again else shown
@@ -208,7 +213,8 @@ def run(
 
     logging.captureWarnings(True)  # and so in runner.log
     with signals.last_words(write_last):
-        ended = attempt(show_and_train)
+        refused = refusal(counts)
+        ended = Failure("failed", 1, refused) if refused else attempt(show_and_train)
         logging.captureWarnings(False)
         # The status first: closing wandb may take seconds.
         summary: dict[str, Any] | None = None
@@ -267,6 +273,7 @@ def _sinks(
     title: str,
     sent: int | None,
     more_follow: bool,
+    alone: bool,
 ) -> list[Sink]:
     from runner.train import build
 
@@ -275,7 +282,7 @@ def _sinks(
     evaluation = build.steps_of(config, data, duration=config.eval.interval)
     # On a pipe a line a step would bury everything else.
     interval = steps_between_lines(evaluation, max(config.log.interval, config.log.flush))
-    sinks: list[Sink] = [TerminalSink(steps, interval, title)]
+    sinks: list[Sink] = [TerminalSink(steps, interval, title, alone=alone)]
     if run_id is not None:
         settings = hidden(config.tracker.model_dump(exclude={"name"}))
         name = " ".join(words) or folder.name

@@ -40,6 +40,8 @@ class Entry:
         objective: value of the metric by which runs are compared; may be NaN or infinite.
         clip_ratio: share of its steps that were clipped.
         seconds: wall time from start to end.
+        job: id of its job in Slurm; None if it is not one.
+        pid: process that runs it now, on the machine of the command.
     """
 
     number: Annotated[int, Field(ge=0)]
@@ -53,6 +55,8 @@ class Entry:
     objective: float | None = None
     clip_ratio: float | None = None
     seconds: float | None = None
+    job: str | None = None
+    pid: int | None = None
 
     @property
     def label(self) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import which
 
 from filelock import FileLock, Timeout
 
 from runner.compose.jobs import Job, Sweep
+from runner.compose.launchers import Where
 from runner.compose.request import Request
 from runner.config import disk
 from runner.config.problem import Interrupted, Problem, RequestError
@@ -19,7 +21,7 @@ from runner.launch.page import write_page
 from runner.run_folder import files
 from runner.run_folder.status import now
 from runner.run_folder.sweep_record import Entry, SweepRecord, changed
-from runner.sweep import live
+from runner.sweep import engines, follow, live
 from runner.sweep.job import run_job
 from runner.sweep.resume import (
     archive,
@@ -40,15 +42,15 @@ _RELEASED = 8
 def run_sweep(
     request: Request,
     typed: Sequence[str],
-    check: Callable[[Sequence[Job]], None],
+    check: Callable[[Sequence[Job], Where], None],
 ) -> int:
     """Run the runs of a sweep that are not finished yet.
 
     Args:
         request: request of the sweep.
         typed: arguments of the command.
-        check: raises `RequestError` for errors in the given jobs that only torch finds; called only
-            if jobs have to run.
+        check: raises `RequestError` for errors in the given jobs that only torch finds, given where
+            they run; called only if jobs have to run.
 
     Returns:
         0 if every run finished, 1 if one failed.
@@ -62,10 +64,11 @@ def run_sweep(
     assert sweep is not None
     search = sweep.trials is not None
     if left := _left(request, sweep, plan_runs(request)):
-        from runner.launch import supervise
+        if sweep.where == "here":
+            from runner.launch import supervise
 
-        supervise.prepare([job.config for job in left])
-        check(left)
+            supervise.prepare([job.config for job in left])
+        check(left, sweep.where)
         require_same(left)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     with _claimed(sweep):
@@ -75,7 +78,8 @@ def run_sweep(
             print_line(done, sys.stderr)
         if not _left(request, sweep, entries):
             return _show(sweep.folder, SweepRecord.read(sweep.folder))
-        _begin(request, sweep, entries, typed)
+        held = _held(entries)
+        _begin(request, sweep, entries, typed, held)
         code, interrupted = 1, True
 
         def write_last(code: int, why: str) -> None:
@@ -83,8 +87,16 @@ def run_sweep(
 
         try:
             with signals.last_words(write_last):
-                waiting = [one for one in entries if one.state == "waiting"]
-                request.launch(run_job, [(one.number, one.words) for one in waiting])
+                waiting = [
+                    (one.number, one.words)
+                    for one in entries
+                    if one.state == "waiting" and one.number not in held
+                ]
+                engines.prepare(left)
+                if waiting or search:
+                    request.launch(run_job, waiting)
+                if held:
+                    follow.follow(sweep.folder, held)
             code, interrupted = 0, False
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
@@ -116,6 +128,21 @@ def _left(request: Request, sweep: Sweep, entries: Sequence[Entry]) -> list[Job]
     return [job for job in request.jobs if job.hash in waiting]
 
 
+def _held(entries: Sequence[Entry]) -> dict[int, str]:
+    """Return the jobs of runs that Slurm still has, from a command that was interrupted."""
+    jobs = {one.number: one.job for one in entries if one.state == "waiting" and one.job}
+    known = follow.queued() if jobs else set()
+    if known is None and which("squeue"):
+        message = f"Slurm does not answer, and may still have {' '.join(jobs.values())}; try again"
+        raise RequestError([Problem("hydra/launcher", "submitit_slurm", message)])
+    held = {number: job for number, job in jobs.items() if job in (known or ())}
+    if held:
+        print_line(f"clip-runner: {live.in_slurm(held.values())}", sys.stderr)
+    for entry in entries:
+        entry.job = held.get(entry.number)
+    return held
+
+
 @contextmanager
 def _claimed(sweep: Sweep) -> Iterator[None]:
     """Lock a sweep against other processes; the lock ends with this process."""
@@ -127,17 +154,25 @@ def _claimed(sweep: Sweep) -> Iterator[None]:
         raise RequestError([Problem("sweep.name", sweep.name, message)]) from None
 
 
-def _begin(request: Request, sweep: Sweep, entries: list[Entry], typed: Sequence[str]) -> None:
-    """Archive old files of the runs that will run, and write the record."""
+def _begin(
+    request: Request,
+    sweep: Sweep,
+    entries: list[Entry],
+    typed: Sequence[str],
+    held: Collection[int],
+) -> None:
+    """Archive old files of the runs that will run, but for those in ``held``; write the record."""
     before = SweepRecord.find(sweep.folder)
     settings = request.jobs[0].config.sweep
     if sweep.trials is not None:  # a search learns from its first run on, so it starts afresh
         begun = [
-            one.name for one in sweep.folder.iterdir() if one.is_dir() and one.name != files.EARLIER
+            one.name
+            for one in sweep.folder.iterdir()
+            if one.is_dir() and one.name != files.EARLIER and not one.name.startswith(".")
         ]
         archive(sweep.folder, begun)
     never = request.jobs[0].config.resume.source == "never"
-    waiting = [one for one in entries if one.state == "waiting"]
+    waiting = [one for one in entries if one.state == "waiting" and one.number not in held]
     archive(
         sweep.folder, (one.folder for one in waiting if never or not continues(one, sweep.folder))
     )
@@ -175,6 +210,8 @@ def _settle(record: SweepRecord, folder: Path, code: int, interrupted: bool, sea
     for entry in record.entries:
         if entry.state == "running":
             load_status(entry, folder, record.objective)
+        if entry.job is not None:
+            continue  # its job in Slurm goes on without the command
         if entry.state == "running":  # its process was killed
             entry.state = "interrupted" if interrupted else "failed"
     states = {entry.state for entry in record.entries}

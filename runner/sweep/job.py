@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,18 +13,24 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from runner.compose.launchers import Where, where
 from runner.compose.masking import recorded_words, resolved_and_recorded, write_composition
 from runner.config import disk
 from runner.config.check import parse
+from runner.config.environment import slurm_job
 from runner.config.identity import config_hash
 from runner.config.problem import Problem, RequestError
 from runner.config.secrets import hide
+from runner.launch import signals
 from runner.launch.page import write_page
 from runner.run_folder import files
 from runner.run_folder.claim import claimed
 from runner.run_folder.sweep_record import Entry, SweepRecord, changed
 from runner.sweep import live
+from runner.sweep.engines import enter
+from runner.sweep.follow import gives_up
 from runner.sweep.resume import load_status
+from runner.telemetry.sinks import recorder_process
 from runner.telemetry.sinks.console import print_line
 
 _LONGEST_TAG = 64  # wandb's own limit
@@ -51,7 +58,9 @@ def run_job(config: DictConfig) -> float | None:
             full; with 129 or 143 after a signal.
         KeyboardInterrupt: the user interrupted.
     """
-    folder = Path(HydraConfig.get().sweep.dir)
+    settings = HydraConfig.get()
+    folder = Path(settings.sweep.dir)
+    enter(settings.launcher._target_, folder)
     try:
         if message := disk.shortage(folder):
             return _stop(message)
@@ -61,16 +70,25 @@ def run_job(config: DictConfig) -> float | None:
         if message is None:
             raise
         return _stop(message)
+    except (SystemExit, KeyboardInterrupt):
+        match _where(settings):
+            case "here":
+                raise
+            case "elsewhere":
+                signals.requeue()
+                raise
+        return None  # joblib would end the other runs
+    finally:
+        if _where(settings) != "here":
+            recorder_process.end_kept()
 
 
 def _run(config: DictConfig) -> float | None:
     """Run the job and record it; see :func:`run_job`."""
-    from runner.launch import signals, supervise
+    from runner.launch import supervise
     from runner.launch.resume import decide
 
     settings = HydraConfig.get()
-    if not _is_here(settings):
-        signals.listen()
     sweep, folder = Path(settings.sweep.dir), Path(settings.runtime.output_dir)
     words = recorded_words(settings.overrides.task)
     resolved, plain = resolved_and_recorded(config)
@@ -78,10 +96,16 @@ def _run(config: DictConfig) -> float | None:
         message = "the runs of a sweep lie directly in its folder: name one folder, without slashes"
         raise RequestError([Problem("hydra.sweep.subdir", settings.sweep.subdir, message)])
     with changed(sweep) as record:
-        if _gives_up(record):
+        elsewhere = _where(settings) == "elsewhere"
+        # A job in Slurm goes on if only the command that waits for it was interrupted.
+        if gives_up(record) or (record.state == "interrupted" and not elsewhere):
             return None
         entry = _entry(record, settings.job.num, plain, words)
         entry.folder, entry.state = str(folder.relative_to(sweep)), "running"
+        if elsewhere:
+            entry.job = slurm_job()
+        else:
+            entry.pid = os.getpid()
     print_line(live.beginning(record, entry), sys.stderr)
     resolved, plain = (_grouped(one, record.name) for one in (resolved, plain))
     full = False
@@ -91,7 +115,14 @@ def _run(config: DictConfig) -> float | None:
             write_composition(folder / files.HYDRA)
             start = decide(typed, plain, folder)
             ended = supervise.run(
-                typed, plain, folder, words, start=start, reports_end=False, swept=record.keys
+                typed,
+                plain,
+                folder,
+                words,
+                start=start,
+                reports_end=False,
+                swept=record.keys,
+                alone=_where(settings) != "beside",
             )
         entry.exit_code, entry.objective = ended.exit_code, ended.objective
         entry.state = "finished" if ended.exit_code == 0 else "failed"
@@ -102,6 +133,7 @@ def _run(config: DictConfig) -> float | None:
         entry.state, entry.exit_code = "interrupted", getattr(error, "code", 130)
         raise
     finally:
+        entry.pid = None
         load_status(entry, sweep, record.objective)
         record = _note(sweep, entry)
         ended_runs = sum(one.ended for one in record.entries)
@@ -112,16 +144,18 @@ def _run(config: DictConfig) -> float | None:
         print_line(live.failure(record, entry), sys.stderr)
         if full:
             return _stop("repeat the command once there is space")
-        if _gives_up(record):
+        if gives_up(record):
             return _stop(f"sweep.max_failures={record.max_failures}")
+        if elsewhere:
+            raise SystemExit(1)  # Slurm says so too
         return None
     objective = entry.objective
     return objective if objective is not None and math.isfinite(objective) else None
 
 
-def _is_here(settings: Any) -> bool:
-    """Return whether this is the process of the command, not one that a launcher started."""
-    return str(settings.launcher._target_).endswith(".BasicLauncher")
+def _where(settings: Any) -> Where:
+    """Return whether this is the process of the command, or one that a launcher started."""
+    return where(settings.launcher._target_)
 
 
 def _stop(why: str) -> float | None:
@@ -130,7 +164,7 @@ def _stop(why: str) -> float | None:
     Raises:
         SystemExit: with 1.
     """
-    if _is_here(HydraConfig.get()):
+    if _where(HydraConfig.get()) == "here":
         print_line(f"the sweep stops: {why}", sys.stderr)
         raise SystemExit(1)
     return None
@@ -161,10 +195,6 @@ def _page_age(sweep: Path) -> float:
         return time.time() - (sweep / files.PAGE).stat().st_mtime
     except FileNotFoundError:
         return math.inf
-
-
-def _gives_up(record: SweepRecord) -> bool:
-    return record.max_failures is not None and record.failures > record.max_failures
 
 
 def _grouped(plain: dict[str, Any], name: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import mean
 
 from runner.config.notation import clock, percent, plural, rounded
@@ -26,10 +26,18 @@ def interruption(record: SweepRecord, search: bool) -> str:
     """Return how many runs an interrupted sweep finished, and what the same command does."""
     done = sum(entry.state == "finished" for entry in record.entries)
     again = "starts the search afresh" if search else "runs the rest"
-    return (
+    text = (
         f"the sweep was interrupted after {done} of {plural(record.total, 'run')}; "
         f"the same command {again}"
     )
+    jobs = [entry.job for entry in record.entries if entry.job and not entry.ended]
+    return f"{text}\n{in_slurm(jobs)}" if jobs else text
+
+
+def in_slurm(jobs: Collection[str]) -> str:
+    """Return which jobs Slurm still has, and how to end them."""
+    goes = "a run goes" if len(jobs) == 1 else f"{len(jobs)} runs go"
+    return f"{goes} on in Slurm; the same command waits for them (scancel {' '.join(jobs)})"
 
 
 def beginning(record: SweepRecord, entry: Entry) -> str:
@@ -44,6 +52,16 @@ def beginning(record: SweepRecord, entry: Entry) -> str:
     if seconds:
         left = record.total - sum(one.ended for one in record.entries)
         parts.append(f"about {clock(mean(seconds) * max(left, 1))} left")
+    return "   ".join(parts)
+
+
+def end(record: SweepRecord, entry: Entry) -> str:
+    """Return how a run ended that did not fail."""
+    parts = [f"{_title(record, entry)}   {entry.state}"]
+    if entry.objective is not None:
+        parts.append(f"{record.objective} {rounded(entry.objective, 4)}")
+    if entry.seconds is not None:
+        parts.append(f"in {entry.seconds:.1f} s")
     return "   ".join(parts)
 
 

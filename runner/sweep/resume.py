@@ -46,6 +46,7 @@ def plan_runs(request: Request) -> list[Entry]:
         folder = old.folder if old else str(number)
         words = [word for word in job.words if not _sets_hydra(word)]
         waiting = Entry(number, folder, list(job.apart), words, job.hash)
+        waiting.job = old.job if old else None
         entry = replace(waiting)
         load_status(entry, sweep.folder, objective)
         planned.append(entry if entry.state == "finished" else waiting)

@@ -38,17 +38,18 @@ from runner.train.refused import first_line, to_blame, unknown, wrong_kinds
 T = TypeVar("T")
 
 
-def check(config: RunConfig, compared: bool = True) -> None:
+def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> None:
     """Check whether data, model and clipping mode can be made and fit; what is made is dropped.
 
     Args:
         config: the configuration, which is valid by itself.
         compared: whether the run is compared with others by ``sweep.objective``.
+        here: whether the run will run on this machine, so that its devices are checked too.
 
     Raises:
         RequestError: lists everything that is wrong.
     """
-    problems = list(_machine(config))
+    problems = list(_machine(config)) if here else []
     of_parts = [*_of_parts(config.data)]
     problems += of_parts
     data = None if of_parts else _made("data", config.data, _make_data, problems)

@@ -42,7 +42,7 @@ class Fakes:
         self.refuse = lambda config: []
         self.behave = lambda plain: Outcome()
 
-    def check(self, config):
+    def check(self, config, here=True):
         self.checked.append(config)
         if problems := self.refuse(config):
             raise RequestError(problems)

@@ -23,10 +23,10 @@ class Command:
             start_new_session=True,
         )
 
-    def __call__(self, *words, code=0, before=("-m", "runner")):
+    def __call__(self, *words, code=0, before=("-m", "runner"), limit=150):
         """What it says, on stdout and on stderr."""
         started = self.start(*words, before=before)
-        out, err = started.communicate(timeout=150)
+        out, err = started.communicate(timeout=limit)
         assert started.returncode == code, out + err
         return out, err
 

@@ -81,14 +81,22 @@ class TerminalSink:
         interval: steps between lines, see :func:`runner.train.progress.steps_between_lines`.
         title: name of the run, for the message at its end.
         stream: stream to print to; standard error by default.
+        alone: whether no other run prints to the stream. Otherwise there is no bar, which others
+            would overwrite, and each line begins with the title.
     """
 
     def __init__(
-        self, total_steps: int | None, interval: int, title: str, stream: TextIO | None = None
+        self,
+        total_steps: int | None,
+        interval: int,
+        title: str,
+        stream: TextIO | None = None,
+        alone: bool = True,
     ) -> None:
         self._total = total_steps
         self._interval = interval
         self._title = title
+        self._alone = alone
         self._stream: TextIO | None = sys.stderr if stream is None else stream
         # Rows leave the device together, so the times at which they arrive mean nothing.
         self._seconds = _Mean()
@@ -97,7 +105,7 @@ class TerminalSink:
         self._shown = 0
         self._drawn = -math.inf
         self._eval: Row = {}
-        self._bar = self._open_bar(self._stream) if is_watched(self._stream) else None
+        self._bar = self._open_bar(self._stream) if alone and is_watched(self._stream) else None
         self._closed = False
 
     def write(self, row: Row) -> None:
@@ -219,6 +227,8 @@ class TerminalSink:
     def _print(self, line: str) -> None:
         if self._stream is None:
             return
+        if not self._alone and not line.startswith(self._title):
+            line = f"{self._title}: {line}"
         try:
             self._stream.write(wrapped(line, self._stream) + "\n")
             self._stream.flush()

@@ -51,7 +51,12 @@ def main(words: Sequence[str]) -> int:
     args = read(words)
     if args.help or args.cfg is not None or args.info is not None:
         return _show(args)
-    if args.shell_completion or args.hydra_help:
+    if args.shell_completion:
+        from runner.cli import complete
+        from runner.cli.main import COMMANDS
+
+        return complete.main(args.overrides, COMMANDS)
+    if args.hydra_help:
         return answer(args, Composer(source_of(args)))
     wanted = request(
         args.overrides,

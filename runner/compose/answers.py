@@ -34,7 +34,7 @@ def help_text(given: Sequence[str], source: Source | None = None) -> str:
 
 
 def answer(args: argparse.Namespace, composer: Composer) -> int:
-    """Print Hydra's answer to ``--cfg``, ``--info``, ``--hydra-help`` or ``--shell-completion``.
+    """Print Hydra's answer to ``--cfg``, ``--info`` or ``--hydra-help``.
 
     Hydra prints into memory, and this process to the terminal: Hydra would report a reader that
     leaves early, as in ``--info | head``, as a failure of its own.
@@ -48,8 +48,6 @@ def answer(args: argparse.Namespace, composer: Composer) -> int:
         try:
             if args.hydra_help:
                 hydra.hydra_help(name, get_args_parser(), args)
-            elif args.shell_completion:
-                hydra.shell_completion(name, overrides)
             elif args.cfg is not None:
                 hydra.show_cfg(name, overrides, args.cfg, args.package, args.resolve)
             else:

@@ -336,50 +336,6 @@ def test_hydras_help_and_full_errors_stay_within_reach(fakes, capsys, monkeypatc
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("clip-runner clip=", "clip=adaptive clip=none clip=norm clip=value"),
-        ("clip-runner clip=n", "clip=none clip=norm"),
-        ("clip-runner clip.thr", "clip.threshold="),
-        ("clip-runner recipe=cif", "recipe=cifar10_resnet34"),
-        ("clip-runner clip=value train.m", "train.max_duration="),
-    ],
-)
-def test_words_are_completed_in_the_shell(line, offered, fakes, capsys, monkeypatch):
-    monkeypatch.setenv("COMP_LINE", line)
-    assert cli.main(["-sc", "query=bash"]) == 0
-    assert capsys.readouterr().out.strip() == offered
-
-
-def test_bash_can_install_the_completion(fakes, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/some/bin/clip-runner"])
-    assert cli.main(["-sc", "install=bash"]) == 0
-    script = capsys.readouterr().out
-    assert "complete -o nospace" in script
-    assert script.strip().endswith("clip-runner")
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-
-
-def test_bash_completes_the_console_script(tmp_path):
-    script = tmp_path / "clip-runner"
-    script.write_text(
-        f"#!{sys.executable}\nfrom runner.cli.main import start\nraise SystemExit(start())\n"
-    )
-    script.chmod(0o755)
-    program = (
-        'eval "$(clip-runner -sc install=bash)"\n'
-        'COMP_LINE="clip-runner clip=no" COMP_POINT=19\n'
-        "COMP_WORDS=(clip-runner clip=no) COMP_CWORD=1\n"
-        'hydra_bash_completion; echo "${COMPREPLY[@]}"\n'
-    )
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", program], env=env, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["clip=none", "clip=norm"]
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class Fakes:
         self.refuse = lambda config: []
         self.behave = lambda plain: Outcome()
 
-    def check(self, config, here=True):
+    def check(self, config, **settings):
         self.checked.append(config)
         if problems := self.refuse(config):
             raise RequestError(problems)

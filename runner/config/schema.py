@@ -29,6 +29,7 @@ from runner.config.values import (
 )
 
 _MODES = options("clip")
+_TRACKERS = tuple(name for name in options("tracker") if name != "none")
 _SomeModes = Annotated[
     list[Annotated[str, OneOf(_MODES)]],
     Field(min_length=1),
@@ -130,6 +131,10 @@ class Tracker(Section):
     """Where a run is shown besides its own folder."""
 
     name: Annotated[str, option_of("tracker")] = Field(description="choose the tracker")
+    also: Annotated[
+        list[Annotated[str, OneOf(_TRACKERS)]],
+        Allowed(f"a list of some of {', '.join(_TRACKERS)}, such as [{_TRACKERS[0]}]"),
+    ] = Field(description="record with these trackers too, such as [tensorboard]")
     mode: Literal["auto", "online", "offline", "disabled"] = Field(
         description="auto: online where a key is configured, else offline for `wandb sync`"
     )
@@ -141,6 +146,10 @@ class Tracker(Section):
         gt=0,
         description="wait at most so many seconds at the end until wandb has recorded the run",
     )
+
+    def uses(self, tracker: str) -> bool:
+        """Return whether the run is recorded with ``tracker``."""
+        return tracker in (self.name, *self.also)
 
 
 class Train(Section):
@@ -163,7 +172,7 @@ class EarlyStop(Section):
     patience: Count | None = Field(
         description="end after so many evaluations in a row without an improvement; null: never"
     )
-    metric: Text = Field(description="watch this metric of evaluations, such as eval/loss")
+    metric: Text = Field(description="watch this metric of evaluations")
     min_delta: float = Field(
         ge=0, description="count as an improvement only what is better by this much"
     )

@@ -40,6 +40,7 @@ from runner.telemetry.run_log import RunLog
 from runner.telemetry.sinks import recorder_process
 from runner.telemetry.sinks.console import print_line
 from runner.telemetry.sinks.sink import Sink
+from runner.telemetry.sinks.tensorboard_sink import TensorboardSink
 from runner.telemetry.sinks.terminal import TerminalSink, is_watched
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id, records
 from runner.train import stop
@@ -68,7 +69,7 @@ class Ended:
 
 def prepare(configs: Sequence[RunConfig]) -> None:
     """Start the process that records the first of these runs, while this one imports torch."""
-    if any(one.tracker.name == "wandb" and records(one.tracker.mode) for one in configs):
+    if any(one.tracker.uses("wandb") and records(one.tracker.mode) for one in configs):
         recorder_process.begin()
 
 
@@ -165,7 +166,7 @@ def run(
     """
     signals.set_timeout(config.shutdown.timeout)
     run_id = None
-    if config.tracker.name == "wandb":
+    if config.tracker.uses("wandb"):
         run_id = str(start.former.get("wandb_run_id") or new_run_id())
     record = Record(folder)
     made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
@@ -187,6 +188,8 @@ def run(
         title = folder.name if reports_end else f"run {folder.name}"
         sent = resumed.get(WANDB_STEP)
         sinks = _sinks(config, plain, folder, run_id, words, title, sent, not reports_end, alone)
+        if config.tracker.uses("tensorboard"):
+            sinks.append(TensorboardSink(folder, start.step if start.former else None))
         shown.extend(sinks)
         again = config.launch.max_restarts if started_rank() is None else 0
         takes = [Onward(shown)] if again else shown
@@ -284,7 +287,7 @@ def _sinks(
     interval = steps_between_lines(evaluation, max(config.log.interval, config.log.flush))
     sinks: list[Sink] = [TerminalSink(steps, interval, title, alone=alone)]
     if run_id is not None:
-        settings = hidden(config.tracker.model_dump(exclude={"name"}))
+        settings = hidden(config.tracker.model_dump(exclude={"name", "also"}))
         name = " ".join(words) or folder.name
         settings |= {"sent_until": sent or 0, "resumes": sent is not None}
         settings["time_left"] = lambda: signals.time_left() - PAGE_SECONDS

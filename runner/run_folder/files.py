@@ -31,6 +31,7 @@ STATE = "state.pt"
 """State of a training besides its tensors, in a checkpoint."""
 MANIFEST = "manifest.json"
 """What a checkpoint holds: sizes and checksums of its files. It is written last."""
+TENSORBOARD = "tensorboard"
 WANDB = "wandb"
 """Folder that wandb writes its record to."""
 

@@ -31,6 +31,7 @@ from runner.config.section import Target
 from runner.config.sizes import SizeError, joined_ranks, sizes
 from runner.data import Data
 from runner.data.dataset import length_of
+from runner.telemetry.sinks import tensorboard_sink
 from runner.train import build, fit
 from runner.train.callbacks import Callbacks
 from runner.train.refused import first_line, to_blame, unknown, wrong_kinds
@@ -110,6 +111,9 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
     if config.plugin.sync_batchnorm and not gpu:
         cannot = "this run is on a CPU: torch.nn.SyncBatchNorm computes on GPUs; use false"
         yield Problem("plugin.sync_batchnorm", True, cannot)
+    if config.tracker.uses("tensorboard") and not tensorboard_sink.is_installed():
+        key = "tracker" if config.tracker.name == "tensorboard" else "tracker.also"
+        yield Problem(key, "tensorboard", f"is not installed: {tensorboard_sink.INSTALL}")
     ranks = build.ranks_of(config)
     if (error := _misfit(config)) is not None:
         value = joined if error.key == "nproc" else getattr(config.plugin, error.key)

@@ -1,0 +1,87 @@
+"""Write rows as TensorBoard's event files, by its own writer and without importing torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from runner.run_folder import files, keys
+from runner.run_folder.rows import Row
+
+INSTALL = 'pip install "clip-runner[tensorboard]"'
+
+log = logging.getLogger("runner.tensorboard")
+
+
+def is_installed() -> bool:
+    """Return whether TensorBoard can be imported, without importing it."""
+    return find_spec("tensorboard") is not None
+
+
+class TensorboardSink:
+    """Record a run for ``tensorboard --logdir``, in ``folder/tensorboard``.
+
+    A writer thread of TensorBoard's writes the file. If it cannot be written, one warning is logged
+    and no error is raised: the run's own files have the rows.
+
+    Args:
+        folder: folder of the run.
+        continued_after: step up to which an earlier file of this folder counts, for a run that
+            continues: TensorBoard leaves out its later rows. None for a new run.
+
+    Raises:
+        ImportError: TensorBoard is not installed; the message says how to install it.
+    """
+
+    def __init__(self, folder: Path, continued_after: int | None = None) -> None:
+        if not is_installed():
+            raise ImportError(f"tracker=tensorboard needs TensorBoard: {INSTALL}")
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer: Any = EventFileWriter(str(folder / files.TENSORBOARD))
+        if continued_after is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._add(Event(wall_time=time.time(), step=continued_after + 1, session_log=start))
+
+    def write(self, row: Row) -> None:
+        """Add one scalar for each metric of a row, at its optimizer step."""
+        values = [
+            self._summary.Value(tag=key, simple_value=value)
+            for key, value in row.items()
+            if key != keys.TRAIN_STEP
+        ]
+        self._add(
+            self._event(
+                wall_time=time.time(),
+                step=int(row[keys.TRAIN_STEP]),
+                summary=self._summary(value=values),
+            )
+        )
+
+    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
+        """Write what is left and close the file."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        try:
+            writer.close()
+        except OSError as error:
+            self._warn(error)
+
+    def _add(self, event: Any) -> None:
+        if self._writer is None:
+            return
+        try:
+            self._writer.add_event(event)
+        except OSError as error:
+            self._writer = None
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        log.warning("TensorBoard's record of this run is not complete: %s", error)

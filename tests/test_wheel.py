@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -30,6 +31,44 @@ def test_what_it_carries(wheel):
             assert f"{inside}/{file.relative_to(ROOT / folder).as_posix()}" in names
     assert "runner/py.typed" in names
     assert not [name for name in names if name.startswith(("tests/", "outputs/", "conf/"))]
+
+
+def built_from_a_copy(folder, umask, seconds):
+    """Wheel and sdist of the tracked files, built in another folder, at another time."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    before = os.umask(umask)
+    try:
+        for name in filter(None, listed.stdout.split("\0")):
+            if (ROOT / name).is_file():
+                copy = folder / "checkout" / name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(ROOT / name, copy)
+                os.utime(copy, (seconds, seconds))
+        done = subprocess.run(
+            [sys.executable, "-m", "hatchling", "build", "-d", str(folder / "dist")],
+            cwd=folder / "checkout",
+            env=os.environ | {"SOURCE_DATE_EPOCH": "1700000000", "TZ": f"UTC{seconds % 12}"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    finally:
+        os.umask(before)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {file.name: file.read_bytes() for file in (folder / "dist").iterdir()}
+
+
+def test_builds_from_other_folders_at_other_times_are_equal_to_the_byte(tmp_path):
+    first = built_from_a_copy(tmp_path / "a", 0o022, 1_600_000_001)
+    second = built_from_a_copy(tmp_path / "deeper" / "b", 0o077, 1_700_000_007)
+    assert sorted(Path(name).suffix for name in first) == [".gz", ".whl"]
+    assert first == second
+    [wheel] = (tmp_path / "a" / "dist").glob("*.whl")
+    assert {info.date_time for info in zipfile.ZipFile(wheel).infolist()} == {
+        (2023, 11, 14, 22, 13, 20)
+    }
 
 
 def test_it_runs_the_main_job_from_an_empty_folder(wheel, tmp_path):
@@ -64,3 +103,49 @@ def test_it_runs_the_main_job_from_an_empty_folder(wheel, tmp_path):
     (folder,) = (empty / "outputs" / "runs").iterdir()
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["final"]["eval/accuracy"] >= 0.97
+
+
+def interpreters():
+    """The newest interpreter of each minor version that is at hand."""
+    found = {}
+    for minor in (11, 12, 13):
+        managed = Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python3.{minor}")
+        on_path = shutil.which(f"python3.{minor}")
+        for one in [*([on_path] if on_path else []), *map(str, sorted(managed))]:
+            asked = [one, "-c", "import sys; print(sys.version_info[:2])"]
+            said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+            if said.strip() == f"(3, {minor})":
+                found[f"3.{minor}"] = one
+    return [pytest.param(path, id=name) for name, path in found.items()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("interpreter", interpreters())
+def test_it_installs_and_trains_under_each_python(interpreter, wheel, tmp_path):
+    """Installs torch from the configured package index, which takes minutes."""
+    home = tmp_path / "venv"
+    subprocess.run([interpreter, "-m", "venv", str(home)], check=True, timeout=120)
+    python = str(home / "bin" / "python")
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RUNNER_OUTPUTS")}
+    environment = kept | {"OMP_NUM_THREADS": "1"}
+
+    def run(*words, folder=tmp_path, timeout=300):
+        done = subprocess.run(
+            [python, *words],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    constraints = str(ROOT / "constraints.txt")
+    run("-m", "pip", "install", "-q", str(wheel), "-c", constraints, timeout=1800)
+    run("-m", "runner", "new", "demo")
+    run("-m", "runner", "--config-dir", "conf", "recipe=demo", folder=tmp_path / "demo")
+    [summary] = (tmp_path / "demo" / "outputs" / "runs").glob("*/summary.json")
+    assert json.loads(summary.read_text())["final"]["eval/accuracy"] > 0.9
+    ranks = ["plugin=ddp", "plugin.nproc=2", "train.max_duration=20ba", "tracker=none"]
+    run("-m", "runner", *ranks)

@@ -78,7 +78,7 @@ def _watched(config: RunConfig, data: Data, graded: bool | None) -> Iterator[Pro
     names = [name for name in logged(config, data, graded) if name.startswith(keys.EVAL)]
     if on and key not in names:
         near = did_you_mean(key, names)
-        message = f"is no metric of evaluations{near} (they have {', '.join(names) or 'none'})"
+        message = f"is no metric of evaluations{near} (they have {or_list(names or ['none'])})"
         yield Problem("early_stopping.metric", key, message)
 
 

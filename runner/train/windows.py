@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from runner.data.order import PartitionedBatches
 from runner.data.random_state import RandomState, generators
 from runner.data.stream_loader import StreamLoader
 from runner.data.workers import WorkerLoader
+
+log = logging.getLogger(__name__)
 
 EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 """Modules whose samplers know exactly how many samples they yield. A user's own may estimate it."""
@@ -120,6 +123,13 @@ class Windows:
         if first and self._stream is not None:
             assert self._position is not None
             self._stream.set_start(first, self._position)
+            if not any("state" in of for of in self._position["workers"].values()):
+                log.info(
+                    "the stream has no state_dict and load_state_dict: the first %d microbatches "
+                    "of epoch %d are read again and left out",
+                    first,
+                    epoch,
+                )
         batches = iter(self.loader)
         if self._stream is None and not isinstance(self._order, PartitionedBatches):
             next(islice(batches, first, first), None)

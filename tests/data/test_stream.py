@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from runner import Trainer
-from runner.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
+from runner.booster.plugin import SinglePlugin, TorchDDPPlugin, TorchFSDPPlugin
+from runner.config.duration import Duration
 from runner.data.stream_loader import StreamLoader
 from tests.ranks import run_ranks
 
@@ -208,3 +209,74 @@ def test_a_rank_without_any_sample_says_so():
 def only_rank_0_raises():
     plugin = TorchDDPPlugin()
     Trainer(Watched(), plugin.prepare_dataloader(Empty(), BATCH), "1ep", plugin=plugin).fit()
+
+
+class Stated(Plain):
+    """Saves its position; counts what it is asked for."""
+
+    def __init__(self, numbers=range(SAMPLES)):
+        super().__init__()
+        self.numbers, self.at, self.asked = numbers, 0, 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+    def __iter__(self):
+        first, self.at = self.at, 0
+        for at, number in enumerate(self.numbers[first:], first + 1):
+            self.at = at
+            self.asked += 1
+            inputs, target = pair(number)
+            yield inputs + random.random() + torch.rand(2) + np.random.rand(), target
+        self.at = 0
+
+
+class StatedShards(Stated):
+    def shard(self, num_shards, index):
+        return Stated(self.numbers[index * 7 :: num_shards])
+
+
+def training(kind, workers, rows=()):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    dataset = kind()
+    loader = SinglePlugin().prepare_dataloader(dataset, BATCH, seed=3, num_workers=workers)
+    return Trainer(model, loader, "17ba", accumulation_steps=2), dataset
+
+
+@pytest.mark.parametrize("kind", [Plain, Stated, StatedShards])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_on_a_stream_continues_with_the_same_bits(kind, workers, tmp_path, caplog):
+    whole, _ = training(kind, workers)
+    whole.fit()
+    for steps in (3, 11):
+        first, _ = training(kind, workers)
+        first.max_duration = Duration(steps, "ba")
+        first.fit()
+        path = first.save(tmp_path / str(steps))
+        second, dataset = training(kind, workers)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            second.load(path)
+            second.fit()
+        for name, tensor in whole.model.unwrap().state_dict().items():
+            assert torch.equal(second.model.unwrap().state_dict()[name], tensor), (name, steps)
+        assert ("are read again and left out" in caplog.text) == (kind is Plain)
+        if kind is Stated and not workers:
+            # An epoch has 7 steps, of 8 samples but for the last. Step 17 is the third of an epoch,
+            # and the window after it is read ahead.
+            epochs, read_before = {3: (2, 24), 11: (1, 32)}[steps]
+            assert dataset.asked == epochs * SAMPLES - read_before + 32
+
+
+def test_parts_that_were_read_by_other_workers_are_not_mixed_up(tmp_path):
+    first, _ = training(StatedShards, 2)
+    first.max_duration = Duration(3, "ba")
+    first.fit()
+    path = first.save(tmp_path)
+    second, _ = training(StatedShards, 1)
+    with pytest.raises(ValueError, match=r"1 ranks x 2 workers, here over 1 ranks x 1 workers"):
+        second.load(path)

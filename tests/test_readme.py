@@ -138,7 +138,7 @@ def test_keys_in_documents_exist(name):
         for text in quoted(DOCUMENTS[name])
         if (match := re.match(r"\w+(\.\w+)+(?=$|=)", text)) and text.split(".")[0] in sections
     }
-    named = {key for key in named if not key.endswith((".py", ".yaml", ".json", ".md"))}
+    named = {key for key in named if not key.endswith((".py", ".sh", ".yaml", ".json", ".md"))}
     assert named
     assert not {key for key in named if not key.endswith("._target_")} - known
 

@@ -20,7 +20,9 @@ from runner.config.values import Allowed, Refusal
 STYLES: Mapping[str, str] = {
     "colwise": "output features are sharded",
     "rowwise": "input features are sharded, and outputs are summed over ranks",
+    "rowwise_split_input": "like rowwise, for inputs that are whole on each rank",
     "colwise_rep": "output features are sharded, and outputs are gathered",
+    "colwise_gather_output": "the name of colwise_rep since transformers 5",
     "embedding_rowwise": "the vocabulary is sharded",
     "replicated_with_grad_allreduce": "parameters are replicated; each rank computes a part of "
     "their gradient, as for a norm of single heads",
@@ -29,6 +31,9 @@ STYLES: Mapping[str, str] = {
     "whole_sequence": "with sequence_parallel, the module gets the whole sequence",
 }
 """Styles and their meaning. Names are those of transformers' plans."""
+
+EXPERT_STYLES = ("moe_tp_experts", "moe_identity_expert")
+"""Styles of transformers for modules with stacked experts, which stay whole on each rank."""
 
 EXAMPLE = "{blocks.*.up:colwise}"
 

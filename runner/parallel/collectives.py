@@ -74,6 +74,12 @@ def scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup, *, sums: bool) -
             f"a sequence of {length} cannot be split evenly over tp_size "
             f"{group.size()}: choose a length that it divides, or sequence_parallel=false"
         )
+    return split(tensor, dim, group, sums=sums)
+
+
+def split(tensor: Tensor, dim: int, group: dist.ProcessGroup, *, sums: bool = False) -> Tensor:
+    """Like :func:`scatter`, for ranks that need not divide the dimension evenly."""
+    length = tensor.shape[dim]
     return _apply(
         tensor,
         lambda t: _shard(t, dim, group, sums=sums),

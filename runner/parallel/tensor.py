@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runner.parallel.collectives import copy_to, gather, scatter, span, sum_of
+from runner.parallel.collectives import copy_to, gather, scatter, span, split, sum_of
 from runner.parallel.entrance import Entrance, entrances
 from runner.parallel.hooks import carry_over
 from runner.parallel.tensor_styles import PlanError, style_of
@@ -100,6 +100,10 @@ def _rowwise(region: Region, module: nn.Linear, forward: Run, hidden: Tensor) ->
     return summed if module.bias is None else summed + module.bias
 
 
+def _rowwise_split_input(region: Region, module: nn.Linear, forward: Run, hidden: Tensor) -> Tensor:
+    return _rowwise(region, module, forward, split(hidden, -1, region.group))
+
+
 def _embedding(region: Region, module: nn.Embedding, forward: Run, tokens: Tensor) -> Tensor:
     start, length = span(module.num_embeddings, region.group.size(), region.group.rank())
     if length == 0:
@@ -134,7 +138,9 @@ def _whole_sequence(region: Region, module: nn.Module, forward: Run, hidden: Ten
 RUNS: Mapping[str, Run] = {
     "colwise": _colwise,
     "rowwise": _rowwise,
+    "rowwise_split_input": _rowwise_split_input,
     "colwise_rep": _colwise_rep,
+    "colwise_gather_output": _colwise_rep,
     "embedding_rowwise": _embedding,
     "split_sequence": _split_sequence,
     "whole_sequence": _whole_sequence,

@@ -9,11 +9,12 @@ import difflib
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from runner.config.tensor_plan import STYLES
+from runner.config.tensor_plan import EXPERT_STYLES, STYLES
 
 HEADS = ("heads", "num_heads", "n_head", "num_attention_heads", "num_key_value_heads")
 """Attributes in which models keep the number of heads of an attention."""
@@ -52,7 +53,9 @@ UNPLANNED = Style()
 PLACED: Mapping[str, Style] = {
     "colwise": Style((nn.Linear,), _ROWS),
     "rowwise": Style((nn.Linear,), {"weight": Shard(1)}, sequence=True),
+    "rowwise_split_input": Style((nn.Linear,), {"weight": Shard(1)}, sequence=True),
     "colwise_rep": Style((nn.Linear,), _ROWS),
+    "colwise_gather_output": Style((nn.Linear,), _ROWS),
     "embedding_rowwise": Style((nn.Embedding,), _ROWS),
     "replicated_with_grad_allreduce": Style(partial=True),
     "sequence_parallel": Style(sequence=True),
@@ -72,7 +75,7 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[st
         PlanError: there is no plan, a pattern matches nothing, a style is unknown or does not fit
             the module, or tied parameters would be sharded in different ways.
     """
-    plan = given if given is not None else getattr(model, "tp_plan", None)
+    plan = given if given is not None else own_plan(model)
     if not plan:
         raise PlanError(
             f"{type(model).__name__} has no plan for tensor parallelism: give plugin.tp_plan a "
@@ -91,6 +94,31 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[st
         styles.update(dict.fromkeys(hits, style))
     _check_ties(model, styles)
     return styles
+
+
+def own_plan(model: nn.Module) -> dict[str, str]:
+    """Return the model's own ``tp_plan``, without what it plans for no module of this model.
+
+    Plans of transformers are for all models of a family. Their styles for stacked experts
+    (:data:`runner.config.tensor_plan.EXPERT_STYLES`) are left out: these experts stay whole.
+    """
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    if not hasattr(model, "supports_tp_plan"):  # It is not from transformers.
+        return plan
+    names = [name for name, _ in model.named_modules()]
+    return {
+        pattern: style
+        for pattern, style in plan.items()
+        if style not in EXPERT_STYLES and fnmatch.filter(names, pattern)
+    }
+
+
+def whole_experts(model: nn.Module) -> list[str]:
+    """Return the modules whose stacked experts a plan of transformers splits, and this one not."""
+    plan = getattr(model, "tp_plan", None) or {}
+    patterns = [pattern for pattern, style in plan.items() if style in EXPERT_STYLES]
+    names = [name for name, _ in model.named_modules()]
+    return [name for name in names if any(fnmatch.fnmatch(name, each) for each in patterns)]
 
 
 def style_of(styles: Mapping[str, str], name: str) -> Style:
@@ -163,12 +191,18 @@ def check_heads(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None
             styles.get(f"{name}.{child}") == "colwise" for child, _ in module.named_children()
         )
         for attribute in HEADS if split else ():
-            heads = getattr(module, attribute, None)
+            # transformers keeps the number of heads in the configuration of the model.
+            heads = getattr(module, attribute, None) or _configured(module, attribute)
             if isinstance(heads, int) and heads % ranks:
                 raise PlanError(
                     f"{name} has {heads} heads ({attribute}), which tp_size {ranks} does not "
                     f"divide: choose a tp_size that divides {heads}"
                 )
+
+
+def _configured(module: nn.Module, attribute: str) -> Any:
+    attends = any(name.endswith(("q_proj", "query")) for name, _ in module.named_children())
+    return getattr(getattr(module, "config", None), attribute, None) if attends else None
 
 
 def check_sequence(styles: Mapping[str, str]) -> None:

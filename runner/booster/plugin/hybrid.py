@@ -23,6 +23,7 @@ from runner.booster.plugin.problems import expert_problems, pipeline_problems, t
 from runner.booster.precision import dtype_of
 from runner.clip import Layout
 from runner.clip.head import head_weights
+from runner.config.notation import first_few
 from runner.config.schedules import SCHEDULES, refused_microbatches
 from runner.config.sizes import MeshSizes, SizeError
 from runner.parallel.experts import of_experts, spread_experts
@@ -48,7 +49,7 @@ from runner.parallel.replica_check import ReplicaCheck, replicated
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
 from runner.parallel.stages import Stage, cut, stages_on
 from runner.parallel.tensor import parallelize, partial_parameters
-from runner.parallel.tensor_styles import check_heads, check_sequence, plan_of
+from runner.parallel.tensor_styles import check_heads, check_sequence, plan_of, whole_experts
 from runner.parallel.usage import Usage
 
 log = logging.getLogger(__name__)
@@ -249,6 +250,9 @@ class HybridParallelPlugin(Plugin):
         if self.sizes.tp == 1:
             return {}
         styles = plan_of(model, self.tp_plan)
+        whole = [] if self.tp_plan else whole_experts(model)
+        if whole and self.rank == 0:
+            log.warning("tensor parallelism keeps experts whole: %s", first_few(whole, 3))
         check_heads(model, styles, self.sizes.tp)
         if self.sequence_parallel:
             check_sequence(styles)

@@ -1,8 +1,10 @@
 """Split a model into pipeline stages, and assign stages to ranks.
 
-A model that can be split is a :class:`torch.nn.Sequential`, or has a method ``pipeline()`` that
-lists its parts: for each part the names of its modules, and a function of one tensor. Every rank
-keeps only the parameters of its own stages (:mod:`runner.parallel.own_stages`).
+A model that can be split has a method ``pipeline()`` that lists its parts: for each part the names
+of its modules, and a function of one tensor. Or it is a :class:`torch.nn.Sequential`, or a model of
+transformers with a plan for pipelines (:mod:`runner.parallel.planned_parts`), or a model that
+``torch.fx`` traces (:mod:`runner.parallel.traced_parts`). Every rank keeps only the parameters of
+its own stages (:mod:`runner.parallel.own_stages`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 
 from runner.config.notation import first_few
 from runner.config.schedules import SCHEDULES
+from runner.parallel.planned_parts import planned_parts
+from runner.parallel.traced_parts import traced_parts
 
 
 class CutError(ValueError):
@@ -86,10 +90,15 @@ def parts_of(model: nn.Module) -> list[Part]:
         return [
             Part((name,), module) for name, module in model._modules.items() if module is not None
         ]
-    raise CutError(
-        f"{type(model).__name__} cannot be cut into stages: it is no torch.nn.Sequential and has "
-        "no method pipeline() that lists its parts"
-    )
+    try:
+        found = planned_parts(model) or traced_parts(model)
+    except Exception as error:
+        raise CutError(
+            f"{type(model).__name__} cannot be cut into stages: it is no torch.nn.Sequential and "
+            "has no method pipeline() that lists its parts, and torch.fx cannot trace it "
+            f"({' '.join(str(error).split())[:200]})"
+        ) from error
+    return [Part(modules, run) for modules, run in found]
 
 
 def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> list[list[Part]]:
@@ -130,15 +139,19 @@ def _require_owner(model: nn.Module, parts: Sequence[Part]) -> None:
 def _named(parts: Sequence[Part], stages: int, starts: Sequence[str]) -> list[int]:
     if len(starts) != stages - 1:
         raise CutError(f"{stages} stages have {stages - 1} cuts, but {len(starts)} names are given")
-    first = {part.modules[0]: i for i, part in enumerate(parts)}
+    listed = ", ".join(part.modules[0] for part in parts)
+    first: dict[str, int] = {}
+    for i, part in enumerate(parts):
+        # A part may begin with a module inside of the named one.
+        path = part.modules[0].split(".")
+        for length in range(len(path), 0, -1):
+            first.setdefault(".".join(path[:length]), i)
     unknown = [name for name in starts if name not in first]
     if unknown:
-        raise CutError(
-            f"no part begins with {', '.join(unknown)}; parts begin with {', '.join(first)}"
-        )
+        raise CutError(f"no part begins with {', '.join(unknown)}; parts begin with {listed}")
     bounds = [first[name] for name in starts]
     if bounds != sorted(set(bounds)) or 0 in bounds:
-        raise CutError(f"{', '.join(starts)} are not in the order of the model: {', '.join(first)}")
+        raise CutError(f"{', '.join(starts)} are not in the order of the model: {listed}")
     return bounds
 
 

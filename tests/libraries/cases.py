@@ -22,7 +22,7 @@ COMMON = [
         f"clip.threshold={LIMIT}",
         f"train.max_duration={STEPS}ba",
     ),
-    *("device=cpu", "tracker=none", "checkpoint=none", "seed=3"),
+    *(f"train.max_duration={STEPS}ba", "device=cpu", "tracker=none", "seed=3"),
 ]
 _SIZES = "hidden_size:16,intermediate_size:24,num_hidden_layers:2,num_attention_heads:2"
 _DECODER = f"{_SIZES},num_key_value_heads:2,vocab_size:{VOCABULARY}"
@@ -37,8 +37,13 @@ VISION = {
     "vit_b_16": (
         "torchvision.models.VisionTransformer",
         {
-            **{"image_size": 32, "patch_size": 16, "num_layers": 2, "num_heads": 2},
-            **{"hidden_dim": 16, "mlp_dim": 24, "num_classes": CLASSES},
+            "image_size": 32,
+            "patch_size": 16,
+            "num_layers": 2,
+            "num_heads": 2,
+            "hidden_dim": 16,
+            "mlp_dim": 24,
+            "num_classes": CLASSES,
         },
         32,
     ),
@@ -50,16 +55,21 @@ VISION = {
     "nf_resnet": (
         "timm.create_model",
         {
-            **{"model_name": "nf_resnet26", "num_classes": CLASSES},
-            **{"depths": "[1,1,1,1]", "channels": "[32,32,64,64]", "stem_chs": 16},
+            "model_name": "nf_resnet26",
+            "num_classes": CLASSES,
+            "depths": "[1,1,1,1]",
+            "channels": "[32,32,64,64]",
+            "stem_chs": 16,
         },
         32,
     ),
     "deit": (
         "timm.create_model",
         {
-            **{"model_name": "deit_tiny_distilled_patch16_224", "img_size": 32},
-            **{"num_classes": CLASSES, "depth": 2},
+            "model_name": "deit_tiny_distilled_patch16_224",
+            "img_size": 32,
+            "num_classes": CLASSES,
+            "depth": 2,
         },
         32,
     ),
@@ -94,7 +104,7 @@ MODELS = [*VISION, *LANGUAGE]
 
 
 def words_for(name: str, ranks: int) -> list[str]:
-    """The request for a model and its data, of 8 samples a step over ``ranks`` data-parallel ranks."""
+    """The request for a model and its data; ``ranks`` data-parallel ranks read 8 samples a step."""
     data = "tests.libraries.cases"
     dropped = ["~model.width", "~model.num_classes", "~data.test_fraction", "~data.seed"]
     batch = f"data.batch_size={8 // ranks}"

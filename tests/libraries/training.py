@@ -41,7 +41,7 @@ def _compared(config: Any) -> dict[str, float]:
         read = [None] * plugin.world_size
         dist.all_gather_object(read, list(data.read))
     weights = trainer.booster.state_dict(trainer.model)
-    if plugin.rank:
+    if dist.get_rank():
         return {}
     model = _fresh(config)
     plainly(model, data, read[: plugin.data_size], config.data.batch_size)

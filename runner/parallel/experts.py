@@ -20,6 +20,19 @@ def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def stacked_experts(model: nn.Module) -> list[str]:
+    """Return the modules whose experts are slices of one parameter, as [experts, out, in].
+
+    Models of transformers have such experts. They cannot be distributed.
+    """
+    return [
+        name
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "experts"
+        and any(p is not None and p.ndim == 3 for p in module._parameters.values())
+    ]
+
+
 def of_experts(model: nn.Module) -> frozenset[str]:
     """Return the names of all parameters and buffers that belong to an expert."""
     return frozenset(

@@ -18,6 +18,12 @@ from tests.ranks import run_ranks
 PARTLY = {key: PLAN[key] for key in ("layers.*.mlp.up_proj", "layers.*.mlp.gate_proj")} | {
     "layers.*.mlp.down_proj": "rowwise"
 }
+GATHERED = PLAN | {
+    "layers.*.mlp.gate_proj": "colwise_gather_output",
+    "layers.*.mlp.up_proj": "colwise_gather_output",
+    "layers.*.mlp.down_proj": "rowwise_split_input",
+    "lm_head": "colwise_gather_output",
+}
 # The words of cases.tokens are 16 numbers; 3 rows leave a fourth rank without any.
 CASES = [Case("foreign", mode) for mode in ("L2", "L3", "value", "adaptive")]
 
@@ -31,7 +37,7 @@ def under_tensor(plan):
     return [train(case, TensorParallelPlugin(tp_plan=plan), model=model()) for case in CASES]
 
 
-@pytest.mark.parametrize("plan", [PLAN, PARTLY], ids=["whole", "partly"])
+@pytest.mark.parametrize("plan", [PLAN, PARTLY, GATHERED], ids=["whole", "partly", "gathered"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_foreign_model_is_one_process(plan, world, monkeypatch):
     monkeypatch.setitem(MODELS, "foreign", model)

@@ -43,8 +43,12 @@ def _compared(config: Any) -> dict[str, float]:
     weights = trainer.booster.state_dict(trainer.model)
     if dist.get_rank():
         return {}
-    model = _fresh(config)
+    model, start = _fresh(config), _fresh(config)
     plainly(model, data, read[: plugin.data_size], config.data.batch_size)
+    moved = [
+        (a - b).abs().max() for a, b in zip(model.parameters(), start.parameters(), strict=True)
+    ]
+    assert max(moved) > 1e-3, moved
     return {
         name: float((weights[name].detach() - wanted.detach()).abs().max())
         for name, wanted in model.named_parameters()

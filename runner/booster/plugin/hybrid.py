@@ -177,7 +177,7 @@ class HybridParallelPlugin(Plugin):
         return [
             *tensor_problems(model, sizes, options),
             *pipeline_problems(model, sizes, options),
-            *expert_problems(model, options),
+            *expert_problems(model, sizes, options),
         ]
 
     def configure(self, model: nn.Module) -> ParallelModel:

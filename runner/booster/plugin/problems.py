@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from runner.booster.plugin.base import Misfit
+from runner.config.notation import first_few
 from runner.config.schedules import SCHEDULES
 from runner.config.sizes import MeshSizes
-from runner.parallel.experts import mixtures
+from runner.parallel.experts import mixtures, stacked_experts
 from runner.parallel.stages import CutError, cut
 from runner.parallel.tensor_styles import PlanError, check_heads, check_sequence, plan_of
 
@@ -55,9 +56,20 @@ def pipeline_problems(
     return found
 
 
-def expert_problems(model: nn.Module, options: Mapping[str, Any]) -> list[Misfit]:
-    """Return a problem if experts are to be distributed but the model has none."""
+def expert_problems(
+    model: nn.Module, sizes: MeshSizes, options: Mapping[str, Any]
+) -> list[Misfit]:
+    """Return a problem if experts are to be distributed but the model has none that can be."""
     asked = options.get("ep_size")
-    if not asked or asked == 1 or any(mixtures(model)):
+    if any(mixtures(model)):
+        return []
+    if sizes.ep > 1 and (stacked := stacked_experts(model)):
+        cannot = (
+            f"the experts of {type(model).__name__} are stacked in one parameter "
+            f"({first_few(stacked, 2)}), which cannot be distributed by expert; plugin=fsdp shards "
+            "them"
+        )
+        return [("ep_size", asked or sizes.ep, cannot)]
+    if not asked or asked == 1:
         return []
     return [("ep_size", asked, f"{type(model).__name__} has no experts to spread; model=moe has")]

@@ -3,11 +3,10 @@
 Everything is in float64, so that rounding cannot explain a difference.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset
 
 from runner.data import Data
@@ -49,7 +48,12 @@ VISION = {
     ),
     "vit_tiny": (
         "timm.create_model",
-        {"model_name": "vit_tiny_patch16_224", "img_size": 32, "num_classes": CLASSES},
+        {
+            "model_name": "vit_tiny_patch16_224",
+            "img_size": 32,
+            "num_classes": CLASSES,
+            "depth": 2,
+        },
         32,
     ),
     "nf_resnet": (
@@ -127,27 +131,34 @@ def words_for(name: str, ranks: int) -> list[str]:
 
 
 class Recorded(Dataset[Any]):
-    """Pairs in memory that records which of them were read, in order."""
+    """Samples in memory that records which of them were read, in order.
 
-    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
-        self.inputs, self.targets = inputs, targets
+    Args:
+        tensors: what a batch holds: by name, or in a tuple.
+    """
+
+    def __init__(self, tensors: Any) -> None:
+        self.tensors = tensors
         self.read: list[int] = []
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return len(next(iter(tree_leaves(self.tensors))))
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> Any:
         self.read.append(index)
-        return self.inputs[index], self.targets[index]
+        return self.batch(index)
 
-    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: int | list[int]) -> Any:
         """The samples of these indices, unrecorded."""
-        return self.inputs[list(indices)], self.targets[list(indices)]
+        return tree_map(lambda tensor: tensor[indices], self.tensors)
 
 
-def _data(inputs: Tensor, targets: Tensor, items: Any) -> Data:
-    held_out = Recorded(inputs[:8], targets[:8])
-    return Data(train=Recorded(inputs[8:], targets[8:]), test=held_out, items=items)
+def _data(tensors: Any, items: Any) -> Data:
+    train, test = (
+        Recorded(tree_map(lambda tensor, at=at: tensor[at], tensors))
+        for at in (slice(8, None), slice(8))
+    )
+    return Data(train=train, test=test, items=items)
 
 
 def _drawn() -> torch.Generator:
@@ -155,20 +166,20 @@ def _drawn() -> torch.Generator:
 
 
 def images(pixels: int) -> Data:
-    """Random images [40, 3, pixels, pixels] with random classes."""
+    """Pairs of random images [3, pixels, pixels] and random classes."""
     inputs = torch.randn(48, 3, pixels, pixels, generator=_drawn(), dtype=torch.float64)
-    return _data(inputs, torch.randint(CLASSES, (48,), generator=_drawn()), "samples")
+    return _data((inputs, torch.randint(CLASSES, (48,), generator=_drawn())), "samples")
 
 
 def tokens() -> Data:
-    """Random tokens [40, LENGTH] with random next tokens, of which some are ignored."""
+    """Dictionaries of random tokens [LENGTH] and labels, of which some are ignored."""
     inputs = torch.randint(VOCABULARY, (48, LENGTH), generator=_drawn())
-    targets = inputs.roll(-1, 1)
-    targets[torch.rand(targets.shape, generator=_drawn()) < 0.3] = -100
-    return _data(inputs, targets, "tokens")
+    ignored = torch.rand(inputs.shape, generator=_drawn()) < 0.3
+    return _data({"input_ids": inputs, "labels": inputs.masked_fill(ignored, -100)}, "tokens")
 
 
 def sentences() -> Data:
-    """Random tokens [40, LENGTH] with one of three random classes each."""
+    """Dictionaries of random tokens [LENGTH] and one of three random classes."""
     inputs = torch.randint(VOCABULARY, (48, LENGTH), generator=_drawn())
-    return _data(inputs, torch.randint(3, (48,), generator=_drawn()), "samples")
+    labels = torch.randint(3, (48,), generator=_drawn())
+    return _data({"input_ids": inputs, "labels": labels}, "samples")

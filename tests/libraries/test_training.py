@@ -5,6 +5,7 @@ import pytest
 from tests.libraries.cases import MODELS
 from tests.libraries.training import plain_of, trained
 from tests.ranks import run_ranks
+from tests.verify.requests import verify
 
 PLUGINS = {
     "single": ("plugin=single", 1),
@@ -31,3 +32,20 @@ def test_ten_steps_are_those_of_plain_pytorch(name):
     for plugin, off in zip(plugins, found, strict=True):
         assert len(off) > 10
         assert {key: each for key, each in off.items() if not each <= 1e-9} == {}, plugin
+
+
+@pytest.mark.sampled
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", MODELS)
+def test_verify_passes_in_every_mode(name):
+    plugins = {key: each for key, each in plugins_of(name).items() if key not in PLUGINS}
+    plugins["fsdp"] = PLUGINS["fsdp"]
+    asked = ["verify.modes=[norm,value,adaptive]", "verify.steps=2"]
+    plains = [plain_of(name, words, ranks, *asked) for words, ranks in plugins.values()]
+    for plugin, found in zip(plugins, run_ranks(verified, 2, plains, timeout=560)[0], strict=True):
+        assert found["ok"], (plugin, [mode["failures"] for mode in found["modes"]])
+        assert [mode["mode"] for mode in found["modes"]] == ["norm", "value", "adaptive"]
+
+
+def verified(plains):
+    return [verify(plain)["found"] for plain in plains]

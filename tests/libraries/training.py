@@ -1,10 +1,11 @@
 """Trainings of the models of :mod:`tests.libraries.cases`, by the runner and by plain PyTorch."""
 
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from runner.compose.request import request
@@ -63,19 +64,22 @@ def _fresh(config: Any) -> nn.Module:
 
 
 def plainly(model: nn.Module, data: Any, read: list[list[int]], size: int) -> None:
-    """Train by plain PyTorch: each rank's batch in turn, the norm clipped, SGD with momentum."""
+    """Train by plain PyTorch: the norm clipped, SGD with momentum.
+
+    Images of each rank go through the model in turn, because batch norm is over the samples of one
+    rank. Batches of transformers are those of all ranks at once.
+    """
     optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
     model.train()
     for step in range(STEPS):
-        batches = [data.batch(each[step * size : (step + 1) * size]) for each in read]
-        assert all(len(inputs) == size for inputs, _ in batches)
-        items = sum(int((targets != -100).sum()) for _, targets in batches)
+        parts = [each[step * size : (step + 1) * size] for each in read]
+        assert sum(map(len, parts)) == 8
         optimizer.zero_grad()
-        for inputs, targets in batches:
-            outputs = model(inputs)
-            logits: Tensor = getattr(outputs, "logits", outputs)
-            flat = logits.reshape(-1, logits.shape[-1])
-            (F.cross_entropy(flat, targets.flatten(), reduction="sum") / items).backward()
+        if isinstance(data.tensors, dict):
+            model(**data.batch([*chain.from_iterable(parts)])).loss.backward()
+        else:
+            for inputs, targets in map(data.batch, parts):
+                (F.cross_entropy(model(inputs), targets, reduction="sum") / 8).backward()
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
         norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
         for gradient in gradients:

@@ -20,10 +20,10 @@ from runner.config.values import Allowed, Refusal
 STYLES: Mapping[str, str] = {
     "colwise": "output features are sharded",
     "rowwise": "input features are sharded, and outputs are summed over ranks",
-    "rowwise_split_input": "like rowwise, for inputs that are whole on each rank",
     "colwise_rep": "output features are sharded, and outputs are gathered",
-    "colwise_gather_output": "the name of colwise_rep since transformers 5",
     "embedding_rowwise": "the vocabulary is sharded",
+    "colwise_gather_output": "the name of colwise_rep since transformers 5",
+    "rowwise_split_input": "like rowwise, for inputs that are whole on each rank",
     "replicated_with_grad_allreduce": "parameters are replicated; each rank computes a part of "
     "their gradient, as for a norm of single heads",
     "sequence_parallel": "with sequence_parallel, the module computes on a shard of the sequence",

@@ -96,13 +96,16 @@ def _goes_on(
     """Return the only value of ``before`` that ``after`` uses; None if there are several."""
     later = set(after)
     alive = [node for node in before if node is output or later & set(node.users)]
-    if len(alive) != 1 or any(_changes(model, user, alive[0]) for user in alive[0].users):
+    if len(alive) != 1 or any(_needs_all(model, user, alive[0]) for user in alive[0].users):
         return None
     return alive[0]
 
 
-def _changes(model: nn.Module, user: fx.Node, value: fx.Node) -> bool:
-    """Return whether ``user`` changes ``value`` in place, which no received tensor allows."""
+def _needs_all(model: nn.Module, user: fx.Node, value: fx.Node) -> bool:
+    """Return whether ``value`` cannot be received by the part of ``user``.
+
+    It may be a tuple, or ``user`` changes it in place, which no received tensor allows.
+    """
     if not user.args or user.args[0] is not value:
         return False
     match user.op:
@@ -112,7 +115,8 @@ def _changes(model: nn.Module, user: fx.Node, value: fx.Node) -> bool:
         case "call_method":
             return str(user.target).endswith("_")
         case "call_function":
-            return user.target in IN_PLACE or bool(user.kwargs.get("inplace"))
+            taken = user.target is operator.getitem
+            return taken or user.target in IN_PLACE or bool(user.kwargs.get("inplace"))
     return False
 
 

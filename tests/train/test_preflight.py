@@ -133,7 +133,10 @@ WRONG_ON_A_CPU = [
         [*TEXT, "plugin=tensor", "plugin.nproc=2", SEQUENCE, "data.sequence_length=63"],
         ["plugin.sequence_parallel=true", "63", "2 ranks"],
     ),
-    (["plugin=pipeline", "plugin.nproc=2"], ["plugin.pp_size=2", "DigitsCNN cannot be cut"]),
+    (
+        ["model=awd_lstm", "data=text", "plugin=pipeline", "plugin.nproc=2"],
+        ["plugin.pp_size=2", "AWDLSTM cannot be cut"],
+    ),
     (
         [*TEXT, "plugin=pipeline", "plugin.nproc=4", "model.layers=2", "data.batch_size=16", TWICE],
         ["plugin.pp_size=4", "8 stages", "only 5 parts"],

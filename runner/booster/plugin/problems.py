@@ -56,9 +56,7 @@ def pipeline_problems(
     return found
 
 
-def expert_problems(
-    model: nn.Module, sizes: MeshSizes, options: Mapping[str, Any]
-) -> list[Misfit]:
+def expert_problems(model: nn.Module, sizes: MeshSizes, options: Mapping[str, Any]) -> list[Misfit]:
     """Return a problem if experts are to be distributed but the model has none that can be."""
     asked = options.get("ep_size")
     if any(mixtures(model)):

@@ -48,10 +48,14 @@ class ModelCall(NamedTuple):
         Raises:
             BatchError: there are more inputs, or another one.
         """
-        match [*self.args, *self.kwargs.values()]:
+        named = dict(self.kwargs)
+        own = target_name(named)
+        if own is not None and len(named) + len(self.args) > 1:
+            del named[own]  # The last stage returns no loss.
+        match [*self.args, *named.values()]:
             case [Tensor() as inputs]:
                 return inputs
-        given = [*map(_described, self.args), *self.kwargs]
+        given = [*map(_described, self.args), *named]
         raise BatchError(
             "a pipeline sends one tensor [samples, ...] from stage to stage, and this batch has "
             f"the inputs {', '.join(given) or 'none'}: give the batch one input beside its targets"

@@ -11,15 +11,12 @@ PLUGINS = {
     "single": ("plugin=single", 1),
     **{name: (f"plugin={name} plugin.nproc=2", 2) for name in ("ddp", "fsdp", "zero")},
 }
-SPLIT = {name: (f"plugin={name} plugin.nproc=2", 1) for name in ("tensor", "pipeline")}
-"""Plugins that split the model, with their data-parallel sizes."""
+TENSOR = {"tensor": ("plugin=tensor plugin.nproc=2", 1)}
 
 
 def plugins_of(name):
-    """The plugins that can train a model."""
-    if name in ("llama", "qwen3", "mixtral"):
-        return PLUGINS | SPLIT
-    return PLUGINS | ({"pipeline": SPLIT["pipeline"]} if name == "nf_resnet" else {})
+    """The plugins that can train a model, with their data-parallel sizes."""
+    return PLUGINS | (TENSOR if name in ("llama", "qwen3") else {})
 
 
 @pytest.mark.sampled

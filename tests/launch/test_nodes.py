@@ -1,15 +1,15 @@
 """Runs over several machines: two torchruns on this one take the places of two machines."""
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.launch.ends import kill
 from tests.process import python
 
 SMALL = ["train.max_duration=12ba", "eval.interval=12ba", "data.batch_size=16", "tracker=none"]
@@ -21,16 +21,16 @@ def free_port():
         return one.getsockname()[1]
 
 
-def torchrun(environment, *words, nodes=2, ranks=1, timeout=150, of_node=({}, {})):
-    """Start ``torchrun`` once for each machine, and return their exit codes and what they print."""
+def start(environment, *words, nodes=2, ranks=1, flags=(), before=()):
+    """Start ``torchrun`` once for each machine; they are called n1, n2 ..."""
     port = free_port()
-    elastic = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
+    elastic = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", *flags]
     elastic += ["--local-addr=127.0.0.1", f"--nnodes={nodes}", f"--nproc-per-node={ranks}"]
     command = [sys.executable, "-m", "torch.distributed.run", *elastic, "-m", "runner"]
-    started = [
+    return [
         subprocess.Popen(
-            [*command, "device=cpu", *words],
-            env={**environment, **of_node[node]},
+            [*(before if node else ()), *command, "device=cpu", *words],
+            env={**environment, "SLURMD_NODENAME": f"n{node + 1}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -38,14 +38,30 @@ def torchrun(environment, *words, nodes=2, ranks=1, timeout=150, of_node=({}, {}
         )
         for node in range(nodes)
     ]
+
+
+def ended(started, timeout=300):
+    """Exit codes of what was started, and what it printed."""
     try:
         printed = [one.communicate(timeout=timeout)[0] for one in started]
     finally:
         for one in started:
-            if one.poll() is None:
-                os.killpg(one.pid, signal.SIGKILL)
-                one.communicate()
+            for pid in (*ranks_of(one), one.pid):
+                kill(pid)
+            one.communicate()
     return [one.returncode for one in started], printed
+
+
+def torchrun(environment, *words, **options):
+    """Run ``torchrun`` once for each machine, and return their exit codes and what they print."""
+    return ended(start(environment, *words, **options))
+
+
+def ranks_of(launcher):
+    """Processes of the ranks that a torchrun has started."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout
+    parents = (line.split() for line in listed.splitlines())
+    return [int(pid) for pid, parent in parents if parent == str(launcher.pid)]
 
 
 def only_run(outputs):
@@ -97,3 +113,65 @@ def test_several_machines_need_a_launcher(environment):
     planned = python("-m", "runner", "plan", *words, env=environment)
     assert planned.stdout.endswith("on 2 machines of 2 ranks\n")
     assert not Path(environment["RUNNER_OUTPUTS"]).exists()
+
+
+LONG = ["plugin=ddp", *SMALL, "train.max_duration=100000ba", "log.flush=1"]
+
+
+def wait_for_rows(environment, started, at_least=5, limit=120):
+    until = time.monotonic() + limit
+    while True:
+        files = [*Path(environment["RUNNER_OUTPUTS"]).glob("runs/*/metrics.jsonl")]
+        if files and files[0].read_bytes().count(b"\n") >= at_least:
+            return
+        assert all(one.poll() is None for one in started)
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_machine_is_named_also_if_it_is_the_first(environment, lost):
+    started = start(environment, *LONG, "launch.timeout=20")
+    try:
+        wait_for_rows(environment, started)
+        rank_0 = read(only_run(environment["RUNNER_OUTPUTS"]), "status.json")["pid"]
+        first = next(one for one in started if rank_0 in ranks_of(one))
+        gone = first if lost == 0 else next(one for one in started if one is not first)
+        name = f"n{started.index(gone) + 1}"
+        for pid in (*ranks_of(gone), gone.pid):
+            kill(pid)
+        at = time.monotonic()
+    finally:
+        codes, printed = ended(started)
+    assert 0 not in codes, printed
+    assert time.monotonic() - at < 20 + 25
+    status = read(only_run(environment["RUNNER_OUTPUTS"]), "status.json")
+    assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 1, lost), printed
+    assert status["node"] == name
+    assert f"rank {lost} on {name} hangs or was killed" in status["error"]
+    assert status["ended"]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("steps", [[8], [8, 8, 8]])
+def test_a_run_that_torchrun_starts_again_goes_on_in_its_folder(environment, tmp_path, steps):
+    model = ["model._target_=tests.launch.failing.Failing", "+model.rank=1"]
+    saving = ["checkpoint.interval=5ba", "checkpoint.asynchronous=false", "log.flush=1"]
+    words = ["plugin=ddp", *SMALL, *saving, *model]
+    fault = ["+model.fault=raise", f"+model.steps={steps}".replace(" ", "")]
+    codes, printed = torchrun(environment, *words, *fault, flags=["--max-restarts=3"])
+    folder = only_run(environment["RUNNER_OUTPUTS"])
+    status = read(folder, "status.json")
+    if len(steps) > 1:
+        assert 0 not in codes
+        why = "not started again: this error came twice, and both times after step 7"
+        assert (status["state"], status["rank"]) == ("failed", 1)
+        assert status["error"].startswith(why), printed
+        assert (Path(environment["RUNNER_OUTPUTS"]) / "struck").read_text() == "xx"
+        return
+    assert codes == [0, 0], printed
+    assert [(one["rank"], one["step"]) for one in status["restarts"]] == [(1, 5)]
+    one = environment | {"RUNNER_OUTPUTS": str(tmp_path / "one")}
+    python("-m", "runner", "device=cpu", *words, "plugin.nproc=2", env=one)
+    assert rows(folder) == rows(only_run(tmp_path / "one"))

@@ -174,6 +174,8 @@ def test_such_a_run_fails_and_says_so(command, tmp_path):
     assert "hydra.launcher.timeout_min" in status["error"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_joblib_runs_ranks_at_once_without_more_threads_than_cores(command, tmp_path):
     words = [*SWEEP, "plugin=ddp", "plugin.nproc=2", "data.batch_size=8"]
     model = ["model._target_=tests.sweep.counted.CNN", f"+model.notes={tmp_path}/notes"]

@@ -11,12 +11,14 @@ PLUGINS = {
     "single": ("plugin=single", 1),
     **{name: (f"plugin={name} plugin.nproc=2", 2) for name in ("ddp", "fsdp", "zero")},
 }
-TENSOR = {"tensor": ("plugin=tensor plugin.nproc=2", 1)}
+SPLIT = {name: (f"plugin={name} plugin.nproc=2", 1) for name in ("tensor", "pipeline")}
 
 
 def plugins_of(name):
     """The plugins that can train a model, with their data-parallel sizes."""
-    return PLUGINS | (TENSOR if name in ("llama", "qwen3") else {})
+    if name == "llama":
+        return PLUGINS | SPLIT
+    return PLUGINS | ({"tensor": SPLIT["tensor"]} if name == "qwen3" else {})
 
 
 @pytest.mark.sampled
@@ -28,7 +30,9 @@ def test_ten_steps_are_those_of_plain_pytorch(name):
     found = run_ranks(trained, 2, plains, timeout=560)[0]
     for plugin, off in zip(plugins, found, strict=True):
         assert len(off) > 10
-        assert {key: each for key, each in off.items() if not each <= 1e-9} == {}, plugin
+        # The loss of transformers is in float32; a pipeline computes it outside of the model.
+        limit = 1e-6 if plugin == "pipeline" else 1e-9
+        assert {key: each for key, each in off.items() if not each <= limit} == {}, plugin
 
 
 @pytest.mark.sampled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,17 @@ Criterion = Callable[[Any, Any], Tensor]
 
 _SUMMABLE = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 _SUMMABLE_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
+
+
+def binary_outputs(criterion: Any) -> Literal["logits", "probabilities"] | None:
+    """Return what a criterion compares with labels of 0 and 1; None if it is no such criterion."""
+    function = criterion.func if isinstance(criterion, partial) else criterion
+    if isinstance(criterion, nn.BCELoss) or function is functional.binary_cross_entropy:
+        return "probabilities"
+    modules = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
+    logits = isinstance(criterion, modules)
+    logits |= function is functional.binary_cross_entropy_with_logits
+    return "logits" if logits else None
 
 
 def option(criterion: Any, name: str, default: Any) -> Any:

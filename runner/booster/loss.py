@@ -34,6 +34,7 @@ from runner.booster.criterion import (
     CachedCopy,
     Criterion,
     NoCollectives,
+    binary_outputs,
     cross_entropy_sum,
     option,
     summed,
@@ -109,6 +110,7 @@ class WindowLoss:
             )
         self.averages = reduction != "sum"
         self._given = criterion is not None
+        self.binary = binary_outputs(criterion)
         self._may_return = not self._given and not self.takes_batch
         self._shifts = self._may_return and shifts_labels(model)
         self._calls = Calls(model, whole=self.takes_batch, labelled=criterion is None)
@@ -234,6 +236,15 @@ class WindowLoss:
         if targets.shape != targets_of(batch).shape:  # type: ignore[union-attr]
             logits = logits[..., :-1, :]
         return (logits, targets) if logits.shape[:-1] == targets.shape else None
+
+    def paired(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
+        """Return outputs and targets that are numbers [...] of one shape; else None."""
+        numbers, targets = logits_of(outputs), targets_of(batch)
+        if targets is None or not isinstance(numbers, Tensor) or not targets.is_floating_point():
+            return None
+        if numbers.shape[1:] == (1,) and targets.ndim == 1:
+            numbers = numbers[:, 0]
+        return (numbers, targets) if numbers.shape == targets.shape else None
 
     def _compared(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
         """Return what the criterion compares."""

@@ -20,6 +20,7 @@ from runner.config.values import (
     DurationText,
     FolderName,
     IntervalText,
+    Metrics,
     Natural,
     OneOf,
     Positive,
@@ -163,6 +164,12 @@ class Eval(Section):
 
     interval: DurationText = Field(
         description="evaluate this often; raise it if evaluation takes long"
+    )
+    # With a default: files of users, and runs recorded earlier, lack it.
+    metrics: Metrics = Field(
+        default=[],
+        description="log further metrics of held-out data, by their names in torchmetrics or by a "
+        "_target_: [f1,auroc]; eval/<name> in rows",
     )
 
 

@@ -125,6 +125,16 @@ def _output_dims(value: Any) -> dict[str, int | list[int]]:
     return value
 
 
+def _metrics(value: Any) -> list[str | dict[str, Any]]:
+    if not isinstance(value, list):
+        raise ValueError
+    for one in value:
+        target = one.get("_target_") if isinstance(one, dict) else one
+        if not isinstance(target, str) or not target.strip():
+            raise ValueError
+    return value
+
+
 def _folder_name(value: str) -> str:
     if len(value.encode()) > 200:
         raise ValueError
@@ -141,6 +151,12 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Text = Annotated[str, Field(pattern=r"\S")]
 Texts = Annotated[list[Text], Allowed("a list of texts, such as [a,b]")]
+Metrics = Annotated[
+    list[str | dict[str, Any]],
+    PlainValidator(_metrics),
+    Allowed("a list of names of torchmetrics or mappings with a _target_, such as [accuracy,f1]"),
+    WithJsonSchema({"type": "array", "items": {"type": ["string", "object"]}}),
+]
 Positives = Annotated[
     list[Positive], Allowed("a list of finite numbers greater than 0, such as [0.1,1.0]")
 ]

@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 
 from runner.booster.batch import BatchError, mapped, targets_of, tensors
 from runner.booster.loss import WindowLoss
+from runner.booster.own_loss import logits_of
 from runner.clip import Decision
 from runner.config.folders import CONFIG_NAME, find, options
 from runner.config.problem import DataMismatch, Problem, did_you_mean, nearest_name, or_list
@@ -24,6 +26,7 @@ from runner.run_folder import keys
 from runner.telemetry.meter import Meter
 from runner.telemetry.step import StepMetrics
 from runner.train import build
+from runner.train.eval_metrics import EvalMetrics, MetricError, name_of
 from runner.train.refused import first_line
 
 _COMMAND = "# python -m runner "
@@ -57,6 +60,8 @@ def check(config: RunConfig, model: nn.Module, data: Data, compared: bool = True
             outputs = loss.forward(model, batch)
             loss.sum(outputs, batch, items=1)
         graded = loss.classified(outputs, samples) is not None
+        if problem := _metrics(config, loss, outputs, samples):
+            return [problem]
     except (BatchError, DataUnavailable) as error:
         return [Problem("data._target_", config.data.target, str(error))]
     except Exception as error:
@@ -80,6 +85,24 @@ def _watched(config: RunConfig, data: Data, graded: bool | None) -> Iterator[Pro
         near = did_you_mean(key, names)
         message = f"is no metric of evaluations{near} (they have {or_list(names or ['none'])})"
         yield Problem("early_stopping.metric", key, message)
+
+
+def _metrics(config: RunConfig, loss: WindowLoss, outputs: Any, samples: object) -> Problem | None:
+    """Return a problem if a further metric does not fit, or its best value is unclear."""
+    if not config.eval.metrics:
+        return None
+    try:
+        higher = EvalMetrics(config.eval.metrics, loss).try_on(logits_of(outputs), samples)
+    except MetricError as error:
+        return Problem("eval.metrics", error.asked, str(error))
+    objective = config.sweep.objective.removeprefix(keys.EVAL)
+    if config.sweep.direction is None and higher.get(objective) not in (
+        None,
+        config.sweep.maximizes,
+    ):
+        wanted = "maximize" if higher[objective] else "minimize"
+        return Problem("sweep.direction", None, f"must be {wanted} with {config.sweep.objective}")
+    return None
 
 
 def _refused_by_criterion(
@@ -131,8 +154,8 @@ def logged(config: RunConfig, data: Data, graded: bool | None) -> list[str]:
         graded: whether evaluations have an accuracy; None, if that is not known, counts as yes.
     """
     evaluation = [keys.EVAL_LOSS] if graded is False else [keys.EVAL_LOSS, keys.EVAL_ACCURACY]
-    if data.test is None:
-        evaluation = []
+    evaluation += [f"{keys.EVAL}{name_of(one)}" for one in config.eval.metrics]
+    evaluation = [] if data.test is None else list(dict.fromkeys(evaluation))
     meter = Meter(what_if=config.clip.what_if)
     decision = Decision.untouched(0.0, config.clip.threshold, 0.0)
     meter.push(StepMetrics(1, 0.0, decision, 0.0, 1, data.tokens_per_sample or 0, 0.0), {})

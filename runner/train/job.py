@@ -263,6 +263,7 @@ def make_trainer(
         plugin=plugin,
         precision=precision.name,
         accumulation_steps=config.accumulation.steps,
+        eval_metrics=config.eval.metrics,
         eval_interval=config.eval.interval,
         nonfinite=config.clip.nonfinite,
         max_skips=config.clip.max_skips,

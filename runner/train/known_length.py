@@ -51,6 +51,7 @@ def known_length(config: RunConfig) -> int | None:
         and clip.options.get("units") is None
         and "tok" not in (config.train.max_duration.unit, config.eval.interval.unit)
         and config.sweep.objective == keys.EVAL_LOSS
+        and not config.eval.metrics
     )
     return samples if known else None
 

@@ -16,6 +16,7 @@ from runner.booster.loss import WindowLoss
 from runner.clip import Number, transfer
 from runner.run_folder import keys
 from runner.train.beat import beat
+from runner.train.eval_metrics import EvalMetrics
 from runner.train.windows import held_out
 
 
@@ -29,6 +30,7 @@ class Passes:
         optimizer: the boosted optimizer, for backward passes.
         loss: sums and counts what the criterion averages.
         device: where microbatches are moved to.
+        metrics: further metrics of an evaluation.
 
     Attributes:
         losses: summed loss of each microbatch of the window so far; 0 where another rank has it.
@@ -39,6 +41,7 @@ class Passes:
     optimizer: OptimizerWrapper
     loss: WindowLoss
     device: torch.device
+    metrics: EvalMetrics
 
     def __post_init__(self) -> None:
         # Without autocast the wrapper would only cost a call.
@@ -95,7 +98,8 @@ class Passes:
         this; there is one collective of host memory at the end.
 
         Returns:
-            ``eval/loss``, and ``eval/accuracy`` where targets are classes; nothing without data.
+            ``eval/loss``, ``eval/accuracy`` where targets are classes, and the further metrics;
+            nothing without data.
         """
         self.model.eval()
         losses: list[Number] = []
@@ -114,19 +118,22 @@ class Passes:
             if outputs is None:
                 continue  # The last stage, on another rank, has the outputs and the loss.
             losses.append(transfer.read(self.loss.sum(outputs, batch, count)))
+            if not idle:
+                self.metrics.update(outputs, batch)
             correct = self.loss.correct(outputs, batch)
             ungraded = ungraded or correct is None
             if correct is not None and not idle:
                 right.append(correct)
         here = [transfer.add(losses), items, transfer.add(right), graded, ungraded]
         total, items, correct, graded, unknown = self.booster.plugin.sum_over_data(here)
+        further = self.metrics.compute(self.booster.plugin)
         self.model.train()
         if not items:
             return {}
         metrics = {keys.EVAL_LOSS: total / items}
         if graded and not unknown:
             metrics[keys.EVAL_ACCURACY] = correct / graded
-        return metrics
+        return metrics | further
 
     def _train(self, host: Any, count: float | None, weight: Callable[[], float]) -> Tensor:
         """Run forward and backward; return the summed loss, 0 where another rank has it."""

@@ -31,6 +31,7 @@ from runner.train.between_steps import BetweenSteps
 from runner.train.callbacks import Callbacks
 from runner.train.counting import count
 from runner.train.defaults import Algorithms, duration_of, mode_of, sgd, warn_of_batch_norm
+from runner.train.eval_metrics import EvalMetrics
 from runner.train.forward_order import ForwardOrder
 from runner.train.passes import Passes
 from runner.train.probe import Probe
@@ -60,6 +61,8 @@ class Trainer:
         plugin: how the model is spread over ranks.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         accumulation_steps: microbatches of one optimizer step.
+        eval_metrics: further metrics of evaluations, see :mod:`runner.train.eval_metrics`:
+            ``["f1"]``, or mappings with a ``_target_``.
         eval_interval: a duration between evaluations; there is always one at the end.
         nonfinite: what to do with a step whose gradient is not finite: skip, error or ignore.
         max_skips: number of skipped steps in a row after which the run fails; None for never. See
@@ -109,6 +112,7 @@ class Trainer:
         plugin: Plugin | None = None,
         precision: str = "fp32",
         accumulation_steps: int = 1,
+        eval_metrics: Sequence[str | Mapping[str, Any]] = (),
         eval_interval: str | Duration = "1ep",
         nonfinite: Nonfinite = "skip",
         max_skips: int | None = MAX_SKIPS,
@@ -148,7 +152,14 @@ class Trainer:
         self.model, self.optimizer, *_ = self.booster.boost(
             model, optimizers or sgd(model, criterion), criterion
         )
-        self.passes = Passes(self.booster, self.model, self.optimizer, self.loss, self.device)
+        self.passes = Passes(
+            self.booster,
+            self.model,
+            self.optimizer,
+            self.loss,
+            self.device,
+            EvalMetrics(eval_metrics, self.loss),
+        )
         mode = mode_of(algorithms)
         mode.bind(self.optimizer.layout)
         meter = Meter(sinks, log_interval, log_flush, what_if=what_if)

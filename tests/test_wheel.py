@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -71,7 +73,9 @@ def test_builds_from_other_folders_at_other_times_are_equal_to_the_byte(tmp_path
     }
 
 
-def test_it_runs_the_main_job_from_an_empty_folder(wheel, tmp_path):
+@pytest.fixture
+def python_says(wheel, tmp_path):
+    """What Python prints in an empty folder, with the wheel installed."""
     home = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
     python = home / "bin" / "python"
@@ -84,7 +88,7 @@ def test_it_runs_the_main_job_from_an_empty_folder(wheel, tmp_path):
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RUNNER_OUTPUTS")}
     environment = kept | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
 
-    def python_says(*words):
+    def says(*words):
         done = subprocess.run(
             [str(python), *words],
             cwd=empty,
@@ -96,11 +100,15 @@ def test_it_runs_the_main_job_from_an_empty_folder(wheel, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    origin = Path(python_says("-c", "import runner; print(runner.__file__)").strip())
+    origin = Path(says("-c", "import runner; print(runner.__file__)").strip())
     assert site in origin.parents
+    return says
+
+
+def test_it_runs_the_main_job_from_an_empty_folder(python_says, tmp_path):
     assert "accumulate_4" in python_says("-m", "runner", "--help")
     python_says("-m", "runner", "clip=norm", "clip.threshold=0.25")
-    (folder,) = (empty / "outputs" / "runs").iterdir()
+    (folder,) = (tmp_path / "empty" / "outputs" / "runs").iterdir()
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["final"]["eval/accuracy"] >= 0.97
 
@@ -149,3 +157,31 @@ def test_it_installs_and_trains_under_each_python(interpreter, wheel, tmp_path):
     assert json.loads(summary.read_text())["final"]["eval/accuracy"] > 0.9
     ranks = ["plugin=ddp", "plugin.nproc=2", "train.max_duration=20ba", "tracker=none"]
     run("-m", "runner", *ranks)
+
+
+@pytest.mark.parametrize(
+    ("model", "logged"),
+    [
+        ("Tagger", "eval/accuracy"),
+        pytest.param("Line", "eval/r2", marks=pytest.mark.sampled),
+        pytest.param("TwoInputs", "eval/f1", marks=pytest.mark.sampled),
+    ],
+)
+def test_dictionaries_regression_and_two_inputs_of_readme_train(
+    python_says, tmp_path, model, logged
+):
+    if logged != "eval/accuracy":
+        pytest.importorskip("torchmetrics")
+    readme = (ROOT / "README.md").read_text()
+    code = re.search(r"Save this as `others.py`:\n\n```python\n(.*?)```", readme, re.DOTALL)[1]
+    (tmp_path / "empty" / "others.py").write_text(code)
+    [command] = [
+        line.strip() for line in readme.splitlines() if f"model._target_=others.{model} " in line
+    ]
+    words = shlex.split(command)[1:]
+    python_says(*words, "train.max_duration=48ba", "tracker=none")
+    (folder,) = (tmp_path / "empty" / "outputs" / "runs").iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert summary["final"][logged] > 0.5
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"] / 2

@@ -182,6 +182,6 @@ def test_dictionaries_regression_and_two_inputs_of_readme_train(
     python_says(*words, "train.max_duration=48ba", "tracker=none")
     (folder,) = (tmp_path / "empty" / "outputs" / "runs").iterdir()
     summary = json.loads((folder / "summary.json").read_text())
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    rows = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
     assert summary["final"][logged] > 0.5
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] / 2

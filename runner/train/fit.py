@@ -15,7 +15,7 @@ from torch import nn
 
 from runner.booster.batch import BatchError, mapped, targets_of, tensors
 from runner.booster.loss import WindowLoss
-from runner.booster.own_loss import logits_of
+from runner.booster.own_loss import logits_of, returned_loss
 from runner.clip import Decision
 from runner.config.folders import CONFIG_NAME, find, options
 from runner.config.problem import DataMismatch, Problem, did_you_mean, nearest_name, or_list
@@ -58,6 +58,8 @@ def check(config: RunConfig, model: nn.Module, data: Data, compared: bool = True
             criterion.to("meta")
         with torch.device("meta"), torch.no_grad():
             outputs = loss.forward(model, batch)
+            if problem := _numbers(config, loss, outputs, samples):
+                return [problem]
             loss.sum(outputs, batch, items=1)
         graded = loss.classified(outputs, samples) is not None
         if problem := _metrics(config, loss, outputs, samples):
@@ -103,6 +105,25 @@ def _metrics(config: RunConfig, loss: WindowLoss, outputs: Any, samples: object)
         wanted = "maximize" if higher[objective] else "minimize"
         return Problem("sweep.direction", None, f"must be {wanted} with {config.sweep.objective}")
     return None
+
+
+def _numbers(
+    config: RunConfig, loss: WindowLoss, outputs: object, samples: object
+) -> Problem | None:
+    """Return a problem if cross entropy would compare numbers, which are no probabilities."""
+    targets = targets_of(samples)
+    if config.loss.target is not None or loss.takes_batch or returned_loss(outputs) is not None:
+        return None
+    if targets is None or not targets.is_floating_point():
+        return None
+    sums = targets.sum(-1)
+    if targets.shape[-1] > 1 and bool((targets >= 0).all() and (sums - 1).abs().max() < 1e-3):
+        return None
+    message = (
+        "must name a criterion, such as torch.nn.MSELoss: the targets are numbers, and cross "
+        "entropy takes classes or their probabilities"
+    )
+    return Problem("loss._target_", None, message)
 
 
 def _refused_by_criterion(

@@ -181,11 +181,19 @@ def test_a_metric_that_does_not_fit_is_refused_at_the_door(words, parts, outputs
     assert not outputs.exists()
 
 
+def test_numeric_targets_need_a_criterion(outputs, capfd):
+    assert main(NUMERIC[:-1]) == 2
+    message = capfd.readouterr().err
+    assert "loss._target_=null  must name a criterion, such as torch.nn.MSELoss" in message
+    assert not outputs.exists()
+
+
 def test_a_run_logs_metrics_and_is_compared_by_them(outputs):
     words = ["-m", "eval.metrics=[f1]", "sweep.objective=eval/f1", "train.max_duration=10ba"]
     assert main([*words, "tracker=none", "eval.interval=5ba", "optimizer.lr=1e-9,0.05"]) == 0
     for folder in sorted(outputs.rglob("summary.json")):
-        rows = [json.loads(line) for line in (folder.parent / "metrics.jsonl").open()]
+        lines = (folder.parent / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
         values = [row["eval/f1"] for row in rows if "eval/f1" in row]
         assert len(values) == 2
         assert json.loads(folder.read_text())["best"]["eval/f1"] == max(values)

@@ -179,7 +179,7 @@ def test_dictionaries_regression_and_two_inputs_of_readme_train(
         line.strip() for line in readme.splitlines() if f"model._target_=others.{model} " in line
     ]
     words = shlex.split(command)[1:]
-    python_says(*words, "train.max_duration=48ba", "tracker=none")
+    python_says(*words, "train.max_duration=96ba", "tracker=none")
     (folder,) = (tmp_path / "empty" / "outputs" / "runs").iterdir()
     summary = json.loads((folder / "summary.json").read_text())
     rows = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,6 +1,7 @@
 """Runs over several machines: two torchruns on this one take the places of two machines."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -175,3 +176,16 @@ def test_a_run_that_torchrun_starts_again_goes_on_in_its_folder(environment, tmp
     one = environment | {"RUNNER_OUTPUTS": str(tmp_path / "one")}
     python("-m", "runner", "device=cpu", *words, "plugin.nproc=2", env=one)
     assert rows(folder) == rows(only_run(tmp_path / "one"))
+
+
+def test_a_folder_that_a_machine_does_not_see_is_refused(environment, tmp_path):
+    hidden = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"']
+    hidden.append(environment["RUNNER_OUTPUTS"])
+    Path(environment["RUNNER_OUTPUTS"]).mkdir()
+    if not shutil.which("unshare") or subprocess.run([*hidden, "true"]).returncode:
+        pytest.skip("needs a mount of its own")
+    codes, printed = torchrun(environment, *LONG, before=hidden)
+    assert 0 not in codes
+    status = read(only_run(environment["RUNNER_OUTPUTS"]), "status.json")
+    assert status["state"] == "failed"
+    assert "1 machine of this run (n2) cannot see its folder" in status["error"], printed

@@ -14,6 +14,7 @@ from string import Template
 
 from runner.config.folders import find, obstacle, options
 from runner.config.problem import Problem, RequestError
+from runner.run_folder import files, keys
 from runner.telemetry.sinks.console import print_line
 
 DESCRIPTION = """\
@@ -149,8 +150,8 @@ def test_the_recipe_learns(tmp_path):
     command = [sys.executable, "-m", "runner", "--config-dir", "conf", "recipe=$name"]
     changed = ["tracker=none", f"hydra.run.dir={tmp_path / 'run'}"]
     subprocess.run([*command, *changed], cwd=HERE, check=True, timeout=300)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["final"]["eval/accuracy"] > 0.9
+    summary = json.loads((tmp_path / "run" / "$summary").read_text())
+    assert summary["final"]["$accuracy"] > 0.9
 '''
 
 FILES = {
@@ -160,7 +161,8 @@ FILES = {
     "conf/data/$name.yaml": DATA,
     "conf/recipe/$name.yaml": RECIPE,
 }
-"""The files of the folder by name; ``$name`` stands for the name of the folder."""
+"""The files of the folder by name; ``$name`` stands for the name of the folder, ``$summary`` and
+``$accuracy`` for the file and the metric that its test reads."""
 
 _VALUES = {"true", "false", "null", "none", "nan", "inf"}
 """Words that are no text in an override: ``recipe=null`` chooses nothing."""
@@ -182,12 +184,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(name).absolute()
     if message := _refused(name) or _taken(name) or obstacle(folder):
         raise RequestError([Problem("NAME", name, message)])
+    values = {"name": name, "summary": files.SUMMARY, "accuracy": keys.EVAL_ACCURACY}
     try:
         folder.mkdir()
         for file, text in FILES.items():
-            path = folder / Template(file).substitute(name=name)
+            path = folder / Template(file).substitute(values)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(Template(text).substitute(name=name), encoding="utf-8")
+            path.write_text(Template(text).substitute(values), encoding="utf-8")
             print_line(str(path.relative_to(folder.parent)))
     except OSError as error:
         message = f"cannot be written: {error.strerror or error}"

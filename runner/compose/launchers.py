@@ -23,7 +23,8 @@ LAUNCHERS: dict[str, tuple[Where, str]] = {
 
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
-_OURS = "hydra_plugins.clip_runner."
+_PLUGINS = "hydra_plugins."
+_OURS = f"{_PLUGINS}clip_runner."
 
 RAY = (
     "its launcher (hydra-ray-launcher 1.2.2) cannot be installed beside this project, because it "
@@ -52,7 +53,7 @@ def problems(master: DictConfig | None) -> Iterator[Problem]:
         yield Problem("hydra/launcher", choice, message)
         return
     _, extra = LAUNCHERS[target.removeprefix(_OURS)]
-    if find_spec(f"hydra_plugins.hydra_{extra}_launcher") is None:
+    if find_spec(f"{_PLUGINS}hydra_{extra}_launcher") is None:
         yield Problem("hydra/launcher", choice, f"needs pip install 'clip-runner[{extra}]'")
     for key in ("n_jobs", "array_parallelism"):
         value = settings.get(key, 1)

@@ -169,7 +169,7 @@ class Eval(Section):
     metrics: Metrics = Field(
         default=[],
         description="log further metrics of held-out data, by their names in torchmetrics or by a "
-        "_target_: [f1,auroc]; eval/<name> in rows",
+        "_target_: [f1,auroc]; each is logged under its name",
     )
 
 

@@ -247,13 +247,15 @@ def trains_saves_resumes_and_evaluates(start, name, plugin, ranks, folder, monke
     assert printed == pytest.approx(accuracy(again, test_set, half), abs=1e-4)
 
 
+# Convolutions in fp16 take a CPU minutes.
 @pytest.mark.sampled
-@pytest.mark.parametrize(("name", "plugin"), CASES)
+@pytest.mark.parametrize(("name", "plugin"), sorted({*CASES} - {("resnet", "torch_ddp_fp16")}))
 def test_forked(name, plugin, folder, monkeypatch):
     trains_saves_resumes_and_evaluates(forked, name, plugin, 2, folder, monkeypatch)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("name", "plugin"), CASES)
 def test_torchrun(name, plugin, ranks, folder, monkeypatch):

@@ -127,7 +127,7 @@ def test_a_constant_rate_is_exactly_constant():
 def test_the_index_gives_the_promised_defaults():
     plain = request([], writes=False).jobs[0].plain
     assert plain["train"] == {"max_duration": "15ep"}
-    assert plain["eval"] == {"interval": "1ep"}
+    assert plain["eval"] == {"interval": "1ep", "metrics": []}
     assert plain["log"] == {"interval": 1, "flush": 50}
     assert plain["checkpoint"] == {
         "interval": "10min",

@@ -130,7 +130,8 @@ def wait_for_rows(environment, started, at_least=5, limit=120):
         time.sleep(0.1)
 
 
-@pytest.mark.sampled
+# Which agent of torchrun notices first depends on how busy the machine is.
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_machine_is_named_also_if_it_is_the_first(environment, lost):
     started = start(environment, *LONG, "launch.timeout=20")
@@ -154,7 +155,7 @@ def test_a_lost_machine_is_named_also_if_it_is_the_first(environment, lost):
     assert status["ended"]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [[8], [8, 8, 8]])
 def test_a_run_that_torchrun_starts_again_goes_on_in_its_folder(environment, tmp_path, steps):
     model = ["model._target_=tests.launch.failing.Failing", "+model.rank=1"]

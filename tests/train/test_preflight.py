@@ -56,7 +56,10 @@ WRONG = [
         ["sweep.objective=eval/acc", "did you mean eval/accuracy?"],
     ),
     (
-        ["-m", "seed=1,2", f"data._target_={REGRESSION}", *BARE, "sweep.objective=eval/accuracy"],
+        [
+            *("-m", "seed=1,2", f"data._target_={REGRESSION}", *BARE),
+            *("loss._target_=torch.nn.MSELoss", "sweep.objective=eval/accuracy"),
+        ],
         ["sweep.objective=eval/accuracy  is not logged by this run", "(it logs eval/loss, train/"],
     ),
     (

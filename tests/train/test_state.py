@@ -277,7 +277,7 @@ def test_the_state_is_plain(loader):
     made.fit()
     _, state = made.saved
     wanted = {"progress", "meter", "clip", "optimizer", "loss_scale", "schedulers", "random"}
-    wanted |= {"skips", "microbatch"}
+    wanted |= {"skips", "microbatch", "callbacks"}
     assert state.keys() == wanted
     plain = (Tensor, bool, int, float, str, type(None))
     assert {type(leaf) for leaf in leaves(state)} <= set(plain)

@@ -31,6 +31,6 @@ def execute(config: RunConfig, sinks: Sequence[Sink], *, checkpoint: Path | None
     found = on_first(lambda: checkpoint)
     assert found is not None
     load_weights(trainer, found, verify=False)  # the first rank has
-    assert trainer.eval_dataloader is not None
-    metrics = trainer.passes.evaluate(trainer.eval_dataloader)
+    held_out = trainer.eval_dataloader
+    metrics = {} if held_out is None else trainer.passes.evaluate(held_out)
     return {"metrics": metrics, "world_size": trainer.plugin.world_size}

@@ -35,6 +35,7 @@ class Windows:
         config: configuration of the run.
         parts: data-parallel size: number of parts of a microbatch.
         chunks: number of pipeline microbatches in each part; 1 without a pipeline.
+        data: the samples; by default those of ``config``.
 
     Attributes:
         uneven: True if a chunk had fewer samples than others of its part; a pipeline pads it with
@@ -42,8 +43,15 @@ class Windows:
         drew: True if reading the data advanced a random number generator.
     """
 
-    def __init__(self, config: RunConfig, parts: int, chunks: int = 1) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: int,
+        chunks: int = 1,
+        data: Dataset[Any] | list[Any] | None = None,
+    ) -> None:
         self.config = config
+        self._dataset: Any = build.make_data(config.data).train if data is None else data
         self.parts = parts
         self.chunks = chunks
         self.uneven = False
@@ -51,9 +59,9 @@ class Windows:
 
     def __iter__(self) -> Iterator[list[Any]]:
         config = self.config
-        dataset: Dataset[Any] = build.make_data(config.data).train
+        dataset = self._dataset
         order = PartitionedBatches(
-            len(dataset),  # type: ignore[arg-type]
+            len(dataset),
             config.data.batch_size,
             rank=0,
             world_size=self.parts,
@@ -69,16 +77,16 @@ class Windows:
             for first in range(0, len(order), steps):
                 window = range(first, min(first + steps, len(order)))
                 parts = [part for number in window for part in order.parts(number)]
-                yield self._read(dataset, [one for part in parts for one in self._chunks(part)])
+                yield self._read([one for part in parts for one in self._chunks(part)])
 
     def _chunks(self, part: list[int]) -> list[list[int]]:
         size = -(-len(part) // self.chunks)
         self.uneven |= len(part) != size * self.chunks
         return [part[start : start + size] for start in range(0, len(part), max(size, 1))]
 
-    def _read(self, dataset: Dataset[Any], chunks: list[list[int]]) -> list[Any]:
+    def _read(self, chunks: list[list[int]]) -> list[Any]:
         loader = DataLoader(
-            dataset,
+            self._dataset,
             batch_sampler=chunks,
             collate_fn=partial(collate, dtype=dtype_of(self.config)),
             generator=torch.Generator(),  # the default draws a seed from the global generator
@@ -108,10 +116,12 @@ class Reference:
         self._batches = iter(windows)
         self.model, self.dropped = make_model(config)
         self.model.train()
-        self.loss = WindowLoss(self.model, make_criterion(config))
+        criterion = make_criterion(config)
+        self.loss = WindowLoss(self.model, criterion)
         self.optimizer: OptimizerWrapper
         booster = Booster(nonfinite="error")
-        _, self.optimizer, *_ = booster.boost(self.model, make_optimizer(config, self.model))
+        optimizer = make_optimizer(config, self.model, criterion)
+        _, self.optimizer, *_ = booster.boost(self.model, optimizer, criterion)
         self.mode = mode
         mode.bind(self.optimizer.layout)
         self.drew = False

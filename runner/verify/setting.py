@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from runner.booster.batch import mapped
 from runner.booster.criterion import Criterion
@@ -16,7 +18,8 @@ from runner.clip import build as build_mode
 from runner.clip.mode import NEVER
 from runner.config.modes import built_in
 from runner.config.schema import RunConfig
-from runner.data.dataset import collate_pairs
+from runner.data.dataset import collate_pairs, first_sample, length_of
+from runner.parallel.first_rank import on_first
 from runner.train import build
 
 
@@ -24,6 +27,23 @@ def collate(samples: Any, dtype: torch.dtype) -> Any:
     """Collate samples to a batch, and convert its floating-point tensors to ``dtype``."""
     batch = collate_pairs(samples)
     return mapped(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def samples(config: RunConfig, parts: int) -> Dataset[Any] | list[Any]:
+    """Return the training data of both sides; every rank has to call this.
+
+    Args:
+        config: configuration of the run.
+        parts: data-parallel size.
+
+    Returns:
+        Samples by index: of a stream its first ones on the first rank, as many as are compared.
+    """
+    data = build.make_data(config.data).train
+    if length_of(data) is not None:
+        return data
+    microbatches = config.verify.steps * config.accumulation.steps * parts
+    return on_first(lambda: list(islice(data, microbatches * config.data.batch_size)))
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:
@@ -64,9 +84,14 @@ def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
     return build_mode(name, threshold=threshold, norm_type=chosen.norm_type), derived
 
 
-def make_optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(
+    config: RunConfig, model: nn.Module, criterion: Criterion | None
+) -> torch.optim.Optimizer:
     """Make plain SGD, because the steps of Adam and similar optimizers hide a wrong scale."""
-    return torch.optim.SGD(model.parameters(), lr=config.verify.lr)
+    trained = [*model.parameters()]
+    if isinstance(criterion, nn.Module):
+        trained += criterion.parameters()
+    return torch.optim.SGD(dict.fromkeys(trained), lr=config.verify.lr)
 
 
 def comparable(config: RunConfig) -> RunConfig:
@@ -108,8 +133,8 @@ def _forward_works(config: RunConfig, dtype: Literal["float32", "float64"]) -> b
     config = config.model_copy(update={"verify": verify})
     try:
         model, _ = make_model(config)
-        data = build.make_data(config.data).train
-        batch = collate([data[0], data[1]], dtype_of(config))
+        sample = first_sample(build.make_data(config.data).train)
+        batch = collate([sample, sample], dtype_of(config))
         batch = mapped(batch, lambda t: t.to(build.device_of(config.device)))
         with torch.no_grad():
             WindowLoss(model, make_criterion(config)).forward(model, batch)

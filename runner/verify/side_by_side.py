@@ -102,14 +102,15 @@ def _compare(config: RunConfig, name: str, number: int, sinks: Sequence[Sink]) -
     plugin = build.make_plugin(config)
     mode, derived = setting.make_mode(config, name)
     losses = _Losses()
-    trainer = watch.make_trainer(config, plugin, mode, *([] if plugin.rank else [losses]))
+    data = setting.samples(config, plugin.data_size)
+    trainer = watch.make_trainer(config, plugin, data, mode, *([] if plugin.rank else [losses]))
     pipeline = trainer.model.pipeline
     chunks = 1 if pipeline is None else pipeline.microbatches
 
     def one_process() -> Reference:
         again, _ = setting.make_mode(config, name)  # a mode is bound to one layout
         again.threshold = mode.threshold
-        return Reference(Windows(config, plugin.data_size, chunks), again)
+        return Reference(Windows(config, plugin.data_size, chunks, data), again)
 
     if derived:
         peak = math.nan if plugin.rank else one_process().peak()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils.data import Dataset
 
 from runner.booster import Plugin
 from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard
@@ -18,7 +19,6 @@ from runner.config.duration import Duration
 from runner.config.schema import RunConfig
 from runner.parallel.full_state_dict import gathered
 from runner.telemetry.sinks.sink import Sink
-from runner.train import build
 from runner.train.trainer import Trainer
 from runner.verify import naive
 from runner.verify.comparison import Naive, SideMetrics
@@ -66,18 +66,26 @@ class Watched(ClipMode):
         return decision
 
 
-def make_trainer(config: RunConfig, plugin: Plugin, mode: ClipMode, *sinks: Sink) -> Trainer:
+def make_trainer(
+    config: RunConfig,
+    plugin: Plugin,
+    data: Dataset[Any] | list[Any],
+    mode: ClipMode,
+    *sinks: Sink,
+) -> Trainer:
     """Make a trainer of ``verify.steps`` steps under ``plugin``, in ``verify.dtype`` by plain SGD.
 
     Args:
         config: configuration of the run.
         plugin: plugin of the model.
+        data: training data, see :func:`runner.verify.setting.samples`.
         mode: clipping mode, not bound to a layout yet.
         sinks: sinks for rows; empty except on the first rank.
     """
     model, _ = make_model(config)
+    criterion = make_criterion(config)
     loader = plugin.prepare_dataloader(
-        build.make_data(config.data).train,
+        data,
         batch_size=config.data.batch_size,
         shuffle=True,
         drop_last=config.data.drop_last,
@@ -89,8 +97,8 @@ def make_trainer(config: RunConfig, plugin: Plugin, mode: ClipMode, *sinks: Sink
         loader,
         Duration(config.verify.steps, "ba"),
         algorithms=mode,
-        optimizers=make_optimizer(config, model),
-        criterion=make_criterion(config),
+        optimizers=make_optimizer(config, model, criterion),
+        criterion=criterion,
         plugin=plugin,
         accumulation_steps=config.accumulation.steps,
         nonfinite="error",

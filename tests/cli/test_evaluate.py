@@ -169,3 +169,9 @@ def test_the_model_file_of_a_run_is_what_it_evaluates(fsdp, tmp_path, outputs):
     with torch.no_grad():
         loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item()
     assert loss == pytest.approx(last(fsdp)["eval/loss"], rel=1e-6)
+
+
+def test_a_run_without_held_out_data_says_so(single, capsys):
+    stream = ["data=own", "data.train._target_=tests.verify.nets.Images", "+data.train.channels=3"]
+    assert main(["evaluate", str(single), *stream, "sweep.objective=train/loss"]) == 1
+    assert "there is no held-out data to evaluate on" in capsys.readouterr().err

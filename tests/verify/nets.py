@@ -1,11 +1,12 @@
 """Models of other people, for verification: named by ``_target_``."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from runner.data import Data
 from runner.data.synthetic import synthetic
@@ -94,6 +95,29 @@ class Noisy(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         inputs, target = self.clean[index]
         return inputs + torch.randn_like(inputs), target
+
+
+class Images(IterableDataset[Any]):
+    """A stream of 100 images [C, 8, 8] with one of ten classes."""
+
+    def __init__(self, channels: int = 1) -> None:
+        self.channels = channels
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        draw = torch.Generator().manual_seed(5)
+        for number in range(100):
+            yield torch.randn(self.channels, 8, 8, generator=draw), number % 10
+
+
+class Tempered(nn.Module):
+    """Cross entropy at a temperature that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inverse = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits * self.inverse, targets)
 
 
 def noisy(**options: Any) -> Data:

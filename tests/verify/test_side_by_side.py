@@ -151,3 +151,15 @@ def test_each_step_is_told_of_as_it_is_compared():
     row, step = done["rows"][0], done["found"]["modes"][0]["steps"][0]
     assert row["grad/norm"] == row["verify/norm"] == step["reference"]["norm"]
     assert done["found"]["naive"] is None
+
+
+@pytest.mark.parametrize("plugin", ["single", "ddp", "fsdp"])
+def test_a_stream_and_a_criterion_that_is_trained(plugin):
+    ranks = 1 if plugin == "single" else 2
+    data = ["data=own", "data.train._target_=tests.verify.nets.Images", "data.batch_size=4"]
+    words = [*net("Normed"), "loss._target_=tests.verify.nets.Tempered", "accumulation.steps=2"]
+    words += ["verify.steps=3", "train.max_duration=4ba", "sweep.objective=train/loss"]
+    words += ["device=cpu", f"plugin.nproc={ranks}"]
+    found = found_on(ranks, *data, *words, f"plugin={plugin}", "clip=norm", "clip.threshold=0.2")
+    assert_ok(found, bound=1e-12)
+    assert found["modes"][0]["binds"]

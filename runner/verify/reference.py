@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from runner.booster import Booster, NonFiniteGradient, OptimizerWrapper
 from runner.booster.batch import mapped
+from runner.booster.joint import CRITERION
 from runner.booster.loss import WindowLoss
 from runner.clip import ClipMode
 from runner.config.schema import RunConfig
@@ -48,7 +49,7 @@ class Windows:
         config: RunConfig,
         parts: int,
         chunks: int = 1,
-        data: Dataset[Any] | list[Any] | None = None,
+        data: Dataset[Any] | None = None,
     ) -> None:
         self.config = config
         self._dataset: Any = build.make_data(config.data).train if data is None else data
@@ -117,6 +118,7 @@ class Reference:
         self.model, self.dropped = make_model(config)
         self.model.train()
         criterion = make_criterion(config)
+        self._criterion = criterion
         self.loss = WindowLoss(self.model, criterion)
         self.optimizer: OptimizerWrapper
         booster = Booster(nonfinite="error")
@@ -219,7 +221,11 @@ class Reference:
 
     def weights(self) -> dict[str, Tensor]:
         """Return all parameters by name, on the host."""
-        return {name: p.detach().cpu() for name, p in self.model.named_parameters()}
+        parameters = dict(self.model.named_parameters())
+        if isinstance(self._criterion, nn.Module):
+            own = self._criterion.named_parameters()
+            parameters |= {CRITERION + name: parameter for name, parameter in own}
+        return {name: parameter.detach().cpu() for name, parameter in parameters.items()}
 
 
 def _random_state() -> list[bytes]:

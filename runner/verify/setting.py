@@ -29,7 +29,7 @@ def collate(samples: Any, dtype: torch.dtype) -> Any:
     return mapped(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def samples(config: RunConfig, parts: int) -> Dataset[Any] | list[Any]:
+def samples(config: RunConfig, parts: int) -> Dataset[Any]:
     """Return the training data of both sides; every rank has to call this.
 
     Args:
@@ -39,11 +39,13 @@ def samples(config: RunConfig, parts: int) -> Dataset[Any] | list[Any]:
     Returns:
         Samples by index: of a stream its first ones on the first rank, as many as are compared.
     """
-    data = build.make_data(config.data).train
+    data: Dataset[Any] = build.make_data(config.data).train
     if length_of(data) is not None:
         return data
+    stream: Any = data
     microbatches = config.verify.steps * config.accumulation.steps * parts
-    return on_first(lambda: list(islice(data, microbatches * config.data.batch_size)))
+    first: Any = on_first(lambda: list(islice(stream, microbatches * config.data.batch_size)))
+    return first  # type: ignore[no-any-return]
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:

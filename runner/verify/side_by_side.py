@@ -130,7 +130,7 @@ def _compare(config: RunConfig, name: str, number: int, sinks: Sequence[Sink]) -
     trainer.fit()
     layout = trainer.optimizer.layout
     drifted, placed = watch.drifted(layout), watch.placements(layout)
-    weights = trainer.booster.state_dict(trainer.model)
+    weights = watch.whole(trainer, lambda p: p)
     if reference is None:
         return None
     wanted = reference.weights()

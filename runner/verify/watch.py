@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.data import Dataset
 
 from runner.booster import Plugin
+from runner.booster.joint import CRITERION
 from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard
 from runner.config.duration import Duration
 from runner.config.schema import RunConfig
@@ -59,7 +60,7 @@ class Watched(ClipMode):
         by_hand = naive.rank_local(layout, self.norm_type)
         decision = self._mode.clip(layout, stats)
         trainer = self._trainer
-        gradients = gathered(trainer.model.unwrap(), trainer.model.renamed, lambda p: p.grad)
+        gradients = whole(trainer, lambda p: p.grad)
         ranks = from_all((SideMetrics.of(decision), by_hand))
         if trainer.plugin.rank == 0:
             self._seen([rank[0] for rank in ranks], gradients, [rank[1] for rank in ranks])
@@ -69,7 +70,7 @@ class Watched(ClipMode):
 def make_trainer(
     config: RunConfig,
     plugin: Plugin,
-    data: Dataset[Any] | list[Any],
+    data: Dataset[Any],
     mode: ClipMode,
     *sinks: Sink,
 ) -> Trainer:
@@ -104,6 +105,18 @@ def make_trainer(
         nonfinite="error",
         sinks=sinks,
     )
+
+
+def whole(
+    trainer: Trainer, value: Callable[[nn.Parameter], Tensor | None] | None = None
+) -> dict[str, Tensor]:
+    """Return a value of each parameter of the model and the criterion; see :func:`gathered`."""
+    model, criterion = trainer.model, trainer.criterion
+    found = gathered(model.unwrap(), model.renamed, value)
+    if isinstance(criterion, nn.Module):
+        own = gathered(criterion, {}, value)
+        found |= {CRITERION + name: tensor for name, tensor in own.items()}
+    return found
 
 
 def from_all(mine: T) -> list[T]:

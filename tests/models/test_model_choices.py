@@ -113,6 +113,7 @@ def test_every_file_opens_with_its_purpose_and_the_command(group):
 
 @pytest.mark.parametrize("name", names("data"))
 def test_data_files_carry_the_keys_of_the_loader(name):
-    config = chosen("data", name)
+    shared = yaml.safe_load((CONF / "data_keys.yaml").read_text())
+    config = {**shared, **chosen("data", name)}
     assert all(key in config for key in OWNED)
     assert config["batch_size"] >= 1

@@ -23,7 +23,8 @@ OPEN = {"tensor": "tp_size", "pipeline": "pp_size", "moe": "ep_size"}
 
 
 def section(name, **given):
-    neutral = {"dp_size": None, "tp_size": 1, "pp_size": 1, "ep_size": 1, "nproc": None}
+    neutral = {"dp_size": None, "tp_size": 1, "pp_size": 1, "ep_size": 1}
+    neutral |= {"nproc": None, "nnodes": None}
     own = {OPEN[name]: None} if name in OPEN else {}
     return SimpleNamespace(name=name, **(neutral | own | given))
 

@@ -87,13 +87,21 @@ def image_folder(root: str | None, size: int, augment: bool, seed: int) -> Data:
             f"data.root={place}: train and val hold different classes ({', '.join(odd[:5])}). "
             + WAY_FORWARD
         )
-    centre = v2.Compose([v2.Resize(round(size * LARGER)), v2.CenterCrop(size), *_to_tensor()])
-    at_random = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *_to_tensor()])
     return Data(
-        train=SeededImages(train, at_random if augment else centre, seed),
-        test=SeededImages(test, centre, seed),
+        train=SeededImages(train, random_crop(size) if augment else centre_crop(size), seed),
+        test=SeededImages(test, centre_crop(size), seed),
         items="samples",
     )
+
+
+def random_crop(size: int) -> v2.Transform:
+    """Return a random crop and flip of an image to normalised float32 [3, size, size]."""
+    return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *_to_tensor()])
+
+
+def centre_crop(size: int) -> v2.Transform:
+    """Return the crop of an image's centre to normalised float32 [3, size, size]."""
+    return v2.Compose([v2.Resize(round(size * LARGER)), v2.CenterCrop(size), *_to_tensor()])
 
 
 def _to_tensor() -> list[v2.Transform]:

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from runner.booster import Plugin
 from runner.data.order import PartitionedBatches
 from runner.data.random_state import RandomState, generators
+from runner.data.stream import has_state
 from runner.data.stream_loader import StreamLoader
 from runner.data.workers import WorkerLoader
 
@@ -45,9 +46,11 @@ class Windows:
 
     Args:
         loader: yields microbatches of this rank. If its batch sampler is a
-            :class:`~runner.data.order.PartitionedBatches`, earlier microbatches are skipped, and a
+            :class:`~runner.data.order.PartitionedBatches`, earlier microbatches are skipped; a
             :class:`~runner.data.stream_loader.StreamLoader` begins where the state of its stream
-            was saved; those of any other loader are read and dropped.
+            was saved, and a loader with ``state_dict`` and ``load_state_dict`` (torchdata's
+            ``StatefulDataLoader``) continues from its own. Those of any other loader are read and
+            dropped.
         steps: microbatches of one window.
     """
 
@@ -56,6 +59,8 @@ class Windows:
         self._steps = steps
         self._order = getattr(loader, "batch_sampler", None)
         self._stream = loader if isinstance(loader, StreamLoader) else None
+        self._skips = self._stream is not None or isinstance(self._order, PartitionedBatches)
+        self._stateful: Any = loader if has_state(loader) and not self._skips else None
         self._generators = generators(loader)
         self._random: dict[str, RandomState] = {}
         self._position: dict[str, Any] | None = None
@@ -130,8 +135,11 @@ class Windows:
                     first,
                     epoch,
                 )
+        continues = first and self._stateful is not None and self._position is not None
+        if continues:
+            self._stateful.load_state_dict(self._position)
         batches = iter(self.loader)
-        if self._stream is None and not isinstance(self._order, PartitionedBatches):
+        if not (continues or self._skips):
             next(islice(batches, first, first), None)
         length = self._length()
         if length is None:
@@ -152,6 +160,8 @@ class Windows:
             now.restore(self._generators)
         while upcoming or self.uneven:
             self._random["ahead"] = RandomState.now(self._generators)
+            if self._stateful is not None:
+                self._position = copy.deepcopy(self._stateful.state_dict())
             window, upcoming = upcoming, list(islice(batches, self._steps))
             end = first + len(window)
             if self._stream is not None:

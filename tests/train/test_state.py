@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from runner import Trainer
 from runner.booster import LossScale, SinglePlugin
@@ -70,6 +71,10 @@ def partitioned(dataset: Any = None, **options: Any) -> Any:
     return SinglePlugin().prepare_dataloader(data, BATCH, shuffle=True, seed=3, **options)
 
 
+def stateful(**options: Any) -> Any:
+    return StatefulDataLoader(Jittered(), **options)
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "partitioned": partitioned,
     "drop_last": lambda: partitioned(drop_last=True),
@@ -79,6 +84,8 @@ LOADERS: dict[str, Callable[[], Any]] = {
     ),
     "an estimated length": lambda: DataLoader(Jittered(), batch_sampler=Estimated()),
     "a stream": lambda: DataLoader(Streamed(), BATCH),
+    "a stateful loader": lambda: stateful(batch_size=BATCH, shuffle=True),
+    "a stateful loader in order": lambda: stateful(batch_sampler=partitioned().batch_sampler),
 }
 
 
@@ -169,12 +176,36 @@ def test_a_training_goes_on_inside_and_between_epochs(loader, step):
     assert [row["train/step"] for row in rows] == [4, 7, 8, 12, 14, 15]
 
 
-def test_worker_processes_read_the_same_order():
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_worker_processes_read_the_same_order(kind):
     def loader():
-        data = torch.utils.data.TensorDataset(Jittered().inputs, Jittered().targets)
-        return DataLoader(data, BATCH, shuffle=True, num_workers=1)
+        data = TensorDataset(Jittered().inputs, Jittered().targets)
+        return kind(data, BATCH, shuffle=True, num_workers=1)
 
     assert_goes_on(loader, 9)
+
+
+class Counted(TensorDataset):
+    """Counts the samples that are read."""
+
+    read = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        self.read += 1
+        return super().__getitem__(index)
+
+
+def test_a_stateful_loader_reads_nothing_again():
+    data = Counted(Jittered().inputs, Jittered().targets)
+    first = trainer(Rows(), lambda: StatefulDataLoader(data, BATCH, shuffle=True))
+    first.saves_after = 3
+    first.fit()
+    second = trainer(Rows(), lambda: StatefulDataLoader(data, BATCH, shuffle=True))
+    second.model.unwrap().load_state_dict(first.saved[0])
+    second.state.load_state_dict(first.saved[1])
+    data.read = 0
+    second.fit()
+    assert data.read == 44 - 3 * 2 * BATCH + 44 + 3 * 2 * BATCH + 2 * BATCH  # the last read ahead
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -13,6 +13,7 @@ from typing import Any
 from runner.cli import FAILED
 from runner.cli.checkpoints import chosen, folder_of_run, which
 from runner.cli.run import check_jobs
+from runner.compose.composer import Source
 from runner.compose.jobs import Job
 from runner.compose.recorded import recorded
 from runner.config.environment import joins
@@ -34,6 +35,7 @@ Nothing is written.
 
   data=OPTION, data.KEY=VALUE           other data
   data.batch_size=N                     another batch size
+  --config-dir FOLDER                   options of groups in a folder of your own
   --checkpoint STEP|best|last|final     checkpoint (final, or last if the run has no final weights)
   --output FILE                         also write the result to this file, as JSON
 
@@ -53,7 +55,7 @@ def main(words: Sequence[str]) -> int:
     """
     asked = _read(words)
     run = folder_of_run(asked.run)
-    job = recorded(run / files.CONFIG, asked.overrides)
+    job = recorded(run / files.CONFIG, asked.overrides, Source(extra=asked.config_dir))
     require_one_machine(job.config)
     check_jobs([job])
     from runner.checkpoint.folder import DamagedCheckpoint
@@ -123,6 +125,7 @@ def _read(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--checkpoint", type=which)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--config-dir", "-cd", type=Path)
     try:
         asked, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
@@ -141,6 +144,11 @@ def _read(words: Sequence[str]) -> argparse.Namespace:
     if asked.output is not None and not asked.output.absolute().parent.is_dir():
         message = f"there is no folder {asked.output.parent}"
         problems.append(Problem("--output", str(asked.output), message))
+    if asked.config_dir is not None:
+        asked.config_dir = asked.config_dir.absolute()
+        if not asked.config_dir.is_dir():
+            message = "must be a folder that exists"
+            problems.append(Problem("--config-dir", str(asked.config_dir), message))
     if problems:
         raise RequestError(problems)
     asked.run = Path(runs[0])

@@ -24,7 +24,7 @@ from runner.config.values import Refusal
 from runner.config.yaml_file import read_yaml
 
 
-def recorded(file: Path, given: Sequence[str]) -> Job:
+def recorded(file: Path, given: Sequence[str], source: Source | None = None) -> Job:
     """Return the job that the configuration file of a run describes, with overrides.
 
     An option of a group takes the place of the section that the run had.
@@ -32,6 +32,7 @@ def recorded(file: Path, given: Sequence[str]) -> Job:
     Args:
         file: recorded configuration of a run. Values of the environment are read from it anew.
         given: overrides of single values, and options of groups.
+        source: where the options are read.
 
     Raises:
         RequestError: the file cannot be read, or an override is wrong; it names everything that is.
@@ -46,7 +47,7 @@ def recorded(file: Path, given: Sequence[str]) -> Job:
     content.pop(ENVIRONMENT, None)  # only to tell configurations apart
     config = OmegaConf.create(content)
     OmegaConf.set_struct(config, True)
-    composer = Composer(Source(), given)
+    composer = Composer(source or Source(), given)
     with composer.active():
         overrides, problems = composer.read(given)
         overrides.sort(key=lambda override: not diagnose.chooses(override, composer.loader))

@@ -86,7 +86,7 @@ class TarShards(IterableDataset[tuple[Any, ...]]):
 def webdataset(
     root: str | None,
     train: str,
-    eval: str | None,
+    eval: str,
     inputs: str,
     targets: str,
     size: int,
@@ -102,7 +102,7 @@ def webdataset(
     Args:
         root: folder of the files; None for `$DATA`.
         train: pattern of the names of the files to train on, such as ``train-*.tar``.
-        eval: pattern of the files to evaluate on; None, or no such file: the run does not evaluate.
+        eval: pattern of the files to evaluate on. No such file: the run does not evaluate.
         inputs: ending of the inputs; several that may stand for one are joined by semicolons.
         targets: ending of the targets.
         size: height and width of an image in pixels.
@@ -121,8 +121,8 @@ def webdataset(
     folder = data_folder(root, f". {WAY_FORWARD}")
     _library()
 
-    def shards(pattern: str | None, change: v2.Transform, buffer: int) -> TarShards | None:
-        files = sorted(map(str, folder.glob(pattern))) if pattern else []
+    def shards(pattern: str, change: v2.Transform, buffer: int) -> TarShards | None:
+        files = sorted(map(str, folder.glob(pattern)))
         entries = (inputs, targets)
         return TarShards(files, entries, change, buffer, seed) if files else None
 

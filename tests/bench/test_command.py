@@ -23,6 +23,7 @@ def quick(tmp_path_factory):
     return python("-m", "runner", *words, timeout=230).stdout, folder
 
 
+@pytest.mark.xdist_group("bench")
 def test_quick_measures_every_table(quick):
     _, folder = quick
     found = json.loads((folder / "bench.json").read_text())
@@ -36,6 +37,7 @@ def test_quick_measures_every_table(quick):
     assert all(row["median"] <= row["limit"] for row in errors if row["limit"])
 
 
+@pytest.mark.xdist_group("bench")
 def test_the_record_says_what_was_measured_on_what(quick):
     _, folder = quick
     found = json.loads((folder / "bench.json").read_text())
@@ -46,6 +48,7 @@ def test_the_record_says_what_was_measured_on_what(quick):
     assert found["command"].startswith("python -m runner bench --quick --peers")
 
 
+@pytest.mark.xdist_group("bench")
 def test_the_text_is_what_was_printed(quick):
     printed, folder = quick
     text = (folder / "bench.txt").read_text()

@@ -25,6 +25,9 @@ def train(folder, *words):
     return folder
 
 
+pytestmark = pytest.mark.xdist_group("evaluate")  # it trains once
+
+
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
     """A run of one process, with batch norm."""

@@ -96,3 +96,15 @@ def test_every_command_takes_the_folder(command, own, environment):
         assert "python -m runner --config-dir conf recipe=mine " in done.stdout
     wrong = python(*words, "model.widht=2", code=2, cwd=own, env=environment)
     assert "did you mean model.width?" in wrong.stderr
+
+
+def test_an_evaluation_takes_options_of_the_folder(own, environment):
+    python("-m", "runner", "--config-dir", "conf", "recipe=mine", cwd=own, env=environment)
+    [summary] = summaries(own)
+    words = ["-m", "runner", "evaluate", str(summary.parent), "data=mine", "data.batch_size=4"]
+    done = python(*words, "--config-dir", "conf", cwd=own, env=environment)
+    loss = re.search(r"eval/loss +(\S+)", done.stdout)
+    assert float(loss[1]) == pytest.approx(json.loads(summary.read_text())["final"]["eval/loss"])
+    wrong = python(*words, "--config-dir", "cnof", code=2, cwd=own, env=environment)
+    assert "--config-dir" in wrong.stderr
+    assert "must be a folder that exists" in wrong.stderr

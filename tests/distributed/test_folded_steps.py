@@ -12,8 +12,6 @@ from tests.distributed.cases import FAMILIES, Case, trainer
 from tests.distributed.training import Rows
 from tests.ranks import run_ranks
 
-STEPS = 100
-
 # An eps near the size of the gradients: rounding errors of gradients that are zero stay small.
 OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, lr=0.003, eps=1e-3, fused=True),
@@ -24,7 +22,7 @@ NO_DTENSORS = ("fsdp", "hsdp", "zero2", "zero3", "tensor", "sequence", "moe_zero
 """Beginnings of the plugins with DTensors, which torch's fused SGD does not take."""
 
 
-def trained(plugin: str, model: str, optimizer: str, folds: bool):
+def trained(plugin: str, model: str, optimizer: str, folds: bool, steps: int):
     """Weights after some steps, losses, and how many of the steps were folded on this rank."""
     taken = 0
     takes = Fold.takes
@@ -36,7 +34,7 @@ def trained(plugin: str, model: str, optimizer: str, folds: bool):
         return here
 
     rows = Rows()
-    case = Case(model, "L2", accumulation=2, double=False, steps=STEPS)
+    case = Case(model, "L2", accumulation=2, double=False, steps=steps)
     with patch.object(Fold, "takes", counted):
         made = trainer(case, plugin, optimizer=OPTIMIZERS[optimizer], sinks=[rows])
         made.fit()
@@ -53,23 +51,24 @@ def apart_by(weights, others) -> float:
     return math.sqrt(off / sum(other.double().square().sum().item() for other in others.values()))
 
 
-def both(plugin: str, model: str, optimizers: list[str]):
+def both(plugin: str, model: str, optimizers: list[str], steps: int):
     return {
-        name: [trained(plugin, model, name, folds) for folds in (True, False)]
+        name: [trained(plugin, model, name, folds, steps) for folds in (True, False)]
         for name in optimizers
     }
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
-def test_folded_steps_are_those_of_clipping_first(plugin, world):
+def test_folded_steps_are_those_of_clipping_first(plugin, world, request):
+    steps = 100 if request.config.getoption("whole") else 30
     names = ["adamw"] if plugin.startswith(NO_DTENSORS) else list(OPTIMIZERS)
-    ranks = run_ranks(both, world, plugin, FAMILIES[plugin, world], names)
+    ranks = run_ranks(both, world, plugin, FAMILIES[plugin, world], names, steps)
     for name, (folded, apart) in ranks[0].items():
         assert apart_by(folded[0], apart[0]) < 1e-6, name
     for rank in ranks:
         for name, (folded, apart) in rank.items():
-            assert folded[2] > STEPS // 2, f"{name}: {folded[2]} of {STEPS} steps were folded"
+            assert folded[2] > steps // 2, f"{name}: {folded[2]} of {steps} steps were folded"
             assert apart[2] == 0
             assert folded[1] == pytest.approx(apart[1], rel=1e-5)
             assert folded[1][-1] < 0.99 * folded[1][0], "it has learnt something"

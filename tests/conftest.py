@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ["OMP_NUM_THREADS"] = "1"
 
 SEED = "RUNNER_TESTS_SEED"
-SHARE = 1 / 5
+ONE_IN = 5
+"""Share of the cases that run of a test marked ``sampled``; ``sampled(one_in=10)`` has another."""
 
 
 def pytest_addoption(parser):
@@ -33,11 +34,13 @@ def pytest_collection_modifyitems(config, items):
         return
     cases = {}
     for item in items:
-        if item.get_closest_marker("sampled"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if marker := item.get_closest_marker("sampled"):
+            key = item.nodeid.partition("[")[0], marker.kwargs.get("one_in", ONE_IN)
+            cases.setdefault(key, []).append(item)
     left_out = set()
-    for test, found in cases.items():
-        chosen = random.Random(os.environ[SEED] + test).sample(found, math.ceil(len(found) * SHARE))
+    for (test, one_in), found in cases.items():
+        number = math.ceil(len(found) / one_in)
+        chosen = random.Random(os.environ[SEED] + test).sample(found, number)
         left_out |= set(found) - set(chosen)
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
@@ -46,7 +49,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_terminal_summary(terminalreporter, config):
     if not config.getoption("whole"):
         terminalreporter.write_line(
-            f"of tests marked sampled a fifth ran, chosen by {SEED}={os.environ[SEED]} "
+            f"of tests marked sampled a part ran, chosen by {SEED}={os.environ[SEED]} "
             "(--whole runs all)"
         )
 

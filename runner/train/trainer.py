@@ -46,11 +46,12 @@ class Trainer:
     Args:
         model: the network. With a method ``loss(outputs, batch)`` it is called with whole batches;
             otherwise with a batch's inputs, and ``criterion`` compares outputs and targets.
-        train_dataloader: yields pairs (inputs, targets), one microbatch each; anything that holds a
-            tensor [samples, ...] where the model has a ``loss``.
+        train_dataloader: yields microbatches: pairs (inputs, targets), longer tuples, dictionaries
+            or dataclasses, see :mod:`runner.booster.batch`; anything that holds a tensor
+            [samples, ...] where the model has a ``loss``.
         max_duration: ``3ep``, ``500ba`` (optimizer steps), ``100000sp``, ``1000000tok``.
         algorithms: :class:`runner.GradientClipping`, or clipping modes; one at most.
-        eval_dataloader: held-out pairs, or None.
+        eval_dataloader: the same of held-out samples, or None.
         optimizers: the optimizer, or several that step together, each over its own parameters; SGD
             with a learning rate of 0.1 by default. ``train/lr`` is the rate of the first one.
         schedulers: one or several; stepped once after each optimizer step that was taken.

@@ -237,7 +237,7 @@ trainer(saver=CheckpointSaver(path, "5ba", keep=1, asynchronous=sys.argv[3] == "
         *("inside manifest", "before rename", "after rename"),
     ],
 )
-@pytest.mark.sampled
+@pytest.mark.sampled(one_in=10)
 def test_a_write_that_is_killed_leaves_the_checkpoint_before_it(tmp_path, moment, asynchronous):
     root = Path(__file__).resolve().parents[2]
     words = [sys.executable, "-c", KILLED, moment, str(tmp_path), str(asynchronous)]

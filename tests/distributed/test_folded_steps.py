@@ -58,7 +58,7 @@ def both(plugin: str, model: str, optimizers: list[str], steps: int):
     }
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
 def test_folded_steps_are_those_of_clipping_first(plugin, world, request):
     steps = 100 if request.config.getoption("whole") else 30

@@ -83,7 +83,7 @@ def test_each_microbatch_is_that_of_an_uninterrupted_run(tmp_path, folders, rank
         assert after == wanted[2 * SAVED :]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("name", [name for name in PLUGINS if name != "ddp"])
 def test_every_plugin(tmp_path, folders, name):
     request, parts = PLUGINS[name]

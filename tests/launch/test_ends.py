@@ -42,7 +42,7 @@ def struck(run):
     return (run.home / "outputs" / "struck").stat().st_mtime
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("ranks", WHOLE)
 @pytest.mark.parametrize(
     ("fault", "where"),
@@ -82,7 +82,7 @@ def test_ranks_that_wait_in_different_collectives_end(environment):
         assert not run.left(5)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("victim", ["rank 0", "rank 1", "launcher"])
 def test_sigkill_of_one_process_ends_all(environment, ranks, victim):
@@ -120,7 +120,7 @@ def rows(run):
     return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("ranks", SINGLE | RANKS)
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 def test_a_signal_ends_the_run_after_its_step(environment, ranks, number):
@@ -223,7 +223,7 @@ def test_an_ignored_signal_remains_ignored(environment, number):
         assert run.process.wait(60) == 143, run.printed
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 @pytest.mark.parametrize("ranks", ["single", "ddp 2"])
 @pytest.mark.parametrize("at", ["the first import", "torch", "data"])

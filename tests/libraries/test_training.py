@@ -21,7 +21,7 @@ def plugins_of(name):
     return PLUGINS | ({"tensor": SPLIT["tensor"]} if name == "qwen3" else {})
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps_are_those_of_plain_pytorch(name):
@@ -35,7 +35,7 @@ def test_ten_steps_are_those_of_plain_pytorch(name):
         assert {key: each for key, each in off.items() if not each <= limit} == {}, plugin
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MODELS)
 def test_verify_passes_in_every_mode(name):

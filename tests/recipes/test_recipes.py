@@ -180,7 +180,7 @@ def test_the_accumulation_sweep_keeps_the_effective_batch():
     assert {job.config.accumulation.steps * job.config.data.batch_size for job in jobs} == {64}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("name", RUNS)
 def test_it_runs_twenty_steps_to_the_end(name, outputs):
     if name.startswith("nf_"):

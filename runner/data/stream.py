@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copy
 import random
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count, islice
@@ -32,6 +33,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
@@ -51,12 +54,15 @@ class Read(NamedTuple):
         worker: number of the worker that read it; 0 if the runner divides the stream.
         position: number of microbatches that the worker has read, and the state of the stream there
             if it has one.
+        mark: checksum of the microbatch over all ranks, if the runner divides the stream and this
+            is the first one; else 0.
     """
 
     batch: Any
     weightless: bool
     worker: int
     position: dict[str, Any]
+    mark: int = 0
 
 
 class Stream(IterableDataset[Read]):
@@ -156,7 +162,8 @@ class Stream(IterableDataset[Read]):
             first = self.rank * size + min(self.rank, longer)
             part = group[first : first + size + (self.rank < longer)]
             batch = samples.quietly(lambda: self.collate(part or group[:1]))  # noqa: B023
-            yield Read(batch, not part, 0, samples.position(number + 1))
+            mark = checksum(group) if number == start else 0
+            yield Read(batch, not part, 0, samples.position(number + 1), mark)
 
     def _own(self, worker: int, position: Mapping[str, Any]) -> Iterator[Read]:
         """Read the part of the stream that is this worker's."""
@@ -243,6 +250,25 @@ class _Samples:
 def has_state(of: Any) -> bool:
     """Return whether a position can be read from a stream, and given to it."""
     return all(callable(getattr(of, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def checksum(batch: Any) -> int:
+    """Return a checksum of the numbers and texts in a batch, or in a list of samples; at least 1.
+
+    Checksums have 20 bits, so that sums of their squares are exact in float64.
+    """
+    digest = 0
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            flat = leaf.detach().cpu().contiguous().flatten()
+            content = flat.view(torch.uint8).numpy().tobytes()
+        elif isinstance(leaf, np.ndarray):
+            content = leaf.tobytes()
+        else:
+            known = isinstance(leaf, int | float | str | bytes)
+            content = repr(leaf if known else type(leaf)).encode()  # others may print an address
+        digest = zlib.crc32(content, digest)
+    return digest % 2**20 + 1
 
 
 @contextmanager

@@ -27,6 +27,9 @@ class StreamLoader(DataLoader[Any]):
         seed: seed of the random numbers that the stream draws.
         num_workers: number of worker processes of this rank.
         kwargs: further arguments of :class:`torch.utils.data.DataLoader`.
+
+    Attributes:
+        mark: checksum of the first microbatch over all ranks; 0 if ranks read parts of their own.
     """
 
     dataset: Stream
@@ -55,6 +58,7 @@ class StreamLoader(DataLoader[Any]):
         )
         self._after: dict[int, _Position] = {}
         self._weightless: set[int] = set()
+        self.mark = 0
         self._stand_in: Any = None
 
     @property
@@ -90,6 +94,7 @@ class StreamLoader(DataLoader[Any]):
 
     def _batches(self, reads: Iterator[Read], number: int) -> Iterator[Any]:
         for read in reads:
+            self.mark = read.mark or self.mark
             if read.weightless:
                 self._weightless.add(number)
             workers = {**self._after[number].workers, read.worker: read.position}

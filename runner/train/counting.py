@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data.distributed import DistributedSampler
 
 from runner.booster import Plugin
 from runner.booster.loss import Count, WindowLoss
 from runner.data.order import PartitionedBatches
+from runner.data.stream import checksum
 from runner.data.stream_loader import StreamLoader
 from runner.train.asked import Asked
 from runner.train.windows import Window, Windows
@@ -25,6 +22,13 @@ SHARD_BY_HAND = (
     "plugin.prepare_dataloader"
 )
 """How to shard a data set without an index over data-parallel ranks."""
+
+SAME_STREAM = (
+    "the stream yields other samples on each rank, and every rank keeps its part of them, so that "
+    "samples are lost: if it divides itself over ranks, set shards_itself = True in its class; "
+    "else let it yield the same samples everywhere (draw random numbers from the generators of "
+    "Python, NumPy or torch that are seeded for it)"
+)
 
 
 class WindowCount:
@@ -60,7 +64,8 @@ class WindowCount:
         All ranks have to call this, at the same place among their collectives.
 
         Raises:
-            ValueError: all ranks read the same samples, or the data of some ranks has ended.
+            ValueError: all ranks read the same samples, or each rank another stream, or the data of
+                some ranks has ended.
         """
         if self._sums is None:
             counts, asked, self.last = self._wait()
@@ -112,7 +117,10 @@ def count(
             return own, asked.of_all(asking()), window.last
 
         return WindowCount(items, window.last, answer)
-    mark = _mark(window.batches[0]) if first and not _is_partitioned(windows.loader) else 0
+    alike = isinstance(windows.loader, StreamLoader) and windows.loader.mark
+    mark = 0
+    if first:
+        mark = alike or (0 if _is_partitioned(windows.loader) else checksum(window.batches[0]))
     mine = [*own, window.last, length, length**2, mark, mark**2]
     if not plugin.reports_metrics:
         mine = [0] * len(mine)
@@ -123,7 +131,10 @@ def count(
         all_items, *others = summing()
         all_samples, all_tokens, ended, *checks = map(int, others)
         lengths, squared_lengths, marks, squared_marks, *all_asked = checks
-        if mark and squared_marks * size == marks**2:  # All marks are the same.
+        same = squared_marks * size == marks**2
+        if mark and alike and not same:
+            raise ValueError(SAME_STREAM)
+        if mark and not alike and same:
             raise ValueError(
                 f"all {size} data-parallel ranks read the same first batch, so every sample counts "
                 "that many times: make the loader by plugin.prepare_dataloader, or give it a "
@@ -149,18 +160,3 @@ def _is_partitioned(loader: Any) -> bool:
     return isinstance(getattr(loader, "batch_sampler", None), PartitionedBatches) or isinstance(
         getattr(loader, "sampler", None), DistributedSampler
     )
-
-
-def _mark(batch: Any) -> int:
-    """Return a checksum of a batch, at least 1.
-
-    Checksums have 20 bits, so that sums of their squares are exact.
-    """
-    digest = 0
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            flat = leaf.detach().cpu().contiguous().flatten()
-            digest = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), digest)
-        else:
-            digest = zlib.crc32(repr(leaf).encode(), digest)
-    return digest % 2**20 + 1

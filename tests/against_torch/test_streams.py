@@ -8,6 +8,7 @@ from itertools import islice
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -63,6 +64,17 @@ class Sharded(Stream):
         return Stream(index, num_shards)
 
 
+class ByRank(Stream):
+    """A stream that divides itself, as scripts do that were written for no plugin."""
+
+    def __iter__(self):
+        return iter(Stream(dist.get_rank(), dist.get_world_size()))
+
+
+class Declared(ByRank):
+    shards_itself = True
+
+
 @cache
 def by_torch():
     """Weights after the steps, and the norms, of one process."""
@@ -116,6 +128,7 @@ def on_data_parallel_ranks(names):
         half = BATCH // size
         refused = [
             refusal(plugin.prepare_dataloader, Stream(), half, shuffle=True),
+            refusal(fit, plugin, plugin.prepare_dataloader(ByRank(), half)),
             refusal(fit, plugin, DataLoader(Stream(), half)),
             refusal(fit, plugin, DataLoader(TensorDataset(*data()), half)),
             refusal(fit, plugin, DataLoader(Stream(rank, size), half + rank)),
@@ -128,7 +141,9 @@ def on_data_parallel_ranks(names):
             plugin, DataLoader(same, half, sampler=sampler)
         )  # The same samples, split over the ranks.
         loaders = [DataLoader(Stream(rank, size), half)]
-        loaders += [plugin.prepare_dataloader(stream, half) for stream in (Stream(), Sharded())]
+        loaders += [
+            plugin.prepare_dataloader(stream, half) for stream in (Stream(), Sharded(), Declared())
+        ]
         found.append((refused, [fit(plugin, loader) for loader in loaders]))
     return found
 
@@ -139,8 +154,10 @@ def test_a_stream_that_each_data_parallel_rank_reads_whole_is_refused_and_one_by
     for number, name in enumerate(DATA_PARALLEL):
         for results in everywhere:
             refused, fits = results[number]
-            shuffled, stream, mapped, *uneven = refused
+            shuffled, by_rank, stream, mapped, *uneven = refused
             assert shuffled == ("ValueError", "Stream has its own order: shuffle=False"), name
+            assert by_rank[0] == "ValueError", name
+            assert "set shards_itself = True" in by_rank[1]
             for kind, message in (stream, mapped):
                 assert kind, name
                 assert "islice(samples, plugin.data_rank, None, plugin.data_size)" in message
@@ -150,7 +167,7 @@ def test_a_stream_that_each_data_parallel_rank_reads_whole_is_refused_and_one_by
                 assert "all 2 data-parallel ranks read the same first batch" in message
                 assert "plugin.prepare_dataloader" in message
             assert all("has ended before" in message for _, message in uneven)
-            assert len(fits) == 3
+            assert len(fits) == 4
             for _, ours, samples in fits:
                 assert ours == pytest.approx(norms, rel=1e-9), name
                 assert samples == 2 * SAMPLES - (SAMPLES - 2 * BATCH), name

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -172,16 +174,48 @@ def test_dictionaries_regression_and_two_inputs_of_readme_train(
 ):
     if logged != "eval/accuracy":
         pytest.importorskip("torchmetrics")
-    readme = (ROOT / "README.md").read_text()
-    code = re.search(r"Save this as `others.py`:\n\n```python\n(.*?)```", readme, re.DOTALL)[1]
-    (tmp_path / "empty" / "others.py").write_text(code)
-    [command] = [
-        line.strip() for line in readme.splitlines() if f"model._target_=others.{model} " in line
-    ]
-    words = shlex.split(command)[1:]
+    (tmp_path / "empty" / "others.py").write_text(shown_as("others.py"))
+    words = command_with(f"model._target_=others.{model} ")
     python_says(*words, "train.max_duration=96ba", "tracker=none")
-    (folder,) = (tmp_path / "empty" / "outputs" / "runs").iterdir()
-    summary = json.loads((folder / "summary.json").read_text())
-    rows = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows, summary = recorded(tmp_path)
     assert summary["final"][logged] > 0.5
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] / 2
+
+
+def shown_as(name):
+    """The code that README says to save under a name."""
+    return re.search(rf"Save this as `{name}`:\n\n```python\n(.*?)```", README, re.DOTALL)[1]
+
+
+def command_with(part):
+    [command] = [line.strip() for line in README.splitlines() if part in line]
+    return shlex.split(command)[1:]
+
+
+def recorded(tmp_path):
+    (folder,) = (tmp_path / "empty" / "outputs" / "runs").iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(row) for row in rows], summary
+
+
+def test_a_stream_of_readme_trains_over_two_ranks_with_workers(python_says, tmp_path):
+    [data_sets] = re.findall(r"```python\n(from torch\.utils\.data .*?)```", README, re.DOTALL)
+    (tmp_path / "empty" / "mine.py").write_text(shown_as("mine.py") + data_sets)
+    python_says(*command_with("data.train._target_=mine.Flow "), "tracker=none")
+    rows, summary = recorded(tmp_path)
+    assert (summary["steps"], summary["world_size"]) == (100, 2)
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"] / 2
+
+
+def test_a_folder_of_datasets_trains_as_readme_shows(python_says, tmp_path):
+    library = pytest.importorskip("datasets")
+    draw = random.Random(0)
+    labels = [draw.randrange(10) for _ in range(320)]
+    rows = [{"image": [[[draw.gauss(0, 1) + label] * 8] * 8], "label": label} for label in labels]
+    library.Dataset.from_list(rows).save_to_disk(str(tmp_path / "folder"))
+    words = [word.replace("/path/to", str(tmp_path)) for word in command_with(" data=datasets ")]
+    python_says(*words, "tracker=none")
+    rows, summary = recorded(tmp_path)
+    assert rows[-1]["train/loss"] < 0.8 * rows[0]["train/loss"]
+    assert "eval/accuracy" in summary["final"]

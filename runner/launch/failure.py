@@ -24,6 +24,9 @@ KNOBS = (
 COLLECTIVE = ("torch.distributed.", "torch.autograd.graph")
 """Modules of torch that a lost connection is raised in: by a collective, or in a backward pass."""
 
+WAITS = ("runner.clip.exchange", "runner.parallel.overlap", "runner.parallel.pipeline")
+"""Modules that wait for a collective that runs beside them, in code of torch without a frame."""
+
 _WORKER = re.compile(
     r"DataLoader worker \(pid.*\) (exited unexpectedly"
     r"|is killed by signal: (Terminated|Interrupt|Hangup|User defined signal 1))"
@@ -88,8 +91,11 @@ def may_be_lost_peer(error: BaseException) -> bool:
     It is a RuntimeError then, of any text: gloo, NCCL and the kernel each have their own.
     """
     frames = traceback.walk_tb(error.__traceback__)
-    modules = (str(frame.f_globals.get("__name__")) for frame, _ in frames)
-    return isinstance(error, RuntimeError) and any(one.startswith(COLLECTIVE) for one in modules)
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
+    lost = modules[-1:] and modules[-1] in WAITS
+    return isinstance(error, RuntimeError) and bool(
+        lost or any(one.startswith(COLLECTIVE) for one in modules)
+    )
 
 
 def stopped_by(error: BaseException) -> int:

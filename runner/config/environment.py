@@ -6,6 +6,13 @@ import os
 import socket
 from typing import NamedTuple
 
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Makes torchrun give the ranks of each attempt a store of their own.
+
+The store that it keeps by default has addresses of the ranks before:
+https://github.com/pytorch/pytorch/issues/135712
+"""
+
 
 class StartedRank(NamedTuple):
     """The place of this process among the ranks of a launcher.
@@ -115,9 +122,34 @@ def elastic_job() -> str | None:
     return f"{socket.gethostname()}-{os.getppid()}" if name == "none" else name or None
 
 
-def was_restarted() -> bool:
-    """Return whether torchrun started the ranks again after one of them failed."""
-    return bool(_number("TORCHELASTIC_RESTART_COUNT"))
+def elastic_agent() -> str | None:
+    """Return which process of torchrun started this one: it starts it again after a failure."""
+    return f"{socket.gethostname()}-{os.getppid()}" if elastic_job() else None
+
+
+def was_restarted(agent: object) -> bool:
+    """Return whether torchrun has started the ranks before.
+
+    A torchrun counts how often ranks of its own failed, not how often it started them.
+
+    Args:
+        agent: :func:`elastic_agent` of the first rank in an earlier attempt, if there was one.
+    """
+    return restarts() > 0 or agent == (elastic_agent() or "")
+
+
+def restarts() -> int:
+    """Return how often torchrun started ranks again after one of this machine failed."""
+    return _number("TORCHELASTIC_RESTART_COUNT") or 0
+
+
+def restarts_may_fail() -> bool:
+    """Return whether ranks that torchrun starts again may find addresses of the attempt before.
+
+    They do where torchrun keeps one store for all attempts, unless :data:`OWN_STORE` is set.
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return shared and bool(_number("TORCHELASTIC_MAX_RESTARTS"))
 
 
 def _number(name: str) -> int | None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from runner.config.environment import SlurmTask, slurm_task, started_rank
+from runner.config.environment import OWN_STORE, SlurmTask, slurm_task, started_rank
 from runner.config.folders import outputs
 from runner.config.notation import plural
 from runner.config.problem import Problem, RequestError
@@ -136,6 +136,7 @@ def launch(config: RunConfig, words: Sequence[str], task: SlurmTask) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     local = ranks_of(config.plugin, _gpus(config)) // task.nodes
+    os.environ.setdefault(OWN_STORE, "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // local)))
     with (
         meeting(task, config.launch.timeout) as place,

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, is_initialized  # type: ignore[attr-defined]
 
-from runner.config.environment import StartedRank, node_name
+from runner.config.environment import StartedRank, node_name, restarts
 from runner.config.notation import plural
 from runner.launch.failure import RankFailed, described, may_be_lost_peer, stopped_by
 from runner.run_folder import files
@@ -32,6 +32,9 @@ _LOST, _STOPPED = "lost", "stopped"
 _nodes: list[str] = []
 """Machine of each rank."""
 
+_failures: list[int] = []
+"""Failures before this attempt that torchrun counted for each rank: those on its machine."""
+
 
 class NotShared(Exception):
     """Some machines do not see the folder of the run."""
@@ -45,12 +48,13 @@ def meet(folder: Path) -> None:
     Raises:
         NotShared: some machines do not see it; every rank raises it.
     """
-    here = node_name(), (folder / files.STATUS).exists()
-    there: list[tuple[str, bool]] = [here] * dist.get_world_size()
+    here = node_name(), restarts(), (folder / files.STATUS).exists()
+    there: list[tuple[str, int, bool]] = [here] * dist.get_world_size()
     dist.all_gather_object(there, here)
-    _nodes[:] = [name for name, _ in there]
-    blind = sorted({name for name, sees in there if not sees})
-    if there[0][1] and blind:
+    _nodes[:] = [name for name, *_ in there]
+    _failures[:] = [count for _, count, _ in there]
+    blind = sorted({name for name, _, sees in there if not sees})
+    if there[0][2] and blind:
         raise NotShared(
             f"{plural(len(blind), 'machine')} of this run ({', '.join(blind)}) cannot see its "
             f"folder {folder}: choose one on a disk that all machines share (RUNNER_OUTPUTS, or "
@@ -127,5 +131,4 @@ def _store() -> Store:
         timeout=timedelta(seconds=5),
         wait_for_workers=False,
     )
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"clip-runner/ended/{again}", store)
+    return PrefixStore(f"clip-runner/ended/{sum(_failures)}", store)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runner.config import disk
-from runner.config.environment import was_restarted
+from runner.config.environment import OWN_STORE, restarts_may_fail, was_restarted
 from runner.config.secrets import hide
 from runner.launch.failure import RankFailed
 from runner.launch.resume import Start, newest
 from runner.run_folder import files, keys
 from runner.run_folder.rows import Row, cut, last_step
-from runner.run_folder.status import RESTARTS, Record
+from runner.run_folder.status import ELASTIC_AGENT, RESTARTS, Record
 from runner.telemetry.sinks.sink import Sink
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def elastic_failures(start: Start) -> list[dict[str, Any]]:
         start: where the run goes on, with the status of the attempt before.
     """
     former = start.former
-    if not was_restarted() or not former:
+    if not former or not was_restarted(former.get(ELASTIC_AGENT)):
         return []
     error = str(former.get("error") or "the first rank was killed").splitlines()[-1]
     found = {"rank": former.get("rank") or 0, "error": error, "reached": former.get("step") or 0}
@@ -108,6 +108,15 @@ def elastic_failures(start: Start) -> list[dict[str, Any]]:
     if not repeated(failures):
         failures.append({**found, "step": start.step})
     return failures
+
+
+def elastic_warnings() -> Iterator[str]:
+    """Yield a warning if torchrun may be unable to start the ranks again."""
+    if restarts_may_fail():
+        yield (
+            "after a failure, ranks that torchrun starts again may look for addresses of the ranks "
+            f"before them: set {OWN_STORE}=1 for torchrun, which needs it for --max-restarts"
+        )
 
 
 class Onward:

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.folder import DamagedCheckpoint, found, require_whole, whole
-from runner.config.environment import elastic_job, slurm_job, was_requeued, was_restarted
+from runner.config.environment import (
+    elastic_agent,
+    elastic_job,
+    slurm_job,
+    was_requeued,
+    was_restarted,
+)
 from runner.config.folders import outputs
 from runner.config.identity import config_hash
 from runner.config.problem import Problem, RequestError
@@ -19,6 +25,7 @@ from runner.config.schema import RunConfig
 from runner.launch.other_configuration import problems
 from runner.run_folder import files, keys
 from runner.run_folder.status import (
+    ELASTIC_AGENT,
     ELASTIC_JOB,
     RESUMED,
     SLURM_JOB,
@@ -155,7 +162,8 @@ def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
         folder: folder that the run would get; the earlier one lies beside it.
     """
     again = {SLURM_JOB: slurm_job()} if was_requeued() else {}
-    again |= {ELASTIC_JOB: elastic_job()} if was_restarted() else {}
+    again |= {ELASTIC_AGENT: elastic_agent()} if elastic_agent() else {}
+    again |= {ELASTIC_JOB: elastic_job()} if was_restarted(None) else {}
     if not again or (folder / files.STATUS).exists():
         return None
     for other in _beside(folder):

@@ -26,7 +26,13 @@ from runner.launch.allocator import keep_freed_memory
 from runner.launch.failure import Failure, RankFailed, attempt, may_be_lost_peer
 from runner.launch.local_ranks import Work, train_on_local_ranks
 from runner.launch.page import write_page
-from runner.launch.restarts import Onward, elastic_failures, repeated, train_again
+from runner.launch.restarts import (
+    Onward,
+    elastic_failures,
+    elastic_warnings,
+    repeated,
+    train_again,
+)
 from runner.launch.resume import ANEW, Start
 from runner.launch.stalled import counted, refusal
 from runner.run_folder import files, keys
@@ -177,7 +183,7 @@ def run(
     record.begin(plain, config_hash(plain), run_id, resumed)
     cut(rows, start.step if start.former else 0)
     shown: list[Sink] = [_Steps(record), RunLog(folder, words, made_with)]
-    for sentence in start.warnings:
+    for sentence in (*start.warnings, *elastic_warnings()):
         log.warning("%s", sentence)
     if start.checkpoint is not None:
         line = f"continuing after step {start.step} from {start.checkpoint}"

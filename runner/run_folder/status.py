@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from runner.config.environment import elastic_job, slurm_job
+from runner.config.environment import elastic_agent, elastic_job, slurm_job
 from runner.run_folder import files, keys
 from runner.run_folder.atomic import fill_reserve, remove_reserve, reserve, write_text
 from runner.run_folder.strict_json import encode, number, read_object, write_object
@@ -26,6 +26,7 @@ RESERVED = 2**16
 
 SLURM_JOB = "slurm_job_id"
 ELASTIC_JOB = "torchelastic_run_id"
+ELASTIC_AGENT = "torchelastic_agent"
 RESTARTS = "restarts"
 """Entry of a status: the failures after which the run was started again.
 
@@ -89,7 +90,7 @@ class Record:
         if job := slurm_job():
             self._status[SLURM_JOB] = job
         if job := elastic_job():
-            self._status[ELASTIC_JOB] = job
+            self._status |= {ELASTIC_JOB: job, ELASTIC_AGENT: elastic_agent()}
         self._status |= resumed or {}
         self._before = self._status[keys.WALL_SECONDS] - time.monotonic()
         self._write_status()

@@ -14,7 +14,7 @@ from runner.compose.overrides import spelled_out
 from runner.compose.request import request
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError
-from runner.launch import resume
+from runner.launch import restarts, resume
 from runner.launch.resume import ANEW, decide
 from runner.run_folder import earlier
 
@@ -298,6 +298,44 @@ def test_a_job_that_slurm_queues_again_finds_its_folder(tmp_path, monkeypatch):
     record(runs / "2026-01-01", made, "finished", slurm_job_id="7")
     (runs / "2026-01-01" / "summary.json").write_text('{"steps": 1}')
     assert resume.requeued(made.plain, runs / "2026-01-04") is None
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    """Describe this process as a rank of a torchrun that counted so many failures of its own."""
+
+    def describe(failures, agent=None, store="False"):
+        about = {"RUN_ID": "job", "RESTART_COUNT": str(failures), "MAX_RESTARTS": "3"}
+        for name, value in (about | {"USE_AGENT_STORE": store}).items():
+            monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+        monkeypatch.setattr(os, "getppid", lambda: agent)
+
+    return describe
+
+
+def test_ranks_that_torchrun_starts_again_find_their_folder(tmp_path, torchrun):
+    runs, made, host = tmp_path / "runs", job(), socket.gethostname()
+    about = {"torchelastic_run_id": "job", "torchelastic_agent": f"{host}-11"}
+    record(runs / "2026-01-01", made, "failed", **about)
+    torchrun(failures=0, agent=12)  # a new one, under the name of the old one
+    assert resume.requeued(made.plain, runs / "2026-01-02") is None
+    torchrun(failures=1, agent=12)  # on another machine
+    assert resume.requeued(made.plain, runs / "2026-01-02") == runs / "2026-01-01"
+    torchrun(failures=0, agent=11)  # it was a rank of another machine that failed
+    assert resume.requeued(made.plain, runs / "2026-01-02") == runs / "2026-01-01"
+    former = about | {"error": "planted", "rank": 1, "step": 7}
+    found = restarts.elastic_failures(resume.Start(former=former))
+    assert found == [{"rank": 1, "error": "planted", "reached": 7, "step": 0}]
+    torchrun(failures=0, agent=12)
+    assert restarts.elastic_failures(resume.Start(former=former)) == []
+
+
+def test_a_store_that_torchrun_keeps_over_restarts_is_warned_of(torchrun):
+    torchrun(failures=0, store="False")
+    assert [*restarts.elastic_warnings()] == []
+    torchrun(failures=0, store="True")
+    [warning] = restarts.elastic_warnings()
+    assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in warning
 
 
 def test_a_new_run_hears_of_an_unfinished_one(outputs):

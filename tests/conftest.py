@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ["OMP_NUM_THREADS"] = "1"
 
 SEED = "RUNNER_TESTS_SEED"
-ONE_IN = 5
+ONE_IN = 8
 """Share of the cases that run of a test marked ``sampled``; ``sampled(one_in=10)`` has another."""
 
 

@@ -7,6 +7,7 @@ follow 7 bytes of checksum, length and kind. One or more chunks make a message o
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,10 @@ _WHOLE, _FIRST, _LAST = 1, 2, 4
 
 _EXIT = 18
 """Number of the field ``exit`` of wandb's message ``Record``."""
+
+
+LATE = 3.0
+"""Seconds in which wandb's client may write the end of a run after it has said that it is done."""
 
 
 def has_end(file: Path) -> bool:
@@ -44,6 +49,14 @@ def has_end(file: Path) -> bool:
         if _BLOCK - place % _BLOCK < _HEADER:  # too short for a header: it is filled with zeros
             place += _BLOCK - place % _BLOCK
     return False
+
+
+def gets_end(file: Path) -> bool:
+    """Return whether the file of a run has its end, or gets it within :data:`LATE` seconds."""
+    until = time.monotonic() + LATE
+    while not (found := has_end(file)) and time.monotonic() < until:
+        time.sleep(0.02)
+    return found
 
 
 def _fields(message: bytes) -> Iterator[int]:

@@ -181,7 +181,7 @@ class WandbSink:
             recorder_process.keep(process)
         else:
             process.end()
-        if self._record and not wandb_record.has_end(Path(self._record)):
+        if self._record and not wandb_record.gets_end(Path(self._record)):
             self._warn(
                 "wandb's record of this run is not complete, because its disk was full; the run's "
                 "own rows are"

@@ -1,11 +1,12 @@
 """Whether a record of wandb is complete, for records that wandb wrote and for any cut of them."""
 
 import struct
+import threading
 
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
-from runner.telemetry.sinks.wandb_record import has_end
+from runner.telemetry.sinks.wandb_record import gets_end, has_end
 from runner.telemetry.sinks.wandb_sink import WandbSink
 
 BLOCK = 2**15
@@ -38,6 +39,14 @@ def test_a_record_that_wandb_wrote_is_complete_and_no_part_of_it_is(tmp_path, ke
         assert not has_end(file)
     file.unlink()
     assert not has_end(file)
+    if keys == 1:  # its end comes late, or not at all
+        file.write_bytes(content[:-9])
+        later = threading.Timer(0.3, file.write_bytes, [content])
+        later.start()
+        assert gets_end(file)
+        later.join()
+        file.write_bytes(content[:-9])
+        assert not gets_end(file)
 
 
 def framed(messages):

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
         TorchFSDPPlugin,
     )
     from runner.checkpoint.saver import CheckpointSaver
-    from runner.clip import GradientClipping, apply_gradient_clipping
+    from runner.clip import GradientClipping, SkipRule, apply_gradient_clipping
     from runner.launch.coordinator import DistCoordinator, get_current_device
     from runner.launch.process_group import get_dist_logger, launch_from_torch
     from runner.models import Classifier
     from runner.optim.hybrid_adam import HybridAdam
     from runner.optim.schedulers import CosineAnnealingLR, LinearWarmupLR
     from runner.telemetry.monitor import GradientMonitor
+    from runner.telemetry.options import Measurements
     from runner.telemetry.transformers_callback import ClippingCallback
     from runner.train.trainer import Trainer
 
@@ -47,8 +48,10 @@ _HOME = {
     "HybridParallelPlugin": "runner.booster",
     "LinearWarmupLR": "runner.optim.schedulers",
     "LowLevelZeroPlugin": "runner.booster",
+    "Measurements": "runner.telemetry.options",
     "MoeHybridParallelPlugin": "runner.booster",
     "PipelineParallelPlugin": "runner.booster",
+    "SkipRule": "runner.clip",
     "TensorParallelPlugin": "runner.booster",
     "TorchDDPPlugin": "runner.booster",
     "TorchFSDPPlugin": "runner.booster",
@@ -73,8 +76,10 @@ __all__ = [
     "HybridParallelPlugin",
     "LinearWarmupLR",
     "LowLevelZeroPlugin",
+    "Measurements",
     "MoeHybridParallelPlugin",
     "PipelineParallelPlugin",
+    "SkipRule",
     "TensorParallelPlugin",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ["OMP_NUM_THREADS"] = "1"
 
 SEED = "RUNNER_TESTS_SEED"
-ONE_IN = 8
-"""Share of the cases that run of a test marked ``sampled``; ``sampled(one_in=10)`` has another."""
+ONE_IN = 16
+"""Share of a file's tests marked ``sampled`` that run; ``sampled(one_in=10)`` has another."""
 
 
 def pytest_addoption(parser):
@@ -35,12 +35,12 @@ def pytest_collection_modifyitems(config, items):
     cases = {}
     for item in items:
         if marker := item.get_closest_marker("sampled"):
-            key = item.nodeid.partition("[")[0], marker.kwargs.get("one_in", ONE_IN)
+            key = item.nodeid.partition("::")[0], marker.kwargs.get("one_in", ONE_IN)
             cases.setdefault(key, []).append(item)
     left_out = set()
-    for (test, one_in), found in cases.items():
+    for (file, one_in), found in cases.items():
         number = math.ceil(len(found) / one_in)
-        chosen = random.Random(os.environ[SEED] + test).sample(found, number)
+        chosen = random.Random(os.environ[SEED] + file).sample(found, number)
         left_out |= set(found) - set(chosen)
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
@@ -73,3 +73,36 @@ def environment(tmp_path):
         "HOME": str(tmp_path),
         "WANDB_ERROR_REPORTING": "false",
     }
+
+
+@pytest.fixture
+def own_home(tmp_path, monkeypatch):
+    """A home of the test's own, and nothing of wandb's in the environment."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for key in [*os.environ]:
+        if key.startswith("WANDB_") or key == "NETRC":
+            monkeypatch.delenv(key)
+    monkeypatch.setenv("HOME", str(home))
+    # A run that goes online by mistake must reach nobody.
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    return home
+
+
+@pytest.fixture
+def start_server(own_home, monkeypatch):
+    """Starts servers of wandb; the environment then points to the last one and has a key for it."""
+    from tests.telemetry.wandb_server import LoopbackWandb
+
+    servers = []
+
+    def start(fault=None, **more):
+        server = LoopbackWandb(fault, **more)
+        servers.append(server)
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "local-" + "a" * 40)
+        return server
+
+    yield start
+    for server in servers:
+        server.close()

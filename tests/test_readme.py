@@ -138,7 +138,8 @@ def test_keys_in_documents_exist(name):
         for text in quoted(DOCUMENTS[name])
         if (match := re.match(r"\w+(\.\w+)+(?=$|=)", text)) and text.split(".")[0] in sections
     }
-    named = {key for key in named if not key.endswith((".py", ".sh", ".yaml", ".json", ".md"))}
+    files_ = (".py", ".sh", ".yaml", ".json", ".md", ".html")
+    named = {key for key in named if not key.endswith(files_)}
     assert named
     assert not {key for key in named if not key.endswith("._target_")} - known
 
@@ -246,7 +247,7 @@ def test_the_second_command_of_readme_runs_the_tests_of_the_gate():
     assert len(setups) == 2
     shown = [command.strip() for command in PYTEST.findall(setups[1])]
     gate = [command.strip() for command in PYTEST.findall(GATE)]
-    assert shown == gate == ["pytest -q -n 2 --dist loadgroup", "pytest -q -m timing"]
+    assert shown == gate == ["pytest -q -n 4 --dist loadgroup", "pytest -q -m timing"]
 
 
 def test_contributing_names_the_same_tests_and_every_mark(pytestconfig):

@@ -34,6 +34,8 @@ def test_what_it_carries(wheel):
         for file in (ROOT / folder).rglob("*.yaml"):
             assert f"{inside}/{file.relative_to(ROOT / folder).as_posix()}" in names
     assert "runner/py.typed" in names
+    for name in ("plotly-cartesian.min.js", "about.json", "LICENSE"):
+        assert f"runner/report/plotly/{name}" in names
     assert not [name for name in names if name.startswith(("tests/", "outputs/", "conf/"))]
 
 

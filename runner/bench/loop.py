@@ -156,28 +156,46 @@ def _bare(model: nn.Module, loader: DataLoader[Any], optimizer: Optimizer) -> fl
 
 
 def trained(
-    task: Task, sinks: Sequence[Sink], interval: int, plugin: Plugin | None = None
+    task: Task,
+    sinks: Sequence[Sink],
+    interval: int,
+    plugin: Plugin | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    **options: Any,
 ) -> float:
-    """Train by :class:`runner.Trainer`; return the seconds of ``fit``."""
+    """Train by :class:`runner.Trainer`; return the seconds of ``fit``.
+
+    Args:
+        task: what is trained.
+        sinks: where rows go.
+        interval: steps between rows.
+        plugin: how the model is spread over ranks.
+        clock: what the seconds are taken from.
+        options: further arguments of the trainer.
+    """
     model, loader, optimizer = task.parts()
     if plugin is not None:
         loader = plugin.prepare_dataloader(task.data(), task.batch, shuffle=True)
+    steps = len(loader) // int(options.get("accumulation_steps", 1))
+    usual: dict[str, Any] = {
+        "algorithms": [GradientClipping("norm", THRESHOLD)],
+        "criterion": nn.CrossEntropyLoss(),
+    }
     trainer = Trainer(
         model,
         loader,
-        f"{len(loader)}ba",
-        algorithms=[GradientClipping("norm", THRESHOLD)],
+        f"{steps}ba",
         optimizers=optimizer,
-        criterion=nn.CrossEntropyLoss(),
         plugin=plugin,
         sinks=sinks,
         log_interval=interval,
+        **usual | options,
     )
-    started = time.perf_counter()
+    started = clock()
     summary = trainer.fit()
-    seconds = time.perf_counter() - started
-    if summary["steps"] != len(loader):
-        raise RuntimeError(f"{summary['steps']} steps were taken, not {len(loader)}")
+    seconds = clock() - started
+    if summary["steps"] != steps:
+        raise RuntimeError(f"{summary['steps']} steps were taken, not {steps}")
     return seconds
 
 

@@ -24,23 +24,33 @@ from runner.telemetry.step import StepMetrics
 
 TITLE = "the page of a sweep (python -m runner report): seconds, and size"
 
-SIZES = ((16, 10_000, 10.0), (256, 1_000, 15.0))
-"""Runs, rows of each, and limit in seconds."""
+SIZES = ((16, 10_000, 6.0, 4.0), (256, 1_000, 20.0, 12.0))
+"""Runs, rows of each, and limits in seconds and in megabytes."""
 
-QUICK = ((4, 200, 10.0),)
+QUICK = ((4, 200, 6.0, 4.0),)
+
+ONE_RUN = (1.0, 2.0)
+"""Limits of the page of one run."""
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Measure the table."""
-    for runs, steps, limit in QUICK if setting.quick else SIZES:
+    for runs, steps, *limits in QUICK if setting.quick else SIZES:
         folder = setting.folder / f"page-{runs}"
         make_sweep(folder, runs, steps)
-        seconds = [clocked(partial(write, folder)) for _ in range(setting.pairs(3))]
-        what = f"{runs} runs x {steps:,} rows"
-        yield Row(what, Spread.of(seconds), limit, "s")
-        yield Row(
-            f"{what}, size", Spread.of([(folder / files.PAGE).stat().st_size / 1e6]), unit="MB"
-        )
+        yield from _page(setting, folder, f"{runs} runs x {steps:,} rows", *limits)
+        if runs == SIZES[0][0] or setting.quick:
+            yield from _page(setting, folder / "0", f"one run of {steps:,} rows", *ONE_RUN)
+
+
+def _page(
+    setting: Setting, folder: Path, what: str, seconds: float, megabytes: float
+) -> Iterator[Row]:
+    """Write the page of a folder several times, and yield the time and the size that it takes."""
+    times = [clocked(partial(write, folder)) for _ in range(setting.pairs(3))]
+    yield Row(what, Spread.of(times), seconds, "s")
+    size = (folder / files.PAGE).stat().st_size / 1e6
+    yield Row(f"{what}, size", Spread.of([size]), megabytes, "MB")
 
 
 def make_sweep(folder: Path, runs: int, steps: int) -> None:

@@ -23,7 +23,7 @@ class Setting:
         folder: folder for files that the measured programs write; removed afterwards.
         quick: whether to measure small sizes in few rounds, to see that everything runs.
         peers: whether to measure other libraries too, where they are installed.
-        device: device of the tables ``clip``, ``adaptive`` and ``value``, such as ``cpu``.
+        device: device of the tables of clipping in one process, such as ``cpu``.
         rounds: number of rounds, instead of that of each row.
     """
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from operator import itemgetter
 from typing import Any
 from weakref import ref
@@ -18,13 +20,15 @@ from runner.booster.flat_gradients import Choice, of_optimizer
 from runner.booster.loss import WindowLoss
 from runner.booster.nonfinite import Nonfinite
 from runner.booster.optimizer import OptimizerWrapper
-from runner.booster.optimizers import require_safe
+from runner.booster.optimizers import orthogonalized, require_safe
 from runner.booster.plugin import ParallelModel, Plugin, SinglePlugin, TorchDDPPlugin
 from runner.booster.precision import LossScale, dtype_of
 from runner.booster.prepare import compiled_in_place, require_dense
 from runner.booster.wrapper import ModelWrapper, names_of, require_new, wrappers
 from runner.clip import Layout
 from runner.clip.boosted import register
+from runner.clip.skip import SkipRule
+from runner.parallel.final_gradients import Final
 from runner.parallel.full_state_dict import load
 from runner.parallel.gradient_sync import in_turn, nothing
 from runner.parallel.sharding import reshard
@@ -43,6 +47,9 @@ class Booster(CheckpointIO):
         flat_gradients: whether gradients of small parameters lie in one buffer, so that a model of
             very many of them is clipped faster; ``auto``: from 2,000 on, on a CPU. See
             :class:`runner.booster.flat_gradients.FlatGradients`.
+        skip: rule that skips steps whose loss or gradient norm is a spike; None for no rule. Each
+            boosted optimizer has a copy of its own, ``optimizer.skip``. See
+            :class:`runner.SkipRule`.
 
     Raises:
         ValueError: an unknown precision.
@@ -66,6 +73,7 @@ class Booster(CheckpointIO):
         loss_scale: LossScale | None = None,
         nonfinite: Nonfinite = "skip",
         flat_gradients: Choice = False,
+        skip: SkipRule | None = None,
     ) -> None:
         self.plugin = SinglePlugin() if plugin is None else plugin
         precision = mixed_precision or self.plugin.precision
@@ -75,6 +83,7 @@ class Booster(CheckpointIO):
             self.loss_scale = LossScale(self.plugin.initial_scale or LossScale.scale)
         self.nonfinite = nonfinite
         self.flat_gradients = flat_gradients
+        self.skip = skip
         self._window_loss: tuple[Any, WindowLoss] | None = None
 
     def boost(
@@ -126,8 +135,9 @@ class Booster(CheckpointIO):
         }
         boosted = None
         if optimizers:
+            unscaled = joint.names_of(orthogonalized(optimizers), given)
             joint.rebind(optimizers, given, parts, parallel)
-            boosted = self._wrap_optimizers(optimizers, parallel)
+            boosted = self._wrap_optimizers(optimizers, parallel, unscaled)
         wrapped = []
         for each, named, made in zip(models, names, parallel.values(), strict=False):
             if made.pipeline is not None:
@@ -142,11 +152,15 @@ class Booster(CheckpointIO):
         return first, boosted, criterion, dataloader, lr_scheduler
 
     def _wrap_optimizers(
-        self, optimizers: Sequence[Optimizer], parallel: Mapping[str, ParallelModel]
+        self,
+        optimizers: Sequence[Optimizer],
+        parallel: Mapping[str, ParallelModel],
+        unscaled: Collection[str],
     ) -> OptimizerWrapper:
         for optimizer in optimizers:
             require_safe(optimizer, parallel.values(), self.plugin)
         layout = Layout.union({prefix: made.layout for prefix, made in parallel.items()})
+        layout.leave_unscaled(unscaled)
         return OptimizerWrapper(
             optimizers,
             layout,
@@ -156,6 +170,9 @@ class Booster(CheckpointIO):
             broadcast_params=in_turn(*(made.broadcast_params for made in parallel.values())),
             max_norm=self.plugin.max_norm,
             flat=of_optimizer(self.flat_gradients, self.plugin, layout),
+            watch_final=_watch_final(parallel),
+            skip=copy.deepcopy(self.skip),
+            start_mean=partial(self.plugin.start_mean_over_data, device=layout.device),
         )
 
     def backward(self, loss: Tensor, optimizer: OptimizerWrapper) -> None:
@@ -238,6 +255,7 @@ class Booster(CheckpointIO):
                 return window_loss.sum(out, part, window_loss.items(part).items) * factor
 
             total = pipeline.train(inputs, summed)
+            optimizer.add_loss(total / (factor * divisor))
             optimizer.end_backward()
             loss = total / (factor * divisor) if pipeline.last else None
         if optimizer is None or return_outputs:
@@ -284,6 +302,23 @@ class Booster(CheckpointIO):
         stages = [] if model.pipeline is None else list(model.pipeline.stages.values())
         reshard([model.unwrap(), *stages])
         load(model.unwrap(), model.renamed, model.names, state)
+
+
+def _watch_final(parallel: Mapping[str, ParallelModel]) -> Callable[[Final], None] | None:
+    """Return what tells of final gradients of all models; None if that of one is not known.
+
+    Those of a criterion are final after the backward pass.
+    """
+    calls = [made.watch_final for prefix, made in parallel.items() if prefix != joint.CRITERION]
+    known = [call for call in calls if call is not None]
+    if len(known) < len(calls):
+        return None
+
+    def watch(final: Final) -> None:
+        for call in known:
+            call(final)
+
+    return watch
 
 
 def _owned(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,41 +37,64 @@ class Fold:
     def __init__(self, optimizers: Sequence[Optimizer], layout: Layout) -> None:
         self._optimizers = optimizers
         self._layout = layout
-        self._known: tuple[list[tuple[int, int]], list[ParamShard] | None] | None = None
+        self._known: tuple[Any, list[ParamShard] | None] | None = None
 
-    def takes(self, coef: Number) -> bool:
-        """Return whether every optimizer steps float32 gradients by a fused kernel.
-
-        If so, gradients that no optimizer steps are multiplied here. A hook that runs before a step
-        has to see clipped gradients, so then nothing is folded.
+    def scaled(self, some: bool) -> Sequence[Optimizer]:
+        """Return the optimizers whose gradients the coefficient multiplies.
 
         Args:
-            coef: factor of all gradients.
+            some: whether it leaves out the gradients of :meth:`Layout.leave_unscaled`. An optimizer
+                that has others too is among those that are returned.
+        """
+        if not some:
+            return self._optimizers
+        left_out = {id(shard.param) for shard in self._layout.shards if not shard.scaled}
+        return [
+            each
+            for each in self._optimizers
+            if any(id(p) not in left_out for group in each.param_groups for p in group["params"])
+        ]
+
+    def takes(self, coef: Number, some: bool = False) -> bool:
+        """Return whether fused kernels step all float32 gradients that ``coef`` multiplies.
+
+        If so, those of them that no optimizer steps are multiplied here. A hook that runs before a
+        step has to see clipped gradients, so then nothing is folded.
+
+        Args:
+            coef: factor of the gradients.
+            some: see :meth:`scaled`.
         """
         if not isinstance(coef, Tensor) and not coef * LARGEST_SCALE >= 1.0:
             return False
         flat = None if self._layout.flat is None else self._layout.flat.parts()
         if flat is not None and len(flat) == 1:
             return False  # It takes longer to look at many gradients than to multiply one buffer.
-        if _global_optimizer_pre_hooks or not all(map(_can_scale, self._optimizers)):
+        scaled = self.scaled(some)
+        if _global_optimizer_pre_hooks or not all(map(_can_scale, scaled)):
             return False
-        groups = [group["params"] for each in self._optimizers for group in each.param_groups]
-        now = [(id(group), len(group)) for group in groups]
+        groups = [group["params"] for each in scaled for group in each.param_groups]
+        now = some, [(id(group), len(group)) for group in groups]
         if self._known is None or self._known[0] != now:
-            self._known = now, self._left_over(groups)
+            self._known = now, self._left_over(groups, some)
         left = self._known[1]
         if left is None or (left and flat is not None):
             return False
         multiply([g for shard in left if (g := shard.gradient) is not None], coef)
         return True
 
-    def _left_over(self, groups: Sequence[Sequence[Tensor]]) -> list[ParamShard] | None:
-        """Return the shards that no optimizer steps; None if one that is stepped is not float32.
+    def _left_over(self, groups: Sequence[Sequence[Tensor]], some: bool) -> list[ParamShard] | None:
+        """Return the shards to multiply that no optimizer steps; None if fused steps cannot do it.
 
-        With ZeRO stage 1 another rank steps them.
+        With ZeRO stage 1 another rank steps them. The steps cannot do it if a parameter is not
+        float32, or if one optimizer also has gradients that are left out.
         """
         stepped = {id(parameter) for group in groups for parameter in group}
         trained = [shard for shard in self._layout.shards if shard.param.requires_grad]
+        if some:
+            if any(id(shard.param) in stepped for shard in trained if not shard.scaled):
+                return None
+            trained = [shard for shard in trained if shard.scaled]
         if {s.param.dtype for s in trained if id(s.param) in stepped} - {torch.float32}:
             return None
         return [shard for shard in trained if id(shard.param) not in stepped]
@@ -108,6 +132,7 @@ def step_where(
     optimizers: Sequence[Optimizer],
     closure: Callable[[], float] | None = None,
     coef: Number = 1.0,
+    scaled: Sequence[Optimizer] | None = None,
 ) -> None:
     """Step optimizers if ``finite`` holds. Fused kernels read a tensor on the device.
 
@@ -115,21 +140,24 @@ def step_where(
         finite: whether to take the step.
         optimizers: optimizers that step together.
         closure: closure of the one optimizer.
-        coef: factor of all gradients, for optimizers for which :class:`Fold` takes it. The kernels
-            write the product to the gradients too.
+        coef: factor of the gradients of ``scaled``, for optimizers for which :class:`Fold` takes
+            it. The kernels write the product to the gradients too.
+        scaled: optimizers whose gradients are multiplied; all by default.
     """
     if isinstance(finite, Tensor) and _starts_momentum(optimizers):
         finite = bool(finite)
     if finite is False:
         return
-    read: dict[str, Tensor] = {}
+    skip: dict[str, Tensor] = {}
     if finite is not True:
-        read["found_inf"] = (~finite).float()
+        skip["found_inf"] = (~finite).float()
+    divide = dict(skip)
     if isinstance(coef, Tensor):
-        read["grad_scale"] = (1.0 / coef).float()
+        divide["grad_scale"] = (1.0 / coef).float()
     elif coef != 1.0:
-        read["grad_scale"] = torch.tensor(1.0 / coef, dtype=torch.float32)
+        divide["grad_scale"] = torch.tensor(1.0 / coef, dtype=torch.float32)
     for optimizer in optimizers:
+        read = divide if scaled is None or optimizer in scaled else skip
         vars(optimizer).update(read)
         try:
             optimizer.step(closure)

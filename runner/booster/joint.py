@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
@@ -112,6 +112,24 @@ def require_known(
                         "synchronised nor clipped. Give boost (or Trainer) the module that owns "
                         "it, as the criterion or in the model, or leave it out of the optimizer"
                     )
+
+
+def names_of(
+    parameters: Iterable[Tensor], given: Mapping[str, Mapping[str, nn.Parameter]]
+) -> set[str]:
+    """Return the names of parameters in the layout of all modules.
+
+    Args:
+        parameters: some parameters of the modules, before distribution.
+        given: see :func:`rebind`.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    return {
+        prefix + name
+        for prefix, named in given.items()
+        for name, parameter in named.items()
+        if id(parameter) in wanted
+    }
 
 
 def rebind(

@@ -15,12 +15,17 @@ from torch.optim import Optimizer
 
 from runner.booster.flat_gradients import FlatGradients
 from runner.booster.fused import Fold, match_strides, step_where
+from runner.booster.in_backward import NOT_FINAL, InBackward, require_possible
 from runner.booster.nonfinite import Nonfinite, NonFiniteGradient, finding
 from runner.booster.precision import LossScale
+from runner.booster.spikes import Spikes, at_once
 from runner.booster.step_order import StepOrder, StepOrderError, StepState
-from runner.clip import ClipMode, Decision, Layout, Number, build, total_norm, transfer
+from runner.clip import ClipMode, Decision, GradStats, Layout, Number, build, total_norm, transfer
+from runner.clip.direction import Direction
 from runner.clip.mode import scale
 from runner.clip.norms import Powers
+from runner.clip.skip import SkipRule
+from runner.parallel.final_gradients import Final
 from runner.parallel.gradient_sync import nothing
 
 
@@ -43,11 +48,20 @@ class OptimizerWrapper(StepOrder):
         broadcast_params: function called on every rank after the optimizer has stepped.
         max_norm: where above 0, :meth:`step` limits the norm of a gradient that was not clipped.
         flat: buffer for gradients of small parameters, or None.
+        watch_final: see :class:`runner.booster.plugin.ParallelModel`.
+        skip: rule that skips steps whose loss or gradient norm is a spike, or None. It decides when
+            the gradients are clipped, and in :meth:`step` where they were not.
+        start_mean: see :class:`runner.booster.spikes.Spikes`.
 
     Attributes:
         optimizers: the user's optimizers, in the order in which they were given.
         powers: share of each gradient in the norm that :meth:`clip` measured last, where it was
             asked for, or the norm is not finite, or lies on an accelerator; else None.
+        in_backward: clips in the backward pass, after :meth:`clip_in_backward`; else None.
+        direction: how :meth:`clip` turned the gradient last, see :meth:`Direction.sums`; None where
+            that was not measured.
+        decision: what :meth:`clip` decided last; :meth:`step` completes it, where the mode limits
+            the update.
     """
 
     def __init__(
@@ -60,6 +74,9 @@ class OptimizerWrapper(StepOrder):
         broadcast_params: Callable[[], None] = nothing,
         max_norm: float = 0.0,
         flat: FlatGradients | None = None,
+        watch_final: Callable[[Final], None] | None = None,
+        skip: SkipRule | None = None,
+        start_mean: Callable[[Number], Callable[[], Number]] = at_once,
     ) -> None:
         super().__init__(layout)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -69,10 +86,14 @@ class OptimizerWrapper(StepOrder):
         self._broadcast_params = broadcast_params
         self._max_norm = max_norm
         self._flat = layout.flat = flat
+        self.skip = skip
+        self._spikes = Spikes(skip, start_mean)
         self.powers: Powers | None = None
+        self.direction: Tensor | None = None
         self._norms: tuple[Number | None, Number | None] = (None, None)  # now; of the last step
         self._fold = Fold(self.optimizers, layout)
-        self._coef: Number = 1.0  # what the next step multiplies gradients by
+        self._coef: Number = 1.0  # what the next step multiplies gradients by,
+        self._some = False  # leaving out those that the layout leaves unscaled
         self._final = False
         self._unscaled = False
         self._scaled = False
@@ -83,6 +104,64 @@ class OptimizerWrapper(StepOrder):
         fused = float(all(group.get("fused") for group in self.param_groups))
         self._fused = all(float(each) for each in layout.gather([fused])[0])
         self._modes: dict[tuple[str, float], ClipMode] = {}
+        self.decision: Decision | None = None
+        self._limiting: ClipMode | None = None  # mode that limits the update of the next step
+        self._watch_final = watch_final
+        self.in_backward: InBackward | None = None
+
+    def clip_in_backward(self, mode: ClipMode, *, step: bool = False, each: bool = False) -> None:
+        """Clip each gradient in the backward pass, when it has become final, from now on.
+
+        In each step call :meth:`clip` with the same mode, which then returns what was done, and
+        :meth:`step` as ever. Gradients of a window are kept until its last backward pass.
+
+        Args:
+            mode: how to clip: a mode that decides tensor by tensor.
+            step: whether each parameter is stepped beside its gradient, which is then freed: the
+                memory of one gradient instead of all, where a step has one microbatch.
+            each: whether the share of each gradient in the norm is wanted in ``powers``.
+
+        Raises:
+            ValueError: the mode, the plugin, an option of the booster or an optimizer does not
+                allow it; the message says why.
+        """
+        watch = self._watch_final
+        if self.in_backward is not None:
+            raise ValueError("gradients are clipped in the backward pass already")
+        if watch is None:
+            raise ValueError(NOT_FINAL)
+        require_possible(
+            mode,
+            self.optimizers,
+            step=step,
+            nonfinite=self.nonfinite,
+            fp16=self.loss_scale is not None,
+            flat=self._flat is not None,
+            skip=self.skip is not None,
+        )
+        self.bind(mode)
+        self.in_backward = InBackward(
+            self.layout, self.optimizers, mode, lambda: self.accumulating, steps=step, each=each
+        )
+        watch(self.in_backward.callback())
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether backward passes step the parameters."""
+        return self.in_backward is not None and self.in_backward.steps
+
+    def _has_gradients(self) -> bool:
+        clipped = self.in_backward is not None and self.in_backward.began
+        return clipped or super()._has_gradients()
+
+    def bind(self, mode: ClipMode) -> None:
+        """Bind a clipping mode to the layout and to the optimizers; every rank calls it.
+
+        Raises:
+            ValueError: its options do not fit the layout, or it is not defined on the optimizers.
+        """
+        mode.bind(self.layout)
+        mode.bind_optimizers(self.optimizers, self.layout)
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """Run the backward pass of ``loss * weight``, scaled under fp16.
@@ -97,6 +176,7 @@ class OptimizerWrapper(StepOrder):
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {list(loss.shape)}: reduce it to one number")
         key = (self.begin_backward(weight), loss.dtype, loss.shape)
+        self.add_loss(loss, weight)
         if self._start is None or self._start[0] != key:
             self._start = (key, loss.new_full(loss.shape, key[0]))
         if type(loss) is Tensor:
@@ -120,6 +200,18 @@ class OptimizerWrapper(StepOrder):
         self._scaled, self._held = True, False
         return weight if self.loss_scale is None else weight * self.loss_scale.scale
 
+    def add_loss(self, loss: Tensor, weight: float = 1.0) -> None:
+        """Add ``loss * weight`` to the loss of the step, for a skip rule that reads it.
+
+        :meth:`backward` does, so this is for callers that run the backward pass themselves.
+
+        Args:
+            loss: loss of a microbatch on this rank; any value where another rank has it.
+            weight: factor, without the fp16 scale. The mean over the data-parallel ranks of what a
+                step adds up is the loss whose gradient it takes.
+        """
+        self._spikes.add(loss, weight)
+
     def end_backward(self) -> None:
         """Note that a backward pass has run, for callers that run it themselves."""
         super().end_backward()
@@ -130,7 +222,9 @@ class OptimizerWrapper(StepOrder):
         return nullcontext() if self._flat is None else self._flat.settled()
 
     @torch.no_grad()
-    def clip(self, mode: ClipMode, fold: bool = False, each: bool = False) -> Decision:
+    def clip(
+        self, mode: ClipMode, fold: bool = False, each: bool = False, direction: bool = False
+    ) -> Decision:
         """Unscale, measure ‖G‖, agree whether it is finite, and clip by ``mode`` in place.
 
         Every rank decides from the same reduced norm, so all of them skip the step or none.
@@ -141,33 +235,77 @@ class OptimizerWrapper(StepOrder):
                 optimizers are fused ones of torch. Each ``.grad`` is then clipped after the step,
                 but not before.
             each: whether the share of each gradient in the norm is wanted in ``powers``.
+            direction: whether ``direction`` is wanted.
 
         Raises:
             StepOrderError: the gradients are not final, or were clipped already.
             NonFiniteGradient: they are not finite and ``nonfinite`` is ``error``.
         """
         self.begin_clip()
+        self.direction = None
+        early = self.in_backward
+        if early is not None and mode is not early.mode:
+            raise ValueError("gradients are clipped in the backward pass: clip by the same mode")
+        if early is not None and early.began:
+            norm = early.finish()
+            self._measured(norm, early.powers)
+            self.decision = early.decide(norm, self._judge(norm))
+            return self.decision
+        if mode.info.needs_optimizer:
+            mode.bind_optimizers(self.optimizers, self.layout)
         with self._settled():
-            return self._clip(mode, fold, each)
+            self.decision = self._clip(mode, fold, each, direction)
+        self._limiting = None if self.decision.update is None else mode
+        return self.decision
 
-    def _clip(self, mode: ClipMode, fold: bool, each: bool) -> Decision:
-        """Measure, decide and apply, see :meth:`clip`."""
-        stats = mode.measure(self.layout, each)
-        self.powers = stats.powers
-        self._norms = stats.norm, self._norms[1]
+    def _measured(self, norm: Number, powers: Powers | None) -> None:
+        self.powers = powers
+        self._norms = norm, self._norms[1]
         self.stage = StepState.CLIPPED
+
+    def _clip(self, mode: ClipMode, fold: bool, each: bool, direction: bool) -> Decision:
+        """Measure, decide and apply, see :meth:`clip`."""
+        waiting = self._spikes.start_loss()
+        stats = mode.measure(self.layout, each or (direction and mode.scales_some(self.layout)))
+        loss = waiting()
+        self._measured(stats.norm, stats.powers)
         finite = self._judge(stats.norm)
+        spike: Number = 0.0
+        if self.skip is not None:
+            known = isinstance(self._finite, bool)
+            spike = self._spikes.decide(stats.norm, loss, finite, known)
+            finite = self._spikes.left_out(finite)
         if finite is not stats.finite:
             stats = replace(stats, finite=finite)
-        ordinary = type(mode).clip is ClipMode.clip and type(mode).apply is ClipMode.apply
-        if not fold or not ordinary:
-            return mode.clip(self.layout, stats)
-        decision = mode.decide(self.layout, stats)
-        if decision.parts is None and decision.finite is not False:
-            if isinstance(decision.coef, float) and decision.coef == 1.0:
+        decision = self._apply(mode, stats, fold, direction)
+        return decision if self.skip is None else replace(decision, spike=spike)
+
+    def _apply(self, mode: ClipMode, stats: GradStats, fold: bool, direction: bool) -> Decision:
+        """Decide and apply, see :meth:`clip`."""
+        in_one_call = not fold or not mode.may_fold
+        decision = None if in_one_call else mode.decide(self.layout, stats)
+        if mode.info.clips is None:  # It has no need of a copy.
+            known: Decision | None = Decision.untouched(stats.norm, None, stats.norm)
+        else:
+            known = decision
+        compared = Direction(self.layout, known, stats.powers) if direction else None
+        if decision is None:
+            done = mode.clip(self.layout, stats)
+        else:
+            done = self._fold_or_apply(mode, decision)
+        self.direction = None if compared is None else compared.sums()
+        return done
+
+    def _fold_or_apply(self, mode: ClipMode, decision: Decision) -> Decision:
+        """Apply a decision, or leave it to the step where that can."""
+        whole = decision.parts is None and decision.scales is None
+        if whole and decision.finite is not False:
+            some = decision.factor is not None
+            factor = decision.coef if decision.factor is None else decision.factor
+            if isinstance(factor, float) and factor == 1.0:
                 return decision
-            if self._fold.takes(decision.coef):
-                self._coef = decision.coef
+            if self._fold.takes(factor, some):
+                self._coef, self._some = factor, some
                 return decision
         return mode.apply(self.layout, decision)
 
@@ -186,7 +324,7 @@ class OptimizerWrapper(StepOrder):
         """
         decision = self.clip(mode, fold=True)
         self.step()
-        return decision
+        return self.decision or decision
 
     def begin_clip(self) -> None:
         """Make the gradients ready to be clipped: synchronised and unscaled.
@@ -208,40 +346,56 @@ class OptimizerWrapper(StepOrder):
             StepOrderError: the last backward pass ran under ``no_sync``.
             ValueError: there are several optimizers, and a closure that each of them would run.
         """
+        if closure is not None and self.in_backward is not None:
+            raise ValueError("a closure cannot be run: gradients are clipped in the backward pass")
         if closure is not None and len(self.optimizers) > 1:
             raise ValueError(
                 "a closure goes with one optimizer: run it before step(), which has several"
             )
-        finite = self._finish_gradients(closure)
+        finite, early = self._finish_gradients(closure), self.in_backward
+        stepped = early is not None and early.steps and early.began
         if finite is not False and any(group.get("fused") for group in self.param_groups):
             match_strides(self.layout)
-        coef = self._coef
+        coef, scaled = self._coef, self._fold.scaled(self._some)
+        limiting, decision = self._limiting, self.decision
         self._norms = None, self._norms[0]
         self.begin_step(zeroed=False)
         self._taken = transfer.read_later(finite) if isinstance(finite, Tensor) else finite
         if finite is False:
             return False
-        step_where(finite, self.optimizers, closure, coef)
+        if limiting is not None and decision is not None:
+            with torch.no_grad():
+                limiting.before_step(self.layout, decision)
+        if not stepped:
+            step_where(finite, self.optimizers, closure, coef, scaled)
+        if limiting is not None and decision is not None:
+            with torch.no_grad():
+                self.decision = limiting.after_step(self.layout, decision)
         # Also after a step that only this rank read to be skipped: others decide on the device.
         self._broadcast_params()
         return True
 
     def _finish_gradients(self, closure: Callable[[], float] | None) -> bool | Tensor:
         """Make the gradients final, within the plugin's limit; return whether to take the step."""
+        early = self.in_backward
+        if early is not None and self.stage is not StepState.CLIPPED and self.require_step():
+            self.clip(early.mode)
         if self.require_step() and self._max_norm > 0:
             self.clip(self._mode("norm", self._max_norm, 2.0), fold=closure is None)
+        elif self.skip is not None and self.require_step():
+            self.clip(self._mode("none", None, 2.0))
         elif closure is not None:  # It may compute other gradients, which the step must not scale.
-            scale(self.layout, self._coef)
+            scale(self.layout, self._coef, self._some)
             self._coef = 1.0
         if self.loss_scale is None:
             self.unscale()
-            return True if self._finite is None else self._finite
+            return self._spikes.left_out(True if self._finite is None else self._finite)
         if self._finite is None:
             with torch.no_grad():
                 self.unscale()
                 self._finite = bool(math.isfinite(total_norm(self.layout)))
-        self.loss_scale.update(bool(self._finite))
-        return self._finite
+        self.loss_scale.update(bool(self._finite))  # A spike is no overflow.
+        return self._spikes.left_out(self._finite)
 
     def was_taken(self) -> bool:
         """Return whether the last call of :meth:`step` took a step.
@@ -266,9 +420,12 @@ class OptimizerWrapper(StepOrder):
     def begin_step(self, zeroed: bool) -> None:
         """Begin the next step, see :meth:`StepOrder.begin_step`."""
         super().begin_step(zeroed)
-        self._finite = None
-        self._coef = 1.0
+        self._finite, self._limiting = None, None
+        self._spikes.begin_step()
+        self._coef, self._some = 1.0, False
         self._final = self._unscaled = self._scaled = False
+        if self.in_backward is not None:
+            self.in_backward.begin_step()
 
     def unscale(self) -> None:
         """Synchronise the gradients and divide them by the fp16 scale, once a step, in place.
@@ -307,8 +464,12 @@ class OptimizerWrapper(StepOrder):
     ) -> Tensor:
         """Limit the norm of the whole gradient to ``max_norm``; a name of Colossal-AI's wrapper.
 
+        The matrices that Muon steps are left as they are: ``max_norm`` limits all other gradients.
+        :meth:`clip` by a mode with ``scales="all"`` limits all.
+
         Returns:
-            The norm before clipping: a 0-dimensional float32 tensor, the same on every rank.
+            The norm of the whole gradient before clipping: a 0-dimensional float32 tensor, the same
+            on every rank.
 
         Raises:
             StepOrderError: the gradients are not final, or were clipped already.
@@ -361,11 +522,13 @@ class OptimizerWrapper(StepOrder):
 
         Returns:
             ``optimizer``: the state of the one optimizer, or a list with the state of each;
-            ``loss_scale``: the state of the scale, or None.
+            ``loss_scale``: the state of the scale, or None; ``skip``: the state of the skip rule,
+            if there is one.
         """
         states = [optimizer.state_dict() for optimizer in self.optimizers]
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
-        return {"optimizer": states if len(states) > 1 else states[0], "loss_scale": scale}
+        saved = {"optimizer": states if len(states) > 1 else states[0], "loss_scale": scale}
+        return saved if self.skip is None else saved | {"skip": self.skip.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned.
@@ -384,8 +547,10 @@ class OptimizerWrapper(StepOrder):
             optimizer.load_state_dict(own)
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
+        if self.skip is not None and "skip" in state:
+            self.skip.load_state_dict(state["skip"])
 
-    def _mode(self, name: str, threshold: float, norm_type: float) -> ClipMode:
+    def _mode(self, name: str, threshold: float | None, norm_type: float) -> ClipMode:
         mode = self._modes.get((name, norm_type))
         if mode is None or mode.threshold != threshold:
             mode = build(name, threshold=threshold, norm_type=norm_type)

@@ -5,18 +5,18 @@ A trial builds a new optimizer of the same class and options over small float64 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from runner.clip.like import Groups, optimizer_like, step_with
 from runner.parallel.placements import full, sharded
 
 TRIAL_STEPS = 3
@@ -24,9 +24,6 @@ TRIAL_STEPS = 3
 
 TOLERANCE = 1e-6
 """Largest relative difference of two float64 updates that should be equal."""
-
-Groups = list[list[Tensor]]
-"""The tensors of each parameter group."""
 
 
 def steps_by_others(optimizer: Optimizer) -> bool:
@@ -99,6 +96,42 @@ def error_on_shards(optimizer: Optimizer, mesh: DeviceMesh) -> float:
     return max(map(_difference, chain(*wanted), map(full, chain(*found))))
 
 
+def error_of_parts(
+    optimizer: Optimizer, step_some: Callable[[Optimizer, dict[int, list[Any]]], None]
+) -> float:
+    """Return the largest relative difference of updates that are computed tensor by tensor.
+
+    Args:
+        optimizer: optimizer whose class and options are tried.
+        step_some: steps some tensors, given by the number of their group.
+
+    Raises:
+        Exception: whatever the class raises for its own options, or in a step.
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = held and held[0].device.type != "meta"
+    device = held[0].device if known else torch.device("cpu")
+    starts: Groups = []
+    for group in optimizer.param_groups:
+        dims = sorted({parameter.ndim for parameter in group["params"]}) or [2]
+        shapes = [(4, 3, *[2] * n)[:n] for n in dims for _ in range(2)]
+        starts.append([torch.ones(s, dtype=torch.float64, device=device) for s in shapes])
+    steps = [
+        [[_random(t, 100 * step + i, device) for i, t in enumerate(group)] for group in starts]
+        for step in range(1, TRIAL_STEPS + 1)
+    ]
+
+    def one_by_one(made: Optimizer, gradients: Groups) -> None:
+        for number, (group, own) in enumerate(zip(made.param_groups, gradients, strict=True)):
+            for parameter, gradient in zip([*group["params"]], own, strict=True):
+                parameter.grad = gradient.clone()
+                step_some(made, {number: [parameter]})
+
+    whole = _updates(optimizer, starts, steps)
+    parts = _updates(optimizer, starts, steps, one_by_one)
+    return max(map(_difference, chain(*whole), chain(*parts)), default=0.0)
+
+
 def _examples(parameters: Iterable[Tensor], mesh: DeviceMesh) -> list[DTensor]:
     """Return the smallest parameter on ``mesh`` for each number of dimensions and placement."""
     listed = [p for p in parameters if isinstance(p, DTensor) and p.device_mesh == mesh]
@@ -113,23 +146,17 @@ def _random(like: Tensor, seed: int, device: torch.device) -> Tensor:
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(device)
 
 
-def _updates(optimizer: Optimizer, starts: Groups, steps: Sequence[Groups]) -> Groups:
+def _updates(
+    optimizer: Optimizer,
+    starts: Groups,
+    steps: Sequence[Groups],
+    take: Callable[[Optimizer, Groups], None] = step_with,
+) -> Groups:
     """Return what an optimizer like ``optimizer`` adds to ``starts``, given gradients of steps."""
-    groups = [[nn.Parameter(t.clone()) for t in group] for group in starts]
-    kind = type(optimizer)
-    options = vars(optimizer) | optimizer.defaults
-    accepted = [name for name in inspect.signature(kind).parameters if name in options]
-    # A schedule may have set the learning rate to 0.
-    rate = {} if options.get("lr") is None else {"lr": 0.01}
-    given = [
-        {**group, **rate, "params": parameters}
-        for group, parameters in zip(optimizer.param_groups, groups, strict=True)
-    ]
-    made = kind(given, **{name: options[name] for name in accepted} | rate)
+    made = optimizer_like(optimizer, starts)
     for gradients in steps:
-        for parameter, gradient in zip(chain(*groups), chain(*gradients), strict=True):
-            parameter.grad = gradient.clone()
-        made.step()
+        take(made, gradients)
+    groups = [group["params"] for group in made.param_groups]
     updates: Groups = tree_map(lambda parameter, start: parameter.detach() - start, groups, starts)
     return updates
 

@@ -26,11 +26,11 @@ trial steps with the class and its options (:mod:`runner.booster.optimizer_trial
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
-from torch import optim
+from torch import Tensor, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -99,6 +99,26 @@ def require_safe(optimizer: Optimizer, parallel: Collection[ParallelModel], plug
             raise ValueError(each)
 
 
+def orthogonalized(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the parameters whose gradients an optimizer orthogonalizes: the matrices of Muon.
+
+    Implementations that step other parameters by Adam mark these groups by ``use_muon``.
+    """
+    return [
+        parameter
+        for optimizer in optimizers
+        if _is_muon(optimizer)
+        for group in optimizer.param_groups
+        if group.get("use_muon", True)
+        for parameter in group["params"]
+        if parameter.ndim > 1
+    ]
+
+
+def _is_muon(optimizer: Optimizer) -> bool:
+    return any("muon" in kind.__name__.lower() for kind in type(optimizer).__mro__)
+
+
 def _problem(optimizer: Optimizer, parallel: Collection[ParallelModel], where: str) -> str:
     """Return why ``optimizer`` would take wrong steps on this rank; empty if it would not."""
     name = type(optimizer).__name__
@@ -147,8 +167,7 @@ def _problem_on_shards(optimizer: Optimizer, mesh: DeviceMesh, where: str) -> st
         return (
             f"{name} cannot step the parameters that {where} shards over ranks ({first}): {WHOLE}"
         )
-    muon = any("muon" in kind.__name__.lower() for kind in type(optimizer).__mro__)
-    if off <= (MUON_TOLERANCE if muon else TOLERANCE):
+    if off <= (MUON_TOLERANCE if _is_muon(optimizer) else TOLERANCE):
         return ""
     return (
         f"{name} takes other steps on the parameters that {where} shards over ranks than on "

@@ -112,7 +112,8 @@ def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
     Returns:
         ``kinds``: name of the class of each optimizer; ``groups``: for each of them the settings
         of its parameter groups; ``state``: numbers and the like in its state, by name;
-        ``loss_scale``: the state of the fp16 scale, or None.
+        ``loss_scale``: the state of the fp16 scale, or None; ``skip``: the state of the skip rule,
+        if there is one.
     """
     here = {key: value for key, value, _ in _state(optimizer) if not isinstance(value, Tensor)}
     listed = [here]
@@ -126,12 +127,13 @@ def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
         ]
         for each in optimizer.optimizers
     ]
-    return {
+    values = {
         "kinds": _kinds(optimizer),
         "groups": groups,
         "state": {key: value for part in listed for key, value in part.items()},
         "loss_scale": None if optimizer.loss_scale is None else optimizer.loss_scale.state_dict(),
     }
+    return values if optimizer.skip is None else values | {"skip": optimizer.skip.state_dict()}
 
 
 def load_optimizer(optimizer: OptimizerWrapper, source: Source, values: Mapping[str, Any]) -> None:
@@ -199,6 +201,8 @@ def optimizer_slots(
                 group.update({key: settings[key] for key in settings.keys() - kept})
         if optimizer.loss_scale is not None and values["loss_scale"] is not None:
             optimizer.loss_scale.load_state_dict(values["loss_scale"])
+        if optimizer.skip is not None and "skip" in values:
+            optimizer.skip.load_state_dict(values["skip"])
 
     return tensors, assign
 

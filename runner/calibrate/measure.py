@@ -55,7 +55,9 @@ def unclipped(config: RunConfig) -> ClipMode:
     """Make the clipping mode of ``config`` with a threshold that never clips."""
     clip = config.clip
     threshold = None if clip.threshold is None else NEVER
-    return build_mode(clip.kind, **{**clip.options, "threshold": threshold})
+    return build_mode(
+        clip.kind, **{**clip.options, **clip.described.unclipped, "threshold": threshold}
+    )
 
 
 def end_of(config: RunConfig) -> Duration:

@@ -69,6 +69,8 @@ def _trouble(found: Mapping[str, Any]) -> Iterator[str]:
 def _distributions(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each distribution: ‖G‖, and the values that other modes compare with λ."""
     names = {"norm": "‖G‖"}
+    if "norm_scaled" in found:
+        names["norm_scaled"] = "‖G‖ without Muon's matrices"
     if "peak" in found:
         names["peak"] = f"largest {_info(found).stat}"
     rows = [

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.bench import TABLES
+from runner.bench import ON_REQUEST, TABLES
 from runner.cli import FAILED, INTERRUPTED
 from runner.cli.new_folder import new_folder
 from runner.config.problem import Problem, RequestError
@@ -17,16 +17,20 @@ from runner.telemetry.sinks.console import announce, print_line
 
 DESCRIPTION = """\
 Measure this project against plain PyTorch, and print medians of paired ratios with quartiles.
-All tables take about ten minutes on two cores; leave the machine alone meanwhile.
+This takes about ten minutes on two cores, and twice that with the tables marked *, which are
+measured where they are named. Leave the machine alone meanwhile.
 
-  clip      what clipping and telemetry add to an optimizer step; the norm alone; its error
-  adaptive  adaptive clipping against the memory's bandwidth
-  value     clipping by value against torch.nn.utils.clip_grad_value_
-  parallel  clipping under fsdp, tensor and a 2-D mesh on 2 to 8 ranks
-  loop      a training loop with its record against a bare one, in one process and under ddp
-  start     the time until a command answers, and a run's time besides its training
-  sweep     what each further run of a sweep takes besides its training
-  page      the page of a large sweep"""
+  clip       what clipping and telemetry add to an optimizer step; the norm alone; its error
+  adaptive   adaptive clipping against the memory's bandwidth
+  value      clipping by value against torch.nn.utils.clip_grad_value_
+  methods*   every clipping mode against clipping by the norm
+  backward*  memory of gradients and time of steps with clipping in the backward pass
+  parallel   clipping under fsdp, tensor and a 2-D mesh on 2 to 8 ranks
+  loop       a training loop with its record against a bare one, in one process and under ddp
+  telemetry* what each optional measurement adds to a training step
+  start      the time until a command answers, and a run's time besides its training
+  sweep      what each further run of a sweep takes besides its training
+  page       the page of a large sweep"""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -45,7 +49,9 @@ def main(words: Sequence[str] | None = None) -> int:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help="tables; all by default")
+    parser.add_argument(
+        "tables", nargs="*", metavar="TABLE", help="tables; all but those marked * by default"
+    )
     parser.add_argument(
         "--peers",
         action="store_true",
@@ -61,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="device of the tables clip, adaptive and value (default: a GPU if there is one)",
+        help="device of the tables of clipping in one process (default: a GPU if there is one)",
     )
     parser.add_argument(
         "--output",
@@ -82,7 +88,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
     device = _device(asked.device)
     folder.mkdir(parents=True, exist_ok=True)
-    given = asked.tables or TABLES
+    usual = [name for name in TABLES if asked.quick or name not in ON_REQUEST]
+    given = asked.tables or usual
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         setting = Setting(Path(scratch), asked.quick, asked.peers, device, asked.pairs)
         command = shlex.join(["python", "-m", "runner", "bench", *(words or ())])

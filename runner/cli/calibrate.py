@@ -31,6 +31,7 @@ from runner.compose.jobs import Job
 from runner.compose.overrides import key_of
 from runner.config.environment import joins
 from runner.config.modes import built_in
+from runner.config.problem import Problem, RequestError
 from runner.config.secrets import masked_words
 from runner.telemetry.sinks.console import print_line
 
@@ -60,6 +61,19 @@ def main(words: Sequence[str]) -> int:
         RequestError: the request is wrong; nothing was created.
     """
     [job] = single(words, "a calibration").jobs
+    clip = job.config.clip
+    if clip.info.nested:
+        message = (
+            "has several thresholds, which cannot be suggested together: calibrate one of its "
+            "modes, such as clip=norm"
+        )
+        raise RequestError([Problem("clip", clip.mode, message)])
+    if clip.info.derived:
+        message = (
+            "derives its limit from earlier steps, so there is no threshold to "
+            "calibrate; python -m runner calibrate clip=norm shows how large they are"
+        )
+        raise RequestError([Problem("clip", clip.mode, message)])
     output = job.config.calibrate.output
     given = Path(output) if output else None
     folder = new_folder("calibration", FILE, "calibrate.output", given)
@@ -96,7 +110,8 @@ def describe(job: Job, measured: Mapping[str, Any], words: Sequence[str]) -> dic
     """Return the content of ``calibrate.json``; ``measured`` is the result of ``execute``."""
     clip = job.config.clip
     described = clip.described if clip.described.info.clips else built_in("norm")
-    mode, info = (clip.mode if described is clip.described else "norm"), described.info
+    chosen = described is clip.described
+    mode, info = (clip.mode, clip.info) if chosen else ("norm", described.info)
     norms, peaks = measured["norms"], measured["peaks"]
     steps, first = len(norms), warm_up(len(norms), job.config.calibrate.warmup_steps)
     parts = None if info.parts is None else Histogram(**measured["parts"])
@@ -115,8 +130,10 @@ def describe(job: Job, measured: Mapping[str, Any], words: Sequence[str]) -> dic
         "loss": measured["loss"],
         "norm": _apart(norms, first),
     }
-    if not info.limits_norm:
+    if info.unit != "‖G‖":
         found["peak"] = _apart(peaks, first)
+    elif any(peak < norm for peak, norm in zip(peaks, norms, strict=True)):
+        found["norm_scaled"] = _apart(peaks, first)  # clip.scales=auto leaves some gradients out
     if parts is not None:
         found["parts"] = {
             "total": parts.total,

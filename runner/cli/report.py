@@ -1,4 +1,4 @@
-"""``python -m runner report FOLDER [--open]``: write the page of a run or a sweep."""
+"""``python -m runner report FOLDER``: write the page of a run or a sweep, and its table."""
 
 from __future__ import annotations
 
@@ -6,35 +6,108 @@ import argparse
 import sys
 import webbrowser
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from runner.cli import WRONG_REQUEST
-from runner.report import NoRunError, write
+from runner.config.notation import first_few
+from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
+from runner.report import NoRunError, export, read
+from runner.report.findings import Findings, find
+from runner.report.page import write_page
 from runner.run_folder import files
+from runner.run_folder.atomic import write_text
+
+_BASELINE = "report.baseline"
+_TABLES = {
+    "csv": "the runs, with the keys that differ,",
+    "latex": "a table of the settings",
+    "json": "runs, settings and their differences",
+}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write the page and print where it lies.
+    """Write the page, and the files that are asked for, and print where they lie.
 
     Returns:
         0; 2 where the folder is missing, holds no run, or cannot be written.
+
+    Raises:
+        RequestError: an override is not ``report.baseline``, or names no setting.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m runner report",
-        description=f"Write {files.PAGE}, one self-contained page, for a run or for a sweep.",
-    )
-    parser.add_argument("folder", type=Path, help="folder of a run, or of a sweep")
-    parser.add_argument("--open", action="store_true", help="show it in the browser too")
-    asked = parser.parse_args(words)
+    # Overrides may stand before and after flags.
+    asked = _parser().parse_intermixed_args(words)
+    baseline = _baseline(asked.overrides)
     try:
-        page = write(asked.folder)
+        sweep = replace(read(asked.folder), baseline=baseline)
+        kinds = [kind for kind in export.FORMATS if getattr(asked, kind)]
+        found = find(sweep)
+        if baseline is not None:
+            _require_known(found, baseline)
+        page = write_page(sweep)
+        print(page)
+        for kind in kinds:
+            name, text = export.FORMATS[kind]
+            write_text(sweep.folder / name, text(found).encode("utf-8", "replace").decode())
+            print(sweep.folder / name)
     except NoRunError as error:
         print(error, file=sys.stderr)
         return WRONG_REQUEST
     except OSError as error:
         print(f"{asked.folder}: the page cannot be written: {error}", file=sys.stderr)
         return WRONG_REQUEST
-    print(page)
     if asked.open and not webbrowser.open(page.as_uri()):
         print("no browser here; open the file above in one", file=sys.stderr)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m runner report",
+        description=f"Write {files.PAGE}, one self-contained page, for a run or for a sweep.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", type=Path, help="folder of a run, or of a sweep")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar=f"{_BASELINE}=NAME",
+        help="compare the other settings with this one: its name in the table, such as none or "
+        "'norm 0.25', or the number of one of its runs",
+    )
+    parser.add_argument("--open", action="store_true", help="show it in the browser too")
+    for kind, about in _TABLES.items():
+        name = export.FORMATS[kind][0]
+        parser.add_argument(f"--{kind}", action="store_true", help=f"also write {about} to {name}")
+    return parser
+
+
+def _baseline(overrides: Sequence[str]) -> str | None:
+    """Return the value of ``report.baseline``; None without one.
+
+    Raises:
+        RequestError: there is another override, or one without a value.
+    """
+    wrong = []
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if key != _BASELINE or not value:
+            message = f"the page takes {_BASELINE}=NAME alone{did_you_mean(key, [_BASELINE])}"
+            wrong.append(Problem(key, value or NOTHING, message))
+    if wrong:
+        raise RequestError(wrong)
+    return overrides[-1].partition("=")[2] if overrides else None
+
+
+def _require_known(found: Findings, baseline: str) -> None:
+    """Check that the baseline names a setting.
+
+    Raises:
+        RequestError: it names none.
+    """
+    if found.unknown is not None:
+        labels = [group.label for group in found.groups]
+        message = f"names no setting of {found.sweep.name}{did_you_mean(baseline, labels)}"
+        raise RequestError(
+            [Problem(_BASELINE, baseline, f"{message}  (settings: {first_few(labels, 8)})")]
+        )

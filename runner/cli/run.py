@@ -66,7 +66,7 @@ def main(words: Sequence[str]) -> int:
     )
     note(wanted.notes)
     if wanted.sweep is not None:
-        from runner.sweep import run_sweep
+        from runner.sweep.control import run_sweep
 
         started = started_rank()
         if started is not None and started.world_size > 1:
@@ -233,16 +233,20 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
 
 
 def _torchs_problems(jobs: Sequence[Job], here: bool) -> list[Problem]:
-    """Return what is wrong with each distinct job, as far as only torch can tell."""
+    """Return what is wrong with each distinct job, as far as only torch can tell.
+
+    Jobs that differ in their seed alone are checked once.
+    """
     with importing("torch"):
         from runner.train import preflight
 
     problems: list[Problem] = []
     seen: list[dict[str, Any]] = []
     for job in jobs:
-        if job.plain in seen:
+        apart = {key: value for key, value in job.plain.items() if key != "seed"}
+        if apart in seen:
             continue
-        seen.append(job.plain)
+        seen.append(apart)
         try:
             with importing("torch._dynamo"):  # torch does when the first optimizer is made
                 preflight.check(job.config, compared=len(jobs) > 1, here=here)

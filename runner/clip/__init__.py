@@ -7,6 +7,7 @@ from runner.clip.mode import ClipMode, build
 from runner.clip.norm import limit_norm
 from runner.clip.norms import total_norm
 from runner.clip.shard import ParamShard
+from runner.clip.skip import SkipRule
 from runner.clip.transfer import Number
 from runner.clip.units import Units
 from runner.config.modes import ModeInfo
@@ -21,6 +22,7 @@ __all__ = [
     "Number",
     "ParamShard",
     "Parts",
+    "SkipRule",
     "Units",
     "apply_gradient_clipping",
     "build",

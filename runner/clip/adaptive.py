@@ -7,6 +7,7 @@ start at zero move. The final classifier's weight is left out.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Sequence
@@ -79,6 +80,16 @@ class AdaptiveClip(Adaptive, ClipMode):
         assumed = [n for n, p in layout.parameters.items() if not p.known and n not in chosen]
         if left := [name for name in assumed if name not in excluded]:
             _log_once(logging.WARNING, _unknown(layout, left))
+
+    def of_part(self, layout: Layout) -> AdaptiveClip:
+        """Return the mode for some parameters; the patterns were resolved against all of them."""
+        made, names = copy.copy(self), {*layout.names}
+        pairs = zip(self._shards, self._left_out, strict=True)
+        own = [(shard, out) for shard, out in pairs if shard.name in names]
+        made._shards = [shard for shard, _ in own]
+        made._left_out = [out for _, out in own]
+        made._layout, made._index = layout, None
+        return made
 
     @torch.no_grad()
     def measure(self, layout: Layout, each: bool = False) -> GradStats:

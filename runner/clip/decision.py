@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from runner.clip import transfer
 from runner.clip.layout import Layout
 from runner.clip.norms import Powers, combine, local_power, measure
+from runner.clip.split import Split, measure_split
 from runner.clip.transfer import Number
 
 
@@ -23,22 +24,41 @@ class GradStats:
     Attributes:
         norm: ‖G‖ of the synchronised, unscaled, normalised gradient.
         finite: whether ``norm`` is finite. A bool where the host knows it; a 0-dimensional boolean
-            tensor where only the accelerator does.
+            tensor where only the accelerator does. The boosted optimizer clears it for a step that
+            its skip rule leaves out, so that no mode takes account of such a step.
         powers: see :class:`runner.clip.norms.Measured`.
         work: what a mode measured besides, in the same read, see :meth:`ClipMode.measure`.
+        split: norms of the gradients that a coefficient multiplies, and of those that it leaves
+            out; None where it multiplies all of them.
+        part: whether ``norm`` is that of the gradients that a coefficient multiplies, see
+            :meth:`ClipMode.decide`.
     """
 
     norm: Number
     finite: bool | Tensor
     powers: Powers | None = None
     work: Any = None
+    split: Split | None = None
+    part: bool = False
 
     @classmethod
-    def of(cls, layout: Layout, norm_type: float = 2.0, each: bool = False) -> GradStats:
-        """Measure the gradients of ``layout``, see :func:`runner.clip.norms.measure`."""
-        norm, powers = measure(layout, norm_type, each)
+    def of(
+        cls, layout: Layout, norm_type: float = 2.0, each: bool = False, split: bool = False
+    ) -> GradStats:
+        """Measure the gradients of ``layout``, see :func:`runner.clip.norms.measure`.
+
+        Args:
+            layout: where the gradients live.
+            norm_type: p of the norm.
+            each: whether the share of each gradient is wanted too.
+            split: whether the norms of the two parts of ``split`` are wanted too.
+        """
+        if split:
+            (norm, powers), parts = measure_split(layout, norm_type, each)
+        else:
+            (norm, powers), parts = measure(layout, norm_type, each), None
         finite = torch.isfinite(norm) if isinstance(norm, Tensor) else math.isfinite(norm)
-        return cls(norm, finite, powers)
+        return cls(norm, finite, powers, split=parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +86,12 @@ class Decision:
     All numbers are floats on a CPU and 0-dimensional tensors on an accelerator (a λ that does not
     change is a float there too).
 
-    A decision without ``parts`` is complete: applying it multiplies every gradient by ``coef``,
-    which a fused optimizer step may do instead. One with ``parts`` is completed by
+    A decision without ``parts`` is complete: applying it multiplies every gradient by ``coef``, or
+    some of them by ``factor``, which a fused optimizer step may do instead; or the gradient of each
+    parameter by its own of ``scales``. One with ``parts`` is completed by
     :meth:`runner.clip.mode.ClipMode.apply`: the norm after clipping needs a pass over the changed
-    gradients, and the counts of other ranks travel in the same collective. Until then
-    ``max_stat`` is that of this rank, and the four attributes before it are NaN.
+    gradients, and the counts of other ranks travel in the same collective. Until then ``max_stat``
+    is that of this rank, and the four attributes before it are NaN.
 
     Attributes:
         norm: ‖G‖ before clipping.
@@ -83,7 +104,21 @@ class Decision:
         threshold: λ in force, NaN where the mode has none.
         finite: whether the gradient is finite, see :class:`GradStats`. Where it is not, the step is
             skipped: the gradient is left as it is on a CPU, and is not used on an accelerator.
-        parts: what this rank has to change; None where ``coef`` says all.
+        parts: what this rank has to change; None where ``coef``, ``factor`` or ``scales`` says all.
+        factor: what the gradients that are multiplied are multiplied by, where others are left as
+            they are (:meth:`Layout.leave_unscaled`); None where all are multiplied by ``coef``.
+        norm_scaled: norm of the gradients that ``factor`` multiplies, before clipping: the norm
+            that the mode compares with λ. None where it is ``norm``.
+        scales: factor of each parameter of ``layout.names``, [parameters], on the device of the
+            layout and the same on every rank; None where all parameters have the same one.
+        inner: decisions of the modes inside of this one, where it has any.
+        total: number of parts (elements, units or tensors) that ``fraction`` is a share of; 1 for
+            a mode that clips steps.
+        update: what the mode does to the optimizer's update in :meth:`ClipMode.after_step`; None
+            where it leaves the update as it is.
+        spike: 1 if the step is skipped by a rule on spikes, see
+            :class:`runner.clip.skip.SkipRule`, else 0. ``finite`` is cleared too, though the
+            gradient is finite.
     """
 
     norm: Number
@@ -96,6 +131,17 @@ class Decision:
     _: KW_ONLY
     finite: bool | Tensor = True
     parts: Parts | None = None
+    factor: Number | None = None
+    norm_scaled: Number | None = None
+    scales: Tensor | None = None
+    inner: tuple[Inner, ...] = ()
+    total: Number = 1.0
+    update: Any = None
+    spike: Number = 0.0
+
+    def as_inner(self, kind: Literal["link", "group"], name: object) -> Inner:
+        """Return the numbers of this decision, as those of a mode inside of another one."""
+        return Inner(kind, str(name), replace(self, parts=None, scales=None))
 
     @property
     def metrics(self) -> tuple[Number, ...]:
@@ -140,6 +186,36 @@ class Decision:
         nan = math.nan
         return cls(norm, nan, nan, nan, nan, max_stat, threshold, parts=parts)
 
+    def of_whole(self, norm: Number, split: Split, norm_type: float) -> Decision:
+        """Return a decision on some gradients as one on the whole gradient.
+
+        Args:
+            norm: ‖G‖ of the whole gradient.
+            split: norms of the gradients that this decision is on, and of all others.
+            norm_type: p of the norms.
+        """
+        if self.parts is not None:
+            return replace(self, norm=norm)
+        factor, parts = self.coef, [self.coef * split.scaled, split.rest]
+        powers = parts if math.isinf(norm_type) else [part**norm_type for part in parts]
+        after = combine(powers, norm_type)
+        if isinstance(factor, Tensor):
+            after = torch.where(factor == 1.0, norm, after)
+        elif factor == 1.0:
+            after = norm
+        if isinstance(norm, Tensor):
+            coef: Number = (after / norm).nan_to_num(nan=1.0)
+        else:
+            coef = after / norm if norm else 1.0
+        return replace(
+            self,
+            norm=norm,
+            norm_clipped=after,
+            coef=coef,
+            factor=factor,
+            norm_scaled=split.scaled,
+        )
+
     def where(self, finite: Tensor) -> Decision:
         """Return this decision where ``finite`` holds, else a skipped one, chosen on the device.
 
@@ -156,7 +232,12 @@ class Decision:
             clipped=torch.where(finite, self.clipped, 0.0),
             fraction=torch.where(finite, self.fraction, 0.0),
             max_stat=torch.where(finite, self.max_stat, nan),
+            # A λ that moves is on the device too; it is that of this step.
+            threshold=torch.where(finite, self.threshold, nan)
+            if isinstance(self.threshold, Tensor)
+            else self.threshold,
             finite=finite,
+            factor=None if self.factor is None else torch.where(finite, self.factor, nan),
         )
 
     def complete(self, layout: Layout, norm_type: float) -> Decision:
@@ -171,7 +252,8 @@ class Decision:
         assert self.parts is not None
         changed, total = self.parts.changed, self.parts.total
         if layout.group is None and not isinstance(changed, Tensor) and changed == 0:
-            return Decision.untouched(self.norm, self.threshold, self.max_stat)
+            kept = Decision.untouched(self.norm, self.threshold, self.max_stat)
+            return replace(kept, total=total)
         power = self.parts.power
         if power is None:
             power = local_power(layout, norm_type)
@@ -183,11 +265,35 @@ class Decision:
             counts = transfer.on_device([sum(changes), sum(totals)], norm.device).round()
             fraction = counts[0] / counts[1].clamp(min=1.0)
             coef = (after / norm).nan_to_num(nan=1.0)
-            done = Decision(norm, after, coef, fraction.sign(), fraction, max_stat, self.threshold)
+            done = Decision(
+                norm,
+                after,
+                coef,
+                fraction.sign(),
+                fraction,
+                max_stat,
+                self.threshold,
+                total=counts[1],
+            )
             return done.where(self.finite) if isinstance(self.finite, Tensor) else done
         count, everything = round(float(sum(changes))), round(float(sum(totals)))
         if count == 0:
             # The same number twice, not a quotient of two that were rounded differently.
-            return Decision.untouched(norm, self.threshold, max_stat)
-        share = count / everything
-        return Decision(norm, after, after / norm, 1.0, share, max_stat, self.threshold)
+            kept = Decision.untouched(norm, self.threshold, max_stat)
+            return replace(kept, total=everything)
+        metrics = (norm, after, after / norm, 1.0, count / everything, max_stat, self.threshold)
+        return Decision(*metrics, total=everything)
+
+
+class Inner(NamedTuple):
+    """What a mode decided inside of another one.
+
+    Attributes:
+        kind: whether it is a link of a chain, or clips a group of parameters.
+        name: number of the link, from 0, or pattern of the group.
+        decision: its numbers.
+    """
+
+    kind: Literal["link", "group"]
+    name: str
+    decision: Decision

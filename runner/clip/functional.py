@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,8 @@ def apply_gradient_clipping(
 
     A boosted model is clipped by its optimizer: gradients are synchronised and unscaled first, the
     norm is that of the whole model on all ranks, and a second clipping in one step is refused.
-    A gradient that is not finite is left as it is.
+    A gradient that is not finite is left as it is. The coefficient of ``norm`` leaves out the
+    matrices that Muon steps, unless ``scales="all"`` is given.
 
     In a loop of Lightning Fabric or Accelerate give what their ``setup`` or ``prepare`` returned.
     What the call knows of a module it keeps for the next one, until its parameters or their
@@ -89,13 +90,16 @@ class GradientClipping:
         clipping_type: ``norm``, ``value`` or ``adaptive``.
         clipping_threshold: λ, above 0.
         units: option ``units`` of ``adaptive``, see :func:`apply_gradient_clipping`.
+        scales: ``"all"`` to multiply the matrices of Muon by the coefficient too.
     """
 
     clipping_type: str
     clipping_threshold: float
     units: Mapping[str, int | Sequence[int]] | None = None
+    scales: Literal["auto", "all"] = "auto"
 
     def mode(self) -> ClipMode:
         """Make the clipping mode that this describes."""
         options: dict[str, Any] = {} if self.units is None else {"units": self.units}
-        return build(self.clipping_type, threshold=self.clipping_threshold, **options)
+        options |= {"threshold": self.clipping_threshold, "scales": self.scales}
+        return build(self.clipping_type, **options)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import compress
 from operator import attrgetter
 from types import NoneType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,7 @@ from runner.clip.shard import (
 )
 from runner.clip.transfer import Number
 from runner.clip.units import Units, owned_parameters, units_of
+from runner.config.problem import NOTHING
 
 _STORAGE = attrgetter("layout")
 
@@ -42,13 +45,15 @@ class OptionError(ValueError):
     """An option of a mode that does not fit the model.
 
     Args:
-        option: name of the option.
+        option: name of the option, with that of the option which holds it: ``links.0.exclude``.
         message: what is wrong, with the value.
+        value: the value, where the option is inside of another one.
     """
 
-    def __init__(self, option: str, message: str) -> None:
+    def __init__(self, option: str, message: str, value: Any = NOTHING) -> None:
         super().__init__(message)
         self.option = option
+        self.value = value
 
 
 class Layout:
@@ -66,6 +71,8 @@ class Layout:
 
     Attributes:
         flat: the buffer that gradients of small parameters share, or None.
+        partly_scaled: whether the model has parameters that :meth:`leave_unscaled` named; the same
+            on every rank.
 
     Raises:
         TypeError: a parameter is complex.
@@ -88,6 +95,7 @@ class Layout:
         self.group = group
         self.heads = tuple(heads)
         self.parameters = parameters or {shard.name: Whole.of(shard) for shard in self.shards}
+        self.partly_scaled = not all(whole.scaled for whole in self.parameters.values())
         self._elsewhere = elsewhere
         self.flat: FlatBuffer | None = None
         self._held: list[bool] = []  # which shards had a gradient when they last were not all
@@ -97,6 +105,11 @@ class Layout:
     def names(self) -> list[str]:
         """Names of all parameters of the model, in one order for all ranks."""
         return list(self.parameters)
+
+    @cached_property
+    def positions(self) -> Mapping[str, int]:
+        """Position of each parameter in ``names``."""
+        return {name: i for i, name in enumerate(self.parameters)}
 
     @property
     def sharded_vector(self) -> list[str]:
@@ -204,6 +217,42 @@ class Layout:
         }
         heads = [prefix + head for prefix, layout in listed for head in layout.heads]
         return cls(shards, group, heads, parameters, listed[0][1].device.type)
+
+    def leave_unscaled(self, names: Collection[str]) -> None:
+        """Leave gradients out when a clipping mode multiplies all others by one coefficient.
+
+        For optimizers that divide by the norm of a whole matrix (Muon): a small coefficient pushes
+        it below the constant in their divisor. These gradients still count in ‖G‖.
+
+        Args:
+            names: names of parameters, the same on every rank.
+        """
+        if not names:
+            return
+        self.shards = [replace(s, scaled=s.scaled and s.name not in names) for s in self.shards]
+        self.parameters = {
+            name: whole._replace(scaled=whole.scaled and name not in names)
+            for name, whole in self.parameters.items()
+        }
+        self.partly_scaled = not all(whole.scaled for whole in self.parameters.values())
+        self._held, self._holders = [], []
+
+    def restricted(self, names: Iterable[str]) -> Layout:
+        """Return the layout of some parameters, over the same ranks.
+
+        A rank may have no shard of them: it takes part in collectives all the same.
+
+        Args:
+            names: names of parameters, the same on every rank.
+        """
+        kept = {*names}
+        return Layout(
+            [shard for shard in self.shards if shard.name in kept],
+            self.group,
+            [head for head in self.heads if head in kept],
+            {name: whole for name, whole in self.parameters.items() if name in kept},
+            self.device.type,
+        )
 
     @property
     def device(self) -> torch.device:

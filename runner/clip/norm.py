@@ -5,6 +5,7 @@ Pascanu, Mikolov and Bengio 2013 (arXiv 1211.5063, algorithm 1).
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from runner.clip.decision import Decision, GradStats
@@ -20,6 +21,7 @@ def limit_norm(
     *,
     max_stat: Number | None = None,
     threshold: Number | None = None,
+    to: Number | None = None,
 ) -> Decision:
     """Decide to scale the whole gradient so that its norm is at most ``limit``.
 
@@ -31,17 +33,20 @@ def limit_norm(
         limit: limit of the norm, above 0; it may be a tensor where ``norm`` is one.
         max_stat: what the mode compares with λ, where that is not ‖G‖.
         threshold: λ in force, where that is not ``limit``.
+        to: norm of a gradient that was above ``limit``, where that is not ``limit``.
     """
     stat = norm if max_stat is None else max_stat
     in_force = limit if threshold is None else threshold
+    target = limit if to is None else to
     if isinstance(norm, Tensor):
         # The host cannot compare the norm without waiting for it.
-        coef: Number = (limit / norm).clamp(max=1.0)
-        clipped: Number = (norm > limit).to(norm.dtype)
+        above = norm > limit
+        coef: Number = torch.where(above, target / norm, 1.0)
+        clipped: Number = above.to(norm.dtype)
     elif norm <= limit:
         return Decision.untouched(norm, in_force, stat)
     else:
-        coef, clipped = limit / norm, 1.0
+        coef, clipped = target / norm, 1.0
     return Decision(
         norm,
         norm_clipped=norm * coef,

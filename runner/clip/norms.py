@@ -79,7 +79,7 @@ class Powers(NamedTuple):
             rank has no gradient of the parameter.
         """
         device = layout.device
-        index = {name: i for i, name in enumerate(layout.names)}
+        index = layout.positions
         each = self.each if isinstance(self.each, Tensor) else transfer.on_device(self.each, device)
         at = transfer.on_device([index[shard.name] for shard in self.shards], device).long()
         shares = each.new_zeros(len(index))
@@ -152,7 +152,13 @@ def local_powers(
         power = power_sum(parts, norm_type)
         if math.isfinite(power):
             return power, None
-    shards, gradients = layout.gradients()
+    return powers_of(*layout.gradients(), norm_type, each)
+
+
+def powers_of(
+    shards: Sequence[ParamShard], gradients: Sequence[Tensor], norm_type: float, each: bool
+) -> tuple[Number, Powers | None]:
+    """Return the share of some gradients in ‖G‖^p, and that of each, see :func:`local_powers`."""
     if gradients and not transfer.can_read(gradients[0].device):
         powers = Powers(shards, _on_accelerator(shards, gradients, norm_type), norm_type)
         assert isinstance(powers.each, Tensor)
@@ -197,6 +203,11 @@ def parameter_norms(layout: Layout, shares: Tensor, norm_type: float = 2.0) -> T
         The norm of each parameter's gradient in each step, [steps, parameters], on the device.
     """
     every = layout.rows_of_ranks(shares.flatten()).view(-1, *shares.shape)
+    return combined_norms(every, norm_type)
+
+
+def combined_norms(every: Tensor, norm_type: float) -> Tensor:
+    """Return the norms, [...], whose shares on all ranks are given, [ranks, ...]."""
     return every.amax(0) if math.isinf(norm_type) else every.sum(0) ** (1.0 / norm_type)
 
 

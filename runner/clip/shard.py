@@ -42,6 +42,8 @@ class ParamShard:
             groups see the same number of units.
         sharded_vector: whether the parameter is one unit (a vector) whose elements lie on several
             ranks of the layout's group. Its metrics are added up under its name.
+        scaled: whether a coefficient of the whole gradient multiplies this gradient too, see
+            :meth:`Layout.leave_unscaled`.
     """
 
     name: str
@@ -50,6 +52,7 @@ class ParamShard:
     num_replicas: int = 1
     shard_groups: tuple[dist.ProcessGroup, ...] = ()
     sharded_vector: bool = False
+    scaled: bool = True
 
     @property
     def weight(self) -> Tensor:
@@ -124,16 +127,19 @@ class Whole(NamedTuple):
         shape: shape of the whole parameter.
         sharded_vector: see :class:`ParamShard`.
         known: see :class:`Units`.
+        scaled: see :class:`ParamShard`.
     """
 
     shape: tuple[int, ...]
     sharded_vector: bool
     known: bool
+    scaled: bool = True
 
     @classmethod
     def of(cls, shard: ParamShard) -> Whole:
         """Return the description of the parameter that ``shard`` belongs to."""
-        return cls(tuple(shard.param.shape), shard.sharded_vector, shard.units.known)
+        shape = tuple(shard.param.shape)
+        return cls(shape, shard.sharded_vector, shard.units.known, shard.scaled)
 
 
 def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> ParamShard:

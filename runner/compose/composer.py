@@ -38,7 +38,7 @@ from runner.config.folders import CONFIG_NAME, find, obstacle, outputs
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
 from runner.config.tensor_plan import settled
 
-Earlier: TypeAlias = Callable[[Path, str | None], str | None]
+Earlier: TypeAlias = Callable[[Path, str | None, Sequence[str]], str | None]
 """Returns why a folder must not be written by a run (None), or by a sweep with the given hash."""
 
 _PLUGINS = Path(__file__).resolve().parents[1] / "sweep" / "plugins"
@@ -226,7 +226,7 @@ def destination(
         if typed or not folder.is_relative_to(outputs()):
             return folder, [Problem(key, str(folder), message)]
         return folder, [Problem("RUNNER_OUTPUTS", str(outputs()), message)]
-    if earlier is not None and (message := earlier(folder, None)):
+    if earlier is not None and (message := earlier(folder, None, ())):
         return folder, [Problem(key, str(folder), message)]
     return folder, []
 

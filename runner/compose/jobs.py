@@ -232,7 +232,8 @@ def placed(
     folder, problems = destination(master, "sweep", lists.overrides if writes else None)
     if folder is None or problems:
         return None, problems
-    if writes and earlier is not None and (message := earlier(folder, identity)):
+    added = [job.hash for job in made] if lists.enumerated else []
+    if writes and earlier is not None and (message := earlier(folder, identity, added)):
         return None, [Problem("sweep.name", name, message)]
     if problem := _subdir_problem(master):
         return None, [problem]

@@ -15,6 +15,9 @@ from runner.compose.composer import plain_word
 from runner.config.problem import NOTHING, Problem
 from runner.config.schema import SHORT
 
+UNSET = "unset"
+"""Value in a list of ``sweep.zip`` that leaves its key out of the job."""
+
 SWEEP_WITHOUT_FLAG = (
     "a list of values is a sweep: add -m; a list as one value goes in brackets, [a,b], and text "
     "with a comma in quotes"
@@ -66,7 +69,7 @@ def jobs(
     Args:
         overrides: overrides of the sweep.
         loader: Hydra's loader, which lists groups and their options.
-        refuse: returns the problem of a listed value that no job can have.
+        refuse: returns the problem of a listed option that no job can have.
         together: keys whose lists advance together.
         enumerated: whether the jobs are all combinations. False for a sweeper that chooses its
             jobs: then each value, and each end of an interval, comes once.
@@ -92,10 +95,14 @@ def jobs(
         if allowed := _wanted_instead(override, found, enumerated, loader):
             problems.append(Problem(key, override.get_value_string(), f"must be {allowed}"))
             continue
-        listed = {f"{key}={value}": refuse(f"{key}={value}") for value in found}
-        problems += (problem for problem in listed.values() if problem)
-        kept = [f"{key}={value}" for value in found if not listed[f"{key}={value}"]]
-        values[key] = kept or list(listed)[:1]  # so that the other overrides are checked too
+        words = [f"{key}={value}" for value in found]
+        refused: dict[str, Problem] = {}
+        if loader.get_group_options(override.key_or_group):
+            options = [word for word in words if key not in together or word != _unset(key)]
+            refused = {word: problem for word in options if (problem := refuse(word))}
+        problems += refused.values()
+        kept = [word for word in words if word not in refused]
+        values[key] = kept or words[:1]  # so that the other overrides are checked too
     if together and (problem := _not_together(values, together, enumerated)):
         return [], [*problems, problem]
     count = _count(values, together, enumerated)
@@ -159,15 +166,23 @@ def _listed(override: Override, most: int) -> list[str]:
 def _combinations(
     values: Mapping[str, Sequence[str]], together: Sequence[str]
 ) -> list[dict[str, str]]:
-    """Return every combination; the lists of ``together`` count as one."""
+    """Return every combination; the lists of ``together`` count as one.
+
+    A key of ``together`` is left out where its value is :data:`UNSET`.
+    """
     zipped = [key for key in values if key in together]
     groups = [zipped if key in zipped else [key] for key in values if key not in zipped[1:]]
     rows = [list(zip(*(values[key] for key in keys), strict=True)) for keys in groups]
     keys = [*chain.from_iterable(groups)]
+    every = (zip(keys, chain.from_iterable(chosen), strict=True) for chosen in product(*rows))
     return [
-        dict(zip(keys, chain.from_iterable(combination), strict=True))
-        for combination in product(*rows)
+        {key: word for key, word in one if key not in zipped or word != _unset(key)}
+        for one in every
     ]
+
+
+def _unset(key: str) -> str:
+    return f"{key}={UNSET}"
 
 
 def _count(values: Mapping[str, Sequence[str]], together: Sequence[str], enumerated: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
@@ -29,7 +30,7 @@ def parse(words: Iterable[str], loader: ConfigLoader) -> tuple[list[Override], l
     Returns:
         The parsed overrides, and a problem for each one that cannot be parsed.
     """
-    parser = OverridesParser.create(config_loader=loader)
+    parser = _parser(loader)
     overrides, problems = [], []
     for word in words:
         try:
@@ -39,6 +40,12 @@ def parse(words: Iterable[str], loader: ConfigLoader) -> tuple[list[Override], l
         except Exception as error:  # beside HydraException the ValueError of a number, and more
             problems.append(_unreadable(word, str(error), loader))
     return overrides, problems
+
+
+@lru_cache(maxsize=1)
+def _parser(loader: ConfigLoader) -> OverridesParser:
+    """Return Hydra's parser. Making one takes as long as parsing an override."""
+    return OverridesParser.create(config_loader=loader)
 
 
 def _parsed(word: str, parser: OverridesParser) -> list[Override]:

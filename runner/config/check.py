@@ -22,7 +22,7 @@ from runner.config.clip_section import (
     lenient_clip_section,
 )
 from runner.config.modes import ModeError
-from runner.config.problem import MISSING, Problem, RequestError, did_you_mean, unknown_key
+from runner.config.problem import MISSING, NOTHING, Problem, RequestError, did_you_mean, unknown_key
 from runner.config.schema import RunConfig
 from runner.config.section import Section, Target, section_of
 from runner.config.values import Allowed, Refusal, allowed
@@ -127,8 +127,9 @@ def _schema_with(section: type[Clip]) -> type[RunConfig]:
 def _conflicts(section: Section, path: str, plain: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the values of a section that are right one by one, but exclude each other."""
     for conflict in section.conflicts():
-        keys = f"{path}.{conflict.key}".lstrip(".").split(".")
-        yield Problem(_dotted(keys), _value(plain, keys), conflict.message)
+        key = f"{path}.{conflict.key}".lstrip(".")
+        value = _value(plain, key.split(".")) if conflict.value is NOTHING else conflict.value
+        yield Problem(key, value, conflict.message)
 
 
 def _problems(error: ErrorDetails, plain: Mapping[str, Any]) -> Iterator[Problem]:
@@ -141,14 +142,17 @@ def _problems(error: ErrorDetails, plain: Mapping[str, Any]) -> Iterator[Problem
         known = {*owned_keys(plain if own else None)}
         for leaf, content in leaves(_dotted(place), _value(plain, place)):
             yield unknown_key(leaf, known, content, choices_with(leaf))
-    elif len(place) == 1 and (section := section_of(RunConfig.model_fields[str(place[0])])):
+    elif section := _section_at(place):
         names = (field.alias or name for name, field in section.model_fields.items())
         message = f"must be a section with the keys {', '.join(names)}"
-        yield Problem(_dotted(place), plain.get(str(place[0])), message)
+        yield Problem(_dotted(place), _value(plain, place, None), message)
     else:
         owned = owned_keys(plain)
-        key = owned.get(_dotted(place[:1])) or owned[_dotted(place[:2])]
+        paths = (_dotted(place[:end]) for end in range(1, len(place) + 1))
+        key = next(owned[path] for path in paths if path in owned)
         value = _value(plain, key.name.split("."))
+        if value == MISSING and error["type"] != "missing":
+            value = error["input"]  # A short form gives the value to the section.
         if value == MISSING:
             message = f"no value given; must be {key.allowed.text} ({key.meaning})"
         elif isinstance(cause, Refusal):
@@ -189,11 +193,20 @@ def _dotted(keys: Iterable[Any]) -> str:
     return ".".join(str(key) for key in keys)
 
 
-def _value(plain: Mapping[str, Any], keys: Iterable[Any]) -> Any:
-    """Return the value of a key; `MISSING` where there is none."""
+def _section_at(place: Iterable[Any]) -> type[Section] | None:
+    """Return the model of the section at a path of keys; None if there is no section."""
+    section: type[Section] | None = RunConfig
+    for key in place:
+        fields = {} if section is None else section.model_fields
+        section = section_of(fields[key]) if key in fields else None
+    return section
+
+
+def _value(plain: Mapping[str, Any], keys: Iterable[Any], missing: Any = MISSING) -> Any:
+    """Return the value of a key; ``missing`` where there is none."""
     node: Any = plain
     for key in keys:
-        node = node.get(key, MISSING) if isinstance(node, Mapping) else MISSING
+        node = node.get(key, missing) if isinstance(node, Mapping) else missing
     return node
 
 

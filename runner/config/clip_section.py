@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import ConfigDict, Field, create_model
+from pydantic.fields import FieldInfo
 
-from runner.config.modes import NAMES, Mode, ModeError, built_in, load, options_of
+from runner.config.modes import (
+    NAMES,
+    Mode,
+    ModeError,
+    ModeInfo,
+    built_in,
+    load,
+    options_of,
+)
 from runner.config.section import Conflict, Section
+from runner.config.skip_section import Skip
 from runner.config.values import (
     Allowed,
     Count,
@@ -53,11 +63,30 @@ class Clip(Section):
         description="end the run with an error when so many steps in a row were skipped because "
         "their gradient was not finite; null: never"
     )
-    # With a default, unlike other keys: files of users, and runs recorded earlier, lack it.
+    # With a default, unlike other keys: files of users, and runs recorded earlier, lack them.
+    scales: Literal["auto", "all"] = Field(
+        default="auto",
+        description="choose which gradients a coefficient multiplies, and whose norm is compared "
+        "with the threshold; auto: all but the matrices of Muon, which divides by their norm "
+        "itself; all: every gradient",
+    )
     flat_gradients: Literal["auto"] | bool = Field(
         default=False,
         description="keep the gradients of small parameters in one buffer, to clip very many of "
         "them faster; the backward pass takes longer; auto: from 2,000 on, on a CPU",
+    )
+    when: Literal["step", "backward"] = Field(
+        default="step",
+        description="clip before the optimizer step, or each gradient in the backward pass, as "
+        "soon as it is final, with modes that need no other gradient",
+    )
+    step_in_backward: bool = Field(
+        default=False,
+        description="let the optimizer step each parameter in the backward pass too, which then "
+        "holds one gradient at a time; needs clip.when=backward and clip.nonfinite=error",
+    )
+    skip: Skip = Field(
+        default=Skip(), description="leave out whole steps whose loss or gradient norm is a spike"
     )
     what_if: Positives = Field(
         description="try further thresholds: log the share of steps that each would have clipped"
@@ -70,9 +99,14 @@ class Clip(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments that make the mode: the threshold, the norm, and options of its own."""
-        own = {name: getattr(self, name) for name in options_of(self.described)}
-        return {"threshold": self.threshold, "norm_type": self.norm_type, **own}
+        """Arguments that make the mode: those of all modes, and options of its own."""
+        names = ("threshold", "norm_type", "scales", *options_of(self.described))
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def info(self) -> ModeInfo:
+        """Facts about the mode with these options."""
+        return self.described.info_with(self.options)
 
     @property
     def own_target(self) -> str | None:
@@ -85,14 +119,31 @@ class Clip(Section):
         return _restore, (chosen, self.__getstate__())
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yield a threshold that is not used, or that is missing."""
-        nothing = self.described.info.clips is None
-        if nothing and self.threshold is not None:
-            message = f"clip={self.mode} clips nothing, so it takes no threshold"
-            yield Conflict("threshold", message)
-        if not nothing and self.threshold is None:
+        """Yield keys that are not used, a threshold that is missing, and conflicts of the mode."""
+        for conflict in self.skip.conflicts():
+            yield Conflict(f"skip.{conflict.key}", conflict.message)
+        info = self.described.info
+        if self.scales == "all" and info.parts is not None:
+            message = f"clip={self.mode} multiplies no gradients by one coefficient; use auto"
+            yield Conflict("scales", message)
+        if self.threshold is not None and not info.takes_threshold:
+            why = f"has its thresholds in clip.{info.nested}" if info.nested else "clips nothing"
+            yield Conflict("threshold", f"clip={self.mode} {why}, so it takes no threshold")
+        if self.what_if and info.nested:
+            message = f"clip={self.mode} has several thresholds, so that no single one can be tried"
+            yield Conflict("what_if", message)
+        if info.takes_threshold and self.threshold is None:
             yield Conflict(
                 "threshold", f"clip={self.mode} needs a finite number greater than 0; or clip=none"
+            )
+            return
+        found = [Conflict(*each) for each in self.described.conflicts(self.options)]
+        yield from found
+        if self.what_if and not found and self.info.derived:
+            yield Conflict(
+                "what_if",
+                f"clip={self.mode} derives its limit from earlier steps, so no fixed "
+                "threshold can be tried beside it; leave it empty, or use clip=norm",
             )
 
 
@@ -157,11 +208,20 @@ def _restore(chosen: Mapping[str, Any], state: dict[Any, Any]) -> Clip:
 @cache
 def every_option() -> type[Clip]:
     """Return a model with the options of all modes of this project, for lists of keys."""
-    described = [options_of(built_in(name)) for name in NAMES]
-    fields: dict[str, Any] = {
-        name: (one.hint, ...) for each in described for name, one in each.items()
-    }
+    hints: dict[str, list[Any]] = {}
+    for described in map(built_in, NAMES):
+        for name, one in options_of(described).items():
+            hints.setdefault(name, []).append(one.hint)
+    fields: dict[str, Any] = {name: (_any_of(each), ...) for name, each in hints.items()}
     return create_model("Clip_all", __base__=Clip, __doc__=Clip.__doc__, **fields)
+
+
+def _any_of(hints: list[Any]) -> Any:
+    """Return a type that allows what any of some annotations allows, and says what each means."""
+    meanings = [FieldInfo.from_annotation(hint).description or "" for hint in hints]
+    if len(hints) == 1:
+        return hints[0]
+    return Annotated[Union[*hints], Field(description="; or: ".join(dict.fromkeys(meanings)))]
 
 
 def choices_with(key: str) -> list[str]:
@@ -169,6 +229,7 @@ def choices_with(key: str) -> list[str]:
     section, _, option = key.partition(".")
     if section != "clip":
         return []
+    option = option.partition(".")[0]
     return [f"clip={name}" for name in NAMES if option in options_of(built_in(name))]
 
 

@@ -11,9 +11,11 @@ from typing import Any
 from runner.config.check import leaves
 from runner.config.duration import Duration
 from runner.config.problem import MISSING
+from runner.config.skip_section import Skip
+from runner.config.telemetry_section import Telemetry
 
 NOT_HASHED = (
-    *("tracker", "log", "sweep", "calibrate", "verify"),
+    *("tracker", "log", "sweep", "report", "calibrate", "verify"),
     *("checkpoint", "resume", "shutdown"),
 )
 """Sections that do not change what is trained. Two runs that differ only in these sections are the
@@ -23,8 +25,22 @@ MAY_CHANGE = (
     *NOT_HASHED,
     *("telemetry", "launch", "plugin", "device", "recipe", "early_stopping", "callbacks"),
     *("data.num_workers", "clip.what_if", "clip.max_skips", "clip.flat_gradients"),
+    *("clip.when", "clip.step_in_backward"),
 )
 """Sections and keys that may differ between a checkpoint and the run that continues from it."""
+
+_NEWER = {
+    "clip.scales": "auto",
+    "clip.when": "step",
+    "clip.step_in_backward": False,
+    **{f"clip.skip.{name}": field.default for name, field in Skip.model_fields.items()},
+    **{
+        f"telemetry.{name}": field.default
+        for name, field in Telemetry.model_fields.items()
+        if not field.is_required()
+    },
+}
+"""Keys that configurations recorded earlier lack, with the values that they had in effect."""
 
 ENVIRONMENT = "environment"
 """Section of a recorded configuration: digests of values that come from the environment."""
@@ -37,9 +53,26 @@ def config_hash(config: Mapping[str, Any]) -> str:
     """Return 16 hexadecimal digits that identify a configuration as it is recorded.
 
     SHA-256 of canonical JSON (sorted keys, no spaces) without the sections in ``NOT_HASHED``, so
-    the order of keys does not matter.
+    the order of keys does not matter. A key that earlier versions did not have counts only where
+    its value is not the default, so that a sweep of an earlier version is known again.
     """
-    return digest({key: value for key, value in config.items() if key not in NOT_HASHED})
+    return digest(_hashed(config, ""))
+
+
+def _hashed(config: Mapping[str, Any], above: str) -> dict[str, Any]:
+    """Return what of a configuration, or of a section, identifies it."""
+    kept = {}
+    for key, value in config.items():
+        name = f"{above}{key}"
+        if name in NOT_HASHED or (name in _NEWER and value == _NEWER[name]):
+            continue
+        inside = f"{name}."
+        if isinstance(value, Mapping) and any(newer.startswith(inside) for newer in _NEWER):
+            value = _hashed(value, inside)
+            if not value:
+                continue
+        kept[key] = value
+    return kept
 
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -54,7 +87,7 @@ def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
     Returns:
         By its dotted key, the value of each; `MISSING` where there is none.
     """
-    before, now = dict(leaves("", saved)), dict(leaves("", wanted))
+    before, now = ({**_NEWER, **dict(leaves("", one))} for one in (saved, wanted))
     found = {}
     for key in dict.fromkeys([*now, *before]):
         pair = before.get(key, MISSING), now.get(key, MISSING)

@@ -12,6 +12,7 @@ from typing import Any
 from runner.config.clip_section import OwnClip, every_option
 from runner.config.schema import RunConfig
 from runner.config.section import section_of
+from runner.config.skip_section import Skip
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 
@@ -41,6 +42,11 @@ def json_schema() -> dict[str, Any]:
         name: _object(section.model_json_schema(), section.__doc__ or "")
         for name, section in sections.items()
     }
+    inner = _object(Skip.model_json_schema(), Skip.__doc__ or "")
+    definitions["clip.skip"] = inner
+    # A file may also give the section the value of its rule.
+    short = [{"$ref": "#/$defs/clip.skip"}, *inner["properties"]["rule"]["anyOf"]]
+    definitions["clip"]["properties"]["skip"] = {"anyOf": short}
     target = OwnClip.model_json_schema()["properties"]["_target_"]
     definitions["clip"]["properties"]["_target_"] = _value(target)
     properties = {

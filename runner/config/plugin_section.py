@@ -122,6 +122,12 @@ class PluginSection(Section):
         description="GPUs: compute batch norm over all data-parallel ranks, for small batches"
     )
 
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether the optimizer of a rank steps shards of parameters."""
+        tensor = self.name == "tensor" or (self.name == "hybrid" and self.tp_size != 1)
+        return self.name == "fsdp" or self.zero_stage > 1 or tensor
+
     def conflicts(self) -> Iterator[Conflict]:
         """Yield keys that nothing uses, sizes that do not multiply, and an unfilled pipeline."""
         if self.name not in _JUDGED:  # a plugin of the user's own checks its arguments itself

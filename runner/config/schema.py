@@ -10,9 +10,12 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from runner.config.clip_section import Clip
 from runner.config.folders import options
+from runner.config.in_backward import PLUGINS, not_measured, refusals
+from runner.config.modes import built_in
 from runner.config.objective import higher_is_better
 from runner.config.plugin_section import PluginSection, pipeline_microbatches
 from runner.config.section import Conflict, Section, Target
+from runner.config.telemetry_section import Telemetry
 from runner.config.values import (
     Allowed,
     Count,
@@ -43,7 +46,7 @@ Callbacks = Annotated[
     WithJsonSchema({"type": "array", "items": {"type": "object", "required": ["_target_"]}}),
 ]
 
-SHORT = {"resume": "resume.from"}
+SHORT = {"resume": "resume.from", "clip.skip": "clip.skip.rule"}
 """Sections that may be given a value, and the key that it is the value of."""
 
 
@@ -68,6 +71,9 @@ class Precision(Section):
         ge=1, description="fp16: double the loss scale after this many finite steps in a row"
     )
 
+
+WHOLE_PARAMETERS = ("torch.optim.Adafactor",)
+"""Optimizers of ``conf/optimizer`` that cannot step a parameter of which a rank holds a shard."""
 
 OWN_DATA = "runner.data.own.own"
 """The ``_target_`` of data whose parts are named by ``data.train`` and ``data.eval``."""
@@ -215,17 +221,6 @@ class Checkpoint(Section):
     )
 
 
-class Telemetry(Section):
-    """What is measured besides the usual metrics."""
-
-    per_layer: bool = Field(
-        description="log the gradient norm of each parameter, to find the layer that spikes"
-    )
-    probe: int = Field(
-        ge=0, description="print this many elements of the first parameter after each microbatch"
-    )
-
-
 class Launch(Section):
     """How ranks are started."""
 
@@ -278,7 +273,10 @@ class SweepSection(Section):
     max_jobs: Count = Field(
         description="refuse a sweep of more runs, such as that of range(0,1e9); raise it for more"
     )
-    zip: Texts = Field(description="advance the lists of these keys together, not as a product")
+    zip: Texts = Field(
+        description="advance the lists of these keys together, not as a product; unset in such a "
+        "list leaves its key out"
+    )
 
     @property
     def maximizes(self) -> bool:
@@ -286,6 +284,15 @@ class SweepSection(Section):
         if self.direction is None:
             return higher_is_better(self.objective)
         return self.direction == "maximize"
+
+
+class Report(Section):
+    """The page of a run or a sweep."""
+
+    baseline: Text | Natural | None = Field(
+        description="compare the other settings of a sweep with this one: its name in the table, "
+        "such as none, or the number of one of its runs; null: with the best one"
+    )
 
 
 class Calibrate(Section):
@@ -352,6 +359,8 @@ class RunConfig(Section):
     shutdown: Shutdown
     resume: Resume
     sweep: SweepSection
+    # With a default: runs that were recorded earlier lack it.
+    report: Report = Report(baseline=None)
     calibrate: Calibrate
     verify: Verify
     # Seeds of numpy and scikit-learn end at 2**32 - 1; torch takes more.
@@ -369,12 +378,51 @@ class RunConfig(Section):
     )
     recipe: Text = Field(description="start from this published setting; none: from none")
 
+    def _in_backward(self) -> Iterator[Conflict]:
+        """Yield what does not go with clipping in the backward pass."""
+        clip = self.clip
+        if clip.when != "backward":
+            if clip.step_in_backward:
+                yield Conflict("clip.step_in_backward", "needs clip.when=backward")
+            return
+        if self.plugin.name not in PLUGINS:
+            message = (
+                f"plugin={self.plugin.name} makes gradients final after the backward pass: use "
+                "step, plugin=single, plugin=ddp or plugin=fsdp"
+            )
+            yield Conflict("clip.when", message)
+        found = refusals(
+            clip.described,
+            clip.options,
+            step=clip.step_in_backward,
+            nonfinite=clip.nonfinite,
+            fp16=self.precision.name == "fp16",
+            flat=clip.flat_gradients,
+            skip=clip.skip.rule is not None,
+        )
+        yield from (Conflict(*each) for each in found)
+        for name, why in not_measured(clip.step_in_backward).items():
+            if getattr(self.telemetry, name):
+                yield Conflict(f"telemetry.{name}", why)
+
     def conflicts(self) -> Iterator[Conflict]:
-        """Yield a batch that does not fill the pipeline, and a buffer that a plugin cannot have."""
+        """Yield values of several sections that exclude each other."""
+        if self.optimizer.target in WHOLE_PARAMETERS and self.plugin.shards_parameters:
+            instead = "use plugin=ddp, plugin=zero plugin.zero_stage=1, or another optimizer"
+            message = f"steps whole parameters, which plugin={self.plugin.name} shards; {instead}"
+            yield Conflict("optimizer._target_", message)
         if self.clip.flat_gradients is True and self.plugin.name not in ("single", "ddp"):
             instead = "; use auto, plugin=single or plugin=ddp"
             message = f"plugin={self.plugin.name} keeps gradients in buffers of its own{instead}"
             yield Conflict("clip.flat_gradients", message)
+        yield from self._in_backward()
+        measured = self.telemetry.conflicts_with(self.plugin, self.clip, self.accumulation.steps)
+        for conflict in measured:
+            yield conflict._replace(key=f"telemetry.{conflict.key}")
+        for name in self.verify.modes or ():
+            if name != self.clip.mode and (nested := built_in(name).info.nested):
+                message = f"{name} needs clip.{nested}: give clip={name} with its {nested}"
+                yield Conflict("verify.modes", message)
         parts = pipeline_microbatches(self.plugin)
         if parts is not None and self.data.batch_size < parts:
             filled = f"to fill {parts} microbatches of a pipeline (plugin.num_microbatches)"

@@ -8,15 +8,22 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from runner.config.problem import MISSING
+from runner.config.problem import MISSING, NOTHING
 from runner.config.values import CONFIG, DottedName
 
 
 class Conflict(NamedTuple):
-    """Values that exclude each other: the key to change, relative to the section, and why."""
+    """Values that exclude each other: the key to change, relative to the section, and why.
+
+    Attributes:
+        key: the key.
+        message: what is wrong.
+        value: its value, where the key is part of the value of another one.
+    """
 
     key: str
     message: str
+    value: Any = NOTHING
 
 
 class Section(BaseModel):

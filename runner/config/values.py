@@ -135,6 +135,13 @@ def _metrics(value: Any) -> list[str | dict[str, Any]]:
     return value
 
 
+def _target_mapping(value: Any) -> dict[str, Any]:
+    target = value.get("_target_") if isinstance(value, dict) else None
+    if not isinstance(target, str) or "." not in target.strip("."):
+        raise ValueError
+    return dict(value)
+
+
 def _folder_name(value: str) -> str:
     if len(value.encode()) > 200:
         raise ValueError
@@ -156,6 +163,12 @@ Metrics = Annotated[
     PlainValidator(_metrics),
     Allowed("a list of names of torchmetrics or mappings with a _target_, such as [accuracy,f1]"),
     WithJsonSchema({"type": "array", "items": {"type": ["string", "object"]}}),
+]
+TargetMapping = Annotated[
+    dict[str, Any],
+    PlainValidator(_target_mapping),
+    Allowed("a mapping with the _target_ of a class or function, and its arguments"),
+    WithJsonSchema({"type": "object", "required": ["_target_"]}),
 ]
 Positives = Annotated[
     list[Positive], Allowed("a list of finite numbers greater than 0, such as [0.1,1.0]")

@@ -14,6 +14,7 @@ import wandb_workspaces.workspaces as ws
 
 from runner.dashboard.saving import WorkspaceRequest
 from runner.run_folder import keys
+from runner.telemetry.sinks.wandb_sink import SWEEP_JOB_TYPE
 
 STEP = keys.TRAIN_STEP
 """Horizontal axis of every curve. It is set at each level: wandb's own step counts rows."""
@@ -59,7 +60,7 @@ def build(request: WorkspaceRequest) -> ws.Workspace:
         entity=request.entity or "",
         project=request.project,
         name=request.name,
-        sections=[_loss(), _gradient(), _threshold(), _over_seeds()],
+        sections=[_metric(), _loss(), _gradient(), _threshold(), _parameters(), _over_seeds()],
         settings=ws.WorkspaceSettings(x_axis=STEP, max_runs=MOST_RUNS),
         runset_settings=_runs(request.group),
     )
@@ -88,28 +89,7 @@ def default_name(group: str | None) -> str:
     return "Clipping, " + "".join("-" if unfit(character) else character for character in group)
 
 
-def _loss() -> ws.Section:
-    return _section(
-        "Loss and evaluation",
-        _curve("Loss of a step", keys.TRAIN_LOSS),
-        _curve("Held-out loss", keys.EVAL_LOSS),
-        _curve("Held-out accuracy", keys.EVAL_ACCURACY),
-    )
-
-
-def _gradient() -> ws.Section:
-    # wandb draws no line at a fixed value, but the threshold is also a metric.
-    both = (keys.GRAD_NORM, keys.CLIP_THRESHOLD)
-    ratios = (keys.CLIP_RATIO, CLIPPED)
-    return _section(
-        "Gradient and clipping",
-        _curve("‖G‖ before clipping, and the threshold", *both, log_y=True),
-        _curve("Clip ratio: since the last row, and of the run so far", *ratios, range_y=SHARE),
-        _curve("Coefficient: ‖G‖ after / before clipping", keys.CLIP_COEF, range_y=SHARE),
-    )
-
-
-def _threshold() -> ws.Section:
+def _metric() -> ws.Section:
     parallel = [
         wr.ParallelCoordinatesPlotColumn(MODE, display_name="mode"),
         wr.ParallelCoordinatesPlotColumn(THRESHOLD, display_name="threshold", log=True),
@@ -119,22 +99,68 @@ def _threshold() -> ws.Section:
         wr.ParallelCoordinatesPlotColumn(wr.SummaryMetric(BEST_LOSS), display_name="best loss"),
     ]
     return _section(
-        "Choosing a threshold",
+        "Metric",
         _against_threshold("Best held-out loss against the threshold", BEST_LOSS),
         _against_threshold("Best held-out accuracy against the threshold", BEST_ACCURACY),
+        wr.ScatterPlot(
+            title="Learning rate and threshold; the colour is the best held-out loss",
+            x=RATE,
+            y=THRESHOLD,
+            z=wr.SummaryMetric(BEST_LOSS),
+            log_x=True,
+            log_y=True,
+            gradient=[wr.GradientPoint("#440154", 0), wr.GradientPoint("#5ec962", 100)],
+        ),
+        wr.ParallelCoordinatesPlot(
+            title="Mode, threshold, learning rate, accumulation and the best loss", columns=parallel
+        ),
+        wr.ParameterImportancePlot(with_respect_to=BEST_LOSS),
+        wr.RunComparer(diff_only=True),
+    )
+
+
+def _loss() -> ws.Section:
+    return _section(
+        "Loss",
+        _curve("Loss of a step", keys.TRAIN_LOSS),
+        _curve("Held-out loss", keys.EVAL_LOSS, log_y=True),
+        _curve("Held-out accuracy", keys.EVAL_ACCURACY),
+    )
+
+
+def _gradient() -> ws.Section:
+    # wandb draws no line at a fixed value, but the threshold is also a metric.
+    both = (keys.GRAD_NORM, keys.CLIP_THRESHOLD)
+    ratios = (keys.CLIP_RATIO, CLIPPED)
+    return _section(
+        "Gradient norm and clipping",
+        _curve("‖G‖ before clipping, and the threshold", *both, log_y=True),
+        _curve("Clip ratio: since the last row, and of the run so far", *ratios, range_y=SHARE),
+        _curve("Share of steps, elements or units clipped", keys.CLIP_FRACTION, range_y=SHARE),
+        _curve("Coefficient: ‖G‖ after / before clipping", keys.CLIP_COEF, range_y=SHARE),
+        _every("Gradient noise scale, where it is recorded", "grad/noise_scale"),
+    )
+
+
+def _threshold() -> ws.Section:
+    percentiles: list[Any] = [f"{keys.GRAD_NORM}/{name}" for name in ("p50", "p90", "p99", "max")]
+    return _section(
+        "Choosing a threshold",
+        wr.BarPlot(title="‖G‖ before clipping: p50, p90, p99, max", metrics=percentiles),
+        _every("Share of steps that other thresholds clip (clip.what_if)", f"{keys.WHAT_IF}.*"),
         wr.BarPlot(
             title="Share of steps clipped",
             metrics=[CLIPPED],
             range_x=SHARE,
             max_bars_to_show=MOST_RUNS,
         ),
-        wr.ParallelCoordinatesPlot(
-            title="Mode, threshold, learning rate, accumulation and the best loss", columns=parallel
-        ),
-        wr.ParameterImportancePlot(with_respect_to=BEST_LOSS),
         wr.MarkdownPanel(markdown=_READING),
-        wr.RunComparer(diff_only=True),
     )
+
+
+def _parameters() -> ws.Section:
+    title = "‖G‖ of each parameter (telemetry.per_layer=true)"
+    return _section("By parameter", _every(title, f"{keys.LAYER_NORM}.*", log_y=True))
 
 
 def _over_seeds() -> ws.Section:
@@ -153,7 +179,7 @@ def _over_seeds() -> ws.Section:
 
 
 def _runs(group: str | None) -> ws.RunsetSettings:
-    """Order runs by sweep, mode and threshold.
+    """Show the runs that train, not those of sweeps, by sweep, mode and threshold.
 
     They are not grouped: wandb draws the mean of a group in every panel, which would hide that its
     runs differ in more than the seed.
@@ -165,8 +191,11 @@ def _runs(group: str | None) -> ws.RunsetSettings:
         *(f"config:{_stored(key).name}" for key in (MODE, THRESHOLD, RATE, ACCUMULATION)),
         *(f"summary:{key}" for key in (BEST_LOSS, BEST_ACCURACY, CLIPPED, f"{keys.GRAD_NORM}/p50")),
     ]
+    shown = f"Metric('JobType') != {_quoted(SWEEP_JOB_TYPE)}"
+    if group is not None:
+        shown += f" and Metric('Group') == {_quoted(group)}"
     return ws.RunsetSettings(
-        filters="" if group is None else f"Metric('Group') == {_quoted(group)}",
+        filters=shown,
         order=[ws.Ordering(key, ascending=True) for key in order],
         pinned_columns=columns,
     )
@@ -201,6 +230,11 @@ def _section(name: str, *panels: wr.PanelTypes, is_open: bool = True) -> ws.Sect
 
 def _curve(title: str, *metrics: str, **options: Any) -> wr.LinePlot:
     return wr.LinePlot(title=title, x=STEP, y=list(metrics), **options)
+
+
+def _every(title: str, pattern: str, **options: Any) -> wr.LinePlot:
+    """Return the curves of every metric whose whole key matches, which may be none."""
+    return wr.LinePlot(title=title, x=STEP, metric_regex=f"^{pattern}$", **options)
 
 
 def _against_threshold(title: str, metric: str) -> wr.ScatterPlot:

@@ -54,6 +54,9 @@ from runner.train.progress import steps_between_lines
 
 log = logging.getLogger(__name__)
 
+_OTHERS = ("calibrate", "verify", "sweep", "report")
+"""Sections that say nothing about a run itself: wandb does not show them."""
+
 PAGE_SECONDS = 2.0
 """Seconds of ``shutdown.timeout`` that are kept for the page of the run."""
 
@@ -162,7 +165,8 @@ def run(
         folder: the run's own folder, which exists.
         words: overrides that the user typed, for the run's name.
         start: where the training starts.
-        reports_end: whether to print that the run failed, and where its results are.
+        reports_end: whether to write the page of the run, and to print that it failed and where
+            its results are; the runs of a sweep do neither.
         swept: keys that the sweep of this run varies: the run gives no advice on them.
         alone: whether no other run prints to the same terminal at the same time.
 
@@ -237,7 +241,7 @@ def run(
             record.end("finished", 0, None, None)
     for sink in shown:
         sink.close(summary, exit_code)
-    page = write_page(folder)
+    page = write_page(folder) if reports_end else None  # the page of a sweep shows all its runs
     _report_lost_lines()
     if isinstance(ended, Failure) and (ended.state == "failed" or "\n" in ended.error):
         level = logging.ERROR if reports_end else logging.INFO
@@ -298,7 +302,8 @@ def _sinks(
         settings |= {"sent_until": sent or 0, "resumes": sent is not None}
         settings["time_left"] = lambda: signals.time_left() - PAGE_SECONDS
         settings["more_follow"] = more_follow
-        sinks.append(WandbSink(folder, name=name, run_id=run_id, config=plain, **settings))
+        described = {key: value for key, value in plain.items() if key not in _OTHERS}
+        sinks.append(WandbSink(folder, name=name, run_id=run_id, config=described, **settings))
     return sinks
 
 

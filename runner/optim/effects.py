@@ -4,11 +4,13 @@
 |---|---|---|
 | plain | SGD, ASGD, L-BFGS | the step is scaled by that factor |
 | normalized | Adam and its kin, RMSprop, Adagrad, Adafactor, LAMB, LARS, SOAP | none (*) |
-| orthogonalized | Muon | none on matrices (*) |
+| orthogonalized | Muon | none on matrices (*); mode ``norm`` leaves them out by default |
 | sign | Lion, Signum | none; clipped gradients weigh less in the momentum |
 | sign only | signSGD, Rprop, Signum without momentum | none; clipping changes no step |
 
-(*) while the constant that is added to the divisor is small beside the gradient.
+(*) while the constant that is added to the divisor is small beside the gradient. Muon has one for
+each matrix: a coefficient that other gradients made small can push it below the constant, and the
+matrix then hardly moves. Adafactor also limits the RMS of its own update.
 
 Sources: Adam (arXiv 1412.6980, section 2.1), Adafactor (1804.04235), Lion (2302.06675,
 algorithm 2), signSGD and Signum (1802.04434), Muon (https://kellerjordan.github.io/posts/muon).
@@ -19,7 +21,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 NEGLIGIBLE = 0.1
 """A constant in a divisor is negligible below this share of what it is added to."""
+
+FLOAT32_EPS = 2.0**-23
+"""Least divisor of :class:`torch.optim.Adafactor` for float32 parameters, where ``eps`` is None."""
 
 Kind = Literal["plain", "normalized", "sign", "sign only", "orthogonalized"]
 
@@ -50,11 +55,13 @@ class Effect:
         kind: see the table at the top of this module.
         floor: True if the constant in the divisor is not negligible at the threshold, so that the
             size of the gradient matters although the optimizer is of a kind that divides by it.
+        left_out: class name of an optimizer beside it whose gradients are not scaled.
     """
 
     name: str
     kind: Kind
     floor: bool = False
+    left_out: str = ""
 
     @property
     def scales(self) -> bool:
@@ -66,17 +73,32 @@ PLAIN = Effect("SGD", "plain")
 """The effect of an optimizer that multiplies the gradient by its learning rate."""
 
 
-def effect_of(optimizers: Sequence[Optimizer], threshold: float | None, parameters: int) -> Effect:
+def effect_of(
+    optimizers: Sequence[Optimizer],
+    threshold: float | None,
+    parameters: int,
+    leaves_out: bool = False,
+) -> Effect:
     """Return how optimizers that step together use the size of a gradient held to ``threshold``.
 
     If the kinds differ, one that scales its steps with the gradient takes precedence.
 
     Args:
         optimizers: from torch or any other library; they are recognized by their names.
-        threshold: limit of the norm of the whole gradient, or None.
-        parameters: number of elements of the model.
+        threshold: limit of the norm of the gradients that are scaled, or None.
+        parameters: number of elements that are scaled.
+        leaves_out: whether the gradients of optimizers that orthogonalize are not scaled.
     """
     effects = [_effect(optimizer, threshold, parameters) for optimizer in optimizers]
+    if leaves_out:
+        left_out = [effect for effect in effects if effect.kind == "orthogonalized"]
+        others = [effect for effect in effects if effect.kind != "orthogonalized"]
+        if left_out and others:
+            return replace(_together(others), left_out=left_out[0].name)
+    return _together(effects)
+
+
+def _together(effects: Sequence[Effect]) -> Effect:
     scaling = [effect for effect in effects if effect.scales]
     first, *others = scaling or effects
     if all(other.kind == first.kind for other in others):
@@ -92,7 +114,7 @@ def _effect(optimizer: Optimizer, threshold: float | None, parameters: int) -> E
     options = optimizer.defaults
     if kind == "sign" and "lion" not in lower and not _momentum(options):
         kind = "sign only"
-    constant = _constant(options) if kind in ("normalized", "orthogonalized") else 0.0
+    constant = _constant(optimizer) if kind in ("normalized", "orthogonalized") else 0.0
     size = math.inf if threshold is None else threshold
     # Orthogonalization divides by the norm of a matrix, the others divide each element.
     matrices = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -100,11 +122,15 @@ def _effect(optimizer: Optimizer, threshold: float | None, parameters: int) -> E
     return Effect(name, kind, constant > NEGLIGIBLE * size / math.sqrt(max(parts, 1)))
 
 
-def _constant(options: dict[str, Any]) -> float:
+def _constant(optimizer: Optimizer) -> float:
     """Return what is added to the divisor: ``eps``, and the root of Adagrad's initial sum."""
+    options = optimizer.defaults
     eps = options.get("eps") or 0.0
     if isinstance(eps, tuple | list):
-        eps = math.sqrt(eps[0] or 0.0)  # Adafactor: the first is added to the squared gradient.
+        if type(optimizer).__module__.startswith("torch."):
+            eps = FLOAT32_EPS if eps[0] is None else eps[0]  # the least divisor itself
+        else:
+            eps = math.sqrt(eps[0] or 0.0)  # Adafactor: the first is added to the squared gradient.
     return float(eps) + math.sqrt(float(options.get("initial_accumulator_value") or 0.0))
 
 

@@ -32,9 +32,14 @@ def computed_with(parameter: Tensor) -> Tensor:
 
 
 class Usage:
-    """Records which parameters get a gradient on this rank between two optimizer steps."""
+    """Records which parameters get a gradient on this rank between two optimizer steps.
+
+    Attributes:
+        blocks: the sharded parameters of each block, which ``fully_shard`` reduces together.
+    """
 
     def __init__(self) -> None:
+        self.blocks: list[list[nn.Parameter]] = []
         self._used: set[int] = set()
         self._kept: dict[int, ReferenceType[Tensor]] = {}
 
@@ -60,6 +65,7 @@ class Usage:
                 if parameter is not None and id(parameter) not in seen
             }
             seen.update(slots)
+            self.blocks.append([shard for *_, shard in slots.values()])
             block.unshard()
             for sharded, (module, key, shard) in slots.items():
                 gathered = module._parameters[key]

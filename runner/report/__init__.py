@@ -2,11 +2,32 @@
 
     python -m runner report FOLDER [--open]
 
-The runs may have finished, failed, been killed, or still be running: only their files are read.
+The runs may have finished, failed, been killed, or still be running: only their files are read. In
+a notebook, `figures` returns the charts of the page and `frame` a table of the runs::
+
+    from runner.report import figures, frame
+    figures("outputs/sweeps/mine")["eval-loss"]
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from runner.report.export import frame
 from runner.report.page import write
 from runner.report.run import NoRunError, Run, read_run
 from runner.report.sweep import SweepRuns, read, read_sweep
 
-__all__ = ["NoRunError", "Run", "SweepRuns", "read", "read_run", "read_sweep", "write"]
+if TYPE_CHECKING:
+    from runner.report.charts import figures
+
+__all__ = ["NoRunError", "Run", "SweepRuns", "figures", "frame"]
+__all__ += ["read", "read_run", "read_sweep", "write"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "figures":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from runner.report.charts import figures  # imports plotly, which readers need not wait for
+
+    return figures

@@ -1,30 +1,41 @@
-"""Sentences on the keys that a sweep varied, and the remarks of its runs.
+"""Sentences on the keys that a sweep varied, the remarks of its runs, and rules of thumb.
 
 Only results judge a key that the sweep varied: remarks that are rules of thumb about it are left
-out. A remark that several settings share is shown once, with their names.
+out. A remark that several settings share is shown once, with their names. Rules of thumb follow
+only where results decide nothing. Each sentence comes with the rows of the table that it rests on.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Iterator, Sequence
 
+from runner.config.notation import first_few
+from runner.report.evidence import (
+    RATE,
+    THRESHOLD,
+    Advice,
+    along,
+    apart,
+    constant,
+    remarks_of,
+    row,
+    topics_of,
+    value_of,
+    varied,
+)
 from runner.report.findings import Findings
 from runner.report.groups import Group, choice
-from runner.report.notation import rounded
-
-THRESHOLD, RATE = "clip.threshold", "optimizer.lr"
+from runner.report.notation import rounded, typed
+from runner.report.rules import rules_of_thumb, unstable
 
 FULLY = 0.95
 """Share of clipped steps from which a lower threshold clips hardly any further steps."""
 
-ALIKE = 0.05
-"""Relative difference up to which the results of single runs count as equal."""
-
 _SHARED = {
     "nonfinite": "some gradients were NaN or inf, which no threshold fixes: check the loss and the "
     "precision.",
+    "spikes": "some steps were skipped as spikes; if they are many, raise clip.skip.k, or lower "
+    "the learning rate.",
     "never": "no step was clipped, so the threshold changed nothing.",
     "nothing": "clipping has no effect with {optimizer}, which uses the sign of each gradient "
     "element alone.",
@@ -40,38 +51,38 @@ _ABOUT = {"limits": (RATE, THRESHOLD), "cancels": (THRESHOLD,)}
 """Keys that a topic is about: its sentence is left out if the sweep varied one of them."""
 
 
-def advice(found: Findings) -> list[str]:
-    """Return what the sweep shows, and the remarks of its runs."""
+def advice(found: Findings) -> list[Advice]:
+    """Return what the sweep shows, the remarks of its runs, and rules of thumb for what is open."""
     if few := _few(found):
-        return [*_own(found, ("nonfinite",)), few]
-    edges = [sentence for key in (THRESHOLD, RATE) if (sentence := edge(found, key))]
+        return [*_own(found, ("nonfinite", "spikes")), few]
+    edges = [one for key in (THRESHOLD, RATE) if (one := edge(found, key))]
     measured = [*edges, *_best_rates(found), *_joint(found), *_alike(found)]
-    return [*measured, *_own(found, tuple(_SHARED))]
+    measured += unstable(found)
+    rules = [] if measured else rules_of_thumb(found)
+    return [*measured, *_own(found, tuple(_SHARED)), *rules]
 
 
-def edge(found: Findings, key: str) -> str | None:
+def edge(found: Findings, key: str) -> Advice | None:
     """Return a sentence if the best value of ``key`` is the lowest or the highest tried.
 
     Only settings that equal the best one in all other keys are compared. There is no sentence if
     seeds differ by more than these settings do, or if values beyond the edge change nothing.
     """
     best = found.best
-    if best is None or _value(best, key) is None:
+    if best is None or value_of(best, key) is None:
         return None
-    tried = _along(found, best, key)
+    tried = along(found, best, key)
     # A value that diverged limits the range, as one with a worse result does.
     judged = {value: group for value, group in tried.items() if found.scores(group)}
     values, groups = list(judged), list(judged.values())
-    if len(groups) < 2 or not _apart(found, groups):
+    if len(groups) < 2 or not apart(found, groups):
         return None
     top = [value for value in values if found.mean(judged[value])[0] == found.mean(best)[0]]
     if (values[0] in top) == (values[-1] in top):
         return None
     if values[0] in top:
-        if key == THRESHOLD and _train_alike(found, groups):
-            return None
         end, value, beyond = "lowest", values[0], "a lower one"
-        tries = f"{rounded(value / 2)} and {rounded(value / 4)}"
+        tries = f"{typed(value / 2)} and {typed(value / 4)}"
     elif key == THRESHOLD:
         # No clipping lies beyond the highest threshold. There is nothing more to try if the sweep
         # tried it, or if this threshold clipped nothing.
@@ -79,121 +90,99 @@ def edge(found: Findings, key: str) -> str | None:
         if unclipped or not found.ratio(best):
             return None
         end, value, beyond = "highest", values[-1], "a higher one, or none,"
-        tries = f"{rounded(value * 2)} and clip=none"
+        tries = f"{typed(value * 2)} and clip=none"
     else:
         end, value, beyond = "highest", values[-1], "a higher one"
-        tries = f"{rounded(value * 2)} and {rounded(value * 4)}"
+        tries = f"{typed(value * 2)} and {typed(value * 4)}"
     among = "tried" if len(judged) == len(tried) else "with a result"
-    return (
+    return Advice(
         f"{_named(found, best, key)}, {rounded(value)}, is the {end} {among}: {beyond} may do "
-        f"better (try {tries})."
+        f"better (try {tries}).",
+        row(found, *sorted(groups, key=lambda group: group is not best)[:2]),
     )
 
 
-def _best_rates(found: Findings) -> list[str]:
+def _best_rates(found: Findings) -> list[Advice]:
     """Return a sentence if the best learning rate depends on the threshold."""
-    rates: dict[float, float] = {}
-    for threshold, group in _along(found, found.best, THRESHOLD).items() if found.best else ():
-        known = _along(found, group, RATE)
-        ranked = [one for one in found.ranked if one in known.values()]
-        if len(known) > 1 and ranked and _apart(found, ranked):
-            rates[threshold] = next(rate for rate, one in known.items() if one is ranked[0])
+    best: dict[float, Group] = {}
+    for threshold, group in along(found, found.best, THRESHOLD).items() if found.best else ():
+        known = list(along(found, group, RATE).values())
+        ranked = [one for one in found.ranked if one in known]
+        if len(known) > 1 and ranked and apart(found, ranked):
+            best[threshold] = ranked[0]
+    rates = {threshold: rounded(value_of(one, RATE)) for threshold, one in best.items()}
     if len(set(rates.values())) < 2 or len(rates) > 6:
         return []
-    each = ", ".join(
-        f"{rounded(rate)} at {rounded(threshold)}" for threshold, rate in rates.items()
-    )
-    return [f"The best {RATE} depends on the threshold: {each}."]
+    each = ", ".join(f"{rate} at {rounded(threshold)}" for threshold, rate in rates.items())
+    text = f"The best {RATE} depends on the threshold: {each}."
+    return [Advice(text, row(found, *best.values()))]
 
 
-def _joint(found: Findings) -> list[str]:
+def _joint(found: Findings) -> list[Advice]:
     """Return a sentence if learning rate and threshold act together, but only one was varied."""
-    if found.best is None or "limits" not in _topics(found.best):
+    if found.best is None or "limits" not in topics_of(found.best):
         return []
-    keys = [key for key in (THRESHOLD, RATE) if _varied(found, key)]
-    if len(keys) != 1:
-        return []
+    keys = [key for key in (THRESHOLD, RATE) if varied(found, key)]
     other = RATE if keys == [THRESHOLD] else THRESHOLD
-    return [
+    if len(keys) != 1 or not constant([group for group in found.groups if group.clips], other):
+        return []
+    text = (
         f"The best setting clipped {found.clipped(found.best)}. There {THRESHOLD} and {RATE} act "
         f"together, and this sweep varied only {keys[0]}: vary {other} as well."
-    ]
+    )
+    return [Advice(text, row(found, found.best))]
 
 
-def _alike(found: Findings) -> list[str]:
+def _alike(found: Findings) -> list[Advice]:
     """Return a sentence if thresholds train alike because the optimizer normalizes gradients."""
     for group in found.groups:
-        members = [g for g in _along(found, group, THRESHOLD).values() if _scale_cancels(found, g)]
+        members = [g for g in along(found, group, THRESHOLD).values() if _scale_cancels(found, g)]
         if group in members[:1] and _train_alike(found, members):
-            optimizer = _topics(group)["cancels"]
-            return [
+            optimizer = topics_of(group)["cancels"]
+            text = (
                 f"{_who(found, members)}: nearly every step was clipped, and {optimizer} divides "
                 "by the size of the gradients, so these thresholds train nearly alike."
-            ]
+            )
+            return [Advice(text, row(found, *members))]
     return []
-
-
-def _varied(found: Findings, key: str) -> bool:
-    """Return whether settings that are otherwise equal differ in ``key``."""
-    return any(len(_along(found, group, key)) > 1 for group in found.groups)
 
 
 def _train_alike(found: Findings, groups: Sequence[Group]) -> bool:
     """Return whether the optimizer cancels the clipping of all ``groups``, with equal results."""
     cancels = all(_scale_cancels(found, group) for group in groups)
-    return len(groups) > 1 and cancels and not _apart(found, groups)
+    return len(groups) > 1 and cancels and not apart(found, groups)
 
 
-def _apart(found: Findings, groups: Sequence[Group]) -> bool:
-    """Return whether the results of some of ``groups`` clearly differ.
-
-    With one seed each, a relative difference above `ALIKE` counts as clear.
-    """
-    if all(len(found.scores(group)) > 1 for group in groups):
-        return any(found.differ(one, other) for one, other in combinations(groups, 2))
-    means = [found.mean(group)[0] for group in groups]
-    if not all(map(math.isfinite, means)):
-        return True
-    return max(means) - min(means) > ALIKE * max(abs(min(means)), abs(max(means)))
-
-
-def _few(found: Findings) -> str | None:
+def _few(found: Findings) -> Advice | None:
     """Return a sentence if the runs are too short to judge a threshold."""
-    short = [group for group in found.groups if group.threshold and "few" in _topics(group)]
-    if not short:
+    short = [group for group in found.groups if group.threshold and "few" in topics_of(group)]
+    if not short or any(group.threshold and group not in short for group in found.groups):
         return None
+    facts = tuple((f"{group.label}: {group.runs[0].steps} steps", group) for group in short[:3])
     if len(found.groups) == 1:
-        return _texts(short[0]).get("few")
-    return f"{_who(found, short)}: fewer than 50 steps are too few to tell what a threshold does."
+        text = _texts(short[0]).get("few")
+        return Advice(text, facts) if text else None
+    who = _who(found, short)
+    text = "fewer than 50 steps were taken, too few to tell what a threshold does"
+    return Advice(f"{who}: {text}.", facts)
 
 
-def _own(found: Findings, topics: Sequence[str]) -> Iterator[str]:
+def _own(found: Findings, topics: Sequence[str]) -> Iterator[Advice]:
     """Yield the remarks of runs; one that several settings share is given once."""
     if len(found.groups) == 1:
-        texts = _texts(found.groups[0])
-        yield from (texts[topic] for topic in topics if topic in texts)
+        texts, facts = _texts(found.groups[0]), row(found, found.groups[0])
+        yield from (Advice(texts[topic], facts) for topic in topics if topic in texts)
         return
     for topic in topics:
-        if any(_varied(found, key) for key in _ABOUT.get(topic, ())):
+        if any(varied(found, key) for key in _ABOUT.get(topic, ())):
             continue
         members: dict[str, list[Group]] = {}
         for group in found.groups:
-            if (optimizer := _topics(group).get(topic)) is not None:
+            if (optimizer := topics_of(group).get(topic)) is not None:
                 members.setdefault(optimizer, []).append(group)
         for optimizer, groups in members.items():
-            yield f"{_who(found, groups)}: {_SHARED[topic].format(optimizer=optimizer)}"
-
-
-def _topics(group: Group) -> dict[str, str]:
-    """Return the topics of the remarks of most runs of a setting, and the optimizer they name."""
-    optimizers: dict[str, list[str]] = {}
-    for run in group.runs:
-        for remark in _remarks(run.summary):
-            named = optimizers.setdefault(str(remark["topic"]), [])
-            named.append(str(remark.get("optimizer", "")))
-    return {
-        topic: named[0] for topic, named in optimizers.items() if 2 * len(named) > len(group.runs)
-    }
+            text = f"{_who(found, groups)}: {_SHARED[topic].format(optimizer=optimizer)}"
+            yield Advice(text, row(found, *groups))
 
 
 def _texts(group: Group) -> dict[str, str]:
@@ -204,45 +193,16 @@ def _texts(group: Group) -> dict[str, str]:
     texts: dict[str, str] = {}
     for run in group.runs:
         given = run.summary.get("guidance")
-        for remark in _remarks(run.summary):
+        for remark in remarks_of(run.summary):
             if isinstance(given, list) and remark.get("text") in given:
                 texts.setdefault(str(remark["topic"]), str(remark["text"]))
     return texts
 
 
-def _remarks(summary: Mapping[str, object]) -> list[Mapping[str, object]]:
-    found = summary.get("remarks")
-    listed = found if isinstance(found, list) else []
-    return [one for one in listed if isinstance(one, dict) and "topic" in one]
-
-
 def _scale_cancels(found: Findings, group: Group) -> bool:
     """Return whether nearly every step was clipped under an optimizer that cancels the clipping."""
     clips_whole = group.info.parts is None and (found.ratio(group) or 0.0) > FULLY
-    return clips_whole and "cancels" in _topics(group)
-
-
-def _along(found: Findings, group: Group, key: str) -> dict[float, Group]:
-    """Return the settings that equal ``group`` in all but ``key``, by rising value of ``key``."""
-    others = [column for column in found.differences.columns if column not in ("seed", key)]
-    members = {
-        value: one
-        for one in found.groups
-        if one.mode == group.mode
-        and all(choice(one.runs[0], c) == choice(group.runs[0], c) for c in others)
-        and (value := _value(one, key)) is not None
-    }
-    return dict(sorted(members.items()))
-
-
-def _value(group: Group, key: str) -> float | None:
-    """Return the value of ``key`` in a setting if it is a number above 0."""
-    if key == THRESHOLD:
-        return group.threshold
-    value = group.runs[0].config.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    return float(value) if 0 < value < math.inf else None
+    return clips_whole and "cancels" in topics_of(group)
 
 
 def _named(found: Findings, best: Group, key: str) -> str:
@@ -260,6 +220,4 @@ def _who(found: Findings, groups: Sequence[Group]) -> str:
     if len(groups) == len(found.groups):
         return "All settings"
     labels = [group.label for group in groups]
-    if len(labels) <= 4:
-        return ", ".join(labels)
-    return f"{', '.join(labels[:3])} and {len(labels) - 3} more settings"
+    return ", ".join(labels) if len(labels) <= 4 else f"{first_few(labels, 3)} settings"

@@ -2,217 +2,257 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from runner.report.chart import Curve, Level, line_chart
+from runner.config.modes import ModeInfo
+from runner.report.findings import limited, scaled_note
 from runner.report.groups import Facet, Group, facets
-from runner.report.markup import Markup
+from runner.report.notation import rounded
+from runner.report.plotting import (
+    Chart,
+    Trace,
+    axis,
+    chart,
+    crosses,
+    floats,
+    limits,
+    line,
+    spans,
+    whole,
+)
 from runner.report.run import Run
-from runner.report.scale import Axis, covering
-from runner.report.series import Floats, Series
-from runner.report.thin import rolling_mean
+from runner.report.run_metrics import diverged_at
+from runner.report.series import EMPTY, Floats, Series
+from runner.report.thin import SMOOTHING, kept, means, rolling_mean
 from runner.run_folder import keys
 
-# A rolling mean covers this share of a run, and at least so many rows.
-_WINDOW, _FEWEST = 0.05, 20
 # A diverging run ends many decades above the others; the axis ends this factor above the start.
 _HEADROOM = 4.0
+# Values that span more than this factor get a logarithmic axis.
+_DECADES = 5.0
+# A curve of at most so many points shows each as a dot; above so many curves, only the nearest
+# one is read off.
+_DOTS, _COMPARED = 30, 20
 
 
-def loss_charts(groups: Sequence[Group]) -> list[Markup | None]:
-    """Return charts of the training loss and of evaluations; None for what no run recorded."""
-    charts = [
-        _chart(
-            "loss",
-            "Training loss",
-            "Bold: rolling mean over 5 % of the run. Faint: every step, thinned so that spikes "
-            "stay. × marks the step from which a loss is not a number.",
-            groups,
-            lambda run: run.of(keys.TRAIN_LOSS),
-            ceiling=True,
-            smooth=True,
-            behind="faint",
-        )
-    ]
-    for key, title in ((keys.EVAL_LOSS, "Evaluation loss"), (keys.EVAL_ACCURACY, "Accuracy")):
-        charts.append(
-            _chart(
-                key.replace("/", "-"),
-                title,
-                f"{key}, measured on held-out data.",
-                groups,
-                lambda run, key=key: run.of(key),  # type: ignore[misc]
-                ceiling=key == keys.EVAL_LOSS,
-                axis=_share(title, percent=True) if key == keys.EVAL_ACCURACY else None,
-            )
-        )
-    return charts
+@dataclass(frozen=True)
+class Look:
+    """How a chart over steps is drawn.
 
-
-def norm_charts(groups: Sequence[Group]) -> list[Markup | None]:
-    """Return a chart of ‖G‖ before clipping for each mode, on a log axis; None without values."""
-    return [_norm_chart(facet) for facet in facets(groups)]
-
-
-def clip_charts(groups: Sequence[Group]) -> list[Markup | None]:
-    """Return, for each mode, charts of the share of steps clipped and of the coefficient.
-
-    None stands for a chart without values.
+    Attributes:
+        title: title of the vertical axis.
+        share: whether values are shares in 0..1, which have one axis in all charts.
+        percent: whether they are shown as percentages.
+        log: whether the axis is logarithmic; None if the values decide.
+        smooth: whether curves are means over ranges of steps.
+        behind: whether the values themselves are drawn behind the means.
+        ceiling: whether values far above the start may lie outside the axis.
     """
-    charts = []
-    for facet in facets(groups):
-        charts.append(
-            _chart(
-                f"ratio-{facet.mode}",
-                f"Clip ratio{facet.suffix}",
-                "Share of the steps that clipping changed, over 5 % of the run around each.",
-                facet.own,
-                lambda run: run.of(keys.CLIP_RATIO),
-                smooth=True,
-                axis=_share(keys.CLIP_RATIO, percent=True),
-            )
-        )
-        charts.append(
-            _chart(
-                f"coef-{facet.mode}",
-                f"Coefficient{facet.suffix}",
-                "‖G‖ after clipping ÷ before, rolling mean over 5 % of the run: 1 leaves the "
-                "gradient as it is, 0.1 takes nine tenths of its length.",
-                facet.own,
-                lambda run: run.of(keys.CLIP_COEF),
-                smooth=True,
-                axis=_share(keys.CLIP_COEF),
-            )
-        )
-    return charts
+
+    title: str
+    share: bool = False
+    percent: bool = False
+    log: bool | None = None
+    smooth: bool = False
+    behind: bool = False
+    ceiling: bool = False
 
 
-def _norm_chart(facet: Facet) -> Markup | None:
-    levels = [
-        Level(group.index, group.label, group.threshold, group.color)
-        for group in facet.own
-        if facet.info.limits_norm and group.threshold is not None
-    ]
-    return _chart(
-        f"norm-{facet.mode}",
-        f"Gradient norm ‖G‖{facet.suffix}",
-        f"Before clipping; bold: rolling mean. {facet.info.note}",
-        facet.groups,
-        _norm,
-        log=True,
-        smooth=True,
-        behind="fine",
-        levels=levels,
-        title="‖G‖",
-    )
+def loss_charts(groups: Sequence[Group]) -> Iterator[Chart]:
+    """Yield charts of the evaluations and of the training loss that runs recorded."""
+    look = Look("evaluation loss", ceiling=True)
+    note = f"{keys.EVAL_LOSS}, measured on held-out data."
+    yield from _chart("eval-loss", "Evaluation loss", note, groups, keys.EVAL_LOSS, look)
+    look = Look("accuracy", share=True, percent=True)
+    note = f"{keys.EVAL_ACCURACY}, measured on held-out data."
+    yield from _chart("eval-accuracy", "Accuracy", note, groups, keys.EVAL_ACCURACY, look)
+    note = "Bold: mean over the steps around. Faint: every step, thinned so that spikes stay."
+    look = Look("training loss", smooth=True, behind=True, ceiling=True)
+    yield from _chart("loss", "Training loss", note, groups, keys.TRAIN_LOSS, look)
+
+
+def clip_charts(groups: Sequence[Group]) -> Iterator[Chart]:
+    """Yield, for each mode, charts of ‖G‖, of how much clipping changed, and of the coefficient."""
+    modes = facets(groups)
+    for facet in modes:
+        note = f"Before clipping; bold: geometric mean. {facet.info.note}"
+        note += scaled_note(facet.groups)
+        look = Look("‖G‖", log=True, smooth=True, behind=True)
+        name = f"Gradient norm ‖G‖{facet.suffix}"
+        yield from _chart(f"norm-{facet.mode}", name, note, facet.groups, norm, look, groups, facet)
+    for facet in modes:
+        parts = facet.info.parts
+        name = f"Share of {parts} clipped" if parts else "Clip ratio"
+        note = f"Share of the {parts or 'steps'} that clipping changed"
+        note += ", mean over the steps around."
+        if parts:
+            note += f" Nearly every step has some of its {parts} clipped, so steps are not counted."
+        pick = keys.CLIP_FRACTION if parts else keys.CLIP_RATIO
+        look = Look(f"{parts or 'steps'} clipped", share=True, percent=True, smooth=True)
+        key = f"{'fraction' if parts else 'ratio'}-{facet.mode}"
+        yield from _chart(key, name + facet.suffix, note, facet.own, pick, look)
+    for facet in modes:
+        note = "‖G‖ after clipping ÷ before, mean over the steps around: 1 leaves the gradient as "
+        note += "it is, 0.1 takes nine tenths of its length."
+        look = Look(keys.CLIP_COEF, share=True, smooth=True)
+        name = f"Coefficient{facet.suffix}"
+        yield from _chart(f"coef-{facet.mode}", name, note, facet.own, keys.CLIP_COEF, look)
+        if not _in_norms(facet.info):
+            note, look = "The threshold of each step.", Look("threshold")
+            name = f"Threshold{facet.suffix}"
+            yield from _chart(f"threshold-{facet.mode}", name, note, facet.own, moving, look)
+    for key, between in ((keys.NOISE_MICROBATCHES, "microbatches"), (keys.NOISE_RANKS, "ranks")):
+        note = "Estimated batch size at which noise and signal of the gradient are equally large, "
+        note += f"from the gradients of {between}."
+        look, name = Look("samples", smooth=True, behind=True), f"Gradient noise scale, {between}"
+        yield from _chart(f"noise-{between}", name, note, groups, keys.noise_scale(key), look)
+
+
+def norm(run: Run) -> Series:
+    """Return ‖G‖ of each row, or the highest since the row before if rows skip steps."""
+    spaced = run.config.get("log.interval", 1) not in (1, None)
+    highest, limits = run.of(keys.GRAD_NORM_MAX), limited(run)
+    whole = not len(run.of(keys.GRAD_NORM_SCALED))
+    return highest if spaced and whole and len(highest) else limits
+
+
+def moving(run: Run) -> Series:
+    """Return the thresholds of a run's steps; empty if they are all the same."""
+    one = run.of(keys.CLIP_THRESHOLD)
+    return one if len(one.finite) and np.ptp(one.finite) else EMPTY
+
+
+def _named(group: Group, run: Run) -> str:
+    """Return the name of a run in a chart: its setting, and its number if there are several."""
+    return group.label if len(group.runs) == 1 else f"{group.label} · run {run.number}"
 
 
 def _chart(
     key: str,
-    name: str,
+    title: str,
     note: str,
     groups: Sequence[Group],
-    pick: Callable[[Run], Series],
-    *,
-    axis: Axis | None = None,
-    log: bool = False,
-    smooth: bool = False,
-    behind: str | None = None,
-    ceiling: bool = False,
-    levels: Sequence[Level] = (),
-    title: str | None = None,
-) -> Markup | None:
-    """Return a chart of one series of each run; None if no run recorded it.
+    of: str | Callable[[Run], Series],
+    look: Look,
+    among: Sequence[Group] = (),
+    facet: Facet | None = None,
+) -> Iterator[Chart]:
+    """Yield a chart of one series of each run, unless no run recorded it.
 
     Args:
         key: name of the chart in the page.
-        name: heading.
+        title: heading.
         note: how to read the chart.
         groups: settings to draw.
-        pick: returns the series of a run.
-        axis: vertical axis; by default one that covers all values.
-        log: whether that axis is logarithmic even if values span few decades.
-        smooth: whether to draw rolling means.
-        behind: kind of the curves of the values themselves, behind the rolling means.
-        ceiling: whether values far above the start may lie outside the axis.
-        levels: thresholds to mark.
-        title: title of the vertical axis; ``name`` by default.
+        of: key of the series, or a function that returns it.
+        look: how to draw it.
+        among: settings of all charts that are compared with this one, and share its axis.
+        facet: settings whose thresholds are drawn.
     """
-    found = [
-        (group, run, series) for group in groups for run in group.runs if len(series := pick(run))
-    ]
+    pick = of if callable(of) else partial(Run.of, key=of)
+    found = [(group, run, one) for group in groups for run in group.runs if len(one := pick(run))]
     if not found:
-        return None
-    every = [series for *_, series in found]
-    if axis is None:
-        log = log or _spans_decades(every)
-        axis = _vertical(every, levels, log, ceiling, title or name)
-    last = max(float(series.steps[-1]) for series in every)
-    horizontal = Axis(0.0, last * 1.01 or 1.0, False, "optimizer step")
-    curves = []
-    for group, run, series in found:
-        values = _smooth(series.values, log) if smooth else series.values
-        if behind:
-            curves.append(_curve(group, run, series, behind))
-        prefix = "rolling mean of " if behind == "fine" else ""
-        curves.append(_curve(group, run, Series(series.steps, values), prefix=prefix))
-    curves.sort(key=lambda curve: curve.kind == "curve")  # bold curves are drawn last
-    return line_chart(key, name, note, (horizontal, axis), curves, levels, _buckets(len(found)))
+        return
+    last = max(float(one.steps[-1]) for *_, one in found)
+    buckets = min(400, max(60, 24_000 // len(found)))
+    compared = [(group, run) for group in (among or groups) for run in group.runs]
+    values = [_before_lost(run, pick(run)) for _, run in compared]
+    log = spans(values, _DECADES) if look.log is None and not look.share else bool(look.log)
+    traces = [one for of_run in found for one in _curves(*of_run, look, log, buckets)]
+    traces.sort(key=lambda trace: trace.get("hoverinfo") != "skip")  # bold curves are drawn last
+    for group in facet.own if facet else ():
+        traces += _levels(group, last) if _in_norms(group.info) else ()
+    crossed = [one for of_run in found for one in _lost(*of_run)]
+    note += " × marks the first value that is not a number." if crossed else ""
+    if look.ceiling:
+        values = _below_ceiling(values)
+    for group, run in compared if facet else ():
+        if _in_norms(group.info):
+            values += [moving(run).finite]
+        if group.info.limits_norm:
+            values += [np.asarray([group.threshold or np.nan])]
+    scales = {"linear": (0.0, 1.02) if look.share else limits(values, False)}
+    if log or any((one > 0).any() for one in values):
+        scales["log"] = limits(values, True)
+    kind = "log" if log else "linear"
+    y = axis(look.title, scales[kind], log=log, percent=look.percent)
+    x = axis("optimizer step", (0.0, last * 1.01 or 1.0), tickformat=",d", showgrid=False)
+    meta = {"scales": scales, "steps": True} | ({"smooth": kind} if look.smooth else {})
+    hover = "x unified" if len(found) <= _COMPARED else "closest"
+    yield chart(key, title, note, traces + crossed, x, y, meta=meta, hovermode=hover)
 
 
-def _buckets(runs: int) -> int:
-    """Return how finely to draw, so that all curves of a chart have a bounded number of points."""
-    return min(400, max(60, 24_000 // runs))
+def _curves(
+    group: Group, run: Run, one: Series, look: Look, log: bool, buckets: int
+) -> Iterator[Trace]:
+    """Yield the mean of a series over ranges of steps, and the series itself behind it."""
+    xs, ys = _thinned(one, buckets)
+    of = partial(line, group, name=_named(group, run), run=run.number)
+    if look.behind:
+        yield of(xs, ys, line={"width": 0.8}, opacity=0.3, hoverinfo="skip")
+    more: dict[str, Any] = {"marker": {"size": 5}}
+    if look.smooth:
+        steps, mean, highest = means(one.steps, one.values, buckets, log)
+        width = max(1, round(SMOOTHING * len(mean)))
+        xs, ys = whole(steps), floats(rolling_mean(mean, width, log))
+        more["customdata"] = floats(np.column_stack((mean, highest)))
+        # Of a norm, the single steps matter that a mean hides.
+        single = " · max %{customdata[1]:.4~g}" if look.log else ""
+        more["hovertemplate"] = "%{y:.4~g}" + single
+    mode = "lines+markers" if len(xs) <= _DOTS else "lines"
+    yield of(xs, ys, line={"dash": group.dash}, mode=mode, showlegend=True, **more)
 
 
-def _curve(group: Group, run: Run, series: Series, kind: str = "curve", prefix: str = "") -> Curve:
-    name = prefix + (group.label if len(group.runs) == 1 else f"{group.label} · run {run.number}")
-    dash = group.dash if kind == "curve" else ""
-    return Curve(group.index, name, series.steps, series.values, group.color, dash, kind)
+def _thinned(one: Series, buckets: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    at = kept(one.values, buckets)
+    return whole(one.steps[at]), floats(one.values[at])
 
 
-def _norm(run: Run) -> Series:
-    """Return ‖G‖ of each row, or the highest since the row before if rows skip steps."""
-    spaced = run.config.get("log.interval", 1) not in (1, None)
-    highest = run.of(keys.GRAD_NORM_MAX)
-    return highest if spaced and len(highest) else run.of(keys.GRAD_NORM)
+def _in_norms(info: ModeInfo) -> bool:
+    """Return whether the thresholds of a mode are limits of ‖G‖, which its chart shows."""
+    return info.limits_norm or info.moves_limit
 
 
-def _share(title: str, percent: bool = False) -> Axis:
-    return Axis(0.0, 1.02, False, title, percent)
+def _levels(group: Group, last: float) -> Iterator[Trace]:
+    """Yield the threshold of a setting as a dashed line; one that moves as a curve for each run."""
+    stroke = {"width": 1.3, "dash": "6px,4px"}
+    name = f"threshold of {group.label}"
+    moved = [(run, one) for run in group.runs if len(one := moving(run))]
+    for run, one in moved:
+        yield line(group, *_thinned(one, 400), name, line=stroke | {"shape": "hv"}, run=run.number)
+    if not moved and group.info.limits_norm and group.threshold is not None:
+        level = [group.threshold] * 2
+        yield line(group, [0, last * 1.01], level, name, line=stroke, hoverinfo="skip")
 
 
-def _vertical(
-    every: Sequence[Series], levels: Sequence[Level], log: bool, ceiling: bool, title: str
-) -> Axis:
-    values = [series.finite for series in every]
-    if ceiling:
-        # Short series, such as evaluations, begin with their first value alone.
-        beginnings = [
-            float(np.median(v[: max(1, min(10, len(v) // 20))])) for v in values if len(v)
-        ]
-        top = _HEADROOM * max(beginnings, default=np.inf)
-        values = [v[v <= top] if top > 0 else v for v in values]
-    marked = np.asarray([level.y for level in levels])
-    return covering([*values, marked], log=log, title=title)
+def _lost(group: Group, run: Run, one: Series) -> Iterator[Trace]:
+    """Yield a mark at the first value that is not finite."""
+    gone = np.flatnonzero(~np.isfinite(one.values))
+    if not len(gone):
+        return
+    step, value = one.steps[gone[0]], rounded(float(one.values[gone[0]]))
+    name = f"{_named(group, run)}: {value} at step {rounded(float(step), 9)}"
+    if len(gone) > 1:
+        name += f", and at {len(gone) - 1} more of the recorded steps"
+    yield crosses(group, [step], [name], run=run.number)
 
 
-def _smooth(values: Floats, log: bool) -> Floats:
-    """Return the rolling mean; geometric on a log axis, so that one spike makes no plateau."""
-    width = max(_FEWEST, round(_WINDOW * len(values)))
-    width = min(width, max(1, len(values) // 4))
-    if not log:
-        return rolling_mean(values, width)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray(np.exp(rolling_mean(np.log(values), width)))
+def _before_lost(run: Run, one: Series) -> Floats:
+    """Return the finite values from before a run diverged: later ones would flatten all others."""
+    lost = diverged_at(run)
+    before = one.steps < (np.inf if lost is None else lost)
+    return Series(one.steps[before], one.values[before]).finite
 
 
-def _spans_decades(every: Sequence[Series]) -> bool:
-    """Return whether all values are positive and most of them span a factor of over thirty."""
-    values = np.concatenate([series.finite for series in every])
-    if not len(values) or values.min() <= 0:
-        return False
-    low, high = np.percentile(values, (2, 98))
-    return bool(high / low > 30)
+def _below_ceiling(values: Sequence[Floats]) -> list[Floats]:
+    """Return the values without those that lie far above the start of every run."""
+    # Short series, such as evaluations, begin with their first value alone.
+    starts = [float(np.median(v[: max(1, min(10, len(v) // 20))])) for v in values if len(v)]
+    top = _HEADROOM * max(starts, default=np.inf)
+    return [v[v <= top] if top > 0 else v for v in values]

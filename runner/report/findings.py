@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
 
 import numpy as np
 
 from runner.config.objective import higher_is_better
-from runner.report.groups import Differences, Group, differences, grouped, mean_and_spread
+from runner.report.groups import (
+    Differences,
+    Group,
+    differences,
+    grouped,
+    mean_and_spread,
+    named,
+)
 from runner.report.notation import percent
 from runner.report.run import Run
 from runner.report.run_metrics import RunMetrics, measure
-from runner.report.series import Floats
+from runner.report.series import Floats, Series
+from runner.report.statistics import Difference, compare
 from runner.report.sweep import SweepRuns
 from runner.run_folder import keys
 
@@ -34,6 +42,8 @@ class Findings:
         metrics: keys that the table shows final and best values of, ``metric`` first.
         measured: metrics of each run by its number.
         higher_is_better: whether a higher ``metric`` is the better one.
+        baseline: setting that ``report.baseline`` names, to compare the others with.
+        unknown: ``report.baseline`` if it names no setting.
     """
 
     sweep: SweepRuns
@@ -43,6 +53,9 @@ class Findings:
     metrics: tuple[str, ...]
     measured: Mapping[str, RunMetrics]
     higher_is_better: bool = False
+    baseline: Group | None = None
+    unknown: str | None = None
+    _against: dict[int, dict[int, Difference]] = field(default_factory=dict)
 
     def score(self, run: Run) -> float | None:
         """Return the best value of the metric in a run; None if it recorded none.
@@ -62,11 +75,19 @@ class Findings:
         return [run for run in group.runs if self.counts(run)]
 
     def scores(self, group: Group) -> list[float]:
-        """Return the scores of a setting's compared runs."""
-        return [score for run in self.judged(group) if (score := self.score(run)) is not None]
+        """Return the score of each seed of a setting, see :meth:`seeds`."""
+        return list(self.seeds(group).values())
+
+    def seeds(self, group: Group) -> dict[Hashable, float]:
+        """Return the scores of a setting's compared runs by seed; the mean if a seed ran twice."""
+        found: dict[Hashable, list[float]] = {}
+        for run in self.judged(group):
+            if (score := self.score(run)) is not None:
+                found.setdefault(run.seed, []).append(score)
+        return {seed: fmean(scores) for seed, scores in found.items()}
 
     def mean(self, group: Group) -> tuple[float, float | None]:
-        """Return mean and standard deviation of a setting's scores; NaN if a run diverged."""
+        """Return mean and standard deviation over a setting's seeds; NaN if a run diverged."""
         scores = self.scores(group)
         return mean_and_spread(scores) if scores else (math.nan, None)
 
@@ -83,29 +104,72 @@ class Findings:
         return self.ranked[0] if self.ranked else None
 
     def ratio(self, group: Group) -> float | None:
-        """Return the mean share of steps that clipping changed over a setting's runs."""
-        return _mean(self.measured[run.number].ratio for run in group.runs)
+        """Return the mean share of steps that clipping changed, over runs that are compared."""
+        runs = self.judged(group) or group.runs
+        return _mean(self.measured[run.number].ratio for run in runs)
 
     def clipped(self, group: Group) -> str | None:
         """Return how much a setting clipped, such as ``31 % of its steps``."""
         if not group.clips:
             return None
-        share = _mean(self.measured[run.number].fraction for run in group.runs)
+        runs = self.judged(group) or group.runs
+        share = _mean(self.measured[run.number].fraction for run in runs)
         if group.info.parts is not None and share is not None:
             return f"{percent(share)} of the {group.info.parts} on average"
         ratio = self.ratio(group)
         return None if ratio is None else f"{percent(ratio)} of its steps"
 
-    def differ(self, one: Group, other: Group) -> bool:
-        """Return whether the scores of two settings differ by more than their seeds do.
+    @property
+    def compared_with(self) -> Group | None:
+        """Setting that the others are compared with: the baseline, or else the best one."""
+        return self.baseline or self.best
 
-        With several seeds each, the difference of the means must exceed the sum of their standard
-        deviations. Single runs differ if their scores do.
+    @cached_property
+    def comparisons(self) -> dict[int, Difference]:
+        """Difference of each setting to `compared_with`, by the index of the setting."""
+        if self.baseline is None:
+            return self.rivals
+        return self._compare(self.groups, self.baseline, False)
+
+    @cached_property
+    def rivals(self) -> dict[int, Difference]:
+        """Difference of each setting to the best one, by the index of the setting."""
+        return self._compare(self.groups, self.best, True) if self.best else {}
+
+    def against(self, group: Group) -> dict[int, Difference]:
+        """Return differences to a setting: the baseline, or one chosen after its runs were seen."""
+        if group is self.compared_with:
+            return self.comparisons
+        if group.index not in self._against:
+            self._against[group.index] = self._compare(self.groups, group, True)
+        return self._against[group.index]
+
+    @property
+    def winner(self) -> Group | None:
+        """Best setting if the intervals tell each other setting with a score from it.
+
+        None while no run has finished: the runs may be at different steps.
         """
-        (first, spread), (second, wide) = self.mean(one), self.mean(other)
-        if not (math.isfinite(first) and math.isfinite(second)):
-            return one is not other
-        return abs(first - second) >= (spread or 0.0) + (wide or 0.0) and first != second
+        if all(run.state != "finished" for run in self.sweep.runs):
+            return None
+        rivals = [self.rivals.get(group.index) for group in self.ranked[1:]]
+        # Where seeds are missing, the seeds that both have may speak for the other setting.
+        better = [one and one.seen and (one.value < 0) == self.higher_is_better for one in rivals]
+        return self.best if better and all(better) else None
+
+    def differ(self, groups: Sequence[Group]) -> bool:
+        """Return whether seeds tell the best of ``groups`` from another one; a lost run does."""
+        ranked = [group for group in self.ranked if group in groups]
+        if len(ranked) < len(groups):
+            return len(groups) > 1
+        return any(one.seen for one in self._compare(ranked, ranked[0], True).values())
+
+    def _compare(
+        self, groups: Sequence[Group], reference: Group, chosen: bool
+    ) -> dict[int, Difference]:
+        scores = [self.seeds(group) for group in groups]
+        found = compare(scores, groups.index(reference), chosen)
+        return {groups[position].index: one for position, one in found.items()}
 
     def reference(self) -> Group | None:
         """Return the setting that clipping changed least: without clipping, else fewest steps."""
@@ -121,9 +185,26 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
+def limited(run: Run) -> Series:
+    """Return the norm of each row that λ limits: ‖G‖, without gradients that are not scaled."""
+    scaled = run.of(keys.GRAD_NORM_SCALED)
+    return scaled if len(scaled) else run.of(keys.GRAD_NORM)
+
+
+def scaled_note(groups: Iterable[Group]) -> str:
+    """Return a sentence on :func:`limited` where some runs do not scale all gradients."""
+    runs = [run for group in groups for run in group.runs]
+    if not any(len(run.of(keys.GRAD_NORM_SCALED)) for run in runs):
+        return ""
+    return (
+        " Where Muon steps matrices, this is the norm of all other gradients, which the threshold "
+        "limits; those of the matrices are not scaled (clip.scales=auto)."
+    )
+
+
 def norms(group: Group) -> Floats:
-    """Return all finite ‖G‖ > 0 of a setting's runs, before clipping."""
-    found = np.concatenate([run.of(keys.GRAD_NORM).finite for run in group.runs])
+    """Return all finite ‖G‖ > 0 of a setting's runs, before clipping; see :func:`limited`."""
+    found = np.concatenate([limited(run).finite for run in group.runs])
     return np.asarray(found[found > 0])
 
 
@@ -138,14 +219,21 @@ def find(sweep: SweepRuns) -> Findings:
     maximizes = higher_is_better(metric or "")
     if metric in {run.config.get("sweep.objective") for run in runs} and len(asked) == 1:
         maximizes = asked == {"maximize"}
+    groups = tuple(grouped(runs, differing.columns))
+    configured = (run.config.get("report.baseline") for run in (() if sweep.single else runs))
+    recorded_baseline = next((str(one) for one in configured if one is not None), None)
+    asked_for = recorded_baseline if sweep.baseline is None else sweep.baseline
+    baseline = None if asked_for is None else named(groups, asked_for)
     return Findings(
         sweep=sweep,
         differences=differing,
-        groups=tuple(grouped(runs, differing.columns)),
+        groups=groups,
         metric=metric,
         metrics=metrics,
         measured={run.number: measure(run, metrics, {metric: maximizes}) for run in runs},
         higher_is_better=maximizes,
+        baseline=baseline,
+        unknown=None if baseline else asked_for,
     )
 
 

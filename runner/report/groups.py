@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -15,9 +16,9 @@ from runner.report.palette import DASHES, NEUTRAL, OTHER_DASH, ordered
 from runner.report.run import Run
 
 ABSENT = "–"
-_CLIP = ("clip.mode", "clip.threshold")
+CLIP = ("clip.mode", "clip.threshold")
 # Sections that decide where a run is stored and shown, not what it computes.
-_ASIDE = ("hydra.", "tracker.", "sweep.", "log.", "launch.", "checkpoint.")
+_ASIDE = ("hydra.", "tracker.", "sweep.", "report.", "log.", "launch.", "checkpoint.")
 # Most columns of configuration keys; the others are named below the table.
 _COLUMNS = 8
 
@@ -97,14 +98,8 @@ def facets(groups: Sequence[Group]) -> list[Facet]:
     Settings without clipping have a facet of their own if there are no others.
     """
     modes = clipping_modes(groups) or ["none"]
-    return [
-        Facet(
-            mode,
-            tuple(group for group in groups if group.mode == mode or not group.clips),
-            f" · clip={mode}" if len(modes) > 1 else "",
-        )
-        for mode in modes
-    ]
+    compared = {m: tuple(g for g in groups if g.mode == m or not g.clips) for m in modes}
+    return [Facet(m, of, f" · clip={m}" if len(modes) > 1 else "") for m, of in compared.items()]
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,7 @@ def differences(runs: Sequence[Run]) -> Differences:
     column, named after the group; the keys it changes are left out unless they were overridden.
     """
     if len(runs) == 1:
-        return Differences(_CLIP)
+        return Differences(CLIP)
     keys = dict.fromkeys(key for run in runs for key in run.config)
     differing = [
         key
@@ -138,20 +133,14 @@ def differences(runs: Sequence[Run]) -> Differences:
     ]
     typed = {key for run in runs for key in run.typed}
     sections = {key.split(".")[0] for key in keys if "." in key}
-    chosen = [
-        key
-        for key in sorted(typed & sections - {"clip"})
-        if len({choice(run, key) for run in runs}) > 1
-    ]
-    implied = {
-        key
-        for key in differing
-        if key.split(".")[0] in (*chosen, "clip") and key not in typed and key not in _CLIP
-    }
+    options = sorted(typed & sections - {"clip"})
+    chosen = [key for key in options if len({choice(run, key) for run in runs}) > 1]
+    derived = {key for key in differing if key.split(".")[0] in (*chosen, "clip")}
+    implied = derived - typed - set(CLIP)
     shown = sorted(
         (*chosen, *(key for key in differing if key not in implied)),
         # The sort is stable: mode, threshold, then overridden keys in the order they were found.
-        key=lambda key: (key != "clip.mode", key not in _CLIP, key == "seed", key not in typed),
+        key=lambda key: (key != "clip.mode", key not in CLIP, key == "seed", key not in typed),
     )
     left = [key for key in shown[_COLUMNS:] if key != "seed"]
     columns = [key for key in shown if key not in left]
@@ -176,13 +165,14 @@ def choice(run: Run, key: str) -> str:
 def grouped(runs: Sequence[Run], columns: Sequence[str]) -> list[Group]:
     """Return the settings by mode and rising threshold, ``none`` last; one colour each."""
     buckets: dict[str, list[Run]] = {}
-    for run in runs:
-        buckets.setdefault(_setting(run), []).append(run)
+    # A run that has not begun belongs to the setting of runs with the same overrides.
+    known = {_words(run): _setting(run) for run in runs if run.config}
+    for run in sorted(runs, key=lambda run: not run.config):
+        own = _setting(run) if run.config else known.get(_words(run), _words(run))
+        buckets.setdefault(own, []).append(run)
     settings = sorted(buckets.values(), key=lambda members: _order(members[0], columns))
-    palettes = {
-        mode: iter(ordered(sum(members[0].mode == mode for members in settings)))
-        for mode in {members[0].mode for members in settings}
-    }
+    counts = Counter(members[0].mode for members in settings)
+    palettes = {mode: iter(ordered(count)) for mode, count in counts.items()}
     groups = []
     for index, members in enumerate(settings):
         first = members[0]
@@ -196,15 +186,21 @@ def grouped(runs: Sequence[Run], columns: Sequence[str]) -> list[Group]:
 def label(run: Run, columns: Iterable[str]) -> str:
     """Return a short name of a setting: its clipping, and the other keys in which it differs."""
     if not run.config and not run.mode:
-        words = " ".join(word for word in run.overrides if not word.startswith("seed="))
-        return _brief(words) or "?"
+        return _brief(_words(run)) or "?"
     clip = run.mode if run.threshold is None else f"{run.mode} {rounded(run.threshold)}"
     rest = [
         f"{key.rpartition('.')[2]}={_brief(value)}"
         for key in columns
-        if key not in ("seed", *_CLIP) and (value := choice(run, key)) != ABSENT
+        if key not in ("seed", *CLIP) and (value := choice(run, key)) != ABSENT
     ]
     return ", ".join([clip, *rest])
+
+
+def named(groups: Iterable[Group], text: str) -> Group | None:
+    """Return the setting that ``text`` names: by its label, or by the number of one of its runs."""
+    typed = text.replace("-", "−")
+    known = ((g, (g.label.replace("-", "−"), *(run.number for run in g.runs))) for g in groups)
+    return next((group for group, names in known if typed in names), None)
 
 
 def natural(text: str) -> tuple[float, str]:
@@ -233,10 +229,13 @@ def _value(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
+def _words(run: Run) -> str:
+    """Return the overrides of a run but for its seed."""
+    return " ".join(word for word in run.overrides if not word.startswith("seed="))
+
+
 def _setting(run: Run) -> str:
     """Return what all runs of a setting have in common: everything but the seed."""
-    if not run.config:
-        return "\n".join(word for word in run.overrides if not word.startswith("seed="))
     return _value({k: v for k, v in run.config.items() if k != "seed" and not k.startswith(_ASIDE)})
 
 

@@ -1,4 +1,4 @@
-"""Build HTML and SVG in which text stays text.
+"""Build HTML in which text stays text.
 
 A plain string is escaped; only the `Markup` that `tag` returns is inserted as it is. A name such as
 ``<script>`` in a configuration therefore never becomes an element.
@@ -7,7 +7,6 @@ A plain string is escaped; only the `Markup` that `tag` returns is inserted as i
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterable
 
 Attribute = str | float | bool | None
@@ -21,50 +20,32 @@ class Markup(str):
 
 Child = str | float | Markup | None
 
+# HTML's elements that are never closed.
+_VOID = frozenset({"br", "col", "hr", "img", "input", "link", "meta"})
+
 
 def join(children: Iterable[Child]) -> Markup:
     """Join children; plain strings are escaped, None is left out."""
-    return Markup(
-        "".join(
-            child if isinstance(child, Markup) else html.escape(str(child))
-            for child in children
-            if child is not None
-        )
-    )
-
-
-# HTML's elements that are never closed.
-_VOID = frozenset({"br", "col", "hr", "img", "link", "meta"})
+    known = (child for child in children if child is not None)
+    return Markup("".join(c if isinstance(c, Markup) else html.escape(str(c)) for c in known))
 
 
 def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
     """Return one element.
 
     Args:
-        name: name of the HTML or SVG element.
+        name: name of the HTML element.
         children: content; plain strings are escaped.
         attributes: attributes by name, with ``_`` for ``-`` and without a last ``_``
-            (``stroke_width``, ``class_``). None and False leave an attribute out, True writes it
-            without a value, floats are written with at most two decimals.
+            (``data_key``, ``class_``). None and False leave an attribute out, True writes it
+            without a value.
     """
-    written = "".join(_attribute(key, value) for key, value in attributes.items())
-    if name in _VOID:
-        return Markup(f"<{name}{written}>")
-    return Markup(f"<{name}{written}>{join(children)}</{name}>")
-
-
-def _attribute(key: str, value: Attribute) -> str:
-    if value is None or value is False:
-        return ""
-    key = key.rstrip("_").replace("_", "-")
-    if value is True:
-        return f" {key}"
-    text = short(value) if isinstance(value, float) else html.escape(str(value))
-    return f' {key}="{text}"'
-
-
-def short(value: float) -> str:
-    """Format a coordinate with at most two decimals and no trailing zeros."""
-    if not math.isfinite(value):
-        return "0"
-    return f"{value:.2f}".rstrip("0").rstrip(".")
+    written = name
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        written += f" {key.rstrip('_').replace('_', '-')}"
+        if value is not True:
+            text = round(value, 2) if isinstance(value, float) else value
+            written += f'="{html.escape(str(text))}"'
+    return Markup(f"<{written}>" if name in _VOID else f"<{written}>{join(children)}</{name}>")

@@ -18,6 +18,16 @@ def rounded(value: float | None, digits: int = 4) -> str:
     return text.replace("nan", "NaN").replace("inf", "∞").replace("-", "−")
 
 
+def typed(value: float, digits: int = 4) -> str:
+    """Format a value of an override, which is copied into a command: with a plain minus sign."""
+    return notation.rounded(value, digits)
+
+
+def signed(value: float) -> str:
+    """Format a difference with its sign and three significant digits."""
+    return f"{'+' if value > 0 else ''}{rounded(value, 3)}"
+
+
 def percent(share: float | None) -> str:
     """Format a share in 0..1 as a percentage, see :func:`runner.config.notation.percent`."""
     if share is None or not math.isfinite(share):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from urllib.parse import quote
 
 from runner.report.groups import choice
 from runner.report.markup import Child, Markup, join, tag
 from runner.report.run import Run
-from runner.report.sweep import SweepRuns, command_of
+from runner.report.sweep import SweepRuns, command_of, from_here
 from runner.run_folder import files
 
 _FILES = (files.ROWS, files.SUMMARY, files.CONFIG, files.STATUS, files.LOG, files.PAGE)
@@ -18,14 +17,12 @@ _FACTS = ("git", "versions", "device", "world_size", "parameters", "host")
 
 def origin(sweep: SweepRuns) -> Markup:
     """Return commands, versions, the shared configuration, and links to the files."""
-    here = Path.cwd()
-    folder = sweep.folder.relative_to(here) if sweep.folder.is_relative_to(here) else sweep.folder
     return join(
         [
             tag("p", "Made by"),
             tag("pre", sweep.command) if sweep.command else tag("p", "a command not recorded."),
             tag("p", "This page again"),
-            tag("pre", command_of(["report", folder])),
+            tag("pre", command_of(["report", from_here(sweep.folder)])),
             _facts(sweep.runs),
             _shared(sweep.runs),
             _runs(sweep) if sweep.runs else None,
@@ -35,20 +32,12 @@ def origin(sweep: SweepRuns) -> Markup:
 
 def _facts(runs: tuple[Run, ...]) -> Markup | None:
     """Return each fact with all values that runs recorded; usually there is one."""
-    facts: dict[str, dict[str, None]] = {}
-    for run in runs:
-        for key in _FACTS:
-            value = run.status.get(key, run.summary.get(key))
-            if value is not None and value != "":
-                facts.setdefault(key, {})[str(value)] = None
-    for key in ("started", "ended"):
-        if len(runs) == 1 and (value := runs[0].status.get(key)):
-            facts[key] = {str(value): None}
-    parts = [
-        part
-        for key, values in facts.items()
-        for part in (tag("dt", key.replace("_", " ")), tag("dd", "; ".join(values)))
-    ]
+    parts: list[Markup] = []
+    for key in (*_FACTS, "started", "ended") if len(runs) == 1 else _FACTS:
+        values = (run.status.get(key, run.summary.get(key)) for run in runs)
+        known = dict.fromkeys(str(value) for value in values if value not in (None, ""))
+        if known:
+            parts += [tag("dt", key.replace("_", " ")), tag("dd", "; ".join(known))]
     return tag("dl", *parts) if parts else None
 
 
@@ -57,29 +46,22 @@ def _shared(runs: tuple[Run, ...]) -> Markup | None:
     known = [run for run in runs if run.config]
     if not known:
         return None
-    first = known[0].config
-    same = [
-        key
-        for key in first
-        if all(key in run.config and run.config[key] == first[key] for run in known[1:])
-    ]
+    first, *others = (run.config for run in known)
+    same = [k for k in first if all(k in one and one[k] == first[k] for one in others)]
     lines = "\n".join(f"{key}={choice(known[0], key)}" for key in same)
     title = "Configuration" if len(known) == 1 else "Configuration that all runs share"
     return tag("details", tag("summary", f"{title} ({len(same)} keys)"), tag("pre", lines))
 
 
 def _runs(sweep: SweepRuns) -> Markup:
+    """Return a table of the runs with their commands, errors and files."""
     headings = [tag("th", name, scope="col") for name in ("run", "command, error", "files")]
-    listing = tag(
-        "table",
-        tag("caption", "The files of each run, relative to this page.", class_="aside"),
-        tag("thead", tag("tr", *headings)),
-        tag("tbody", *(_run(sweep, run) for run in sweep.runs)),
-        id="files",
-    )
-    several = len(sweep.runs) > 1
+    caption = tag("caption", "The files of each run, relative to this page.", class_="aside")
+    body = tag("tbody", *(_run(sweep, run) for run in sweep.runs))
+    listing = tag("table", caption, tag("thead", tag("tr", *headings)), body, id="files")
     inner = tag("div", listing, class_="wide", tabindex=0, role="region", aria_label="Files")
-    return tag("details", tag("summary", "Runs, their commands and files"), inner, open=not several)
+    title = tag("summary", "Runs, their commands and files")
+    return tag("details", title, inner, open=len(sweep.runs) < 2)
 
 
 def _run(sweep: SweepRuns, run: Run) -> Markup:
@@ -96,6 +78,7 @@ def _run(sweep: SweepRuns, run: Run) -> Markup:
             tag("pre", run.error, class_="error") if run.error else None,
         ),
         tag("td", *_links(sweep, run)),
+        id=f"run-{run.number}",
     )
 
 

@@ -1,44 +1,43 @@
 """Colours in an order that every reader sees: viridis, dark to bright as thresholds rise.
 
-Source: Smith and van der Walt, matplotlib's viridis (CC0). Its bright end is left out because
-yellow lines do not show on white paper.
+Source: Smith and van der Walt, matplotlib's viridis (CC0). Its bright end is left out on white
+paper, its dark end on a dark screen.
 """
 
 from __future__ import annotations
 
-_VIRIDIS = (
-    (0x44, 0x01, 0x54),
-    (0x47, 0x2D, 0x7B),
-    (0x3B, 0x52, 0x8B),
-    (0x2C, 0x72, 0x8E),
-    (0x21, 0x91, 0x8C),
-    (0x28, 0xAE, 0x80),
-    (0x5E, 0xC9, 0x62),
-    (0xAD, 0xDC, 0x30),
-    (0xFD, 0xE7, 0x25),
-)
-_BRIGHTEST = 0.72
+import numpy as np
 
-# Colour of runs without clipping, which have no place in the order of thresholds.
-NEUTRAL = "#5b6470"
+_VIRIDIS = np.frombuffer(
+    bytes.fromhex("440154 472d7b 3b528b 2c728e 21918c 28ae80 5ec962 addc30 fde725"), np.uint8
+).reshape(-1, 3)
+_BRIGHTEST, _DARKEST = 0.72, 0.34
+# Colours are whole multiples of this part of viridis, so that each has one counterpart.
+_LEVELS = 96
+
+INK, NEUTRAL, RULE, PAPER = "#1c2430", "#5b6470", "#e3e7ec", "#ffffff"
+"""Text, what has no place in the order of thresholds, grid lines, and background."""
 
 # Dashes of the curves of a mode, by what it clips, for charts of several modes.
-DASHES = {None: "", "steps": "", "elements": "6 3", "units": "2 2.5"}
-OTHER_DASH = "8 3 2 3"
+DASHES = {None: "solid", "steps": "solid", "elements": "dash", "units": "dot"}
+OTHER_DASH = "dashdot"
 
 
 def viridis(at: float) -> str:
     """Return the colour at a place in 0..1 as ``#rrggbb``."""
-    x = min(max(at, 0.0), 1.0) * (len(_VIRIDIS) - 1)
-    i = min(int(x), len(_VIRIDIS) - 2)
-    parts = (
-        round(a + (b - a) * (x - i)) for a, b in zip(_VIRIDIS[i], _VIRIDIS[i + 1], strict=True)
-    )
-    return "#" + "".join(f"{part:02x}" for part in parts)
+    places = np.linspace(0, 1, len(_VIRIDIS))
+    return f"#{bytes(round(np.interp(at, places, channel)) for channel in _VIRIDIS.T).hex()}"
 
 
 def ordered(count: int) -> list[str]:
     """Return ``count`` colours from dark to bright, as far apart as possible."""
-    if count == 1:
-        return [viridis(0.3)]
-    return [viridis(_BRIGHTEST * i / (count - 1)) for i in range(count)]
+    places = [0.3] if count == 1 else [_BRIGHTEST * i / (count - 1) for i in range(count)]
+    return [viridis(round(place * _LEVELS) / _LEVELS) for place in places]
+
+
+def on_dark() -> dict[str, str]:
+    """Return the colour that takes the place of each on a dark screen."""
+    brighter = (1 - _DARKEST) / _BRIGHTEST
+    places = [i / _LEVELS for i in range(round(_BRIGHTEST * _LEVELS) + 1)]
+    own = {INK: "#e4e8ed", NEUTRAL: "#9ba5b2", RULE: "#2c343f", PAPER: "#14181e"}
+    return own | {viridis(at): viridis(_DARKEST + at * brighter) for at in places}

@@ -58,6 +58,12 @@ class Run:
         return {key.partition("@")[0]: value for key, value in pairs}
 
     @property
+    def seed(self) -> str:
+        """Seed, by which settings are compared; the number of the run if it has none."""
+        seed = self.config.get("seed", self.typed.get("seed"))
+        return f"run {self.number}" if seed is None else str(seed)
+
+    @property
     def mode(self) -> str:
         """Clipping mode; empty if neither configuration nor overrides give it."""
         if self.config:
@@ -75,8 +81,11 @@ class Run:
         """Configured λ, or the override if there is no configuration; None without clipping."""
         if self.info.clips is None:
             return None
-        known = self.config or self.typed
-        return _positive(known.get("clip.threshold"))
+        try:
+            threshold = drawn(float((self.config or self.typed).get("clip.threshold")))  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError):
+            return None
+        return threshold if threshold and 0 < threshold < math.inf else None
 
     def of(self, key: str) -> Series:
         """Return the series of a metric, which is empty if the run did not record it."""
@@ -149,11 +158,3 @@ def flat(record: object, prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         found |= flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
     return found
-
-
-def _positive(value: object) -> float | None:
-    try:
-        threshold = drawn(float(value))  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return threshold if threshold and 0 < threshold < math.inf else None

@@ -14,7 +14,7 @@ import numpy as np
 
 from runner.config.objective import higher_is_better
 from runner.report.run import Run
-from runner.report.series import Series, drawn
+from runner.report.series import drawn
 from runner.run_folder import keys
 
 PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
@@ -32,6 +32,7 @@ class RunMetrics:
         coef: mean over steps of ‖G‖ after clipping ÷ before.
         skipped: steps whose gradient was not finite.
         diverged_at: see :func:`diverged_at`.
+        spikes: steps that were skipped as spikes; None in a run without a rule on them.
         fraction: mean share clipped of what the mode clips: the steps, the elements or the units.
     """
 
@@ -43,6 +44,7 @@ class RunMetrics:
     skipped: int | None
     diverged_at: int | None
     fraction: float | None = None
+    spikes: int | None = None
 
 
 def measure(
@@ -55,13 +57,12 @@ def measure(
         metrics: keys to give final and best values of, such as ``eval/loss``.
         maximized: whether a higher value of a metric is the better one, if that is configured.
     """
-    skipped = _total(run, keys.GRAD_NONFINITE)
-    ratio = _total(run, keys.CLIP_RATIO_TOTAL)
+    ratio = _recorded(run, run.summary, keys.CLIP_RATIO_TOTAL)
     coef, clipped = run.of(keys.CLIP_COEF).finite, run.of(keys.CLIP_CLIPPED)
     if ratio is None and len(clipped):
         ratio = float(clipped.values.mean())
     higher = {key: higher_is_better(key) for key in metrics} | dict(maximized or {})
-    final = {key: _final(run, key) for key in metrics}
+    final = {key: _recorded(run, run.summary.get("final"), key) for key in metrics}
     best = {key: _best(run, key, higher[key], final[key]) for key in metrics}
     return RunMetrics(
         final={key: value for key, value in final.items() if value is not None},
@@ -70,8 +71,9 @@ def measure(
         fraction=drawn(run.summary.get(keys.CLIP_FRACTION)),
         norm=_norm(run),
         coef=float(coef.mean()) if len(coef) else None,
-        skipped=None if skipped is None or not math.isfinite(skipped) else int(skipped),
+        skipped=_count(run, keys.GRAD_NONFINITE),
         diverged_at=diverged_at(run),
+        spikes=_count(run, keys.CLIP_SKIPPED),
     )
 
 
@@ -90,21 +92,19 @@ def diverged_at(run: Run) -> int | None:
         lost = ~np.isfinite(loss.values)
         if ceiling > 0:
             lost |= loss.values > ceiling
-    if not lost[-1]:
+    # A run that finished may have lost the batch of its last step alone.
+    alone = run.state == "finished" and len(lost) > 10 and not lost[-2]
+    if not lost[-1] or alone:
         return None
     recovered = np.flatnonzero(~lost)
     first = int(recovered[-1]) + 1 if len(recovered) else 0
     return int(loss.steps[first])
 
 
-def _final(run: Run, key: str) -> float | None:
-    last = _summary(run, "final", key)
-    return _last(run.of(key)) if last is None else last
-
-
 def _best(run: Run, key: str, higher: bool, final: float | None) -> float | None:
     # The summary keeps the best value of the metric's usual direction.
-    best = _summary(run, "best", key) if higher == higher_is_better(key) else None
+    recorded = run.summary.get("best") if higher == higher_is_better(key) else None
+    best = drawn(recorded.get(key)) if isinstance(recorded, dict) else None
     if best is not None:
         return best
     finite = run.of(key).finite
@@ -113,19 +113,16 @@ def _best(run: Run, key: str, higher: bool, final: float | None) -> float | None
     return math.nan if len(run.of(key)) or (final is not None and math.isnan(final)) else None
 
 
-def _summary(run: Run, part: str, key: str) -> float | None:
-    values = run.summary.get(part)
-    return drawn(values.get(key)) if isinstance(values, dict) else None
+def _count(run: Run, key: str) -> int | None:
+    total = _recorded(run, run.summary, key)
+    return None if total is None or not math.isfinite(total) else int(total)
 
 
-def _total(run: Run, key: str) -> float | None:
-    """Return a metric that covers the whole run, from its summary or else from its last row."""
-    total = drawn(run.summary.get(key))
-    return _last(run.of(key)) if total is None else total
-
-
-def _last(series: Series) -> float | None:
-    return float(series.values[-1]) if len(series) else None
+def _recorded(run: Run, record: object, key: str) -> float | None:
+    """Return the number of a record if it has one, else the last one of the rows."""
+    value = drawn(record.get(key)) if isinstance(record, Mapping) else None
+    rows = run.of(key).values
+    return float(rows[-1]) if value is None and len(rows) else value
 
 
 def _norm(run: Run) -> dict[str, float]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,17 +20,11 @@ Floats = NDArray[np.float64]
 # Keys that the page shows; the others are not kept.
 KEYS = frozenset(
     {
-        keys.TRAIN_LOSS,
-        keys.EVAL_LOSS,
-        keys.EVAL_ACCURACY,
-        keys.GRAD_NORM,
-        keys.GRAD_NORM_MAX,
-        keys.GRAD_NONFINITE,
-        keys.CLIP_THRESHOLD,
-        keys.CLIP_COEF,
-        keys.CLIP_CLIPPED,
-        keys.CLIP_RATIO,
-        keys.CLIP_RATIO_TOTAL,
+        *(keys.TRAIN_LOSS, keys.EVAL_LOSS, keys.EVAL_ACCURACY),
+        *(keys.GRAD_NORM, keys.GRAD_NORM_MAX, keys.GRAD_NORM_SCALED, keys.GRAD_NONFINITE),
+        *(keys.CLIP_SKIPPED, keys.CLIP_THRESHOLD, keys.CLIP_COEF, keys.CLIP_CLIPPED),
+        *(keys.CLIP_FRACTION, keys.CLIP_RATIO, keys.CLIP_RATIO_TOTAL),
+        *map(keys.noise_scale, (keys.NOISE_MICROBATCHES, keys.NOISE_RANKS)),
     }
 )
 
@@ -81,23 +75,18 @@ def read_series(path: Path, extra: Iterable[str] = ()) -> dict[str, Series]:
         Series by key. If the file holds a step twice, as after a resume, the later row counts.
     """
     wanted = KEYS.union(extra)
-    columns: dict[str, tuple[array[float], array[float]]] = {}
+    columns: dict[str, tuple[list[object], list[object]] | None] = {}
     for row in read_rows(path):
-        step = drawn(row.get(keys.TRAIN_STEP))
-        if step is None or not math.isfinite(step):
-            continue
-        for key, raw in row.items():
-            if key not in wanted and not key.startswith((keys.WHAT_IF, keys.LAYER_NORM)):
-                continue
-            value = drawn(raw)
-            if value is None:
-                continue
-            column = columns.get(key)
-            if column is None:
-                column = columns[key] = (array("d"), array("d"))
-            column[0].append(step)
-            column[1].append(value)
-    return {key: _series(*column) for key, column in columns.items()}
+        step = row.get(keys.TRAIN_STEP)
+        for key, value in row.items():
+            if key not in columns:
+                shown = key in wanted or key.startswith((keys.WHAT_IF, keys.LAYER_NORM))
+                columns[key] = ([], []) if shown else None
+            if (column := columns[key]) is not None:
+                column[0].append(step)
+                column[1].append(value)
+    found = {key: _series(*column) for key, column in columns.items() if column}
+    return {key: one for key, one in found.items() if len(one)}
 
 
 def what_if(series: Mapping[str, Series]) -> dict[float, float]:
@@ -123,11 +112,25 @@ def _by_suffix(series: Mapping[str, Series], prefix: str) -> dict[str, Series]:
     return {key[len(prefix) :]: one for key, one in series.items() if key.startswith(prefix)}
 
 
-def _series(steps: array[float], values: array[float]) -> Series:
-    at = np.frombuffer(steps, dtype=np.float64)
-    of = np.frombuffer(values, dtype=np.float64)
+def _series(steps: list[object], values: list[object]) -> Series:
+    at, of = _drawn(steps), _drawn(values)
+    if not np.isfinite(at).all() or any(type(value) not in (int, float) for value in values):
+        known = [i for i, v in enumerate(values) if math.isfinite(at[i]) and number(v) is not None]
+        at, of = at[known], of[known]
     if np.all(np.diff(at) > 0):
         return Series(at, of)
     # np.unique keeps the first of equal steps: in reversed order, the row written last.
     unique, first = np.unique(at[::-1], return_index=True)
     return Series(unique, of[::-1][first])
+
+
+def _drawn(values: list[object]) -> Floats:
+    """Return what :func:`drawn` returns for each value; NaN where it returns None."""
+    if set(map(type, values)) <= {int, float}:
+        with suppress(OverflowError):
+            array = np.asarray(values, dtype=np.float64)
+            size = np.abs(array)
+            array[size > 1e150] *= np.inf
+            array[size < 1e-150] *= 0.0
+            return array
+    return np.asarray([math.nan if (one := drawn(value)) is None else one for value in values])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ class SweepRuns:
         single: whether the folder is that of one run, not of a sweep.
         command: command that started them, if it was recorded.
         flags: flags of it that say where the configuration was read, such as ``--config-dir``.
+        words: arguments of the command of a sweep, if they were recorded.
+        baseline: setting to compare the others with, in place of the recorded one.
     """
 
     folder: Path
@@ -33,6 +36,23 @@ class SweepRuns:
     single: bool = False
     command: str | None = None
     flags: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    baseline: str | None = None
+
+    @property
+    def searches(self) -> bool:
+        """Whether a sweeper chose the runs one after another, such as Optuna's."""
+        return any(word.lstrip("+").startswith("hydra/sweeper=") for word in self.words)
+
+    def command_with(self, seeds: Iterable[object]) -> str | None:
+        """Return the command that runs the sweep with these seeds and keeps the runs it has."""
+        kept = [word for word in self.words if not word.startswith(("seed=", "sweep.name="))]
+        if not kept:
+            return None
+        swept = [] if "-m" in kept or "--multirun" in kept else ["-m"]
+        return command_of(
+            [*swept, *kept, f"seed={','.join(map(str, seeds))}", f"sweep.name={self.name}"]
+        )
 
     def command_of(self, run: Run) -> str:
         """Return the command that runs one of the runs."""
@@ -72,29 +92,25 @@ def read_sweep(folder: Path) -> SweepRuns:
             f"{folder}: holds no run (a run's folder has {files.STATUS}; "
             f"a sweep's has numbered folders or {files.SWEEP})"
         )
-    record = _record(folder)
+    record = None
+    with suppress(OSError, ValueError):  # a damaged record is like none
+        record = SweepRecord.find(folder)
     planned = {str(entry.number): entry for entry in record.entries} if record else {}
     runs = [_completed(_read(one), planned.pop(one.name, None)) for one in found]
     runs += [_planned(entry) for entry in planned.values()]
     runs.sort(key=lambda run: int(run.number))
     composed = read_yaml(folder / files.MULTIRUN)
     flags = _flags(composed)
-    name = folder.name if record is None else record.name
-    command = _composed_command(composed, flags) if record is None else command_of(record.words)
-    return SweepRuns(folder, name, tuple(runs), command=command, flags=flags)
+    if record is None:
+        command = _composed_command(composed, flags)
+        return SweepRuns(folder, folder.name, tuple(runs), command=command, flags=flags)
+    words, command = tuple(record.words), command_of(record.words)
+    return SweepRuns(folder, record.name, tuple(runs), False, command, flags, words)
 
 
 def command_of(overrides: Iterable[object]) -> str:
     """Return the command that runs ``overrides``."""
     return shlex.join(["python", "-m", "runner", *map(str, overrides)])
-
-
-def _record(folder: Path) -> SweepRecord | None:
-    """Return the record of a sweep; None if it is missing or damaged."""
-    try:
-        return SweepRecord.find(folder)
-    except (OSError, ValueError):
-        return None
 
 
 def _read(folder: Path) -> Run:
@@ -110,7 +126,7 @@ def _completed(run: Run, entry: Entry | None) -> Run:
     if entry is None:
         return run
     if not run.overrides:
-        run = replace(run, overrides=tuple(entry.overrides))
+        run = replace(run, overrides=tuple(entry.words))
     if run.state == "unknown":
         # The sweep alone records the cause if a process ended before it wrote anything.
         run = replace(run, state=entry.state, error=entry.error)
@@ -123,7 +139,7 @@ def _planned(entry: Entry) -> Run:
         number=str(entry.number),
         state=entry.state if entry.state in ("failed", "interrupted") else "not started",
         error=entry.error,
-        overrides=tuple(entry.overrides),
+        overrides=tuple(entry.words),
     )
 
 
@@ -143,17 +159,16 @@ def _flags(composed: Any) -> tuple[str, ...]:
         name = composed["hydra"]["job"]["config_name"]
     except (KeyError, TypeError):
         return ()
+    main, added = paths.get("main"), paths.get("command-line")
     given = {
-        "--config-path": _briefly(paths.get("main"), find("conf")),
+        "--config-path": None if main in (None, find("conf")) else from_here(main),
         "--config-name": None if name == CONFIG_NAME else name,
-        "--config-dir": _briefly(paths.get("command-line"), None),
+        "--config-dir": added and from_here(added),
     }
-    return tuple(word for flag, text in given.items() if text for word in (flag, text))
+    return tuple(str(word) for pair in given.items() if pair[1] for word in pair)
 
 
-def _briefly(folder: Path | None, usual: Path | None) -> str | None:
-    """Return a folder as a command here names it; None for the usual one."""
-    if folder is None or folder == usual:
-        return None
+def from_here(folder: Path) -> Path:
+    """Return a folder as a command here names it."""
     here = Path.cwd()
-    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from runner.report.series import Floats
 
+SMOOTHING = 0.05
+"""Curves are means over this share of a run until a reader chooses another one."""
+
 
 def kept(values: Floats, buckets: int) -> NDArray[np.intp]:
     """Return the indices of the points to draw.
@@ -30,36 +33,57 @@ def kept(values: Floats, buckets: int) -> NDArray[np.intp]:
     n = len(values)
     if n <= 2 * buckets:
         return np.arange(n)
-    edges = np.linspace(0, n, buckets + 1).astype(np.intp)
     finite = np.isfinite(values)
-    chosen = [0, n - 1]
-    low = np.where(finite, values, np.inf)
-    high = np.where(finite, values, -np.inf)
-    whole = bool(finite.all())
-    for start, end in pairwise(edges):
-        chosen += [int(start + low[start:end].argmin()), int(start + high[start:end].argmax())]
-        if not whole and not finite[start:end].all():
-            chosen.append(int(start + finite[start:end].argmin()))
-    return np.unique(np.asarray(chosen, dtype=np.intp))
+    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
+    chosen = {0, n - 1}
+    for start, end in pairwise(np.linspace(0, n, buckets + 1).astype(int)):
+        at = slice(start, end)
+        chosen |= {start + low[at].argmin(), start + high[at].argmax()}
+        if not finite[at].all():
+            chosen.add(start + finite[at].argmin())
+    return np.asarray(sorted(chosen), dtype=np.intp)
 
 
-def rolling_mean(values: Floats, width: int) -> Floats:
+def means(
+    steps: Floats, values: Floats, buckets: int, log: bool = False
+) -> tuple[Floats, Floats, Floats]:
+    """Return the middle step, the mean and the highest value of each of at most ``buckets`` ranges.
+
+    Args:
+        steps: steps, shape (n,).
+        values: values in order of steps, shape (n,). Those that are not finite count as absent; a
+            range without any other has the mean NaN.
+        buckets: number of ranges of neighbouring values.
+        log: whether means are geometric, so that one spike makes no plateau.
+    """
+    n = len(values)
+    starts = np.linspace(0, n, min(n, buckets), endpoint=False).astype(np.intp)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        of = np.log(values) if log else values
+        finite = np.isfinite(of)
+        counts = np.add.reduceat(finite.astype(float), starts)
+        mean = np.add.reduceat(np.where(finite, of, 0.0), starts) / counts
+        highest = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)
+    middle = (starts + np.append(starts[1:], n) - 1) // 2
+    return steps[middle], np.exp(mean) if log else mean, highest
+
+
+def rolling_mean(values: Floats, width: int, log: bool = False) -> Floats:
     """Return the mean of the finite values among the ``width`` around each; NaN at gaps.
 
     Args:
         values: values to average, shape (n,).
         width: number of values in a window, at least 1; windows are shorter at both ends.
+        log: whether means are geometric.
     """
     if width <= 1 or not len(values):
         return values
-    finite = np.isfinite(values)
-    sums = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
-    counts = np.concatenate(([0], np.cumsum(finite)))
-    at = np.arange(len(values))
-    start = np.maximum(at - (width - 1) // 2, 0)
-    end = np.minimum(at + width // 2 + 1, len(values))
-    held = counts[end] - counts[start]
     with np.errstate(invalid="ignore", divide="ignore"):
-        mean = (sums[end] - sums[start]) / held
+        of = np.log(values) if log else values
+    finite = np.isfinite(of)
+    held = slice(width // 2, width // 2 + len(values))  # windows around the middle of each value
+    sums = np.convolve(np.where(finite, of, 0.0), np.ones(width))[held]
+    counts = np.convolve(finite, np.ones(width))[held]
     # A value that is not finite stays a gap in the curve.
-    return np.where(finite & (held > 0), mean, np.nan)
+    mean = np.where(finite, sums / np.maximum(counts, 1), np.nan)
+    return np.exp(mean) if log else mean

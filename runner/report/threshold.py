@@ -3,131 +3,140 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from runner.report.chart import INNER_WIDTH, TOP, across, cross, dot, framed, path, upward
 from runner.report.findings import Findings
-from runner.report.groups import Facet, Group, choice, facets
-from runner.report.markup import Markup, join, tag
+from runner.report.groups import CLIP, Facet, Group, choice, facets
 from runner.report.notation import percent, rounded
-from runner.report.run import Run
-from runner.report.scale import Axis, covering
+from runner.report.palette import NEUTRAL, ordered
+from runner.report.plotting import (
+    FRAME,
+    Chart,
+    Trace,
+    axis,
+    chart,
+    crosses,
+    labels,
+    limits,
+    line,
+    points,
+    published,
+    spans,
+)
 
-# Smallest distance in pixels between two labels under an axis.
-_APART = 36
-
-Scored = tuple[Group, Run, float]
-
-
-def metric_charts(found: Findings) -> list[Markup]:
-    """Return a chart of the metric against the threshold for each mode, one point a run."""
-    charts = []
-    for facet in facets(found.groups):
-        scored = [
-            (group, run, score)
-            for group in facet.groups
-            for run in group.runs
-            if (score := found.score(run)) is not None
-        ]
-        clipped = any(group.threshold is not None for group in facet.groups)
-        if clipped and len({group.index for group, *_ in scored}) > 1:
-            charts.append(_metric_chart(found, facet, scored))
-    return charts
+# Most lines of settings that differ in more than their threshold.
+_LINES = 12
 
 
-def _metric_chart(found: Findings, facet: Facet, scored: Sequence[Scored]) -> Markup:
-    groups = list({group.index: group for group, *_ in scored}.values())
-    axis, ticks, places = _threshold_axis(groups, facet.mode)
-    scores = np.asarray([score for *_, score in scored])
-    finite = scores[np.isfinite(scores) & (scores > 0)]
-    log = bool(len(finite) and finite.max() / finite.min() > 30 and not np.any(scores <= 0))
-    vertical = covering([scores], log=log, title=f"best {found.metric}")
-    body = [_means(found, groups, places, vertical)]
-    for group, run, score in scored:
-        x = places[group.index]
-        name = f"{group.label}, run {run.number}: best {found.metric} {rounded(score)}"
-        name += f", {percent(found.measured[run.number].ratio)} of steps clipped"
-        if math.isfinite(score):
-            whole = found.counts(run)
-            name += "" if whole else f" ({run.state})"
-            y = float(upward(vertical, score))
-            body.append(dot(x, y, group.color, name, group.index, whole))
-        else:
-            body.append(cross(x, TOP + 8, group.color, name, group.index))
-    better = "higher is better" if found.higher_is_better else "lower is better"
-    note = f"One point a run, a line through the means; {better}. "
-    note += "× diverged. " if not np.isfinite(scores).all() else ""
-    if any(not found.counts(run) for group in groups for run in group.runs):
-        note += "Hollow: did not finish, and is in no mean. "
-    # Published thresholds are of other losses, optimizers and batches: orders of magnitude.
-    published = [mark for mark in facet.info.published if axis.low < mark[0] < axis.high]
-    marks = "; ".join(f"{rounded(value)} {who}" for value, who in published)
-    return framed(
-        f"metric-{facet.mode}",
-        f"Best {found.metric} against threshold{facet.suffix}",
-        note + (f"▾ Published settings, of other models and losses: {marks}." if marks else ""),
-        (axis, vertical),
-        join(body),
-        around=tag("g", *(_mark(value, who, axis) for value, who in published)),
-        ticks=ticks,
-    )
+def metric_charts(found: Findings) -> Iterator[Chart]:
+    """Yield a chart of the metric against the threshold for each mode, all with one vertical axis.
 
-
-def _threshold_axis(
-    groups: Sequence[Group], mode: str
-) -> tuple[Axis, list[tuple[float, str]], dict[int, float]]:
-    """Return the axis, its ticks, and the coordinate of each setting by its index.
-
-    Settings without clipping lie beyond the highest threshold.
+    A point is a run; a line joins the means of settings that differ in their threshold alone, and
+    a band reaches from the lowest to the highest of their seeds.
     """
-    known = np.unique([g.threshold for g in groups if g.threshold is not None])
-    low, high = float(known[0]), float(known[-1])
-    factor = max(high / low, 2.0) ** 0.12
+    runs = [run for group in found.groups for run in found.judged(group)]
+    every = [score for run in runs if (score := found.score(run)) is not None]
+    for facet in facets(found.groups):
+        compared = [g for g in facet.groups if any(found.score(run) is not None for run in g.runs)]
+        if len(compared) > 1 and any(group.threshold is not None for group in compared):
+            yield _metric_chart(found, facet, compared, every)
+
+
+def vertical(
+    found: Findings, scores: Sequence[float]
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the axis of the compared metric, and what the page needs to change its scale."""
+    scales = {"linear": limits([scores], False)}
+    if any(score > 0 for score in scores):
+        scales["log"] = limits([scores], True)
+    log = spans([scores], 30)
+    y = axis(f"best {found.metric}", scales["log" if log else "linear"], log=log)
+    return y, {"scales": scales}
+
+
+def _metric_chart(
+    found: Findings, facet: Facet, groups: Sequence[Group], every: Sequence[float]
+) -> Chart:
+    places, ends, ticks = _places(groups)
+    x = axis(f"clip.threshold, clip={facet.mode}", ends, log=True, showgrid=False) | ticks
+    y, meta = vertical(found, every)
+    traces = list(_lines(found, groups, places))
+    right = 16 + 6 * max((len(text) for one in traces for text in one.get("text", ())), default=0)
+    unfinished = lost = False
+    for group, run in ((of, run) for of in groups for run in of.runs):
+        score, at = found.score(run), [places[group.index]]
+        if score is None:
+            continue
+        text = f"{group.label}, run {run.number}: best {found.metric} {rounded(score)}"
+        text += f", {percent(found.measured[run.number].ratio)} of steps clipped"
+        if not math.isfinite(score):
+            lost = True
+            traces.append(crosses(group, at, [text], run=run.number))
+            continue
+        counts = found.counts(run)
+        unfinished |= not counts
+        style = {"symbol": "circle" if counts else "circle-open"}
+        text += "" if counts else f" ({run.state})"
+        traces.append(points(group, at, [score], [text], marker=style, run=run.number))
+    marks, note = published(facet.info.published, ends)
+    told = "One point a run, a line through the means, a band over the seeds; "
+    told += f"{'higher' if found.higher_is_better else 'lower'} is better. "
+    told += "× diverged. " if lost else ""
+    told += "Hollow: did not finish, and is in no mean. " if unfinished else ""
+    told += "The charts of all modes have one vertical axis. " if facet.suffix else ""
+    title = f"Best {found.metric} against threshold{facet.suffix}"
+    more: Trace = {"meta": meta, "margin": FRAME | {"r": right}}
+    return chart(f"metric-{facet.mode}", title, told + note, [*traces, marks], x, y, **more)
+
+
+def _places(
+    groups: Sequence[Group],
+) -> tuple[dict[int, float], tuple[float, float], dict[str, object]]:
+    """Return the threshold of each setting by its index, the ends of the axis, and its ticks.
+
+    Settings without a threshold lie beyond the highest one.
+    """
+    known = sorted({group.threshold for group in groups if group.threshold})
+    span = max(known[-1] / known[0], 2.0)
+    none = known[-1] * span**0.18
     unclipped = any(group.threshold is None for group in groups)
-    end = high * factor * ((high * factor**2 / low) ** 0.16 if unclipped else 1.0)
-    start = low / factor
-    axis = Axis(start, end, True, f"clip.threshold, clip={mode}")
-    ticks: list[tuple[float, str]] = []
-    for value in map(float, known):
-        if not ticks or across(axis, value) - across(axis, ticks[-1][0]) >= _APART:
-            ticks.append((value, rounded(value)))
+    ends = (known[0] / span**0.08, (none if unclipped else known[-1]) * span**0.08)
+    ticks: list[float] = []
+    for value in known:
+        if not ticks or value / ticks[-1] > span**0.055:
+            ticks.append(value)
+    texts = [rounded(value) for value in ticks]
     if unclipped:
-        ticks.append((start * (end / start) ** 0.95, "none"))
-    right = float(across(axis, end)) - 0.05 * INNER_WIDTH
-    places = {
-        group.index: right if group.threshold is None else float(across(axis, group.threshold))
-        for group in groups
-    }
-    return axis, ticks, places
+        ticks, texts = [*ticks, none], [*texts, "none"]
+    places = {g.index: none if g.threshold is None else g.threshold for g in groups}
+    return places, ends, {"tickvals": ticks, "ticktext": texts}
 
 
-def _means(
-    found: Findings, groups: Sequence[Group], places: Mapping[int, float], vertical: Axis
-) -> Markup:
-    """Draw lines through the means of settings that differ in their threshold alone."""
-    lines: dict[tuple[str, ...], list[tuple[float, float]]] = {}
-    clip = ("seed", "clip.mode", "clip.threshold")
-    columns = [key for key in found.differences.columns if key not in clip]
+def _lines(
+    found: Findings, groups: Sequence[Group], places: Mapping[int, float]
+) -> Iterator[Trace]:
+    """Yield bands over seeds and lines through means, each named by what it differs in."""
+    columns = [key for key in found.differences.columns if key not in ("seed", *CLIP)]
+    lines: dict[tuple[str, ...], list[tuple[float, float, float, float]]] = {}
     for group in groups:
-        mean, _ = found.mean(group)
-        if math.isfinite(mean):
-            key = tuple(choice(group.runs[0], column) for column in columns)
-            point = (places[group.index], float(upward(vertical, mean)))
-            lines.setdefault(key, []).append(point)
-    drawn = []
-    for points in lines.values():
-        xs, ys = np.asarray(sorted(points)).T
-        drawn.append(tag("path", d=path(xs, ys), class_="means"))
-    return join(drawn)
-
-
-def _mark(value: float, who: str, axis: Axis) -> Markup:
-    """Draw a small triangle above the axis at a published threshold."""
-    return tag(
-        "path",
-        tag("title", f"{rounded(value)}: {who}"),
-        d=f"M{float(across(axis, value)) - 5:.1f} {TOP - 10}h10l-5 8z",
-        class_="published",
-    )
+        if group in found.ranked:
+            scores = found.scores(group)
+            point = (places[group.index], found.mean(group)[0], min(scores), max(scores))
+            lines.setdefault(tuple(choice(group.runs[0], key) for key in columns), []).append(point)
+    several = {key for i, key in enumerate(columns) if len({of[i] for of in lines}) > 1}
+    colors = ordered(len(lines)) if 1 < len(lines) <= _LINES else [NEUTRAL] * len(lines)
+    for color, (values, of) in zip(colors, lines.items(), strict=True):
+        pairs = zip(columns, values, strict=True)
+        name = ", ".join(f"{k.rpartition('.')[2]}={v}" for k, v in pairs if k in several)
+        xs, ys, low, high = np.asarray(sorted(of)).T
+        if (high > low).any():
+            around = [*xs, *xs[::-1]], [*high, *low[::-1]]
+            area: Trace = {"fill": "toself", "fillcolor": color, "hoverinfo": "skip"}
+            yield line(None, *around, name, line={"width": 0}, opacity=0.15, **area)
+        yield line(None, xs, ys, name, line={"color": color, "width": 1.3}, hoverinfo="skip")
+        if name and len(lines) <= _LINES:
+            font = {"size": 11, "color": color}
+            text = [f"  {name}"]
+            yield labels(xs[-1:], ys[-1:], text, textposition="middle right", textfont=font)

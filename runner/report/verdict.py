@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from runner.config.notation import first_few
 from runner.report.advice import advice
 from runner.report.findings import Findings
 from runner.report.groups import Group, clipping_modes
-from runner.report.notation import plural, rounded
+from runner.report.markup import Child, Markup, join, tag
+from runner.report.notation import plural, rounded, signed
 from runner.report.run import Run
+from runner.report.statistics import MOST_SEEDS, Difference
 
 
 def verdict(found: Findings) -> str:
@@ -21,26 +25,40 @@ def verdict(found: Findings) -> str:
         return _of_one(found, runs[0])
     best = found.best
     if best is None:
-        reason = "recorded a metric" if found.metric is None else f"has a finite {found.metric}"
-        return f"No answer yet: none of the {len(runs)} runs {reason}."
+        if found.metric is None:
+            return f"No answer yet: none of the {len(runs)} runs recorded a metric."
+        why = "a run of each diverged, or did not finish"
+        return f"No answer yet: no setting has a finite mean {found.metric} ({why})."
     if len(found.groups) == 1:
         return f"One setting, {plural(len(runs), 'run')}: {_score(found, best)}."
     word = "highest" if found.higher_is_better else "lowest"
-    tied = [group for group in found.ranked if found.mean(group) == found.mean(best)]
-    names = f"{', '.join(map(_name, tied[:3]))}{' …' if len(tied) > 3 else ''}"
-    verb = "share" if len(tied) > 1 else "gave"
+    tied = [group for group in found.ranked if found.mean(group)[0] == found.mean(best)[0]]
+    named = " and ".join(map(_name, tied[:3])).replace("and No", "and no")
+    names = f"{named}{' …' if len(tied) > 3 else ''}"
+    verb = "share" if len(tied) > 1 else "wins with" if found.winner else "gave"
     sentence = f"{names} {verb} the {word} {found.metric}: {_score(found, best)}"
     sentence += _against(found, best, [group for group in found.ranked if group not in tied])
     clipped = found.clipped(best) if len(tied) == 1 else None
-    return f"{sentence}{f'; it clipped {clipped}' if clipped else ''}."
+    return f"{sentence}{f'; it clipped {clipped}' if clipped else ''}.{_open(found)}"
 
 
-def remarks(found: Findings) -> list[str]:
-    """Return remarks on seeds and failures, on the sweep, and those of its runs."""
+def remarks(found: Findings) -> list[Markup]:
+    """Return advice with links to what it rests on, and remarks on seeds and failures."""
     if not found.sweep.runs:
         return []
-    notes = [_seeds(found), _lost(found), _modes(found)]
-    return [*advice(found), *(note for note in notes if note), *_states(found)]
+    advised = [
+        join([one.text, " [", *_links(one.because), "]"] if one.because else [one.text])
+        for one in advice(found)
+    ]
+    notes = [_baseline(found), _seeds(found), _lost(found), _modes(found), *_states(found)]
+    return [*advised, *(join([note]) for note in notes if note)]
+
+
+def _links(because: Sequence[tuple[str, Group]]) -> Iterator[Child]:
+    """Yield facts as links to the rows of the table, with semicolons between them."""
+    for place, (fact, group) in enumerate(because):
+        yield "; " if place else None
+        yield tag("a", fact, href=f"#setting-{group.index}")
 
 
 def _of_one(found: Findings, run: Run) -> str:
@@ -72,30 +90,92 @@ def _score(found: Findings, group: Group) -> str:
     mean, spread = found.mean(group)
     if spread is None:
         return rounded(mean)
-    return f"{rounded(mean)} ± {rounded(spread, 2)} over {plural(len(found.scores(group)), 'seed')}"
+    return f"{rounded(mean)} ± {rounded(spread, 2)} over {plural(len(found.seeds(group)), 'seed')}"
 
 
 def _against(found: Findings, best: Group, others: list[Group]) -> str:
-    """Compare the best setting with no clipping, or else with the best of the others."""
+    """Compare the best setting with the baseline, no clipping, or the best of the others."""
     if not others:
         return ""
     unclipped = next((group for group in others if best.clips and not group.clips), None)
-    other = unclipped or others[0]
-    against, spread = found.mean(other)
-    name = "without clipping" if other is unclipped else f"with {other.label}, the next best"
-    text = f", against {rounded(against)} {name}"
-    if spread is not None and not found.differ(best, other):
-        text += " (within the spread of the seeds)"
-    return text
+    other = found.baseline if found.baseline in others else unclipped or others[0]
+    assert other is not None
+    against, _ = found.mean(other)
+    name = f"with {other.label}{', the next best' if other is others[0] else ''}"
+    name = "without clipping" if other is unclipped else name
+    name = f"with the baseline, {other.label}" if other is found.baseline else name
+    one = found.rivals.get(other.index)
+    if other is found.baseline:
+        one = found.comparisons.get(best.index)
+    if one is None or one.low is None or one.high is None:
+        return f", against {rounded(against)} {name}"
+    ends = f"95 % interval {signed(one.low)} to {signed(one.high)}"
+    most = max(len(found.seeds(group)) for group in (best, other))
+    shared = one.paired and one.seeds < most
+    seeds = f" on the {plural(one.seeds, 'seed')} that both have" if shared else ""
+    return f", against {rounded(against)} {name} (difference {signed(one.value)}, {ends}{seeds})"
 
 
-def _seeds(found: Findings) -> str | None:
-    if len(found.ranked) < 2 or any(len(group.runs) > 1 for group in found.groups):
-        return None
+def _open(found: Findings) -> str:
+    """Return what the seeds could not tell, and the difference that they would have shown."""
+    open_ = _undecided(found)
+    if not open_ or len(found.ranked) < 2:
+        return ""
+    every = len(open_) == len(found.ranked) - 1
+    whom = "the others" if every else first_few([group.label for group, _ in open_], 3)
+    seeds = plural(min(one.seeds for _, one in open_), "seed")
+    sizes = sorted((one.visible or 0.0, group.label) for group, one in open_)
+    size = rounded(sizes[-1][0], 2)
+    if sizes[-1][0] > 2 * sizes[0][0]:
+        size = f"{rounded(sizes[0][0], 2)} ({sizes[0][1]}) to {size} ({sizes[-1][1]})"
     return (
-        "Each setting ran with one seed, so small differences may be chance; "
-        "add seed=0,1,2 to see how far seeds lie apart."
+        f" No winner: no difference to {whom} could be seen. These {seeds} show a true difference "
+        f"of {size} four times in five."
     )
+
+
+def _undecided(found: Findings) -> list[tuple[Group, Difference]]:
+    """Return the settings that several seeds do not tell from the best one, in order of rank."""
+    pairs = [(group, found.rivals.get(group.index)) for group in found.ranked[1:]]
+    # Settings whose runs are the same, as those that clip nothing, are no question of seeds.
+    return [(group, one) for group, one in pairs if one and one.visible and not one.seen]
+
+
+def _baseline(found: Findings) -> str | None:
+    if found.unknown is None:
+        return None
+    labels = first_few([group.label for group in found.groups], 8)
+    return f"report.baseline={found.unknown} names no setting of this page, which has {labels}."
+
+
+def _seeds(found: Findings) -> Markup | None:
+    """Return how many seeds would decide, with the command that runs them."""
+    if len(found.ranked) < 2:
+        return None
+    if single := [group.label for group in found.ranked if len(found.seeds(group)) < 2]:
+        who = "Each setting" if len(single) == len(found.ranked) else first_few(single, 3)
+        text = f"{who} has a result of one seed, so small differences may be chance. "
+        return _more(found, f"{text}Five seeds tell more: ", 5)
+    if not (undecided := _undecided(found)):
+        return None
+    rival, one = undecided[0]
+    pair = f"{found.ranked[0].label} and {rival.label}"
+    size = f"if they differ by {rounded(abs(one.value), 2)}, as it looks now"
+    if one.needed is None:
+        return join([f"{pair}: more than {MOST_SEEDS} seeds would be needed to decide, {size}."])
+    more = plural(one.needed - one.seeds, "more seed")
+    return _more(found, f"{pair}: about {more} would decide, {size}: ", one.needed)
+
+
+def _more(found: Findings, text: str, count: int) -> Markup | None:
+    """Return a remark with the command for so many seeds, those of the sweep included."""
+    if found.sweep.searches:
+        return None  # its sweeper would take the seed for one more thing to choose
+    kept = sorted({int(run.seed) for run in found.sweep.runs if run.seed.isdecimal()})
+    free = (seed for seed in range(count + len(kept)) if seed not in kept)
+    seeds = sorted([*kept, *islice(free, max(0, count - len(kept)))])
+    command = found.sweep.command_with(seeds)
+    return join([text, tag("code", command or f"seed={','.join(map(str, seeds))}")])
 
 
 def _lost(found: Findings) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from runner.run_folder import files
@@ -10,18 +12,22 @@ from runner.run_folder.status import is_unfinished
 from runner.run_folder.sweep_record import ForeignFolder, SweepRecord
 
 
-def earlier_record(folder: Path, request: str | None = None) -> str | None:
+def earlier_record(
+    folder: Path, request: str | None = None, jobs: Sequence[str] = ()
+) -> str | None:
     """Return why a run or a sweep must not be written to ``folder``, or None if it may be.
 
     Args:
         folder: folder to write, which may not exist yet.
         request: hash of a sweep's request, as :func:`runner.config.identity.request_hash` returns
             it: the folder may hold the record of the same request. None for a run.
+        jobs: hashes of the jobs of the sweep: the folder may hold the record of a sweep of some of
+            them, to which the others are added, such as further seeds. Empty for a search.
     """
     if message := misplaced(folder, sweep=request is not None):
         return message
     if request is not None:
-        return _other_sweep(folder, request)
+        return _other_sweep(folder, request, jobs)
     if is_unfinished(folder):
         return None  # the run continues it, or is refused where its configuration is known
     claimed = (folder / files.LOCK).exists()
@@ -33,7 +39,7 @@ def earlier_record(folder: Path, request: str | None = None) -> str | None:
     return None
 
 
-def _other_sweep(folder: Path, request: str) -> str | None:
+def _other_sweep(folder: Path, request: str, jobs: Sequence[str]) -> str | None:
     try:
         record = SweepRecord.find(folder)
     except ForeignFolder as error:
@@ -47,7 +53,9 @@ def _other_sweep(folder: Path, request: str) -> str | None:
         if not folder.is_dir() or all(one.suffix == ".lock" for one in folder.iterdir()):
             return None
         return f"{folder} holds something that is no sweep; choose another sweep.name or remove it"
-    if record.request == request:
+    known = Counter(entry.config_hash for entry in record.entries)
+    extended = 0 < record.total == len(record.entries) and known <= Counter(jobs)
+    if record.request == request or extended:
         return None
     command = " ".join(record.words) or "of an unknown command"
     return f"{folder} holds another request ({command}); choose another sweep.name"

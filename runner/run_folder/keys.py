@@ -7,6 +7,14 @@ unscaling and normalisation, and before clipping unless the key says otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+
+def _of(metric: str) -> str:
+    """Return the prefix of the keys of one metric for each of several things."""
+    return f"{metric}/"
+
+
 TRAIN_STEP = "train/step"
 TRAIN_LOSS = "train/loss"
 TRAIN_LR = "train/lr"
@@ -15,10 +23,16 @@ TRAIN_TOKENS = "train/tokens"
 
 GRAD_NORM = "grad/norm"
 GRAD_NORM_CLIPPED = "grad/norm_clipped"
+GRAD_NORM_SCALED = "grad/norm_scaled"
+"""Norm of the gradients that a coefficient multiplies, which is compared with the threshold; only
+where some are left out (those of Muon)."""
 GRAD_NORM_MEAN = "grad/norm_mean"
 GRAD_NORM_MAX = "grad/norm_max"
 GRAD_NONFINITE = "grad/nonfinite"
 """Steps skipped so far because their gradient was not finite."""
+CLIP_SKIPPED = "clip/skipped"
+"""Steps skipped so far because their loss or gradient norm was a spike, in runs with a rule of
+``clip.skip``. Their gradients were finite, so :data:`GRAD_NONFINITE` does not count them."""
 
 CLIP_THRESHOLD = "clip/threshold"
 CLIP_COEF = "clip/coef"
@@ -34,6 +48,25 @@ CLIP_PEAK = "clip/peak"
 """Distribution over steps of the largest value that the mode compares with its threshold (summary
 only)."""
 
+CLIP_COSINE = "clip/cosine"
+"""Cosine of the angle between the gradient before clipping and after it."""
+CLIP_STREAK = "clip/longest_streak"
+"""Largest number of steps in a row that clipping changed (summary only)."""
+
+UPDATE_RATIO = "update/ratio"
+"""Norm of what a step added to the weights ÷ norm of the weights before the step."""
+
+LOSS_SPIKES = "train/loss_spike_score"
+NORM_SPIKES = "grad/norm_spike_score"
+"""Share of the steps so far whose loss, or gradient norm, is far from the mean of those before."""
+
+NOISE_MICROBATCHES = "noise/microbatches"
+NOISE_RANKS = "noise/ranks"
+"""Prefixes of two estimates of the gradient noise scale: what they compare."""
+
+WORST_LAYERS = "grad/worst_layers"
+"""Parameters with the largest shares of ‖G‖² (summary only)."""
+
 TIME_STEP = "time/step_s"
 THROUGHPUT = "throughput/samples_per_s"
 
@@ -42,8 +75,12 @@ EVAL = "eval/"
 EVAL_LOSS = f"{EVAL}loss"
 EVAL_ACCURACY = f"{EVAL}accuracy"
 
-LAYER_NORM = f"{GRAD_NORM}/"
+LAYER_NORM = _of(GRAD_NORM)
 """Prefix of the gradient norm of one parameter."""
+LAYER_SHARE = "grad/share/"
+"""Prefix of the share of one parameter in ‖G‖²."""
+LAYER_UPDATE = _of(UPDATE_RATIO)
+"""Prefix of the update-to-weight ratio of one parameter."""
 WHAT_IF = "clip/what_if/"
 """Prefix of the share of steps so far that another threshold would have clipped."""
 
@@ -65,3 +102,20 @@ def layer_norm(parameter: str) -> str:
 def what_if(threshold: float) -> str:
     """Return the key of the share of steps that ``threshold`` would have clipped."""
     return f"{WHAT_IF}{threshold}"
+
+
+def noise_scale(estimate: str) -> str:
+    """Return the key of a gradient noise scale in samples, given the prefix of its estimate."""
+    return f"{estimate}/scale"
+
+
+def inner(path: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the key of each metric of a mode inside of another one, for what it clips.
+
+    Args:
+        path: kind (``link`` or ``group``) and name of the mode, after those that hold it. That of
+            the first link of a chain makes ``clip/link/0/coef``.
+    """
+    place = "".join(_of(kind) + _of(name) for kind, name in path)
+    metrics = ("norm", "norm_clipped", "coef", "clipped", "fraction", "peak", "threshold")
+    return [f"clip/{place}{metric}" for metric in metrics]

@@ -83,6 +83,8 @@ def read_rows(path: Path) -> Iterator[Row]:
     Lines that are torn, or are no JSON object, are skipped. A file that is missing, or cannot be
     read, has no rows.
     """
+    from pydantic_core import from_json  # four times as fast as json; 20 ms to import
+
     try:
         file = open_file(path)
     except OSError:
@@ -90,7 +92,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     with file:
         for line in iter(lambda: file.readline(LONGEST_LINE), b""):
             try:
-                yield decode(line)
+                yield decode(line, from_json)
             except ValueError:
                 continue
 

@@ -43,14 +43,18 @@ def fast_encoder() -> Callable[[Any], bytes]:
     return partial(to_json, inf_nan_mode="strings")
 
 
-def decode(text: str | bytes) -> dict[str, Any]:
+def decode(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> dict[str, Any]:
     """Return the object of a JSON text, with the strings of numbers that are not finite as floats.
+
+    Args:
+        text: text to decode.
+        loads: the parser, which raises ValueError for a text that is not JSON.
 
     Raises:
         ValueError: the text is not a JSON object.
     """
     try:
-        record = json.loads(text)
+        record = loads(text)
         if not isinstance(record, dict):
             raise ValueError(f"not a JSON object: {text[:80]!r}")
         # Most values of a row are numbers: they are not passed to the function.

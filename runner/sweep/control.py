@@ -31,6 +31,7 @@ from runner.sweep.resume import (
     require_own_folders,
     require_same,
 )
+from runner.sweep.summary_run import record_sweep
 from runner.telemetry.sinks import recorder_process
 from runner.telemetry.sinks.console import print_line
 from runner.train import stop
@@ -111,11 +112,14 @@ def run_sweep(
             interrupted = False
         finally:
             stop.requested()  # a signal is noted from here on: the record is written whole
-            recorder_process.end_kept()
             record = _end(sweep.folder, code, interrupted, search)
             if record.state == "interrupted":
+                recorder_process.end_kept()
                 print_line(live.interruption(record, search), sys.stderr)
             failed = _show(sweep.folder, record)
+            if record.state != "interrupted":
+                record_sweep(sweep.folder, request.jobs[0].config)
+                recorder_process.end_kept()
         return max(code, failed)
 
 

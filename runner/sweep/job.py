@@ -107,7 +107,7 @@ def _run(config: DictConfig) -> float | None:
         else:
             entry.pid = os.getpid()
     print_line(live.beginning(record, entry), sys.stderr)
-    resolved, plain = (_grouped(one, record.name) for one in (resolved, plain))
+    resolved, plain = (grouped(one, record.name) for one in (resolved, plain))
     full = False
     try:
         typed = parse(resolved)
@@ -197,7 +197,7 @@ def _page_age(sweep: Path) -> float:
         return math.inf
 
 
-def _grouped(plain: dict[str, Any], name: str) -> dict[str, Any]:
+def grouped(plain: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the configuration with the sweep as group and tag, unless the user gave any."""
     tracker = dict(plain["tracker"])
     tracker["group"] = tracker.get("group") or name

@@ -28,7 +28,7 @@ MOSTLY = 0.5
 FULLY = 0.95
 """Share of clipped steps above which a threshold is practically always exceeded."""
 
-Topic = Literal["nonfinite", "few", "never", "limits", "cancels", "weighs", "nothing"]
+Topic = Literal["nonfinite", "spikes", "few", "never", "limits", "cancels", "weighs", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,9 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
     steps, skipped = summary["steps"], summary[keys.GRAD_NONFINITE]
     if faults := skipped - setting.searches:
         found.append(_nonfinite(faults, steps, setting))
+    if spikes := summary.get(keys.CLIP_SKIPPED):
+        found.append(_spikes(spikes, steps))
+        skipped += spikes
     peak = summary[keys.CLIP_PEAK]
     lost = not math.isfinite(summary.get("final", {}).get(keys.TRAIN_LOSS, 0.0))
     if setting.threshold is None or not peak or lost:
@@ -89,7 +92,8 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
         return [*found, _nothing(setting.effect)]
     ratio = summary[keys.CLIP_RATIO_TOTAL]
     if ratio == 0:
-        return [*found, _never(peak, setting)]
+        alone = setting.effect.kind == "orthogonalized" and peak["max"] == 0
+        return [*found, _unscaled(setting) if alone else _never(peak, setting)]
     share = ratio if setting.mode.parts is None else summary[keys.CLIP_FRACTION]
     if share > MOSTLY:
         found.append(_mostly(share, peak, setting))
@@ -116,6 +120,15 @@ def _nonfinite(skipped: int, steps: int, setting: Setting) -> Remark:
     return Remark("nonfinite", text)
 
 
+def _spikes(skipped: int, steps: int) -> Remark:
+    done = "was skipped as a spike" if skipped == 1 else "were skipped as spikes"
+    text = (
+        f"{skipped} of {steps} steps {done} (clip.skip): their samples changed "
+        "no weights. If they are many, raise clip.skip.k, or lower the learning rate."
+    )
+    return Remark("spikes", text, ("clip.skip.k", "clip.skip.rule"))
+
+
 def _few(steps: int) -> Remark:
     counted = "1 step is" if steps == 1 else f"{steps} steps are"
     return Remark("few", f"{counted} too few to tell whether the threshold suits this training.")
@@ -123,7 +136,7 @@ def _few(steps: int) -> Remark:
 
 def _never(peak: Mapping[str, float], setting: Setting) -> Remark:
     text = (
-        f"The threshold {setting.threshold:g} clipped nothing: the largest {setting.mode.stat} was "
+        f"The threshold {setting.threshold:g} clipped nothing: the largest {_stat(setting)} was "
         f"{rounded(peak['max'])}. "
     )
     if setting.mode.parts is None:
@@ -131,6 +144,14 @@ def _never(peak: Mapping[str, float], setting: Setting) -> Remark:
         text += f"To clip the largest tenth of the steps, set clip.threshold to {start}."
     else:
         text += _calibrate(setting)
+    return Remark("never", text, ("clip.threshold",))
+
+
+def _unscaled(setting: Setting) -> Remark:
+    text = (
+        f"The threshold {setting.threshold:g} clipped nothing: {setting.effect.name} steps all "
+        "parameters, and clip.scales=auto does not scale its gradients."
+    )
     return Remark("never", text, ("clip.threshold",))
 
 
@@ -147,14 +168,18 @@ def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark
     effect, whole = setting.effect, setting.mode.parts is None
     parts = "steps" if whole else f"{setting.mode.parts} on average"
     text = f"The threshold {setting.threshold:g} clipped {percent(share)} of the {parts}. "
+    if whole and effect.left_out:
+        text += f"The gradients of {effect.left_out} are not scaled. "
     spikes = f"To clip spikes alone, raise clip.threshold to {_start(peak, setting)}."
     remedy = spikes if whole else _calibrate(setting)
-    if effect.scales:
-        if effect.floor:
+    if effect.scales or setting.mode.clips == "updates":
+        if effect.floor and setting.mode.clips != "updates":
             text += (
                 f"eps of {effect.name} is not negligible for gradients this small, so clipping "
                 "makes the steps smaller. "
             )
+            if whole and effect.kind == "orthogonalized":
+                text += f"clip.scales=auto does not scale the gradients of {effect.name}. "
         if whole:
             text += (
                 "A threshold that clips so many steps acts like a lower learning rate, not as a "
@@ -162,7 +187,8 @@ def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark
                 "unstable."
             )
         else:
-            text += f"It changes ordinary gradients, not only outliers. {remedy}"
+            what = "updates" if setting.mode.clips == "updates" else "gradients"
+            text += f"It changes ordinary {what}, not only outliers. {remedy}"
         return Remark("limits", text, ("optimizer.lr", "clip.threshold"), effect.name)
     if effect.kind == "sign":
         text += (
@@ -170,18 +196,27 @@ def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark
             "steps smaller, it lowers the weight of clipped gradients in that mean. "
         )
         return Remark("weighs", text + remedy, ("clip.threshold",), effect.name)
-    how = (
-        "orthogonalizes its updates"
-        if effect.kind == "orthogonalized"
-        else "divides by the size of earlier gradients"
-    )
-    text += f"{effect.name} {how}, so this does not make its steps smaller"
+    if " with " in effect.name:
+        how, whose = "normalize the size of gradients", "their"
+    elif effect.kind == "orthogonalized":
+        how, whose = "orthogonalizes its updates", "its"
+    else:
+        how, whose = "divides by the size of earlier gradients", "its"
+    text += f"{effect.name} {how}, so this does not make {whose} steps smaller"
     text += ": thresholds this low train nearly alike. " if whole and share > FULLY else ". "
     return Remark("cancels", text + remedy, ("clip.threshold",), effect.name)
 
 
 def _start(peak: Mapping[str, float], setting: Setting) -> str:
-    return f"about {rounded(peak['p90'])}, the 90th percentile of {setting.mode.stat}"
+    if setting.mode.tenth is not None:
+        return f"about {setting.mode.tenth:g}"
+    return f"about {rounded(peak['p90'])}, the 90th percentile of {_stat(setting)}"
+
+
+def _stat(setting: Setting) -> str:
+    """Return the name of what the mode compares with λ."""
+    stat, left_out = setting.mode.stat, setting.effect.left_out
+    return f"{stat} without {left_out}'s matrices" if left_out and not setting.mode.parts else stat
 
 
 def _calibrate(setting: Setting) -> str:

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
+from itertools import islice
 from operator import add
 from typing import Any
 
@@ -21,9 +22,20 @@ import torch
 from runner.config.objective import higher_is_better
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
+from runner.telemetry.gauges import Gauges
 from runner.telemetry.layer_norms import LayerNorms
+from runner.telemetry.options import Measurements
 from runner.telemetry.sinks.sink import Sink
-from runner.telemetry.step import StepMetrics, StepValues, on_host, values_of
+from runner.telemetry.statistics import Statistics
+from runner.telemetry.step import (
+    StepMetrics,
+    StepValues,
+    inner_row,
+    metrics_of,
+    noise_of,
+    on_host,
+    values_of,
+)
 
 
 @dataclass
@@ -49,9 +61,12 @@ class Meter:
             is one. All ranks flush at the same steps, so this is one collective a flush.
         what_if: further thresholds: the share of steps whose ``Decision.max_stat`` is above each.
             It would have clipped these steps if the run had gone the same way.
-        layers: measures the layer norms that rows log, if they do.
-        follow: called with the number and the norm of each step of a flush, on all ranks alike;
+        layers: what measured ``StepMetrics.layers`` of steps whose rows log it, if any do.
+        follow: called with the number and the values of each step of a flush, on all ranks alike;
             not when a run breaks off.
+        nonfinite: number of steps whose gradient was not finite.
+        skipped: number of steps that were skipped as spikes; None where no rule skips any.
+        statistics: follows every step.
     """
 
     sinks: Sequence[Sink] = ()
@@ -59,9 +74,11 @@ class Meter:
     flush_every: int = 50
     mean_over_data: Callable[[list[float]], list[float]] | None = None
     what_if: Sequence[float] = ()
-    layers: LayerNorms | None = None
-    follow: Callable[[Sequence[tuple[int, float]]], None] | None = None
+    layers: LayerNorms | Gauges | None = None
+    follow: Callable[[Sequence[tuple[int, StepValues]]], None] | None = None
     nonfinite: int = 0
+    skipped: int | None = None
+    statistics: Statistics = field(default_factory=lambda: Statistics(Measurements()))
     last: Row = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     _pending: list[StepMetrics] = field(default_factory=list)
@@ -106,12 +123,10 @@ class Meter:
         norms = None
         if self.layers is not None and shares and (together or not self.layers.spans_ranks):
             norms = self.layers.over_ranks(shares)
-        rows, layers = on_host([(step.loss, *step.decision.metrics) for step in pending], norms)
+        rows, layers = on_host([metrics_of(step) for step in pending], norms)
         steps = list(map(values_of, rows))
-        own = [step.loss for step in steps]
-        losses: Sequence[float | None] = own
-        if self.mean_over_data is not None:
-            losses = self.mean_over_data(own) if together else [None] * len(own)
+        noises = [noise_of(step, row) for step, row in zip(pending, rows, strict=True)]
+        losses, noise = self._over_data([step.loss for step in steps], noises, together)
         self._pending = []
         first = 0
         for end, step in enumerate(pending, 1):
@@ -120,12 +135,39 @@ class Meter:
             due = further is not None or self.row_due(step.step)
             if due or newest:
                 self._count(pending[first:end], losses[first:end], steps[first:end])
+                self._follow(losses[first:end], steps[first:end], noise[first:end])
                 first = end
             each = next(layers, None) if step.layers is not None else None
             if due:
-                self._write(step, losses[end - 1], steps[end - 1], each, further or {})
+                extra: Row = {}
+                if self.layers is not None and each is not None:
+                    extra |= self.layers.row(each, math.isfinite(steps[end - 1].norm_clipped))
+                extra |= inner_row(step, rows[end - 1])
+                self._write(step, losses[end - 1], steps[end - 1], extra, further or {})
         if together and self.follow is not None:
-            self.follow([(step.step, on.norm) for step, on in zip(pending, steps, strict=True)])
+            self.follow([(step.step, on) for step, on in zip(pending, steps, strict=True)])
+
+    def _over_data(
+        self, losses: list[float], noise: list[Sequence[float] | None], together: bool
+    ) -> tuple[Sequence[float | None], Sequence[Sequence[float] | None]]:
+        """Average losses, and what noise is estimated from, over the data-parallel ranks."""
+        if self.mean_over_data is None:
+            return losses, noise
+        if not together:
+            return [None] * len(losses), [None] * len(noise)
+        every = self.mean_over_data([*losses, *(value for each in noise for value in each or ())])
+        rest = iter(every[len(losses) :])
+        own = [each if each is None else list(islice(rest, len(each))) for each in noise]
+        return every[: len(losses)], own
+
+    def _follow(
+        self,
+        losses: Sequence[float | None],
+        values: Sequence[StepValues],
+        noise: Sequence[Sequence[float] | None],
+    ) -> None:
+        for each in zip(values, losses, noise, strict=True):
+            self.statistics.count(*each)
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics of the whole run: every step counts, whatever the interval."""
@@ -139,6 +181,9 @@ class Meter:
             keys.CLIP_FRACTION: self._fraction / steps if steps else 0.0,
             **self._shares(),
             keys.GRAD_NONFINITE: self.nonfinite,
+            **self._skips(),
+            **self.statistics.summary(),
+            **({} if self.layers is None else self.layers.summary()),
             "steps": steps,
             "samples": self.last.get(keys.TRAIN_SAMPLES, 0),
         }
@@ -158,6 +203,9 @@ class Meter:
             "clipped": self._clipped,
             "fraction": self._fraction,
             "nonfinite": self.nonfinite,
+            "skipped": self.skipped,
+            "statistics": self.statistics.state_dict(),
+            "layers": {} if self.layers is None else self.layers.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -168,7 +216,13 @@ class Meter:
         self._max_stats = array("d", state["max_stats"].tolist())
         self._clipped, self._fraction = state["clipped"], state["fraction"]
         self.nonfinite = state["nonfinite"]
+        before = state.get("skipped")  # Checkpoints of earlier versions lack it.
+        self.skipped = self.skipped if before is None else before
         self._above = {t: sum(stat > t for stat in self._max_stats) for t in self._above}
+        if "statistics" in state:
+            self.statistics.load_state_dict(state["statistics"])
+        if self.layers is not None:
+            self.layers.load_state_dict(state.get("layers", {}))
 
     @property
     def norms(self) -> list[float]:
@@ -179,6 +233,10 @@ class Meter:
     def max_stats(self) -> list[float]:
         """``Decision.max_stat`` of the same steps, NaN where a step was skipped."""
         return self._max_stats.tolist()
+
+    def _skips(self) -> dict[str, int]:
+        """Number of steps skipped as spikes, where a rule skips any."""
+        return {} if self.skipped is None else {keys.CLIP_SKIPPED: self.skipped}
 
     def _shares(self) -> dict[str, float]:
         """Share of the steps so far that each threshold of ``what_if`` would have clipped."""
@@ -192,10 +250,12 @@ class Meter:
         values: Sequence[StepValues],
     ) -> None:
         """Count steps up to the next row, or up to the last one that is known."""
-        _, norms, _, _, clipped, fractions, max_stats, _ = zip(*values, strict=True)
+        _, norms, _, _, clipped, fractions, max_stats, *_, spikes = zip(*values, strict=True)
         self._norms.extend(norms)
         self._max_stats.extend(max_stats)
         self.nonfinite += len(norms) - sum(map(math.isfinite, norms))
+        if self.skipped is not None or any(spikes):
+            self.skipped = (self.skipped or 0) + int(sum(spikes))
         for threshold in self._above:
             self._above[threshold] += sum(stat > threshold for stat in max_stats)
         # Added one by one: sum() rounds in another way in newer versions of Python.
@@ -215,17 +275,17 @@ class Meter:
         step: StepMetrics,
         loss: float | None,
         values: StepValues,
-        layers: list[float] | None,
+        own: Row,
         further: Mapping[str, float],
     ) -> None:
-        """Write the row of a step."""
-        row = self._row(step, loss, values)
-        if self.layers is not None and layers is not None:
-            row.update(zip(self.layers.keys, layers, strict=True))
+        """Write the row of a step, with what only some steps or modes have."""
+        row = self._row(step, loss, values) | own
         for key, value in further.items():
             row[key] = value
             self._best(key, value)
-        self.last |= row
+        # Rows name other parameters each time.
+        known = {key: v for key, v in self.last.items() if not key.startswith(keys.LAYER_SHARE)}
+        self.last = known | row
         self._window = LogWindow()
         for sink in self.sinks:
             sink.write(row)
@@ -244,6 +304,7 @@ class Meter:
             keys.GRAD_NORM_MEAN: window.norm / window.steps,
             keys.GRAD_NORM_MAX: window.norm_max,
             keys.GRAD_NONFINITE: self.nonfinite,
+            **self._skips(),
             keys.CLIP_COEF: values.coef,
             keys.CLIP_CLIPPED: int(values.clipped),
             keys.CLIP_FRACTION: values.fraction,
@@ -254,8 +315,9 @@ class Meter:
         }
         if not math.isnan(values.threshold):
             row[keys.CLIP_THRESHOLD] = values.threshold
-        row |= self._shares()
-        return row
+        if not math.isnan(values.norm_scaled):
+            row[keys.GRAD_NORM_SCALED] = values.norm_scaled
+        return row | self._shares() | self.statistics.row()
 
     def _best(self, key: str, value: float) -> None:
         """Keep the lowest loss and the highest accuracy."""

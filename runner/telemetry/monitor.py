@@ -110,8 +110,9 @@ class GradientMonitor:
         layout = self._layout
         self._measured = GradStats.of(layout, self._norm_type, each)
         if each:
-            self._meter.layers = self._meter.layers or LayerNorms(layout, self._norm_type)
-            self._share = self._meter.layers.share(self._measured.powers)
+            layers = LayerNorms(layout, self._norm_type)
+            self._meter.layers = self._meter.layers or layers
+            self._share = layers.share(self._measured.powers)
         return self._measured.norm
 
     @torch.no_grad()

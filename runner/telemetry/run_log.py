@@ -63,8 +63,9 @@ class RunLog:
 
 
 def _values(row: Row, wanted: tuple[str, ...] = ("",)) -> str:
-    """Format metrics whose key begins with one of ``wanted``, without per-layer norms."""
+    """Format metrics whose key begins with one of ``wanted``, without those of parameters."""
     shown = {key: value for key, value in row.items() if key.startswith(wanted)}
+    of_parameters = (keys.LAYER_NORM, keys.LAYER_UPDATE)
     return "  ".join(
-        f"{key} {value:.6g}" for key, value in shown.items() if not key.startswith(keys.LAYER_NORM)
+        f"{key} {value:.6g}" for key, value in shown.items() if not key.startswith(of_parameters)
     )

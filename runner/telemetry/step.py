@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from runner.clip import Decision, Number, transfer
+from runner.run_folder import keys
+from runner.telemetry.noise_scale import NoiseShare
 
 
 class StepMetrics(NamedTuple):
@@ -24,7 +26,9 @@ class StepMetrics(NamedTuple):
         samples: samples read so far, over all ranks.
         tokens: tokens read so far, over all ranks; 0 for data without tokens.
         seconds: wall time of the step.
-        layers: result of :meth:`LayerNorms.share`, for a step whose row logs layer norms.
+        layers: result of :meth:`Gauges.end`, or of :meth:`LayerNorms.share`, for a step whose row
+            logs what they measure.
+        noise: what the gradient noise scale is estimated from, if this step measured it.
     """
 
     step: int
@@ -35,10 +39,15 @@ class StepMetrics(NamedTuple):
     tokens: int
     seconds: float
     layers: Tensor | None = None
+    noise: NoiseShare | None = None
 
 
 class StepValues(NamedTuple):
-    """Metrics of one optimizer step on the host: its loss, and those of its decision."""
+    """Metrics of one optimizer step on the host: its loss, and those of its decision.
+
+    ``norm_scaled`` is NaN where the decision has none. ``spike`` is 1 if a rule on spikes skipped
+    the step, else 0.
+    """
 
     loss: float
     norm: float
@@ -48,6 +57,55 @@ class StepValues(NamedTuple):
     fraction: float
     max_stat: float
     threshold: float
+    norm_scaled: float = math.nan
+    spike: float = 0.0
+
+
+def metrics_of(step: StepMetrics) -> tuple[Number, ...]:
+    """Return all numbers of a step: those of :class:`StepValues`, of its noise, of inner modes."""
+    scaled = step.decision.norm_scaled
+    own = (
+        step.loss,
+        *step.decision.metrics,
+        math.nan if scaled is None else scaled,
+        step.decision.spike,
+    )
+    if step.noise is not None:
+        own = (*own, *step.noise)
+    if not step.decision.inner:
+        return own
+    return (*own, *(number for _, each in _inner(step.decision) for number in each.metrics))
+
+
+def noise_of(step: StepMetrics, row: Sequence[float]) -> Sequence[float] | None:
+    """Return the numbers of ``step.noise``, given what :func:`metrics_of` returned, on the host."""
+    first = len(StepValues._fields)
+    return None if step.noise is None else row[first : first + len(NoiseShare._fields)]
+
+
+def inner_row(step: StepMetrics, row: Sequence[float]) -> dict[str, float]:
+    """Return the metrics of modes inside of the clipping mode, by their keys.
+
+    Args:
+        step: the step.
+        row: what :func:`metrics_of` returned, on the host.
+
+    Returns:
+        Nothing for a step that was skipped, and no λ of a mode that has none.
+    """
+    if not step.decision.inner or not math.isfinite(row[1]):
+        return {}
+    named = (key for path, _ in _inner(step.decision) for key in keys.inner(path))
+    own = row[len(StepValues._fields) + len(step.noise or ()) :]
+    return {key: value for key, value in zip(named, own, strict=True) if not math.isnan(value)}
+
+
+def _inner(
+    decision: Decision, path: tuple[tuple[str, str], ...] = ()
+) -> Iterator[tuple[tuple[tuple[str, str], ...], Decision]]:
+    for kind, name, each in decision.inner:
+        yield (*path, (kind, name)), each
+        yield from _inner(each, (*path, (kind, name)))
 
 
 def on_host(
@@ -66,13 +124,16 @@ def on_host(
     return metrics, iter(norms)
 
 
-def values_of(row: list[float]) -> StepValues:
+def values_of(row: Sequence[float]) -> StepValues:
     """Return the metrics of a step, of which nothing was clipped if its gradient is not finite.
 
     An accelerator that decides for itself reports what clipping would have made of it.
+
+    Args:
+        row: what :func:`metrics_of` returned, on the host.
     """
-    values = StepValues._make(row)
+    values = StepValues._make(row[: len(StepValues._fields)])
     if math.isfinite(values.norm):
         return values
     skipped = Decision.skipped(values.norm, values.threshold)
-    return StepValues._make((values.loss, *skipped.metrics))
+    return StepValues(*map(float, (values.loss, *skipped.metrics)))

@@ -1,4 +1,4 @@
-"""Notice steps whose gradient is not finite: say where it came from, and end a run of skips.
+"""Notice skipped steps: say where a gradient that is not finite came from, and end a run of skips.
 
 On a CPU, and wherever the host decides whether a step is taken, such a step is known at once. On an
 accelerator whose fused optimizer decides for itself, the host learns of it with the next transfer
@@ -23,7 +23,10 @@ from runner.booster import NonFiniteGradient, OptimizerWrapper, Plugin
 from runner.booster.nonfinite import Nonfinite
 from runner.clip import ClipMode, Decision
 from runner.clip.norms import Powers
+from runner.config.notation import rounded
+from runner.telemetry.gauges import Gauges
 from runner.telemetry.meter import Meter
+from runner.telemetry.step import StepValues
 from runner.train.bad_gradient_report import Description, RankReport, advice_on_skips, describe
 from runner.train.forward_order import ForwardOrder
 from runner.train.gradient_trace import GradientTrace
@@ -58,7 +61,7 @@ class _Step:
 
 
 class BadGradients:
-    """Follows the steps of a training whose gradient is not finite.
+    """Follows the steps of a training that are skipped, or whose gradient is not finite.
 
     There is a warning, with a description, at the first step that is skipped, and another one when
     10 steps in a row were skipped. After ``max_skips`` of them the run fails. If gradients were
@@ -71,6 +74,9 @@ class BadGradients:
     skipped step. Such a step counts as a search for the scale if all losses are finite: it neither
     counts as one of ``max_skips``, nor interrupts a row of them, and there is no warning. At a
     scale of 1 the overflow is the training's own, and counts.
+
+    A step that a rule on spikes skips counts as one of ``max_skips`` too, whichever of both kinds
+    the steps beside it are. There is a warning at the first one of this process.
 
     Args:
         plugin: how the model is spread over ranks.
@@ -112,6 +118,7 @@ class BadGradients:
         self.in_a_row = 0
         self.reported = False
         self.searches = 0
+        self._reported_spike = False
         self._steps: dict[int, _Step] = {}
         self._flush = False
         self._failure: NonFiniteGradient | None = None
@@ -131,7 +138,7 @@ class BadGradients:
             self._trace.stop()
 
     def clip(
-        self, mode: ClipMode, before: Progress, window: Window, each: bool = False
+        self, mode: ClipMode, before: Progress, window: Window, gauges: Gauges | None = None
     ) -> Decision:
         """Clip the gradients of a step, and keep what describes them if they are not finite.
 
@@ -141,7 +148,7 @@ class BadGradients:
             mode: how to clip.
             before: counts before the step.
             window: microbatches of the step.
-            each: whether the share of each gradient in the norm is wanted.
+            gauges: what measures this step, if anything does.
 
         Raises:
             NonFiniteGradient: they are not finite and ``nonfinite`` is ``error``. It names ranks
@@ -150,7 +157,8 @@ class BadGradients:
         if self._order.hooks:
             self._order.stop()
         try:
-            decision = self._optimizer.clip(mode, fold=True, each=each)
+            reads = {} if gauges is None else gauges.reads
+            decision = self._optimizer.clip(mode, fold=True, **reads)
         except NonFiniteGradient as error:
             step = self._kept(before, window, known=True)
             found = self._describe(step, error.norm).with_samples()
@@ -182,18 +190,20 @@ class BadGradients:
         if self._failure is not None:
             raise self._failure
 
-    def follow(self, norms: Sequence[tuple[int, float]]) -> None:
-        """Take the norms of steps whose metrics have left the device; every rank calls this alike.
+    def follow(self, steps: Sequence[tuple[int, StepValues]]) -> None:
+        """Take the values of steps that have left the device; every rank calls this alike.
 
         Args:
-            norms: pairs of the number of a step and the norm of its gradient.
+            steps: pairs of the number of a step and its values.
         """
-        for number, norm in norms:
+        for number, values in steps:
             step = self._steps.pop(number, None)
-            if step is None or math.isfinite(norm):
+            if values.spike:
+                self._spike(number, values.norm)
+            elif step is None or math.isfinite(values.norm):
                 self.in_a_row = 0
             else:
-                self._not_finite(step, norm)
+                self._not_finite(step, values.norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts; metrics have to be flushed before."""
@@ -222,6 +232,27 @@ class BadGradients:
             self._trace.found() if known and self._trace.hooks else None,
             known,
         )
+
+    def _spike(self, number: int, norm: float) -> None:
+        """Count a step that was skipped as a spike, and warn of the first one and of a long row."""
+        self.in_a_row += 1
+        rule = self._optimizer.skip
+        assert rule is not None
+        skipped = f"{self.in_a_row} steps in a row were skipped, up to step {number}"
+        found = f"the {rule.of_what} is a spike, the gradient's norm is {rounded(norm)}"
+        if self.in_a_row == self._max_skips:
+            advice = advice_on_skips(float(self._optimizer.param_groups[0]["lr"]), self._precision)
+            self._failure = NonFiniteGradient(f"{skipped}: {found}", advice, norm)
+        elif self._plugin.rank == 0 and (self.in_a_row == WARNED or not self._reported_spike):
+            what = skipped if self.in_a_row == WARNED else f"step {number} was skipped"
+            log.warning("%s: %s%s", what, found, self._ending())
+        self._reported_spike = True
+
+    def _ending(self) -> str:
+        """Say after a warning how many skipped steps end the run."""
+        if self._max_skips is None:
+            return ""
+        return f". {self._max_skips} skipped steps in a row (clip.max_skips) end the run"
 
     def _not_finite(self, step: _Step, norm: float) -> None:
         """Count a step whose gradient is not finite, and warn of it."""
@@ -264,8 +295,8 @@ class BadGradients:
             self._trace.start()
             self._traced_until = step.number + TRACED
             end = ". The next bad step is traced to its rank and microbatch"
-        if self._max_skips is not None and self._nonfinite != "ignore":
-            end += f". {self._max_skips} skipped steps in a row (clip.max_skips) end the run"
+        if self._nonfinite != "ignore":
+            end += self._ending()
         if self._plugin.rank == 0:
             log.warning("%s: %s%s", what, found.with_samples(), end)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache, partial
 from importlib import import_module
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 
 from runner.booster import Plugin
 from runner.booster.criterion import Criterion
+from runner.clip.head import head_weights
 from runner.config import sizes
 from runner.config.duration import Duration
 from runner.config.environment import started_rank
@@ -30,8 +30,12 @@ from runner.config.schema import DataSection, LossSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data, DataUnavailable
 from runner.data.dataset import length_of
+from runner.optim.muon import NoHiddenMatrix
 from runner.train import progress
 from runner.train.early_stopping import EarlyStopping
+
+_EXTRAS = {"timm": "clip-runner[optim]"}
+"""Packages of the options of ``optimizer``, and the extra that installs each."""
 
 
 class TargetError(ValueError):
@@ -60,10 +64,20 @@ def maker(target: Target) -> partial[Any]:
         made = instantiate(target.mapping(), _partial_=True, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
+        if needed := _extra_of(cause):
+            raise TargetError(f"{target.target} {needed}") from error
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise TargetError(f"{target.target}: {reason}") from error
     assert isinstance(made, partial)
     return made
+
+
+def _extra_of(cause: BaseException) -> str | None:
+    """Return what to install, if ``cause`` is that the package of an extra is missing."""
+    absent = cause.__cause__
+    if not isinstance(absent, ModuleNotFoundError) or absent.name not in _EXTRAS:
+        return None
+    return f'needs {absent.name}, which is not installed: pip install "{_EXTRAS[absent.name]}"'
 
 
 def make_data(config: DataSection) -> Data:
@@ -119,26 +133,50 @@ def _part(name: str, target: Target) -> Any:
         raise DataUnavailable(f"data.{name}: {target.target} cannot be made: {reason}") from error
 
 
-def make_optimizer(target: Target, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Make the optimizer over ``parameters``, in its fused form where it has one.
+def make_optimizers(
+    target: Target, model: nn.Module, criterion: Criterion | None = None
+) -> list[Optimizer]:
+    """Make the optimizers of a run, in their fused form where they have one.
 
     torch's fused steps are two to six times faster than its default ones on a CPU.
 
+    Args:
+        target: a class or function of parameters that returns one optimizer. One with a parameter
+            called ``model`` gets the model instead, and may return several; it also gets the names
+            of the weights of the model's ``heads``, and the parameters of the criterion as
+            ``others``, where it has such parameters.
+        model: the model.
+        criterion: the criterion; if it is a module, its parameters are trained too.
+
     Raises:
-        TargetError: see :func:`maker`; or the target returned no optimizer.
+        TargetError: see :func:`maker`; the target returned no optimizer, or none for this model.
     """
     make = maker(target)
-    listed = list(parameters)
+    others = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
+    if takes_model(make):
+        given = {"model": model, "heads": head_weights(model), "others": others}
+        make = partial(make, **{key: value for key, value in given.items() if _takes(make, key)})
+    else:
+        make = partial(make, [*model.parameters(), *others])
     made = None
-    if _takes(make, "fused"):
-        with suppress(RuntimeError):  # Not supported on this device or with these options.
-            made = make(listed, fused=True)
-    if made is None:
-        made = make(listed)
-    if not isinstance(made, Optimizer):
+    try:
+        if _takes(make, "fused"):
+            with suppress(RuntimeError):  # Not supported on this device or with these options.
+                made = make(fused=True)
+        if made is None:
+            made = make()
+    except NoHiddenMatrix as error:
+        raise TargetError(str(error)) from error
+    listed = list(made) if takes_model(make) and isinstance(made, list | tuple) else [made]
+    if not listed or not all(isinstance(each, Optimizer) for each in listed):
         kind = type(made).__name__
         raise TargetError(f"{target.target} returned {kind}, not a torch.optim.Optimizer")
-    return made
+    return listed
+
+
+def takes_model(make: partial[Any]) -> bool:
+    """Return whether an optimizer is made from a model instead of parameters."""
+    return "model" in _parameters(make)
 
 
 def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> Any:
@@ -161,10 +199,14 @@ def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> A
 
 def _takes(make: partial[Any], argument: str) -> bool:
     """Return whether ``make`` has a parameter called ``argument`` that is not bound yet."""
+    return argument in _parameters(make) - make.keywords.keys()
+
+
+def _parameters(make: partial[Any]) -> set[str]:
     try:
-        return argument in inspect.signature(make.func).parameters.keys() - make.keywords.keys()
+        return set(inspect.signature(make.func).parameters)
     except ValueError:  # the signature of a compiled function may be unknown
-        return False
+        return set()
 
 
 def make_callbacks(config: RunConfig) -> list[object]:

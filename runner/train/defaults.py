@@ -50,3 +50,13 @@ def warn_of_batch_norm(model: nn.Module, accumulation_steps: int) -> None:
             "the same as one batch of their size",
             accumulation_steps,
         )
+
+
+def warn_of_kept_gradients(accumulation_steps: int) -> None:
+    """Log that steps in the backward pass save no memory of gradients, if there is a window."""
+    if accumulation_steps > 1:
+        log.warning(
+            "steps in the backward pass save no memory of gradients here: all of them are kept "
+            "until the last of %d accumulated microbatches",
+            accumulation_steps,
+        )

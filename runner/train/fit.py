@@ -24,6 +24,8 @@ from runner.data import Data, DataUnavailable, collate_pairs
 from runner.data.dataset import first_sample, length_of
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter
+from runner.telemetry.options import Measurements
+from runner.telemetry.statistics import Statistics
 from runner.telemetry.step import StepMetrics
 from runner.train import build
 from runner.train.eval_metrics import EvalMetrics, MetricError, name_of
@@ -178,9 +180,13 @@ def logged(config: RunConfig, data: Data, graded: bool | None) -> list[str]:
     evaluation += [f"{keys.EVAL}{name_of(one)}" for one in config.eval.metrics]
     evaluation = [] if data.test is None else list(dict.fromkeys(evaluation))
     meter = Meter(what_if=config.clip.what_if)
+    measured = Measurements.of(config.telemetry)
+    meter.statistics = Statistics(measured)
     decision = Decision.untouched(0.0, config.clip.threshold, 0.0)
     meter.push(StepMetrics(1, 0.0, decision, 0.0, 1, data.tokens_per_sample or 0, 0.0), {})
-    return [*evaluation, *meter.summary()["final"], keys.WALL_SECONDS]
+    further = {keys.UPDATE_RATIO: measured.update_ratio, keys.CLIP_COSINE: measured.clip_cosine}
+    logs = [*meter.summary()["final"], *(key for key, asked in further.items() if asked)]
+    return [*evaluation, *logs, keys.WALL_SECONDS]
 
 
 def _what_fits(config: RunConfig) -> Iterator[str]:

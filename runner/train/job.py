@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import platform
 import random
 import time
@@ -19,21 +20,23 @@ from torch import nn
 from runner.booster import LossScale
 from runner.checkpoint.folder import manifest_of
 from runner.checkpoint.saver import CheckpointSaver
-from runner.clip import ClipMode
+from runner.clip import ClipMode, SkipRule
 from runner.clip import build as build_mode
 from runner.config.check import leaves
 from runner.config.duration import Duration
 from runner.config.identity import ENVIRONMENT
-from runner.config.modes import NAMES
+from runner.config.modes import NAMES, built_in
 from runner.config.notation import plural
 from runner.config.plugin_section import PluginSection
 from runner.config.schema import RunConfig
 from runner.config.sizes import sizes
 from runner.data.dataset import length_of
 from runner.optim.effects import effect_of
+from runner.optim.muon import ADAMW
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import decode, encode, read_object
 from runner.telemetry import guidance
+from runner.telemetry.options import Measurements
 from runner.telemetry.sinks.console import print_line
 from runner.telemetry.sinks.sink import Sink
 from runner.train import build
@@ -83,11 +86,15 @@ def execute(
             _warn_of_another_layout(config, trainer, resume)
     summary = trainer.fit()
     clip = config.clip
-    effect = effect_of(trainer.optimizer.optimizers, clip.threshold, trainer.parameters)
-    info = trainer.state.mode.info
+    mode, layout = trainer.state.mode, trainer.optimizer.layout
+    some, info = mode.scales_some(layout), clip.info
+    scaled = [one for one in layout.parameters.values() if one.scaled or not some]
+    elements = sum(math.prod(one.shape) for one in scaled)
+    effect = effect_of(trainer.optimizer.optimizers, clip.threshold, elements, some)
     searches = trainer.bad_gradients.searches
     setting = guidance.Setting(info, clip.threshold, clip.nonfinite, effect, searches)
-    own = {} if clip.mode in NAMES else {keys.CLIP_MODE: info.record()}
+    known = clip.mode in NAMES and info == built_in(clip.mode).info
+    own = {} if known else {keys.CLIP_MODE: info.record()}
     return {
         **summary,
         **own,
@@ -124,9 +131,11 @@ def _changed(saved: object, recorded: dict[str, Any] | None) -> set[str]:
         if before.get(key) != now.get(key)
     }
     own = {key.removeprefix("optimizer.") for key in changed if key.startswith("optimizer.")}
+    own |= {key.removeprefix(ADAMW) for key in own}  # a setting is called the same in all groups
     if any(key.startswith(_OF_SCHEDULE) for key in changed):
         own.add("lr")
-    return own | ({"threshold"} if "clip.threshold" in changed else set())
+    thresholds = ("clip.threshold", "clip.links", "clip.groups")
+    return own | ({"threshold"} if any(key.startswith(thresholds) for key in changed) else set())
 
 
 def _saver(
@@ -211,6 +220,7 @@ def make_trainer(
         config: the whole configuration.
         sinks: where rows go; empty on all ranks but the first.
         mode: clipping mode to use instead of that of ``config``.
+            It measures steps of its own, so that no rule of ``config`` leaves steps out.
         max_duration: when to stop instead; the schedule remains that of the whole run.
         evaluates: whether to evaluate on held-out data.
         saver: saves the checkpoints of the run.
@@ -228,10 +238,9 @@ def make_trainer(
     random.seed(own_seed)
     np.random.seed(own_seed % 2**32)
     criterion = build.make_criterion(config.loss)
-    trained = list(model.parameters())
     if isinstance(criterion, nn.Module):
-        trained += criterion.to(device).parameters()
-    optimizer = build.make_optimizer(config.optimizer, trained)
+        criterion.to(device)
+    optimizers = build.make_optimizers(config.optimizer, model, criterion)
     steps = build.steps_of(config, data, plugin.data_size)
     loader_options: dict[str, Any] = {
         "batch_size": config.data.batch_size,
@@ -239,7 +248,7 @@ def make_trainer(
         "seed": config.seed,
         "pin_memory": device.type == "cuda",
     }
-    precision = config.precision
+    precision, rule = config.precision, config.clip.skip.options
     loss_scale = None
     if precision.name == "fp16":
         loss_scale = LossScale(precision.initial_scale, precision.growth_interval)
@@ -257,8 +266,8 @@ def make_trainer(
         max_duration or config.train.max_duration,
         algorithms=mode or build_mode(config.clip.kind, **config.clip.options),
         eval_dataloader=held_out,
-        optimizers=optimizer,
-        schedulers=build.make_scheduler(config.scheduler, optimizer, steps),
+        optimizers=optimizers,
+        schedulers=[build.make_scheduler(config.scheduler, each, steps) for each in optimizers],
         criterion=criterion,
         plugin=plugin,
         precision=precision.name,
@@ -268,12 +277,16 @@ def make_trainer(
         nonfinite=config.clip.nonfinite,
         max_skips=config.clip.max_skips,
         flat_gradients=config.clip.flat_gradients,
+        clip_in_backward=mode is None and config.clip.when == "backward",
+        step_in_backward=mode is None and config.clip.step_in_backward,
+        skip=None if rule is None or mode is not None else SkipRule(**rule),
         loss_scale=loss_scale,
         sinks=sinks,
         log_interval=config.log.interval,
         log_flush=config.log.flush,
         what_if=config.clip.what_if,
         per_layer=config.telemetry.per_layer,
+        measurements=Measurements.of(config.telemetry),
         objective=config.sweep.objective,
         probe=config.telemetry.probe,
         say=_say,

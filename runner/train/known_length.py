@@ -47,8 +47,10 @@ def known_length(config: RunConfig) -> int | None:
         and not (config.data.drop_last and samples < config.data.batch_size)
         and clip.own_target is None
         and config.loss.target is None
+        and config.optimizer.target.startswith("torch.")
         and clip.options.get("exclude", "auto") == "auto"
         and clip.options.get("units") is None
+        and not (clip.info.nested or clip.info.needs_optimizer or "of" in clip.options)
         and "tok" not in (config.train.max_duration.unit, config.eval.interval.unit)
         and config.sweep.objective == keys.EVAL_LOSS
         and not config.eval.metrics

@@ -154,6 +154,7 @@ class Passes:
 
         inputs = self.loss.call(batch).only_tensor()
         total = self.model.pipeline.train(inputs, summed) / factor
+        self.optimizer.add_loss(total, weight())
         self.optimizer.end_backward()
         return total
 

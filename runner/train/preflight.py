@@ -21,11 +21,13 @@ from torch.utils.data import IterableDataset
 
 from runner.booster import SinglePlugin
 from runner.booster.flat_gradients import NOTHING_SMALL, small
+from runner.booster.in_backward import why_not_in_parts
 from runner.clip import Layout
 from runner.clip import build as build_mode
 from runner.clip.layout import OptionError
+from runner.clip.second_moment import OptimizerMisfit
 from runner.config.clip_section import Clip
-from runner.config.problem import Problem, RequestError
+from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.schema import OWN_DATA, DataSection, LossSection, RunConfig
 from runner.config.section import Target
 from runner.config.sizes import SizeError, joined_ranks, sizes
@@ -76,7 +78,7 @@ def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> Non
         problems += _mode(config.clip, model)
         if config.clip.flat_gradients is True and not small(Layout.of_model(model)):
             problems.append(Problem("clip.flat_gradients", True, f"{NOTHING_SMALL}; use auto"))
-    _optimizer_and_scheduler(config, data, problems)
+    _optimizer_and_scheduler(config, data, model, problems)
     for target in config.callbacks:
         _made("callbacks", target, _make_callback, problems)
     if problems:
@@ -88,7 +90,8 @@ def _mode(clip: Clip, model: nn.Module) -> Iterator[Problem]:
     try:
         build_mode(clip.kind, **clip.options).bind(Layout.of_model(model))
     except OptionError as error:
-        yield Problem(f"clip.{error.option}", getattr(clip, error.option), str(error))
+        value = getattr(clip, error.option) if error.value is NOTHING else error.value
+        yield Problem(f"clip.{error.option}", value, str(error))
     except Exception as error:
         if clip.own_target is None:
             raise
@@ -238,22 +241,48 @@ def _sequence(config: RunConfig, data: Data) -> Iterator[Problem]:
         yield Problem("plugin.sequence_parallel", True, message)
 
 
-def _optimizer_and_scheduler(config: RunConfig, data: Data | None, problems: list[Problem]) -> None:
-    """Check that both can be made, over a parameter of one element."""
+def _optimizer_and_scheduler(
+    config: RunConfig, data: Data | None, model: nn.Module | None, problems: list[Problem]
+) -> None:
+    """Check that both can be made, over a parameter of one element.
+
+    An optimizer that is made from a model is made from this one, or from one with a hidden matrix.
+    """
     parameter = nn.Parameter(torch.zeros(1))
     steps = 1 if data is None else build.steps_of(config, data)
 
     def make_optimizer(target: Target) -> Optimizer:
-        made = build.make_optimizer(target, [parameter])
-        _require_plain_step(target, made)
-        return made
+        whole = build.takes_model(build.maker(target))
+        stand_in = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
+        over = (model or stand_in) if whole else nn.ParameterList([parameter])
+        made = build.make_optimizers(target, over)
+        for each in made:
+            _require_plain_step(target, each)
+            if config.clip.step_in_backward and (why := why_not_in_parts(each)):
+                raise build.TargetError(why)
+        return made[0]
 
     def make_scheduler(target: Target) -> None:
         _require_plain_step(target, build.make_scheduler(target, optimizer, steps))
 
     made = _made("optimizer", config.optimizer, make_optimizer, problems)
+    if made is not None:
+        problems += _optimizer_of_mode(config, made)
     optimizer = made or torch.optim.SGD([parameter], lr=0.1)
     _made("scheduler", config.scheduler, make_scheduler, problems)
+
+
+def _optimizer_of_mode(config: RunConfig, optimizer: Optimizer) -> Iterator[Problem]:
+    """Check that the clipping mode is defined on the optimizer."""
+    if not config.clip.described.info.needs_optimizer:
+        return
+    try:
+        build_mode(config.clip.kind, **config.clip.options).require_optimizers([optimizer])
+    except OptimizerMisfit as error:
+        yield Problem("optimizer._target_", config.optimizer.target, str(error))
+    except Exception:
+        if config.clip.own_target is None:  # that of a user is reported by _mode
+            raise
 
 
 def _require_plain_step(target: Target, made: Any) -> None:

@@ -152,10 +152,8 @@ class TrainState:
         if self.bad_gradients is not None and state["skips"] is not None:
             self.bad_gradients.load_state_dict(state["skips"])
         self.callbacks.load_state_dict(state.get("callbacks", {}))
-        own_threshold = self.mode.threshold
-        self.mode.load_state_dict(state["clip"])
-        if "threshold" in keep:
-            self.mode.threshold = own_threshold
+        clip = state["clip"]
+        self.mode.load_state_dict(_without_thresholds(clip) if "threshold" in keep else clip)
         for scheduler, each in zip(self.schedulers, state["schedulers"], strict=True):
             if "lr" in keep and "last_epoch" in each and hasattr(scheduler, "last_epoch"):
                 _advance(scheduler, each["last_epoch"])
@@ -197,6 +195,15 @@ class TrainState:
                 f"microbatch has {microbatch}"
             )
         return batch * microbatch // own
+
+
+def _without_thresholds(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a clipping mode, and of modes inside of it, without their thresholds."""
+    return {
+        key: _without_thresholds(value) if isinstance(value, Mapping) else value
+        for key, value in state.items()
+        if key != "threshold"
+    }
 
 
 def _state_of(scheduler: Any) -> Any:

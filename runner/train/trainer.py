@@ -19,20 +19,32 @@ from runner.booster.loss import WindowLoss
 from runner.booster.nonfinite import Nonfinite
 from runner.checkpoint import content as checkpoint
 from runner.checkpoint.saver import CheckpointSaver
+from runner.clip import SkipRule
 from runner.config.duration import Duration
+from runner.config.in_backward import not_measured
 from runner.config.problem import or_list
 from runner.run_folder import keys
-from runner.telemetry.layer_norms import LayerNorms
+from runner.telemetry.gauges import Gauges
 from runner.telemetry.meter import Meter
+from runner.telemetry.options import Measurements
 from runner.telemetry.sinks.sink import Sink
+from runner.telemetry.statistics import Statistics
 from runner.telemetry.step import StepMetrics
 from runner.train.bad_gradients import MAX_SKIPS, BadGradients
 from runner.train.between_steps import BetweenSteps
 from runner.train.callbacks import Callbacks
 from runner.train.counting import count
-from runner.train.defaults import Algorithms, duration_of, mode_of, sgd, warn_of_batch_norm
+from runner.train.defaults import (
+    Algorithms,
+    duration_of,
+    mode_of,
+    sgd,
+    warn_of_batch_norm,
+    warn_of_kept_gradients,
+)
 from runner.train.eval_metrics import EvalMetrics
 from runner.train.forward_order import ForwardOrder
+from runner.train.microbatch_norms import MicrobatchNorms
 from runner.train.passes import Passes
 from runner.train.probe import Probe
 from runner.train.state import TrainState
@@ -70,6 +82,11 @@ class Trainer:
             :class:`runner.train.bad_gradients.BadGradients`.
         flat_gradients: whether gradients of small parameters lie in one buffer, see
             :class:`runner.Booster`.
+        clip_in_backward: whether each gradient is clipped in the backward pass, as soon as it is
+            final, see :meth:`runner.booster.OptimizerWrapper.clip_in_backward`.
+        step_in_backward: whether the optimizer then steps there too, and frees each gradient.
+        skip: rule that skips steps whose loss or gradient norm is a spike, see
+            :class:`runner.SkipRule`. They count as skipped steps of ``max_skips``.
         loss_scale: fp16 loss scale.
         sinks: where rows go. Give them on the first rank only.
         log_interval: steps between rows.
@@ -77,6 +94,7 @@ class Trainer:
         what_if: thresholds for which ``clip/what_if/<λ>`` is logged: the share of the steps so far
             that each would have clipped, in the units of the clipping mode.
         per_layer: also log each parameter's gradient norm.
+        measurements: what else is measured, see :class:`runner.Measurements`.
         objective: metric that runs are compared by. If it begins with ``eval/``, an evaluation that
             lacks it raises a ValueError on every rank.
         probe: number of elements of the first parameter to print after each microbatch; 0 for none.
@@ -96,7 +114,8 @@ class Trainer:
         optimizer: the boosted optimizers.
 
     Raises:
-        ValueError: more than one clipping algorithm, or a malformed duration.
+        ValueError: more than one clipping algorithm, a malformed duration, or a measurement that is
+            not possible.
     """
 
     def __init__(
@@ -118,12 +137,16 @@ class Trainer:
         nonfinite: Nonfinite = "skip",
         max_skips: int | None = MAX_SKIPS,
         flat_gradients: Choice = False,
+        clip_in_backward: bool = False,
+        step_in_backward: bool = False,
+        skip: SkipRule | None = None,
         loss_scale: LossScale | None = None,
         sinks: Sequence[Sink] = (),
         log_interval: int = 1,
         log_flush: int = 50,
         what_if: Sequence[float] = (),
         per_layer: bool = False,
+        measurements: Measurements | None = None,
         objective: str = "",
         probe: int = 0,
         say: Callable[[str], None] = print,
@@ -145,7 +168,7 @@ class Trainer:
         self.saver = saver
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         warn_of_batch_norm(model, accumulation_steps)
-        self.booster = Booster(precision, self.plugin, loss_scale, nonfinite, flat_gradients)
+        self.booster = Booster(precision, self.plugin, loss_scale, nonfinite, flat_gradients, skip)
         self.criterion = criterion
         self.loss = WindowLoss(model, criterion, checked=True)
         self.model: ModelWrapper
@@ -162,10 +185,24 @@ class Trainer:
             EvalMetrics(eval_metrics, self.loss),
         )
         mode = mode_of(algorithms)
-        mode.bind(self.optimizer.layout)
         meter = Meter(sinks, log_interval, log_flush, what_if=what_if)
-        if per_layer:
-            meter.layers = LayerNorms(self.optimizer.layout, mode.norm_type)
+        meter.skipped = None if skip is None else 0
+        asked = measurements or Measurements()
+        meter.statistics = Statistics(asked)
+        meter.layers = self._gauges = Gauges.of(
+            self.optimizer.layout, mode.norm_type, per_layer, asked
+        )
+        if clip_in_backward:
+            each = self._gauges is not None and self._gauges.reads["each"]
+            for name, why in not_measured(step_in_backward).items():
+                if getattr(asked, name):
+                    raise ValueError(f"{name}: {why}")
+            self.optimizer.clip_in_backward(mode, step=step_in_backward, each=each)
+            if step_in_backward:
+                warn_of_kept_gradients(accumulation_steps)
+        else:
+            self.optimizer.bind(mode)
+        self._noise = MicrobatchNorms.of(asked, self.plugin, self.optimizer, self.passes)
         staged = self.model.pipeline is not None
         if staged and self.loss.takes_batch:
             raise ValueError("a model that computes its own loss cannot be cut into stages")
@@ -238,6 +275,9 @@ class Trainer:
             with suppress(Exception):
                 meter.flush(together=False)
             raise
+        finally:
+            if self._noise is not None:
+                self._noise.stop()
         return summary
 
     def end_early(self, reason: str) -> None:
@@ -309,24 +349,35 @@ class Trainer:
         counts = count(
             window, state.windows, self.loss, self.plugin, before.step == 0, self._between.asks()
         )
+        if self.optimizer.steps_in_backward:
+            state.step_schedulers()  # the backward pass steps with the rate of now
+        noise = self._noise if meter.row_due(before.step + 1) else None
+        if noise is not None:
+            noise.begin(len(window.batches))
         loss = self.passes.accumulate(window.batches, counts.items, counts.total_items, self._show)
         total, asked = counts.sums()
         at = before.after(len(window.batches), total.samples, total.tokens, counts.last)
         evaluates = at.completed(self.eval_interval, before) or at.reached(self.max_duration)
 
-        measured = meter.layers if evaluates or meter.row_due(at.step) else None
+        gauges = self._gauges if evaluates or meter.row_due(at.step) else None
+        norm_type = state.mode.norm_type
+        noises = None if noise is None else noise.end(counts.items, total, norm_type)
         state.step_schedulers()  # for the step before, see there
-        decision = self.bad_gradients.clip(state.mode, before, window, measured is not None)
-        layers = None if measured is None else measured.share(self.optimizer.powers)
+        decision = self.bad_gradients.clip(state.mode, before, window, gauges)
+        if gauges is not None:
+            gauges.begin(self.optimizer)
         lr = self.optimizer.optimizers[0].param_groups[0]["lr"]
         self.optimizer.step()
+        decision = self.optimizer.decision or decision
+        layers = None if gauges is None else gauges.end()
         state.step_taken()
         self.optimizer.zero_grad()
         self._show(len(window.batches), len(window.batches))
 
         state.progress = at
         seconds = time.perf_counter() - started
-        metrics = StepMetrics(at.step, loss, decision, lr, at.samples, at.tokens, seconds, layers)
+        counted = (at.samples, at.tokens, seconds)
+        metrics = StepMetrics(at.step, loss, decision, lr, *counted, layers, noises)
         state.callbacks.step(self, metrics)
         evaluates = evaluates or state.callbacks.ended is not None
         evaluation = self.evaluate() if evaluates else None

@@ -122,10 +122,10 @@ class Reference:
         self.loss = WindowLoss(self.model, criterion)
         self.optimizer: OptimizerWrapper
         booster = Booster(nonfinite="error")
-        optimizer = make_optimizer(config, self.model, criterion)
+        optimizer = make_optimizer(config, self.model, criterion, mode)
         _, self.optimizer, *_ = booster.boost(self.model, optimizer, criterion)
         self.mode = mode
-        mode.bind(self.optimizer.layout)
+        self.optimizer.bind(mode)
         self.drew = False
 
     def step(self) -> tuple[SideMetrics, float, dict[str, Tensor]]:

@@ -16,7 +16,7 @@ from runner.booster.loss import WindowLoss
 from runner.clip import ClipMode
 from runner.clip import build as build_mode
 from runner.clip.mode import NEVER
-from runner.config.modes import built_in
+from runner.config.modes import ModeInfo, built_in
 from runner.config.schema import RunConfig
 from runner.data.dataset import collate_pairs, first_sample, length_of
 from runner.parallel.first_rank import on_first
@@ -81,19 +81,31 @@ def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
     chosen = config.clip
     if name == chosen.mode:
         return build_mode(chosen.kind, **chosen.options), False
-    derived = built_in(name).info.clips is not None
-    threshold = NEVER if derived else None
-    return build_mode(name, threshold=threshold, norm_type=chosen.norm_type), derived
+    described = built_in(name)
+    info = described.info
+    # A mode that needs the optimizer has nothing to compare with in the first step.
+    known = info.needs_optimizer or "threshold" in described.at_once
+    derived = info.takes_threshold and not known
+    threshold = NEVER if derived else info.published[0][0] if info.needs_optimizer else None
+    options = {"threshold": threshold, "norm_type": chosen.norm_type}
+    return build_mode(name, **{**options, **described.at_once}), derived
 
 
 def make_optimizer(
-    config: RunConfig, model: nn.Module, criterion: Criterion | None
+    config: RunConfig, model: nn.Module, criterion: Criterion | None, mode: ClipMode
 ) -> torch.optim.Optimizer:
-    """Make plain SGD, because the steps of Adam and similar optimizers hide a wrong scale."""
+    """Make plain SGD, because the steps of Adam and similar optimizers hide a wrong scale.
+
+    A mode that needs the optimizer gets AdamW, which has the second moments that it may read. Its
+    eps is large, so that elements that are zero but for rounding hardly move.
+    """
     trained = [*model.parameters()]
     if isinstance(criterion, nn.Module):
         trained += criterion.parameters()
-    return torch.optim.SGD(dict.fromkeys(trained), lr=config.verify.lr)
+    parameters = dict.fromkeys(trained)
+    if mode.info.needs_optimizer:
+        return torch.optim.AdamW(parameters, lr=config.verify.lr / 10, eps=1e-3)
+    return torch.optim.SGD(parameters, lr=config.verify.lr)
 
 
 def comparable(config: RunConfig) -> RunConfig:
@@ -112,10 +124,13 @@ def notes(config: RunConfig, dropped: int = 0) -> Iterator[str]:
     verify = config.verify
     optimizer = config.optimizer.target.rpartition(".")[2]
     plain = config.optimizer.mapping() == {"_target_": "torch.optim.SGD", "lr": verify.lr}
+    steps = f"plain SGD at a constant rate of {verify.lr:g}"
+    if any(info.needs_optimizer for info in _infos(config)):
+        steps += f" (by AdamW at {verify.lr / 10:g} where the mode needs the optimizer)"
     if not plain or not config.scheduler.target.endswith(".ConstantLR"):
         yield (
-            f"both sides step by plain SGD at a constant rate of {verify.lr:g} instead of "
-            f"{optimizer} and its schedule: adaptive steps hide a gradient of the wrong scale"
+            f"both sides step by {steps} instead of {optimizer} and its schedule: adaptive steps "
+            "hide a gradient of the wrong scale"
         )
     if config.precision.name != "fp32":
         yield f"everything is computed in {verify.dtype}, not in {config.precision.name}"
@@ -123,6 +138,12 @@ def notes(config: RunConfig, dropped: int = 0) -> Iterator[str]:
         yield f"parameters are gathered in {verify.dtype}, not in {config.plugin.param_dtype}"
     if dropped:
         yield f"dropout is off, in {dropped} places: ranks would drop other elements"
+
+
+def _infos(config: RunConfig) -> Iterator[ModeInfo]:
+    """Yield the facts about the modes that are compared."""
+    for name in config.verify.modes or [config.clip.mode]:
+        yield config.clip.described.info if name == config.clip.mode else built_in(name).info
 
 
 def needs_float32(config: RunConfig) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from runner.booster import Plugin
@@ -43,9 +44,22 @@ class Watched(ClipMode):
 
     def __init__(self, mode: ClipMode, trainer: Trainer, seen: Seen) -> None:
         super().__init__(mode.threshold, mode.norm_type)
+        self.info = mode.info  # type: ignore[misc]
         self._mode = mode
         self._trainer = trainer
         self._seen = seen
+
+    def bind_optimizers(self, optimizers: Sequence[Optimizer], layout: Layout) -> None:
+        """Bind the mode."""
+        self._mode.bind_optimizers(optimizers, layout)
+
+    def before_step(self, layout: Layout, decision: Decision) -> None:
+        """Prepare as the mode does."""
+        self._mode.before_step(layout, decision)
+
+    def after_step(self, layout: Layout, decision: Decision) -> Decision:
+        """Limit the update as the mode does."""
+        return self._mode.after_step(layout, decision)
 
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         """Measure as the mode does."""
@@ -61,6 +75,10 @@ class Watched(ClipMode):
         decision = self._mode.clip(layout, stats)
         trainer = self._trainer
         gradients = whole(trainer, lambda p: p.grad)
+        if self.info.needs_optimizer:
+            # With ZeRO stage 1 a mode may change a gradient on the rank alone that steps it.
+            for own in from_all(_stepped_here(trainer)):
+                gradients |= {name: own[name] for name in own.keys() & gradients.keys()}
         ranks = from_all((SideMetrics.of(decision), by_hand))
         if trainer.plugin.rank == 0:
             self._seen([rank[0] for rank in ranks], gradients, [rank[1] for rank in ranks])
@@ -98,13 +116,28 @@ def make_trainer(
         loader,
         Duration(config.verify.steps, "ba"),
         algorithms=mode,
-        optimizers=make_optimizer(config, model, criterion),
+        optimizers=make_optimizer(config, model, criterion, mode),
         criterion=criterion,
         plugin=plugin,
         accumulation_steps=config.accumulation.steps,
         nonfinite="error",
         sinks=sinks,
     )
+
+
+def _stepped_here(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the gradients of whole parameters that this rank steps, if others step the rest."""
+    stepped = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    shards = trainer.optimizer.layout.shards
+    if all(id(shard.param) in stepped for shard in shards):
+        return {}
+    return {
+        shard.name: shard.param.grad.detach().cpu()
+        for shard in shards
+        if id(shard.param) in stepped
+        and shard.param.grad is not None
+        and not isinstance(shard.param, DTensor)
+    }
 
 
 def whole(

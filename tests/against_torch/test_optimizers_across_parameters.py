@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, AdamW, Muon, Optimizer
 
 from runner.booster import Booster
+from runner.clip import build
 from tests.against_torch.plain import PLUGINS, backward, batch, clip, mean_square, network, off
 from tests.ranks import run_ranks
 
@@ -81,7 +82,10 @@ def train(plugin, kind):
     assert random.getstate() == drawn[1]
     for step in range(STEPS):
         backward(booster, model, optimizer, step)
-        optimizer.clip_grad_by_norm(2.0)
+        if kind == "muon":  # as the plain side: its gradients would not be scaled
+            optimizer.clip(build("norm", threshold=2.0, scales="all"))
+        else:
+            optimizer.clip_grad_by_norm(2.0)
         optimizer.step()
         optimizer.zero_grad()
     return booster.state_dict(model)

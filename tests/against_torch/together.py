@@ -5,7 +5,7 @@ Beside each loop is the same training in plain PyTorch, in one process, in float
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -129,13 +129,27 @@ def _named(made: Sequence[nn.Module], criterion: Any) -> list[tuple[str, nn.Para
     return [pair for part in parts for pair in part.named_parameters()]
 
 
-def clip(parameters: Sequence[nn.Parameter]) -> float:
-    """Clip the norm as it is defined. (PyTorch's function adds 1e-6 to the norm it divides by.)"""
+def clip(parameters: Sequence[nn.Parameter], unscaled: Collection[nn.Parameter] = ()) -> float:
+    """Clip the norm as it is defined. (PyTorch's function adds 1e-6 to the norm it divides by.)
+
+    Args:
+        parameters: all parameters.
+        unscaled: those that are left as they are, and do not count in the norm that is limited.
+
+    Returns:
+        The norm of all gradients.
+    """
+    left_out = {id(p) for p in unscaled}
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
-    for gradient in gradients:
-        gradient.mul_(min(1.0, THRESHOLD / norm))
+    scaled = [p.grad for p in parameters if p.grad is not None and id(p) not in left_out]
+    norm, limited = _norm(gradients), _norm(scaled)
+    for gradient in scaled:
+        gradient.mul_(min(1.0, THRESHOLD / limited))
     return norm
+
+
+def _norm(gradients: Iterable[Tensor]) -> float:
+    return torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
 
 
 def plain(kind: str, optimizers: str, learns: bool, steps: int) -> dict[str, Any]:
@@ -143,6 +157,8 @@ def plain(kind: str, optimizers: str, learns: bool, steps: int) -> dict[str, Any
     made, criterion = models(kind), Temperature() if learns else cross_entropy
     named = _named(made, criterion)
     stepped = OPTIMIZERS[optimizers](named)
+    # Muon's matrices are not scaled.
+    unscaled = [p for name, p in named if optimizers == "muon" and is_matrix(name, p)]
     norms, data = [], batches(steps)
     for first in range(0, len(data), 2):
         for inputs, targets in data[first : first + 2]:
@@ -150,7 +166,7 @@ def plain(kind: str, optimizers: str, learns: bool, steps: int) -> dict[str, Any
             for model in made:
                 outputs = model(outputs)
             (criterion(outputs, targets) / 2).backward()
-        norms.append(clip([p for _, p in named]))
+        norms.append(clip([p for _, p in named], unscaled))
         for optimizer in stepped:
             optimizer.step()
             optimizer.zero_grad()

@@ -229,6 +229,7 @@ trainer(saver=CheckpointSaver(path, "5ba", keep=1, asynchronous=sys.argv[3] == "
 """
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     "moment",
@@ -284,6 +285,7 @@ trainer().load(folder / "step_000000005")
 """
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     "moment",

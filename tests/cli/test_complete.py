@@ -11,10 +11,11 @@ import pytest
 
 from runner.cli import main as cli
 from tests.cli.test_imports import HEAVY, imported
+from tests.mode_names import NAMES
 from tests.process import ROOT
 
 LINES = [
-    ("clip=", "clip=adaptive clip=none clip=norm clip=value"),
+    ("clip=", " ".join(f"clip={name}" for name in NAMES)),
     ("clip=n", "clip=none clip=norm"),
     ("clip.thr", "clip.threshold="),
     ("recipe=cif", "recipe=cifar10_resnet34"),

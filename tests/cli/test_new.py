@@ -9,6 +9,8 @@ import pytest
 from runner.cli import main as cli
 from tests.process import python
 
+pytestmark = pytest.mark.sampled(one_in=3)
+
 WRITTEN = {
     "demo.py",
     "test_demo.py",

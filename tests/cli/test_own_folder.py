@@ -13,6 +13,8 @@ import pytest
 
 from tests.process import python
 
+pytestmark = pytest.mark.sampled(one_in=3)
+
 CODE = """\
 import torch
 from torch import nn

@@ -2,7 +2,8 @@ import pytest
 
 from runner.cli.main import main
 from runner.compose.request import request
-from runner.sweep import SweepRecord, plan_runs
+from runner.run_folder.sweep_record import SweepRecord
+from runner.sweep.resume import plan_runs
 
 SMALL = ["tracker=none", "train.max_duration=7ba"]
 

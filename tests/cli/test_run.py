@@ -23,6 +23,7 @@ from runner.cli.main import COMMANDS
 from runner.config.problem import Problem, RequestError
 from runner.launch import signals
 from runner.run_folder.claim import claimed
+from tests.mode_names import LISTED, NAMES
 
 ROOT = Path(runner.__file__).parents[1]
 
@@ -162,10 +163,10 @@ def test_a_request_that_torch_refuses_creates_nothing(fakes, tmp_path, capsys):
 
 
 def test_torchs_refusals_of_a_sweep_name_the_job(fakes, capsys):
-    fakes.refuse = lambda config: [Problem("seed", 2, "no")] if config.seed == 2 else []
-    assert cli.main(["-m", "seed=1,2,3"]) == 2
-    assert "(in the job seed=2)" in capsys.readouterr().err
-    assert len(fakes.checked) == 3
+    fakes.refuse = lambda config: [Problem("log.flush", 2, "no")] if config.log.flush == 2 else []
+    assert cli.main(["-m", "log.flush=1,2,3", "seed=1,2"]) == 2
+    assert "(in the job log.flush=2 seed=1)" in capsys.readouterr().err
+    assert len(fakes.checked) == 3  # the seed makes no difference
 
 
 def test_equal_jobs_are_checked_by_torch_once(fakes):
@@ -277,7 +278,11 @@ def test_a_world_of_one_is_no_outer_launcher(fakes, monkeypatch):
 def test_help_names_groups_keys_recipes_and_exit_codes(words, fakes, capsys):
     assert cli.main(words) == 0
     out = capsys.readouterr().out
-    for part in ("adaptive, none, norm, value", "clip.threshold=", "train.max_duration=15ep"):
+    for part in (
+        LISTED,
+        "clip.threshold=",
+        "train.max_duration=15ep",
+    ):
         assert part in out
     for part in (
         "cifar10_resnet34 ",
@@ -462,7 +467,7 @@ def test_help_lists_the_options_of_another_folder(fakes, capsys, tmp_path):
     assert cli.main(["--config-dir", str(tmp_path), "--help"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^  model .*\bgpt, .*\bmine\b", out, re.MULTILINE)
-    assert "  adaptive, gentle, none, norm, value\n" in out
+    assert f"  {', '.join(sorted([*NAMES, 'gentle']))}\n" in out
     assert cli.main(["--help"]) == 0
     assert "gentle" not in capsys.readouterr().out
 

@@ -7,6 +7,7 @@ import torch
 
 from runner.clip import Decision, build
 from runner.clip.mode import ClipMode
+from tests.mode_names import NAMES
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_an_unknown_mode_lists_those_there_are():
         with pytest.raises(ValueError, match=r"^unknown clipping mode '") as raised:
             build(name)
         assert str(raised.value) == (
-            f"unknown clipping mode {name!r}: use adaptive, none, norm or value"
+            f"unknown clipping mode {name!r}: use {', '.join(NAMES[:-1])} or {NAMES[-1]}"
         )
 
 

@@ -51,6 +51,33 @@ def test_a_name_that_holds_another_request_is_refused(outputs):
     assert "holds another request (-m seed=1,2)" in found.message
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["seed=1,2,3"], None),  # the runs that are there are among these
+        (["seed=3,2,1", "clip.threshold=0.1,1.0"], None),
+        (["seed=1,3"], "holds another request (-m seed=1,2)"),
+        (["seed=1,2,3", "optimizer.lr=0.3"], "holds another request (-m seed=1,2)"),
+    ],
+)
+def test_a_sweep_takes_further_runs(outputs, words, message):
+    made = request(["sweep.name=mine", "seed=1,2"], multirun=True)
+    made.sweep.folder.mkdir(parents=True)
+    runs = [
+        {"number": number, "folder": str(number), "overrides": [], "words": []}
+        | {"config_hash": job.hash, "state": "finished"}
+        for number, job in enumerate(made.jobs)
+    ]
+    record = {"name": "mine", "request": made.sweep.identity, "words": ["-m", "seed=1,2"]}
+    record |= {"objective": "eval/loss", "maximizes": False, "max_failures": None}
+    record |= {"keys": ["seed"], "total": 2, "runs": runs}
+    (made.sweep.folder / "sweep.json").write_text(json.dumps(record))
+    if message is None:
+        assert sweep("sweep.name=mine", *words).folder == made.sweep.folder
+    else:
+        assert message in problem("sweep.name=mine", *words).message
+
+
 @pytest.mark.parametrize("name", ["multirun.yaml", "status.json", ".hydra/config.yaml"])
 def test_a_folder_that_holds_no_sweep_is_refused(outputs, name):
     file = outputs / "sweeps" / "mine" / name
@@ -75,6 +102,22 @@ def test_lists_that_are_zipped_advance_together():
         "clip.threshold=0.2 optimizer.lr=0.4 seed=1",
         "clip.threshold=0.2 optimizer.lr=0.4 seed=2",
     ]
+
+
+def test_a_zipped_list_leaves_a_key_out_of_jobs_whose_mode_has_no_such_option():
+    words = ["clip=norm,schedule", "clip.warmup_steps=unset,30", "seed=1,2"]
+    found = request([*words, "sweep.zip=[clip,clip.warmup_steps]"], multirun=True)
+    assert [job.label for job in found.jobs] == [
+        "clip=norm seed=1",
+        "clip=norm seed=2",
+        "clip=schedule clip.warmup_steps=30 seed=1",
+        "clip=schedule clip.warmup_steps=30 seed=2",
+    ]
+
+
+def test_a_list_that_is_not_zipped_has_no_value_unset():
+    found = problem("clip=schedule", "clip.warmup_steps=unset,30")
+    assert "must be an integer" in found.message
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from runner.compose.composer import Source
 from runner.compose.recorded import recorded
 from runner.compose.request import request
 from runner.config.problem import RequestError
+from tests.mode_names import LISTED
 
 pytestmark = pytest.mark.usefixtures("outputs")
 
@@ -51,7 +52,7 @@ ODD = [
     (["tracker.project='a\nb'", "seed=-1"], ["seed=-1"]),
     (["tracker.project=a\0b"], ["tracker.project=", "no character of a text"]),
     (["tracker.project=a\udcffb"], ["tracker.project=", "no character of a text"]),
-    ([f"clip={NAME}"], ["clip=nnn", "adaptive, none, norm, value"]),
+    ([f"clip={NAME}"], ["clip=nnn", LISTED]),
     ([f"recipe={NAME}"], ["recipe=nnn", "accumulate_4"]),
     ([f"clip._target_={NAME}.{NAME}"], ["clip._target_=nnn", "there is no module"]),
     ([f"hydra.run.dir={NAME}"], ["hydra.run.dir=", "has 300 bytes"]),

@@ -4,6 +4,7 @@ import pytest
 
 from runner.config import folders
 from runner.config.folders import find, obstacle, options, outputs
+from tests.mode_names import NAMES
 
 
 def test_the_configuration_and_the_recipes_are_found():
@@ -18,7 +19,7 @@ def test_a_wheel_carries_its_own(tmp_path, monkeypatch):
 
 
 def test_options_are_the_files_of_a_group():
-    assert set(options("clip")) == {"adaptive", "none", "norm", "value"}
+    assert set(options("clip")) == set(NAMES)
 
 
 def test_outputs_follow_the_environment(tmp_path, monkeypatch):

@@ -79,3 +79,14 @@ def test_a_name_is_that_of_a_folder():
     made = sweep_name("none", ["model@x/y", *["optimizer.weight_decay"] * 9], "0123456789")
     assert made.startswith("model-x-y-optimizer.weight_decay")
     assert len(made) < 60
+
+
+def test_a_key_that_earlier_versions_lacked_changes_nothing_by_its_default():
+    newer = {"scales": "auto", "skip": {"rule": None, "of": "norm", "k": None}}
+    same = {**CONFIG, "clip": {**CONFIG["clip"], **newer}}
+    assert config_hash(same) == config_hash(CONFIG)
+    assert differences(CONFIG, same) == {}
+    for chosen in ({"scales": "all"}, {"skip": {**newer["skip"], "rule": "sigma"}}):
+        other = {**CONFIG, "clip": {**CONFIG["clip"], **newer, **chosen}}
+        assert config_hash(other) != config_hash(CONFIG)
+        assert differences(CONFIG, other)

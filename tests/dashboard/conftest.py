@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,23 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.telemetry.wandb_server import LoopbackWandb
+
 ROOT = Path(__file__).parents[2]
 KEY = "local-" + "a" * 40
 
 Environment = dict[str, str]
-
-
-def _load_loopback() -> Any:
-    """The class of tests/telemetry/wandb_server.py; folders of tests are no packages."""
-    name = "dashboard_wandb_server"
-    if name not in sys.modules:
-        file = ROOT / "tests" / "telemetry" / "wandb_server.py"
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name].LoopbackWandb  # type: ignore[attr-defined]
 
 
 def _environment(home: Path) -> Environment:
@@ -57,9 +45,8 @@ def start_server(environment: Environment) -> Iterator[Callable[..., Any]]:
 
     A server keeps the variables of each view that arrives in `views`.
     """
-    loopback = _load_loopback()
 
-    class ServerOfViews(loopback):  # type: ignore[misc, valid-type]
+    class ServerOfViews(LoopbackWandb):
         def __init__(self, *args: Any, **more: Any) -> None:
             self.views: list[dict[str, Any]] = []
             super().__init__(*args, **more)

@@ -72,7 +72,8 @@ def test_the_real_client_saves_the_workspace_and_all_panels_arrive(
     assert (view["displayName"], view["type"]) == ("Thresholds", "project-view")
     spec = json.loads(view["spec"])
     assert _panels(spec) == _panels(_written(tmp_path / "v.json")["spec"])
-    assert spec["section"]["runSets"][0]["filters"]["filters"][0]["value"] == "a=b"
+    filters = spec["section"]["runSets"][0]["filters"]["filters"]
+    assert [one["value"] for one in filters] == ["sweep", "a=b"]
     first = done.stdout.splitlines()[0]
     assert first.startswith(f"workspace saved: {server.url}/local/clips?nw=")
 

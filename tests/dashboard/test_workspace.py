@@ -87,11 +87,13 @@ def _named(panel: dict[str, Any]) -> Iterator[tuple[str, str]]:
     config = panel["config"]
     match panel["viewType"]:
         case "Run History Line Plot":
-            yield from (("rows", key) for key in [config["xAxis"], *config["metrics"]])
+            yield from (("rows", key) for key in [config["xAxis"], *config.get("metrics", [])])
         case "Bar Chart":
             yield from (("summary", key) for key in config["metrics"])
         case "Scatter Plot":
-            yield from (_split(config[axis]) for axis in ("xAxis", "yAxis"))
+            yield from (
+                _split(config[axis]) for axis in ("xAxis", "yAxis", "zAxis") if axis in config
+            )
         case "Parallel Coordinates Plot":
             yield from (_split(column["accessor"]) for column in config["columns"])
         case "Parameter Importance":
@@ -131,6 +133,15 @@ def test_every_column_and_every_order_of_the_runs_is_in_the_record_of_a_run(
     assert {pair for pair in wanted if pair[1] not in getattr(recorded, pair[0])} == set()
 
 
+@pytest.mark.xdist_group("dashboard_run")  # one run serves both
+def test_a_run_is_recorded_once_and_by_what_describes_it(recorded: Recorded) -> None:
+    assert not [key for key in recorded.summary if key.startswith("final/")]
+    assert {"train/loss", "eval/loss", "best/eval/loss", "grad/norm/p50"} <= recorded.summary
+    sections = {name.partition(".")[0] for name in recorded.config}
+    assert {"clip", "optimizer", "model", "data", "train", "seed", "recipe"} <= sections
+    assert not sections & {"calibrate", "verify", "sweep", "report"}
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -149,6 +160,18 @@ def test_every_column_and_every_order_of_the_runs_is_in_the_record_of_a_run(
             },
         ),
         ("Scatter Plot", {"yAxis": "summary:best/eval/accuracy", "xAxisLogScale": True}),
+        (
+            "Scatter Plot",
+            {
+                "xAxis": "config:optimizer.value.lr",
+                "yAxis": "config:clip.value.threshold",
+                "zAxis": "summary:best/eval/loss",
+            },
+        ),
+        ("Run History Line Plot", {"metrics": ["clip/fraction"]}),
+        ("Run History Line Plot", {"metricRegex": "^clip/what_if/.*$"}),
+        ("Run History Line Plot", {"metricRegex": "^grad/norm/.*$", "yLogScale": True}),
+        ("Bar Chart", {"metrics": [f"grad/norm/{of}" for of in ("p50", "p90", "p99", "max")]}),
         ("Bar Chart", {"metrics": ["clip/ratio_total"]}),
         ("Parameter Importance", {"targetKey": "best/eval/loss"}),
         ("Run Comparer", {"diffOnly": True}),
@@ -181,6 +204,14 @@ def test_every_x_axis_counts_optimizer_steps(
     assert set(axes) == {"train/step"}
 
 
+TRAINING = {
+    "key": {"section": "run", "name": "jobType"},
+    "op": "!=",
+    "value": "sweep",
+    "disabled": False,
+}
+
+
 @pytest.mark.parametrize(
     "group",
     [
@@ -194,21 +225,27 @@ def test_every_x_axis_counts_optimizer_steps(
         "‖G‖ über λ 🙂",
     ],
 )
-def test_only_runs_of_the_group_are_shown_whatever_its_name(workspace: Any, group: str) -> None:
+def test_only_runs_of_the_group_that_train_are_shown_whatever_its_name(
+    workspace: Any, group: str
+) -> None:
     (runs,) = _section(workspace, group)["runSets"]
-    (only,) = runs["filters"]["filters"]
+    training, only = runs["filters"]["filters"]
+    assert training == TRAINING
     assert only == {
         "key": {"section": "run", "name": "group"},
         "op": "=",
         "value": group,
         "disabled": False,
+        "connector": "AND",
     }
     name = workspace.default_name(group)
     built = workspace.build(WorkspaceRequest("team", "clips", name, group))
     assert built.name.startswith("Clipping, ")
 
 
-def test_all_runs_are_shown_without_a_group_and_none_are_averaged(workspace: Any) -> None:
+def test_all_runs_that_train_are_shown_without_a_group_and_none_are_averaged(
+    workspace: Any,
+) -> None:
     (runs,) = _section(workspace, None)["runSets"]
-    assert runs["filters"]["filters"] == []
+    assert runs["filters"]["filters"] == [TRAINING]
     assert runs["grouping"] == []

@@ -15,6 +15,8 @@ from runner.telemetry.sinks.wandb_sink import WandbSink
 from tests.filling import fill
 from tests.process import python
 
+pytestmark = pytest.mark.sampled(one_in=3)
+
 SMALL = ["train.max_duration=20ba", "eval.interval=20ba", "data.batch_size=16", "log.flush=2"]
 
 

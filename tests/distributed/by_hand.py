@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from runner import SkipRule
 from runner.booster import Booster, LossScale, Plugin, SinglePlugin
 from runner.booster.plugin import HybridParallelPlugin, TensorParallelPlugin
 from runner.clip import Decision, build
@@ -42,6 +44,9 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
+sgd = partial(torch.optim.SGD, lr=1.0)
+
+
 class Loop:
     """A boosted model and its optimizer, with the calls of a training loop written by hand.
 
@@ -50,6 +55,8 @@ class Loop:
         model: the user's model.
         scale: loss scale; None for none.
         nonfinite: what the optimizer does with a gradient that is not finite.
+        skip: rule that skips spikes, or None.
+        optimizer: makes the optimizer.
     """
 
     def __init__(
@@ -58,14 +65,17 @@ class Loop:
         model: nn.Module,
         scale: float | None = 1024.0,
         nonfinite: Any = "skip",
+        skip: SkipRule | None = None,
+        optimizer: Callable[..., Any] = sgd,
     ) -> None:
         named = PLUGINS[plugin]() if isinstance(plugin, str) else plugin
         self.plugin: Plugin = SinglePlugin() if named is None else named
         loss_scale = None if scale is None else LossScale(scale)
-        self.booster = Booster(plugin=self.plugin, loss_scale=loss_scale, nonfinite=nonfinite)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        self.booster = Booster(
+            plugin=self.plugin, loss_scale=loss_scale, nonfinite=nonfinite, skip=skip
+        )
         self.raw = model
-        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
+        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer(model.parameters()))
         self.layout = self.optimizer.layout
 
     def part(self, whole: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from runner.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from runner.clip import build
+from runner.clip import ClipMode, build
 from runner.data.dataset import TensorPairs
 from runner.models.gpt import GPT
 from runner.models.mixture import MixtureGPT
@@ -36,11 +36,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": lambda: GPT(**SHAPE, tied=True, bias=False),
     # Ranks share five experts unevenly.
     "moe": lambda: MixtureGPT(**SHAPE, tied=False, bias=True, experts=5, top_k=2),
+    "moe_no_bias": lambda: MixtureGPT(**SHAPE, tied=False, bias=False, experts=5, top_k=2),
     "conv": lambda: network("images"),
 }
 
 PLUGINS: dict[str, Callable[[], Plugin]] = {
     "ddp": TorchDDPPlugin,
+    "static": lambda: TorchDDPPlugin(static_graph=True),
     "fsdp": TorchFSDPPlugin,
     "fsdp_gathered": lambda: TorchFSDPPlugin(reshard_after_forward=False),
     "hsdp": lambda: TorchFSDPPlugin(dp_replicate=2),
@@ -104,6 +106,19 @@ MODES: dict[str, tuple[str, float | None, float]] = {
     "adaptive": ("adaptive", 0.02, 2.0),
 }
 
+_ADAGC = {"threshold": 1.2, "warmup_steps": 2, "absolute": 0.05, "beta": 0.8}
+_ADAPTIVE = {"mode": "adaptive", "threshold": 0.02}
+
+FURTHER_MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "adagc": ("adagc", _ADAGC),
+    "per_parameter": ("per_parameter", {"threshold": 0.02}),
+    "blocks": ("per_parameter", {"threshold": 0.02, "by": "block", "norm_type": float("inf")}),
+    "chain": ("chain", {"links": [{"mode": "adagc", **_ADAGC}, _ADAPTIVE, 0.02]}),
+    # Some ranks of a pipeline have no shard of the first or of the last group.
+    "groups": ("groups", {"groups": {"*.0.*": _ADAPTIVE, "*norm.weight": "none", "*": 0.01}}),
+}
+"""Modes with further options, which :mod:`tests.distributed.test_tensor_modes` trains by."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -127,6 +142,14 @@ def _data(case: Case, samples: int) -> TensorPairs:
     if data.inputs.is_floating_point():
         data.inputs = data.inputs.to(case.dtype)
     return data
+
+
+def _mode(name: str) -> ClipMode:
+    if name in FURTHER_MODES:
+        kind, options = FURTHER_MODES[name]
+        return build(kind, **options)
+    kind, threshold, norm_type = MODES[name]
+    return build(kind, threshold=threshold, norm_type=norm_type)
 
 
 def trainer(
@@ -154,7 +177,6 @@ def trainer(
     if model is None:
         torch.manual_seed(0)
         model = MODELS[case.model]().to(case.dtype)
-    name, threshold, norm_type = MODES[case.mode]
     batch = BATCH // spread.data_size
     sgd = partial(torch.optim.SGD, lr=case.rate)
     scale = LossScale(scale=2.0**10) if case.precision == "fp16" else None
@@ -163,7 +185,7 @@ def trainer(
         spread.prepare_dataloader(data, batch, shuffle=True, seed=5),
         f"{case.steps}ba",
         eval_interval=f"{case.steps}ba",
-        algorithms=build(name, threshold=threshold, norm_type=norm_type),
+        algorithms=_mode(case.mode),
         eval_dataloader=spread.prepare_dataloader(unseen, batch),
         optimizers=(optimizer or sgd)(model.parameters()),
         plugin=spread,

@@ -27,9 +27,9 @@ def trained(plugin: str, model: str, optimizer: str, folds: bool, steps: int):
     taken = 0
     takes = Fold.takes
 
-    def counted(fold: Fold, coef: object) -> bool:
+    def counted(fold: Fold, *given: object) -> bool:
         nonlocal taken
-        here = folds and takes(fold, coef)
+        here = folds and takes(fold, *given)
         taken += here
         return here
 

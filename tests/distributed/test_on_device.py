@@ -64,6 +64,7 @@ def assert_agrees(world: int, plugins: dict[str, str], cases: dict[str, Sequence
     assert not wrong
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("world", "kind"), STARTS)
 def test_every_mode_under_every_kind_of_plugin(world, kind):
     plugins = TOGETHER[world][kind]
@@ -248,6 +249,7 @@ def test_ranks_decide_alike_where_one_has_no_momentum_to_start():
         torch.testing.assert_close(ranks[0][2][name], weight)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("world", "kind"), STARTS)
 def test_a_gradient_that_is_not_finite_under_every_kind_of_plugin(world, kind):
     """Rows, the rate of the schedule, the loss scale, errors and weights are those of a CPU."""

@@ -14,9 +14,18 @@ from tests.process import killed, python
 from tests.test_every_plugin import EXPERTS, PLUGINS, TEXT
 
 STEPS, KILLED, SAVED = 60, 37, 30
+HALTS = "_target_:tests.distributed.halting.HaltOnce,threshold:100"
+HISTORIES = {
+    "zscore": "threshold:0.5,warmup_steps:5,history:raw",
+    "percentile": "threshold:60,window:20,min_steps:5",
+    "adagc": "threshold:1.05,warmup_steps:10",
+    "schedule": f"threshold:0.05,warmup_steps:{STEPS},warmup:linear",
+}
+"""Modes whose limit follows from earlier steps, as links of a chain, with their options."""
 MODE = ["clip._target_=tests.distributed.halting.HaltOnce", "clip.threshold=0.5"]
+LINKS = ",".join(f"{{mode:{mode},{options}}}" for mode, options in HISTORIES.items())
+CHAIN = ["clip=chain", f"clip.links=[{{{HALTS}}},{LINKS}]"]
 COMMON = [
-    *MODE,
     *["device=cpu", "tracker=none", "scheduler=cosine", "optimizer=adamw", "seed=3"],
     *[f"train.max_duration={STEPS}ba", "eval.interval=20ba", "checkpoint.interval=10ba"],
     *["log.flush=1", "checkpoint.keep=1", "checkpoint.keep_best=false"],
@@ -72,7 +81,7 @@ def assert_continues(tmp_path: Path, words: list[str], folders: dict[str, dict[s
 )
 def test_each_microbatch_is_that_of_an_uninterrupted_run(tmp_path, folders, ranks, words):
     """Samples, random state and weights before each forward pass, the first after resume too."""
-    assert_continues(tmp_path, [*WITNESS, *words], folders)
+    assert_continues(tmp_path, [*MODE, *WITNESS, *words], folders)
     for rank in range(ranks):
         wanted = [seen for _, seen in seen_by(rank, folders["whole"])]
         assert len(wanted) == 2 * STEPS
@@ -83,10 +92,15 @@ def test_each_microbatch_is_that_of_an_uninterrupted_run(tmp_path, folders, rank
         assert after == wanted[2 * SAVED :]
 
 
-@pytest.mark.sampled(one_in=10)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [name for name in PLUGINS if name != "ddp"])
 def test_every_plugin(tmp_path, folders, name):
+    """Each history goes on where it was: after the resume each link clips some steps."""
     request, parts = PLUGINS[name]
     model = EXPERTS if name == "moe" else TEXT
     words = [*model, "model.dropout=0.1", *request.split(), f"data.batch_size={8 // parts}"]
-    assert_continues(tmp_path, words, folders)
+    assert_continues(tmp_path, [*CHAIN, *words], folders)
+    later = rows_of(tmp_path / "killed")[SAVED:]
+    for link, mode in enumerate(HISTORIES, start=1):
+        clipped = sum(row[f"clip/link/{link}/clipped"] for row in later)
+        assert 0 < clipped <= STEPS - SAVED, (mode, clipped)

@@ -37,6 +37,7 @@ def under_tensor(plan):
     return [train(case, TensorParallelPlugin(tp_plan=plan), model=model()) for case in CASES]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("plan", [PLAN, PARTLY, GATHERED], ids=["whole", "partly", "gathered"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_foreign_model_is_one_process(plan, world, monkeypatch):

@@ -11,6 +11,8 @@ from safetensors import safe_open
 from runner.checkpoint import folder as checkpoints
 from tests.process import python
 
+pytestmark = pytest.mark.sampled(one_in=3)
+
 SHORT = ["train.max_duration=12ba", "eval.interval=4ba", "data.batch_size=16", "tracker=none"]
 
 

@@ -174,6 +174,7 @@ def test_a_run_that_does_not_end_is_ended(environment, ranks, signals):
         assert not run.left(12)
 
 
+@pytest.mark.timing
 def test_a_wandb_that_hangs_takes_no_longer_than_the_time_to_end(environment):
     """Its process is stopped; without a signal it would be waited for longer."""
     timeout = 8

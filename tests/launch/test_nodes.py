@@ -13,6 +13,8 @@ import pytest
 from tests.launch.ends import kill
 from tests.process import python
 
+pytestmark = pytest.mark.sampled(one_in=3)
+
 SMALL = ["train.max_duration=12ba", "eval.interval=12ba", "data.batch_size=16", "tracker=none"]
 
 

@@ -10,6 +10,8 @@ import pytest
 from runner.compose.request import request
 from runner.launch import preload
 
+pytestmark = pytest.mark.sampled(one_in=3)
+
 ROOT = Path(__file__).parents[2]
 SMALL = ["device=cpu", "tracker=none", "data.batch_size=16", "train.max_duration=3ba"]
 TEXT = ["data=text", "data.sequence_length=16", "data.max_bytes=20000", "data.batch_size=4"]

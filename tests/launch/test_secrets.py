@@ -13,6 +13,8 @@ from runner.config.identity import differences
 from runner.config.problem import RequestError
 from tests.process import python
 
+pytestmark = pytest.mark.sampled(one_in=3)
+
 MODEL = [
     *("model._target_=tests.launch.secretive.Secretive", "data.batch_size=32", "device=cpu"),
     *("train.max_duration=3ba", "checkpoint.interval=2ba", "tracker.mode=offline"),

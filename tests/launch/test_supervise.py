@@ -20,6 +20,8 @@ from runner.compose.request import request
 from runner.launch import local_rank, supervise
 from tests.process import python
 
+pytestmark = pytest.mark.sampled(one_in=3)
+
 SMALL = ["train.max_duration=12ba", "eval.interval=12ba", "data.batch_size=16"]
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shlex
+from collections import Counter
 
 import pytest
 
@@ -11,10 +12,11 @@ from runner.compose import recipes
 from runner.compose.answers import help_text
 from runner.compose.request import request
 from runner.config.folders import find
+from tests.mode_names import NAMES
 from tests.process import python
 
 RECIPES = {recipe.name: recipe for recipe in recipes.read_all()}
-SWEEPS = sorted(name for name in RECIPES if name.startswith("sweep_"))
+SWEEPS = sorted(name for name, recipe in RECIPES.items() if "hydra" in recipe.content)
 RUNS = sorted(set(RECIPES) - set(SWEEPS))
 FIELDS = ["source", "clipped", "command", "small", "differs"]
 FIRST = ["accumulate_4", "cifar10_resnet34"]
@@ -47,6 +49,7 @@ PUBLISHED = {
     "tabert": ("norm", 1.0, "Adam", {"lr": 2e-5, "eps": 1e-8, "weight_decay": 0}),
 }
 SWEPT = {
+    "sweep_lr_and_threshold": ("norm", [0.25, 1.0, 100.0] * 4),
     "sweep_adaptive": ("adaptive", [0.01, 0.02, 0.04, 0.08, 0.16] * 2),
     "sweep_norm": ("norm", [0.1, 0.25, 1.0, 2.0]),
     "sweep_value": ("value", [0.01, 0.03, 0.1, 0.3]),
@@ -89,6 +92,7 @@ def test_a_header_says_what_it_is_where_it_is_from_and_how_to_run_it(name):
         assert re.search(r"20[01]\d|202\d|docs/", fields["source"]), "no year"
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_words_of_the_header_compose(name):
     for field in ("command", "small", "paper"):
@@ -169,6 +173,14 @@ def test_a_sweep_runs_the_thresholds_of_the_literature(name):
     assert {job.config.clip.mode for job in found.jobs} == {mode}
 
 
+def test_nanochats_thresholds_run_with_three_seeds_each():
+    jobs = request(["recipe=nanochat_thresholds"], writes=False).jobs
+    clips = [(job.config.clip.mode, job.config.clip.threshold) for job in jobs]
+    norms = [("norm", threshold) for threshold in (0.25, 0.5, 1.0, 2.0)]
+    assert clips == [clip for clip in (*norms, ("value", 0.01), ("none", None)) for _ in range(3)]
+    assert [job.config.seed for job in jobs] == [0, 1, 2] * 6
+
+
 def test_the_adaptive_sweep_is_by_batch_size():
     jobs = request(["recipe=sweep_adaptive"], writes=False).jobs
     assert [job.config.data.batch_size for job in jobs] == [32] * 5 + [256] * 5
@@ -178,6 +190,45 @@ def test_the_accumulation_sweep_keeps_the_effective_batch():
     jobs = request(["recipe=sweep_accumulation"], writes=False).jobs
     assert [job.config.accumulation.steps for job in jobs] == [1, 2, 4, 8]
     assert {job.config.accumulation.steps * job.config.data.batch_size for job in jobs} == {64}
+
+
+COMPARED = {
+    "sweep_methods": set(NAMES) - {"chain", "groups"},
+    "sweep_methods_resnet": set(NAMES) - {"chain", "groups", "update", "spike"},
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_methods_are_compared_with_equal_budgets(name):
+    jobs = request([f"recipe={name}"], writes=False).jobs
+    settings = Counter((job.config.clip.mode, job.config.optimizer.arguments["lr"]) for job in jobs)
+    assert {mode for mode, _ in settings} == COMPARED[name]
+    rates = sorted({rate for _, rate in settings})
+    assert rates[1] == 2 * rates[0]
+    assert set(settings.values()) == {3}
+    assert len({job.config.train.max_duration for job in jobs}) == 1
+
+
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize("name", COMPARED)
+def test_every_method_of_a_comparison_runs(name, outputs):
+    if name.endswith("resnet"):
+        pytest.importorskip("timm")
+    words = [f"recipe={name}", "seed=0", "train.max_duration=3ba", "tracker=none", "device=cpu"]
+    rate = min(
+        job.config.optimizer.arguments["lr"]
+        for job in request([f"recipe={name}"], writes=False).jobs
+    )
+    done = python(
+        *("-m", "runner", *words, f"optimizer.lr={rate}"),
+        cwd=find("recipes").parent,
+        timeout=4 * SECONDS,
+    )
+    files = list((outputs / "sweeps").glob("*/*/metrics.jsonl"))
+    last = [json.loads(file.read_text().splitlines()[-1]) for file in files]
+    assert len(last) == len(COMPARED[name]), done.stderr
+    assert all(row["train/step"] == 3 and math.isfinite(row["eval/loss"]) for row in last)
 
 
 @pytest.mark.sampled(one_in=10)

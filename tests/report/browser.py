@@ -118,12 +118,14 @@ class Page:
 
     Attributes:
         browser: it belongs to.
+        file: that is shown.
         complaints: exceptions, console output and log entries, in words.
         requests: addresses asked for beyond the page itself.
     """
 
     browser: Browser
     session: str
+    file: Path
     complaints: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
@@ -139,7 +141,7 @@ class Page:
         """Open a file in a new tab and wait until it is loaded."""
         target = browser.send("Target.createTarget", url="about:blank")["targetId"]
         attached = browser.send("Target.attachToTarget", targetId=target, flatten=True)
-        page = cls(browser, attached["sessionId"])
+        page = cls(browser, attached["sessionId"], file)
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.send(f"{domain}.enable")
         page.resize(width, height)
@@ -172,10 +174,9 @@ class Page:
             *(str(event["entry"]) for event in self.seen("Log.entryAdded")),
         ]
         asked = [event["request"]["url"] for event in self.seen("Network.requestWillBeSent")]
-        # Addresses with the data in themselves are asked of nobody.
-        self.requests = [
-            url for url in asked if url != file.as_uri() and not url.startswith("data:")
-        ]
+        # Addresses with the data in themselves, or of what the page made, are asked of nobody.
+        inner = ("data:", "blob:")
+        self.requests = [url for url in asked if url != file.as_uri() and not url.startswith(inner)]
 
     def ask(self, expression: str) -> Any:
         """The value of an expression of JavaScript in the page."""
@@ -201,6 +202,26 @@ class Page:
     def point(self, x: float, y: float) -> None:
         """Move the pointer."""
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def click(self, x: float, y: float, *, to: tuple[float, float] | None = None) -> None:
+        """Press the left button at a place and let go there, or at another one."""
+        self.point(x, y)
+        for kind, at in (("mousePressed", (x, y)), ("mouseReleased", to or (x, y))):
+            if at != (x, y):
+                for part in (0.3, 0.6, 1.0):
+                    self._mouse("mouseMoved", x + (at[0] - x) * part, y + (at[1] - y) * part, 1)
+            self._mouse(kind, *at, 1)
+
+    def _mouse(self, kind: str, x: float, y: float, buttons: int) -> None:
+        held = {"button": "left", "buttons": buttons, "clickCount": 1}
+        self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **held)
+
+    def until(self, expression: str, seconds: float = 20.0) -> Any:
+        """The value of an expression once it is true; the last one if it does not become so."""
+        end = time.monotonic() + seconds
+        while not (value := self.ask(expression)) and time.monotonic() < end:
+            self.browser.settle(0.05)
+        return value
 
     def resize(self, width: int, height: int) -> None:
         """The size of the window, in pixels of style sheets."""

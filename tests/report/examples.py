@@ -288,6 +288,30 @@ def sweep(
     return folder
 
 
+def rates(folder: Path, seeds: tuple[int, ...] = (0, 1), momenta: tuple[float, ...] = ()) -> Path:
+    """A sweep over learning rate and threshold, and over momentum if there are several.
+
+    The loss is best at a rate of 0.1. At 0.8, runs diverge that do not clip at 0.25.
+    """
+    number = 0
+    for rate in (0.02, 0.1, 0.4, 0.8):
+        for mode, threshold in (("norm", 0.25), ("norm", 1.0), ("none", None)):
+            for momentum in momenta or (0.9,):
+                for seed in seeds:
+                    lost = 60 if rate == 0.8 and threshold != 0.25 else None
+                    made = rows(mode, threshold, 120, seed=100 * seed + number, diverges_at=lost)
+                    for row in made:
+                        worse = abs(math.log(rate / 0.1)) * (0.06 + 0.1 * (1 - momentum))
+                        for key in {"train/loss", "eval/loss"} & row.keys():
+                            row[key] += worse
+                    words = (f"clip={mode}", f"optimizer.lr={rate}", f"seed={seed}")
+                    of = config(clip__mode=mode, clip__threshold=threshold, seed=seed)
+                    of["optimizer"] |= {"lr": rate, "momentum": momentum}
+                    write_run(folder / str(number), made, of, overrides=words)
+                    number += 1
+    return folder
+
+
 NORM = [("norm", 0.1), ("norm", 0.25), ("norm", 1.0), ("norm", 2.0)]
 MIXED = [
     *NORM,
@@ -343,6 +367,8 @@ def main(folder: Path) -> None:
     sweep(folder / "norm", [*NORM, ("none", None)], seeds=(0, 1, 2), layers=LAYERS)
     sweep(folder / "mixed", MIXED, steps=600, what_if=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5))
     troubled(folder / "troubled")
+    rates(folder / "rates")
+    rates(folder / "keys", seeds=(0,), momenta=(0.0, 0.9))
     write_run(
         folder / "one",
         rows("norm", 1.0, 500, layers=LAYERS),

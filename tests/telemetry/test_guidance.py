@@ -1,6 +1,7 @@
 """What a run remarks on its threshold: each situation and the sentences said in it."""
 
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ ADAM = Effect("AdamW", "normalized")
 TINY = Effect("AdamW", "normalized", floor=True)
 LION = Effect("Lion", "sign")
 MUON = Effect("Muon", "orthogonalized")
+BESIDE_MUON = Effect("AdamW", "normalized", left_out="Muon")
+MUON_TOO = Effect("Muon with AdamW", "normalized")
+TINY_MUON = Effect("Muon", "orthogonalized", floor=True)
 RPROP = Effect("Rprop", "sign only")
 CALIBRATE = (
     "python -m runner calibrate with the same overrides shows which threshold clips how large a "
@@ -193,6 +197,61 @@ SITUATIONS = {
             "threshold mends that: look at the learning rate, the loss and the precision."
         ],
     ),
+    "most steps, AdamW beside Muon": (
+        summary(0.7),
+        Setting(info_of("norm"), 0.1, effect=BESIDE_MUON),
+        [
+            "The threshold 0.1 clipped 70 % of the steps. The gradients of Muon are not scaled. "
+            "AdamW divides by the size of earlier gradients, so this does not make its steps "
+            "smaller. To clip spikes alone, raise clip.threshold to about 1.25, the 90th "
+            "percentile of ‖G‖ without Muon's matrices."
+        ],
+    ),
+    "never, AdamW beside Muon": (
+        summary(0.0),
+        Setting(info_of("norm"), 10.0, effect=BESIDE_MUON),
+        [
+            "The threshold 10 clipped nothing: the largest ‖G‖ without Muon's matrices was 3.2. To "
+            "clip the largest tenth of the steps, set clip.threshold to about 1.25, the 90th "
+            "percentile of ‖G‖ without Muon's matrices."
+        ],
+    ),
+    "never, Muon alone": (
+        summary(0.0) | {"clip/peak": dict.fromkeys(("p50", "p90", "max"), 0.0)},
+        Setting(info_of("norm"), 1.0, effect=MUON),
+        [
+            "The threshold 1 clipped nothing: Muon steps all parameters, and clip.scales=auto does "
+            "not scale its gradients."
+        ],
+    ),
+    "most units, AdamW beside Muon": (
+        summary(1.0, fraction=0.99),
+        Setting(info_of("adaptive"), 0.001, effect=MUON_TOO),
+        [
+            "The threshold 0.001 clipped 99 % of the units on average. Muon with AdamW normalize "
+            "the size of gradients, so this does not make their steps smaller. "
+            f"{CALIBRATE}units."
+        ],
+    ),
+    "every step, Muon's matrices too": (
+        summary(1.0),
+        Setting(info_of("norm"), 0.1, effect=MUON_TOO),
+        [
+            "The threshold 0.1 clipped 100 % of the steps. Muon with AdamW normalize the size of "
+            "gradients, so this does not make their steps smaller: thresholds this low train "
+            f"nearly alike. {SPIKES}"
+        ],
+    ),
+    "every step, so low that Muon's constant matters": (
+        summary(1.0),
+        Setting(info_of("norm"), 1e-9, effect=TINY_MUON),
+        [
+            "The threshold 1e-09 clipped 100 % of the steps. eps of Muon is not negligible for "
+            "gradients this small, so clipping makes the steps smaller. clip.scales=auto does not "
+            "scale the gradients of Muon. A threshold that clips so many steps acts like a lower "
+            f"learning rate, not as a limit on spikes. {UNSTABLE}"
+        ],
+    ),
     "steps that searched the loss scale": (
         summary(0.2, nonfinite=3),
         Setting(info_of("norm"), 1.0, searches=3),
@@ -275,6 +334,7 @@ def named(name, **defaults):
         (torch.optim.Adagrad, {}, "normalized"),
         (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}, "normalized, floor"),
         (torch.optim.Adafactor, {}, "normalized"),
+        (torch.optim.Adafactor, {"eps": (1e-3, 1e-3)}, "normalized, floor"),
         (torch.optim.Rprop, {}, "sign only"),
         (torch.optim.Muon, {}, "orthogonalized"),
         (torch.optim.Muon, {"eps": 1.0}, "orthogonalized, floor"),
@@ -314,6 +374,27 @@ def test_optimizers_that_step_together(kinds, expected):
     assert (effect.name, effect.kind) == expected
 
 
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ((torch.optim.Muon, torch.optim.AdamW), Effect("AdamW", "normalized", left_out="Muon")),
+        ((torch.optim.Muon, torch.optim.SGD), Effect("SGD", "plain", left_out="Muon")),
+        ((torch.optim.AdamW,), Effect("AdamW", "normalized")),
+        ((torch.optim.Muon,), Effect("Muon", "orthogonalized")),
+    ],
+)
+def test_what_a_coefficient_does_where_it_leaves_matrices_out(kinds, expected):
+    made = [kind([nn.Parameter(torch.zeros(4, 4))]) for kind in kinds]
+    assert effect_of(made, 0.25, 10_000, leaves_out=True) == expected
+
+
+def test_the_least_divisor_of_adafactor():
+    made = [torch.optim.Adafactor([nn.Parameter(torch.zeros(4, 4))])]
+    least = torch.finfo(torch.float32).eps
+    assert not effect_of(made, 4 * 20 * least, 16).floor
+    assert effect_of(made, 4 * 5 * least, 16).floor
+
+
 def steps_of(optimizer, factor):
     """The parameter's path under gradients of a fixed seed, all multiplied by ``factor``."""
     torch.manual_seed(0)
@@ -333,6 +414,7 @@ def steps_of(optimizer, factor):
         torch.optim.RMSprop,
         torch.optim.Adagrad,
         torch.optim.Adafactor,
+        partial(torch.optim.Adafactor, eps=(1.0, 1e-3)),
         torch.optim.Rprop,
         torch.optim.Muon,
     ],

@@ -11,6 +11,10 @@ from runner.train import preflight
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 
 LBFGS = ["~optimizer.weight_decay", "~optimizer.nesterov"]
+IN_BACKWARD = [
+    *("clip=value", "clip.when=backward"),
+    *("clip.step_in_backward=true", "clip.nonfinite=error"),
+]
 TEXT = ["model=gpt", "data=text"]
 UNKNOWN = "plugin.tp_plan={blocks.*.mlp.upp:colwise}"
 SEQUENCE = "plugin.sequence_parallel=true"
@@ -97,6 +101,18 @@ WRONG = [
     (["data.test_fraction=2"], ["data.test_fraction=2", "runner.data.digits.digits refuses it"]),
     (["clip=adaptive", "clip.exclude=[haed.*]"], ["clip.exclude", "haed", "matches no parameter"]),
     (["clip=adaptive", "clip.units={haed.*:1}"], ["clip.units={haed.*:1}", "matches no parameter"]),
+    (
+        ["clip=update", "optimizer=sgd"],
+        ["optimizer._target_=torch.optim.SGD", "clip=update needs", "choose optimizer=adamw"],
+    ),
+    (
+        [*IN_BACKWARD, "optimizer._target_=tests.refusing.Counting"],
+        ["optimizer._target_", "Counting takes other steps one parameter after the other"],
+    ),
+    (
+        ["clip=spike", "optimizer=adagrad"],
+        ["optimizer._target_=torch.optim.Adagrad", "clip=spike needs", "Adagrad keeps none"],
+    ),
     (
         ["clip=adaptive", "clip.units={head.*:[0,1]}"],
         ["clip.units={head.*:[0,1]}", "head.* names dimension 1 of head.bias, whose shape is [10]"],

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from runner.clip import Layout
+from runner.clip import Layout, Number, transfer
 from runner.clip.exchange import start_gather
 from runner.data.dataset import collate_pairs
 from runner.data.order import PartitionedBatches
 from runner.data.stream_loader import StreamLoader
 from runner.data.workers import WorkerLoader
+from runner.parallel.final_gradients import Final
 from runner.parallel.gradient_sync import nothing
 from runner.parallel.pipeline import Pipeline
 
@@ -62,6 +63,9 @@ class ParallelModel:
         steps: ids of the parameters that the optimizer of this rank steps; None for all.
         pipeline: pipeline that runs batches, if the model is split into stages.
         renamed: name in the whole model of each parameter that has another name on this rank.
+        watch_final: function that calls another one with parameters whose gradients have become
+            final in a backward pass, see :mod:`runner.parallel.final_gradients`; None if they are
+            final only after it.
     """
 
     module: nn.Module
@@ -71,6 +75,7 @@ class ParallelModel:
     steps: frozenset[int] | None = None
     pipeline: Pipeline | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
+    watch_final: Callable[[Final], None] | None = None
 
 
 class Plugin(ABC):
@@ -139,6 +144,25 @@ class Plugin(ABC):
         """
         mine = values if self.reports_metrics else [0.0] * len(values)
         return self.sum_over_ranks(mine)
+
+    def start_mean_over_data(self, value: Number, device: torch.device) -> Callable[[], Number]:
+        """Start the mean of a value over the data-parallel ranks, without waiting for ``device``.
+
+        One collective of 8 bytes of each rank, none where there is one rank.
+
+        Args:
+            value: this rank's value; read only where :attr:`reports_metrics` is set.
+            device: where the collective runs.
+
+        Returns:
+            A function that returns the mean, the same bits on every rank: a float where the host
+            can read ``device``, else a 0-dimensional tensor.
+        """
+        if self.world_size == 1:
+            return lambda: value
+        mine = value if self.reports_metrics else 0.0
+        rows = start_gather(transfer.on_device([mine], device), None)
+        return lambda: transfer.read(rows().sum() / self.data_size)
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sum values over all ranks, as :meth:`sum_over_data` does over data-parallel ones."""

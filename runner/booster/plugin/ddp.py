@@ -6,7 +6,8 @@ needs no collective. Both forward and backward pass have to run inside ``no_sync
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from runner.booster.plugin.base import ParallelModel, Plugin, require_process_group
 from runner.clip import Layout
+from runner.parallel.final_gradients import watch_buckets
 from runner.parallel.gradient_sync import synchronise_batch_norm
 
 
@@ -55,11 +57,18 @@ class TorchDDPPlugin(Plugin):
         device = next(model.parameters()).device
         ids = [device.index] if device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids=ids, **self.ddp_kwargs)
-        return ParallelModel(wrapped, Layout.of_model(model))
+        watch = partial(watch_buckets, wrapped)
+        return ParallelModel(wrapped, Layout.of_model(model), watch_final=watch)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return DDP's context: gradients stay local until a backward pass outside."""
+        """Return DDP's context: gradients stay local until a backward pass outside.
+
+        With ``static_graph`` the first backward pass of a training has to average its gradients:
+        PyTorch 2.14 fails under ``DDP.no_sync`` there. The sum over the window is the same.
+        """
         assert isinstance(model, DistributedDataParallel)
+        if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
+            return nullcontext()
         return model.no_sync()
 
 

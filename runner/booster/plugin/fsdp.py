@@ -16,6 +16,7 @@ from torch import nn
 from runner.booster.plugin.base import Misfit, ParallelModel, Plugin, require_process_group
 from runner.booster.precision import dtype_of
 from runner.clip import Layout
+from runner.parallel.final_gradients import watch_blocks
 from runner.parallel.gradient_sync import (
     broadcast_buffers,
     broadcast_model,
@@ -90,6 +91,7 @@ class TorchFSDPPlugin(Plugin):
                 broadcast_buffers(model, self.world),
             ),
             broadcast_params=partial(reshard, [model]),
+            watch_final=partial(watch_blocks, model, usage, self.world),
         )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

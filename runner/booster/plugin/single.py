@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from runner.booster.plugin.base import ParallelModel, Plugin
 from runner.clip import Layout
+from runner.parallel.final_gradients import watch_parameters
 
 
 class SinglePlugin(Plugin):
@@ -25,7 +27,8 @@ class SinglePlugin(Plugin):
 
     def configure(self, model: nn.Module) -> ParallelModel:
         """Return the model unchanged."""
-        return ParallelModel(model, Layout.of_model(model))
+        watch = partial(watch_parameters, model)
+        return ParallelModel(model, Layout.of_model(model), watch_final=watch)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return an empty context: there is nothing to synchronise."""

@@ -48,11 +48,12 @@ def info_of(name: str, recorded: Mapping[str, Any] | None = None) -> ModeInfo:
 
     Args:
         name: name of the mode.
-        recorded: what :meth:`ModeInfo.record` returned in the run; None if it was not recorded.
+        recorded: what :meth:`ModeInfo.record` returned in the run; None if it was not recorded,
+            as the facts about a mode of this project, unless they depend on its options.
     """
-    if name in NAMES:
-        return built_in(name).info
-    return ModeInfo() if recorded is None else ModeInfo.of_record(recorded)
+    if recorded is not None:
+        return ModeInfo.of_record(recorded)
+    return built_in(name).info if name in NAMES else ModeInfo()
 
 
 def options_of(mode: type[Mode]) -> dict[str, Option]:

@@ -29,6 +29,7 @@ class Adaptive(Mode):
 
     info = ModeInfo(
         clips="units",
+        by_tensor=True,
         stat="‖G_u‖/‖W_u‖ of a unit",
         unit="‖W_u‖",
         note="A threshold of this mode is a ratio to the norm of each unit's weights, not a value "

@@ -9,7 +9,9 @@ from runner.config.modes.mode import Mode, ModeInfo
 class Unclipped(Mode):
     """The gradient is measured, but not clipped."""
 
-    info = ModeInfo(clips=None, stat="‖G‖", unit="‖G‖", note="These runs clip nothing.")
+    info = ModeInfo(
+        clips=None, by_tensor=True, stat="‖G‖", unit="‖G‖", note="These runs clip nothing."
+    )
 
 
 MODE = Unclipped

@@ -16,6 +16,7 @@ class Value(Mode):
 
     info = ModeInfo(
         clips="elements",
+        by_tensor=True,
         stat="gradient element",
         unit="|g|",
         note="A threshold of this mode bounds single elements, not ‖G‖, so none is drawn.",

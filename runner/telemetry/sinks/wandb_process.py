@@ -1,9 +1,9 @@
 """The process that records runs with wandb, one after the other. It is started by its path,
 with a folder for temporary files.
 
-It imports only the standard library and wandb. It reads JSON lines from standard input: of each run
-the request, the rows, and the end. It answers with JSON lines on standard output; the last one of a
-run tells whether the process can record another one.
+It imports only the standard library and wandb, and plotly for figures. It reads JSON lines from
+standard input: of each run the request, the rows or figures, and the end. It answers with JSON
+lines on standard output; the last one of a run tells whether the process can record another one.
 
 It is a process of its own because wandb may block without limit, and only a process can be killed.
 With wandb 0.31 the client ignores the time limit of finishing if about ten megabytes wait for a
@@ -117,6 +117,14 @@ class Recorder:
         """Log one row, without ``step=``, which would keep the row open for later keys."""
         if self._run is not None:
             self._run.log(row)
+
+    def draw(self, figures: dict[str, Any]) -> None:
+        """Log figures of plotly, in the form of JSON."""
+        if self._run is not None:
+            import wandb
+            from plotly.graph_objects import Figure
+
+            self._run.log({key: wandb.Plotly(Figure(one)) for key, one in figures.items()})
 
     def end(self, summary: dict[str, Any] | None, exit_code: int) -> bool:
         """Finish the run; return False if wandb's client is stuck.
@@ -234,11 +242,17 @@ def _quiet_wandb(complaints: list[str] | None = None) -> Any:
     return wandb
 
 
+def has_gpu(devices: Path = Path("/dev")) -> bool:
+    """Return whether this machine has a GPU that wandb can watch, without importing torch."""
+    return any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists()
+
+
 def _settings(wandb: Any, init_seconds: float, finish_seconds: float) -> Any:
     """Return new settings for one run; wandb changes the object.
 
     Machine, command line, code and environment are not recorded: arguments may hold secrets, and
-    the run folder has what is needed.
+    the run folder has what is needed. How busy the machine is, and its memory, are recorded where
+    there is a GPU.
     """
     wanted = {
         "silent": True,
@@ -252,7 +266,8 @@ def _settings(wandb: Any, init_seconds: float, finish_seconds: float) -> Any:
         "disable_code": True,
         "save_code": False,
         "x_disable_meta": True,
-        "x_disable_stats": True,
+        "x_disable_stats": not has_gpu(),
+        "x_stats_pid": os.getppid(),  # the trainer, whose share of the GPU is shown
         "x_disable_machine_info": True,
         "x_save_requirements": False,
         # A killed machine loses a second of the record instead of fifteen.
@@ -311,8 +326,11 @@ def _record(request: dict[str, Any], inbox: Inbox, say: Callable[[str, str], Non
     try:
         recorder = Recorder(request, say)
         record = recorder.offline_file
-        while (message := inbox.get()) is not None and "row" in message:
-            recorder.write(message["row"])
+        while (message := inbox.get()) is not None and "summary" not in message:
+            if "figures" in message:
+                recorder.draw(message["figures"])
+            else:
+                recorder.write(message["row"])
         # A trainer that sent no end was killed.
         end = message or {"summary": None, "exit_code": 1}
         complete = recorder.end(end["summary"], end["exit_code"])

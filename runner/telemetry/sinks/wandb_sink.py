@@ -10,7 +10,7 @@ import queue
 import secrets
 import string
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +23,9 @@ from runner.telemetry.sinks.recorder_process import RecorderProcess
 from runner.telemetry.sinks.wandb_process import effective_mode
 
 __all__ = ["WandbSink", "effective_mode", "new_run_id"]
+
+SWEEP_JOB_TYPE = "sweep"
+"""Job type of the run of a sweep, which holds the figures of its page."""
 
 INIT_SECONDS = 5.0
 """Seconds that a server may take to accept a run before it is recorded offline."""
@@ -149,12 +152,20 @@ class WandbSink:
         self._queued += len(row)
         self._outbox.put({"row": dict(row)})
 
+    def draw(self, figures: Mapping[str, Mapping[str, Any]]) -> None:
+        """Queue figures of plotly by their keys, in the form of JSON."""
+        if self._process is not None:
+            self._outbox.put({"figures": figures})
+
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         """Send the end of the run and wait until it is recorded, see the class."""
         process, self._process = self._process, None
         if process is None:
             return
-        self._outbox.put({"summary": dict(_flat(summary or {})), "exit_code": exit_code})
+        # wandb keeps the last value of each metric under its own key.
+        whole = dict(summary or {})
+        flat = {**dict(_flat(whole.pop("final", {}))), **dict(_flat(whole))}
+        self._outbox.put({"summary": flat, "exit_code": exit_code})
         self._outbox.put(None)
 
         def has_ended(seconds: float) -> bool:

@@ -21,7 +21,7 @@ import pytest
 
 from runner.run_folder.rows import JsonlSink, Row, read_rows
 from runner.run_folder.strict_json import decode
-from runner.telemetry.sinks import wandb_sink
+from runner.telemetry.sinks import wandb_process, wandb_sink
 from runner.telemetry.sinks.wandb_process import STUCK_SECONDS
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
 
@@ -146,10 +146,28 @@ def test_the_offline_record_holds_what_metrics_jsonl_holds(
         updates = [r["summary"]["update"] for r in records if r["type"] == "summary"]
         last = {key: value for update in updates for key, value in update.items()}
         assert last["grad/norm/p50"] == pytest.approx(1 / 3)
-        assert (last["final/train/loss"], last["grad/norm/max"]) == ("NaN", "Infinity")
-        assert (last["final/eval/loss"], last["steps"]) == (0.125, 6)
+        assert (last["train/loss"], last["grad/norm/max"]) == ("NaN", "Infinity")
+        assert (last["eval/loss"], last["steps"]) == (0.125, 6)
+        assert not [key for key in last if key.startswith("final/")]
     assert {path.name for path in folder.iterdir()} == {"wandb", "metrics.jsonl"}
     assert _warnings(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "there"),
+    [((), False), (("nvidiactl",), False), (("nvidiactl", "nvidia0"), True), (("kfd",), True)],
+)
+def test_the_machine_is_watched_where_there_is_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[str, ...], there: bool
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    for name in files:
+        (tmp_path / name).touch()
+    assert wandb_process.has_gpu(tmp_path) is there
+    monkeypatch.setattr(wandb_process, "has_gpu", lambda: there)
+    settings = wandb_process._settings(wandb, 1.0, 1.0)
+    assert settings.x_disable_stats is not there
+    assert settings.x_stats_pid == os.getppid()
 
 
 def test_offline_asks_no_server(start_server: Any, tmp_path: Path) -> None:

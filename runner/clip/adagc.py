@@ -1,0 +1,157 @@
+"""Mode ``adagc``: each tensor's norm is limited to λ times the running mean γ_p of its norm.
+
+Wang et al. 2025 (AdaGC, arXiv 2502.11034, algorithm 1), with G the whole gradient and g_p that of
+the parameter p::
+
+    t < T:  h = min(1, λ_abs/‖G‖)          γ_p ← min(γ_p, ‖h·g_p‖)
+    t ≥ T:  h_p = min(1, λ·γ_p/‖g_p‖)      γ_p ← β·γ_p + (1−β)·‖h_p·g_p‖
+
+A step whose gradient is zero, or absent, leaves γ_p as it is. With the published rule a zero makes
+γ_p zero in the warm-up: h_p is then 0 for ever, and the tensor is frozen. A parameter that gets its
+first gradient after the warm-up is not clipped in that step, which begins its γ_p.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.clip import transfer
+from runner.clip.decision import Decision, GradStats
+from runner.clip.layout import Layout
+from runner.clip.past import PastNorms
+from runner.clip.tensors import TensorMode
+from runner.config.modes.adagc import AdaGC
+
+
+@dataclass(eq=False)
+class AdaGCClip(AdaGC, PastNorms, TensorMode):  # type: ignore[misc]
+    """Limit the norm of each tensor by its own history.
+
+    The history is ``step``, the number of finite steps so far, and ``gamma``, one value for each of
+    ``layout.names``, [parameters], infinite before the first gradient: the same on every rank.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    _names: Sequence[str] = field(default=(), init=False, repr=False)
+    _layout: Layout | None = field(default=None, init=False, repr=False)
+    _at: Tensor | None = field(default=None, init=False, repr=False)  # of a part: in the history
+    _warm: bool = field(default=True, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.absolute > 0:
+            raise ValueError(f"absolute must be above 0, not {self.absolute}")
+        if not 0 <= self.beta < 1:
+            raise ValueError(f"beta must be at least 0 and below 1, not {self.beta}")
+        if not self.warmup_steps >= 0:
+            raise ValueError(f"warmup_steps must be at least 0, not {self.warmup_steps}")
+
+    @property
+    def limit_moves(self) -> bool:
+        """Whether the λ in force is one of the step: the warm-up has none."""
+        return True
+
+    def bind(self, layout: Layout) -> None:
+        """Give each parameter of ``layout`` its place in the history, by its name."""
+        self._layout = layout
+        self._arrange(layout)
+
+    def _arrange(self, layout: Layout) -> None:
+        """Order the history by the names of ``layout``, whose order depends on the plugin."""
+        device, wide = layout.device, transfer.widest(layout.device)
+        if "step" not in self._past:
+            self._past["step"] = torch.zeros((), dtype=wide, device=device)
+        gamma = torch.full((len(layout.names),), math.inf, dtype=wide, device=device)
+        known = [(i, layout.positions.get(name)) for i, name in enumerate(self._names)]
+        both = [(i, at) for i, at in known if at is not None]
+        if both:
+            before = torch.as_tensor(self._past["gamma"]).to(device, wide)
+            here, there = transfer.on_device([*chain(*both)], device).long().view(-1, 2).T
+            gamma = gamma.index_copy(0, there, before[here])
+        self._past["gamma"] = gamma
+        self._past["step"] = torch.as_tensor(self._past["step"]).to(device, wide)
+        self._names = layout.names
+
+    @torch.no_grad()
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        """Compare the norm of each tensor with its history; every rank knows all of them."""
+        if self._layout is not layout:
+            self.bind(layout)
+        tensors = self.tensors(layout, stats)
+        norms, present = tensors.norms, tensors.present
+        step, gamma = self._past["step"], self._past["gamma"]
+        if self._at is not None:
+            gamma = gamma[self._at]
+        warm, begun = step < self.warmup_steps, gamma.isfinite()
+        limit = self.limit * gamma
+        whole = torch.as_tensor(stats.norm, dtype=norms.dtype, device=norms.device)
+        over = torch.where(warm, whole > self.absolute, norms > limit) & present
+        scales = torch.where(over, torch.where(warm, self.absolute / whole, limit / norms), 1.0)
+        entering = norms * scales if self._keeps_clipped else norms
+        mean = torch.where(begun, self.beta * gamma + (1 - self.beta) * entering, entering)
+        updated = torch.where(warm, gamma.minimum(entering), mean)
+        self._remember(torch.where(norms > 0, updated, gamma))
+        ratios = torch.where(warm, math.nan, norms / gamma)
+        self.count(layout, ratios, present)
+        return self.scale_tensors(
+            stats,
+            tensors,
+            scales,
+            over,
+            present,
+            max_stat=transfer.read(ratios.amax() if ratios.numel() else whole),
+            threshold=transfer.read(torch.where(warm, math.nan, whole.new_full((), self.limit))),
+        )
+
+    def _remember(self, gamma: Tensor) -> None:
+        """Replace the history; of a part of the parameters, that of these."""
+        if self._at is None:
+            self._past["gamma"] = gamma
+            self.end_parts()
+        else:
+            self._past["gamma"] = self._past["gamma"].index_copy(0, self._at, gamma)
+
+    def of_part(self, layout: Layout) -> AdaGCClip:
+        """Return the mode for some parameters, with their places in the history."""
+        made = copy.copy(self)
+        places = {name: i for i, name in enumerate(self._names)}
+        at = [places[name] for name in layout.names]
+        made._layout, made._at = layout, transfer.on_device(at, layout.device).long()
+        return made
+
+    def ready_for_parts(self) -> bool:
+        """Return whether the warm-up is over: in it, ‖G‖ decides.
+
+        In the warm-up this waits for an accelerator, once a step.
+        """
+        if self._warm:
+            self._warm = bool(self._past["step"] < self.warmup_steps)
+        return not self._warm
+
+    def end_parts(self) -> None:
+        """Count the step."""
+        self._past["step"] = self._past["step"] + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the threshold, the history, and the names of its parameters."""
+        return super().state_dict() | {"names": list(self._names)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, also under another plugin."""
+        super().load_state_dict(state)
+        self._names, self._warm = state["names"], True
+        if self._layout is not None:
+            self._arrange(self._layout)
+
+
+MODE = AdaGCClip

@@ -1,0 +1,179 @@
+"""Mode ``schedule``: another mode clips, with a λ that is a function of the optimizer step.
+
+``λ_t = threshold · warm-up factor(t) · decay(t)``, where t counts the steps that were decided, from
+0. A step that is skipped counts too: the host knows its number without waiting for an accelerator,
+and row k of a run has ``λ_{k-1}``. OLMo's warm-up is ``warmup=constant``
+(``grad_clip_warmup_steps`` and ``grad_clip_warmup_factor`` in https://github.com/allenai/OLMo).
+
+With a ``scheduler`` λ_t is the learning rate that it makes of ``lr=threshold`` after t steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from runner.clip import nested
+from runner.clip.decision import Decision, GradStats
+from runner.clip.layout import Layout, OptionError
+from runner.clip.mode import ClipMode
+from runner.config.modes.schedule import Schedule
+
+
+@dataclass(eq=False)
+class ScheduleClip(Schedule, ClipMode):
+    """Set λ of another mode for each step, and let it measure, decide and apply.
+
+    Attributes:
+        inner: the mode that clips.
+
+    Raises:
+        ValueError: options out of range, or a scheduler that cannot be made.
+    """
+
+    initial_history: ClassVar = {"step": 0}
+
+    inner: ClipMode = field(init=False, repr=False)
+    _rates: _Rates | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for option, why, *_ in self.conflicts(vars(self)):
+            raise ValueError(f"{option} {why}")
+        super().__post_init__()
+        self.inner = nested.made("of", self.of, self, threshold=self.threshold)
+        self._set_limit()
+
+    @property
+    def step(self) -> int:
+        """Number of steps that were decided."""
+        return int(self.history["step"])
+
+    def bind(self, layout: Layout) -> None:
+        """Bind the mode that clips.
+
+        Raises:
+            OptionError: as its own ``bind``, with the option below ``of``.
+        """
+        nested.bind(self.inner, layout, "of")
+
+    @property
+    def may_fold(self) -> bool:
+        """Whether an optimizer's step may multiply gradients by the coefficient."""
+        return self.inner.may_fold
+
+    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+        """Measure as the mode that clips does, which may look for what is above λ."""
+        self._set_limit()
+        return self.inner.measure(layout, each)
+
+    def decide(self, layout: Layout, stats: GradStats) -> Decision:
+        """Decide as the mode that clips does, with the λ of this step."""
+        self._set_limit()
+        self.history["step"] = self.step + 1
+        return self.inner.decide(layout, stats)
+
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        """Decide as the mode that clips does; a caller counts the step."""
+        return self.inner.decide_finite(layout, stats)
+
+    def apply(self, layout: Layout, decision: Decision) -> Decision:
+        """Apply as the mode that clips does."""
+        return self.inner.apply(layout, decision)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the threshold, the number of steps, and the state of what it drives."""
+        state = super().state_dict() | {"inner": self.inner.state_dict()}
+        return state if self._rates is None else state | {"rates": self._rates.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        super().load_state_dict(state)
+        self.inner.load_state_dict(state["inner"])
+        if self._rates is not None and "rates" in state and self.threshold is not None:
+            self._rates = _Rates(self.scheduler or {}, self.threshold)
+            self._rates.load_state_dict(state["rates"])
+
+    def _set_limit(self) -> None:
+        """Give the mode that clips λ of this step, and the tally that counts for this one."""
+        self.inner.tally = self.tally
+        if self.threshold is None:
+            return
+        if self.scheduler is None:
+            self.inner.threshold = self.threshold * self._factor(self.step)
+            return
+        if self._rates is None or self._rates.base != self.threshold:
+            self._rates = _Rates(self.scheduler, self.threshold)
+        rate = self._rates.at(self.step)
+        if not rate > 0:
+            raise ValueError(
+                f"clip.scheduler gives a threshold of {rate:g} in step {self.step + 1}: it has to "
+                "stay above 0 (torch's schedulers have eta_min or end_factor for that)"
+            )
+        self.inner.threshold = rate
+
+    def _factor(self, step: int) -> float:
+        """Return λ ÷ threshold of a step."""
+        if step < self.warmup_steps:
+            share = step / self.warmup_steps if self.warmup == "linear" else 0.0
+            return self.warmup_factor + (1.0 - self.warmup_factor) * share
+        if self.decay == "constant" or self.steps is None:
+            return 1.0
+        share = min((step - self.warmup_steps) / self.steps, 1.0)
+        left = 1.0 - share if self.decay == "linear" else (1.0 + math.cos(math.pi * share)) / 2
+        return self.end_factor + (1.0 - self.end_factor) * left
+
+
+class _Rates:
+    """The learning rates that a scheduler makes of one rate, step after step.
+
+    Args:
+        target: ``_target_`` and arguments of the scheduler.
+        base: the rate.
+
+    Raises:
+        OptionError: it cannot be made, or its step needs more than the number of steps.
+    """
+
+    def __init__(self, target: dict[str, Any], base: float) -> None:
+        self.base = base
+        self._taken = 0
+        nothing = torch.nn.Parameter(torch.zeros(()))
+        self._optimizer = torch.optim.SGD([nothing], lr=base)
+        arguments = {name: value for name, value in target.items() if name != "_target_"}
+        module, _, name = str(target["_target_"]).rpartition(".")
+        try:
+            self._scheduler = getattr(import_module(module), name)(self._optimizer, **arguments)
+            self._optimizer.step()  # schedulers warn if no optimizer has stepped before
+            inspect.signature(self._scheduler.step).bind()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise OptionError("scheduler", f"cannot be made: {reason}") from error
+
+    def at(self, step: int) -> float:
+        """Return the rate after ``step`` steps of the scheduler."""
+        while self._taken < step:
+            self._scheduler.step()
+            self._taken += 1
+        rate = self._optimizer.param_groups[0]["lr"]
+        return float(rate.item() if isinstance(rate, Tensor) else rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scheduler, and the settings that it changes."""
+        [group] = self._optimizer.state_dict()["param_groups"]
+        return {"taken": self._taken, "scheduler": self._scheduler.state_dict(), "group": group}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        self._taken = state["taken"]
+        self._scheduler.load_state_dict(state["scheduler"])
+        settings = {name: value for name, value in state["group"].items() if name != "params"}
+        self._optimizer.param_groups[0].update(settings)
+
+
+MODE = ScheduleClip

@@ -1,0 +1,135 @@
+"""The norm of each whole tensor over all ranks, for modes that scale tensors one by one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from runner.clip import transfer
+from runner.clip.decision import Decision, GradStats
+from runner.clip.layout import Layout
+from runner.clip.mode import ClipMode
+from runner.clip.norms import Powers, local_powers, parameter_norms
+from runner.clip.transfer import Number
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNorms:
+    """The norm of each parameter's gradient, the same bits on every rank.
+
+    Attributes:
+        norms: one norm for each of ``layout.names``, [parameters], in the widest type of the
+            device; 0 without a gradient.
+        present: whether any rank has a gradient of the parameter, [parameters].
+        norm_type: p of the norms.
+    """
+
+    norms: Tensor
+    present: Tensor
+    norm_type: float
+
+    @classmethod
+    def measure(cls, layout: Layout, norm_type: float) -> tuple[TensorNorms, Powers]:
+        """Measure the gradients by one read of them, and one collective where ranks share them."""
+        _, powers = local_powers(layout, norm_type, each=True)
+        assert powers is not None
+        held = Powers(powers.shards, [1.0] * len(powers.shards), norm_type)
+        here = torch.stack([powers.of_parameters(layout), held.of_parameters(layout)])
+        norms, present = parameter_norms(layout, here, norm_type)
+        return cls(norms, present > 0, norm_type), powers
+
+    @property
+    def total(self) -> Number:
+        """‖G‖."""
+        return transfer.read(combined(self.norms, self.norm_type))
+
+    def scaled(self, scales: Number | Tensor) -> TensorNorms:
+        """Return the norms of gradients that were multiplied by one factor, or by one for each."""
+        return replace(self, norms=self.norms * scales)
+
+
+def combined(norms: Tensor, norm_type: float) -> Tensor:
+    """Return the norm of everything, given the norm of each part, [parts]."""
+    if not norms.numel():
+        return norms.sum()
+    whole: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    return whole
+
+
+class TensorMode(ClipMode):
+    """A mode that decides by the norm of each tensor.
+
+    All ranks know all of these norms, so the norm after clipping follows from them, and applying a
+    decision neither reads gradients again nor needs a collective.
+    """
+
+    @torch.no_grad()
+    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+        """Measure the norm of each tensor and, from these, ‖G‖."""
+        tensors, powers = TensorNorms.measure(layout, self.norm_type)
+        norm = tensors.total
+        finite = torch.isfinite(norm) if isinstance(norm, Tensor) else math.isfinite(norm)
+        return GradStats(norm, finite, powers, tensors)
+
+    def decides_by(self, stats: GradStats) -> bool:
+        """Return whether ``stats`` hold the norm of each tensor."""
+        return isinstance(stats.work, TensorNorms) and stats.work.norm_type == self.norm_type
+
+    def tensors(self, layout: Layout, stats: GradStats) -> TensorNorms:
+        """Return what :meth:`measure` has measured; measured here for stats of another mode."""
+        if self.decides_by(stats):
+            tensors: TensorNorms = stats.work
+            return tensors
+        return TensorNorms.measure(layout, self.norm_type)[0]
+
+    def scale_tensors(
+        self,
+        stats: GradStats,
+        tensors: TensorNorms,
+        scales: Tensor,
+        over: Tensor,
+        present: Tensor,
+        *,
+        max_stat: Number,
+        threshold: Number,
+    ) -> Decision:
+        """Decide to multiply each tensor by its own factor.
+
+        Args:
+            stats: what was measured of the gradient.
+            tensors: norm of each tensor.
+            scales: factor of each tensor, [parameters].
+            over: which of what the mode clips, tensors or blocks of them, are above λ.
+            present: which of them have a gradient.
+            max_stat: largest value that the mode compares with λ.
+            threshold: λ in force.
+        """
+        share, total = transfer.read(share_of(over, present)), transfer.count(present)
+        if not isinstance(share, Tensor) and share == 0.0:
+            kept = Decision.untouched(stats.norm, threshold, max_stat)
+            return replace(kept, total=total)
+        norm, after = stats.norm, tensors.scaled(scales).total
+        if isinstance(share, Tensor):
+            coef: Number = (after / norm).nan_to_num(nan=1.0)  # type: ignore[union-attr]
+            clipped: Number = share.sign()
+        else:
+            coef, clipped = after / norm if norm else 1.0, 1.0
+        metrics = (norm, after, coef, clipped, share, max_stat, threshold)
+        return Decision(*metrics, scales=scales, total=total)
+
+    def count(self, layout: Layout, values: Tensor, present: Tensor) -> None:
+        """Count the values of tensors that have a gradient, where a calibration asks for it.
+
+        Every rank knows all of them: the first rank counts.
+        """
+        if self.tally is not None and (layout.group is None or layout.group.rank() == 0):
+            self.tally.add(values.where(present, math.nan), 1.0)
+
+
+def share_of(over: Tensor, present: Tensor) -> Tensor:
+    """Return the share of what is ``present`` that is ``over``; 0 where nothing is present."""
+    wide = transfer.widest(over.device)
+    return over.sum(dtype=wide) / present.sum(dtype=wide).clamp(min=1.0)

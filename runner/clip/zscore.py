@@ -1,0 +1,93 @@
+"""Mode ``zscore`` (ZClip): λ lies z standard deviations above a running mean of the norms.
+
+Kumar, Owen, Chowdhury and Güra 2025 (arXiv 2504.02507). With μ and σ of the steps before, a norm is
+clipped if ``z = (‖G‖ - μ)/(σ + ε)`` is above the threshold ``z*``. It then becomes
+
+* rule ``adaptive_scaling``: ``μ + z*·σ / (z/z*)``, which is nearer to μ the larger the norm is;
+* rule ``mean``: ``μ``;
+* rule ``percentile``: ``μ + z*·σ``, which is the limit too, without ε.
+
+μ and σ² are mean and population variance of the first finite steps (``warmup_steps``), which are
+not clipped. Then they move by ``μ ← α·μ + (1-α)·n`` and ``σ² ← α·σ² + (1-α)·(n-μ)²``, where n is
+the norm after clipping (``history=clipped``, as published) or before (``raw``). With clipped norms
+a lasting rise by many σ is never accepted.
+
+Where σ ≤ ε·μ the norms are on a plateau, so that any change would have a huge z: nothing is
+clipped. The published code has a second, fixed limit of 1.0 by default; here there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from runner.clip.decision import Decision, GradStats
+from runner.clip.layout import Layout
+from runner.clip.norm import limit_norm
+from runner.clip.past import PastNorms
+from runner.clip.transfer import Number
+from runner.config.modes.zscore import ZScore
+
+
+@dataclass(eq=False)
+class ZScoreClip(ZScore, PastNorms):  # type: ignore[misc]
+    """Scale down a gradient whose norm lies far above a running mean.
+
+    Raises:
+        ValueError: options out of range.
+    """
+
+    initial_history: ClassVar = {"count": 0.0, "mean": 0.0, "variance": 0.0}
+
+    def __post_init__(self) -> None:
+        if self.rule not in ("adaptive_scaling", "mean", "percentile"):
+            raise ValueError(
+                f"rule must be adaptive_scaling, mean or percentile, not {self.rule!r}"
+            )
+        if not 0 < self.decay < 1:
+            raise ValueError(f"decay must be above 0 and below 1, not {self.decay}")
+        if not self.eps > 0:
+            raise ValueError(f"eps must be above 0, not {self.eps}")
+        super().__post_init__()
+
+    @torch.no_grad()
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        """Compare ‖G‖ with the running mean, and let it enter the mean; no collective."""
+        past = self._past
+        count, mean, variance = past["count"], past["mean"], past["variance"]
+        norm, z = stats.norm, self.limit
+        begins, deviation = count < self.warmup_steps, variance**0.5
+        unlimited = begins | (deviation <= self.eps * mean)
+        eps = 0.0 if self.rule == "percentile" else self.eps
+        limit = _choose(unlimited, math.inf, mean + z * (deviation + eps))
+        above = norm > limit
+        to = limit
+        if self.rule == "mean":
+            to = mean
+        elif self.rule == "adaptive_scaling":
+            excess = _choose(above, norm - mean, 1.0)
+            to = mean + z * z * deviation * (deviation + eps) / excess
+        kept = _choose(above, to, norm) if self._keeps_clipped else norm
+        # One form of both: a running variance weighs the last square by one (1 - weight) more.
+        weight = _choose(begins, 1.0 / (count + 1.0), 1.0 - self.decay)
+        change = kept - mean
+        square = _choose(begins, 1.0, 1.0 - weight) * change * change
+        past["count"] = count + 1.0
+        past["mean"] = mean + weight * change
+        past["variance"] = (1.0 - weight) * (variance + weight * square)
+        in_force = _choose(unlimited, math.nan, limit)
+        return limit_norm(norm, limit, threshold=in_force, to=to)
+
+
+def _choose(condition: bool | Tensor, one: Number, other: Number) -> Any:
+    """Return ``one`` where the condition holds, else ``other``; the host does not wait."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, one, other)
+    return one if condition else other
+
+
+MODE = ZScoreClip

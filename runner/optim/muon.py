@@ -1,0 +1,153 @@
+"""Muon for the hidden matrices of a model, and AdamW for all other parameters.
+
+Muon orthogonalizes the momentum of a matrix, so it is defined on matrices alone, and its author
+advises it for hidden layers: K. Jordan et al., Muon: An optimizer for hidden layers in neural
+networks, 2024 (https://kellerjordan.github.io/posts/muon).
+
+=======================================================================  =====
+a parameter                                                              steps
+=======================================================================  =====
+has two dimensions, and none of the rules below holds                    Muon
+is the weight of an embedding, or its own name contains ``embed``        AdamW
+is the weight of an output layer (a head), also one that is tied         AdamW
+is a vector or a scalar (a bias, a gain, a single number)                AdamW
+has three or more dimensions (a convolution, stacked experts)            AdamW
+matches a pattern of ``exclude``                                         AdamW
+belongs to the criterion                                                 AdamW
+=======================================================================  =====
+
+:class:`torch.optim.Muon` takes matrices alone: it does not flatten the filters of a convolution.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Literal
+
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+
+ADAMW = "adamw_"
+"""Prefix of the arguments of :func:`muon_with_adamw` that are AdamW's."""
+
+
+class NoHiddenMatrix(ValueError):
+    """A model that has nothing for Muon."""
+
+
+def muon_with_adamw(
+    model: nn.Module,
+    *,
+    heads: Collection[str] = (),
+    others: Iterable[nn.Parameter] = (),
+    exclude: Sequence[str] | None = None,
+    lr: float = 0.02,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    eps: float = 1e-7,
+    ns_steps: int = 5,
+    adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] = "original",
+    adamw_lr: float = 1e-3,
+    adamw_betas: tuple[float, float] = (0.9, 0.999),
+    adamw_eps: float = 1e-8,
+    adamw_weight_decay: float = 0.01,
+    fused: bool | None = None,
+) -> list[Optimizer]:
+    """Return Muon over the hidden matrices of a model, and AdamW over its other parameters.
+
+    Args:
+        model: the model, before it is boosted.
+        heads: names of the weights of its output layers, see
+            :func:`runner.clip.head.head_weights`.
+        others: parameters of other modules, such as a criterion, for AdamW.
+        exclude: patterns of names of further matrices for AdamW.
+        lr: learning rate of Muon.
+        momentum: decay rate of Muon's mean gradient.
+        nesterov: whether Muon orthogonalizes the mean that the next step would have.
+        weight_decay: decoupled weight decay of Muon's matrices.
+        eps: lower bound of the norm that Muon divides a matrix by.
+        ns_steps: number of Newton-Schulz iterations.
+        adjust_lr_fn: how Muon's rate depends on the shape of a matrix, see
+            :class:`torch.optim.Muon`.
+        adamw_lr: learning rate of AdamW.
+        adamw_betas: decay rates of AdamW's means of the gradient and of its square.
+        adamw_eps: added to AdamW's divisor.
+        adamw_weight_decay: decoupled weight decay of AdamW's parameters.
+        fused: whether AdamW takes fused steps.
+
+    Returns:
+        ``[Muon, AdamW]``; Muon alone where nothing is left for AdamW.
+
+    Raises:
+        NoHiddenMatrix: the model has none.
+        ValueError: a pattern of ``exclude`` matches no parameter.
+    """
+    hidden = set(hidden_matrices(model, heads, exclude or ()))
+    named = dict(model.named_parameters())
+    if not hidden:
+        raise NoHiddenMatrix(
+            f"{type(model).__name__} has no hidden matrix, which Muon is for: its parameters are "
+            "convolutions, embeddings, heads and vectors; use optimizer=adamw, or another model "
+            "such as model=gpt data=text"
+        )
+    muon = Muon(
+        [parameter for name, parameter in named.items() if name in hidden],
+        lr=lr,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        nesterov=nesterov,
+        eps=eps,
+        ns_steps=ns_steps,
+        adjust_lr_fn=adjust_lr_fn,
+    )
+    rest = [parameter for name, parameter in named.items() if name not in hidden]
+    rest += [parameter for parameter in others if all(parameter is not one for one in rest)]
+    if not rest:
+        return [muon]
+    adamw = AdamW(
+        rest,
+        lr=adamw_lr,
+        betas=adamw_betas,
+        eps=adamw_eps,
+        weight_decay=adamw_weight_decay,
+        fused=fused,
+    )
+    return [muon, adamw]
+
+
+def hidden_matrices(
+    model: nn.Module, heads: Collection[str] = (), exclude: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yield the names of the parameters that Muon steps, by the rules at the top of this module.
+
+    Args:
+        model: see :func:`muon_with_adamw`.
+        heads: see :func:`muon_with_adamw`.
+        exclude: see :func:`muon_with_adamw`.
+
+    Raises:
+        ValueError: a pattern of ``exclude`` matches no parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in exclude:
+        if not fnmatch.filter(names, pattern):
+            some = ", ".join([*names[:3], "..."] if len(names) > 4 else names)
+            raise ValueError(f"exclude: {pattern} matches no parameter of: {some}")
+    embeddings = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for parameter in module.parameters()
+    }
+    for name, parameter in model.named_parameters():
+        own = name.rpartition(".")[2]
+        if (
+            parameter.ndim == 2
+            and id(parameter) not in embeddings
+            and "embed" not in own
+            and name not in heads
+            and not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
+        ):
+            yield name

@@ -1,0 +1,199 @@
+"""Tell when gradients become final in a backward pass, before the pass is over.
+
+In one process a gradient is final when autograd has accumulated it, under DDP when its bucket was
+averaged over the ranks, and under ``fully_shard`` when the reduce-scatter of its block has run.
+Backward passes whose gradients are not synchronised (``no_sync``) tell nothing under DDP and
+``fully_shard``; in one process nothing is synchronised, so there they tell it too.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from runner.parallel.buckets import on_any_rank
+from runner.parallel.hooks import register_post_accumulate
+from runner.parallel.usage import Usage
+
+# This module has no `from __future__ import annotations`: DDP reads those of a communication hook.
+
+Final = Callable[[Sequence[Tensor]], None]
+"""Called with parameters whose ``.grad`` is final."""
+
+
+def watch_parameters(model: nn.Module, final: Final) -> None:
+    """Call ``final`` with each parameter of a model that is whole in this process.
+
+    A gradient that shares memory with another one, or with a tensor that the backward pass still
+    needs, is copied before, so that it can be changed.
+    """
+    usual = _usual_uses()
+
+    def note(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is torch.strided:
+            if _uses(gradient) > usual:
+                parameter.grad = gradient.clone()
+            del gradient
+        final([parameter])
+
+    for parameter in model.parameters():
+        register_post_accumulate(note, parameter)
+
+
+def _uses(tensor: Tensor) -> int:
+    """Return how many tensors refer to the memory of ``tensor``."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def _usual_uses() -> int:
+    """Return the result of :func:`_uses` for a gradient that shares its memory with no other."""
+    found: list[int] = []
+    parameter = nn.Parameter(torch.ones(2))
+
+    def note(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        found.append(_uses(parameter.grad))
+
+    with torch.enable_grad():
+        register_post_accumulate(note, parameter)
+        (parameter * 2.0).sum().backward()  # type: ignore[no-untyped-call]
+    return found[0]
+
+
+class _Bucket(NamedTuple):
+    """A bucket whose all-reduce was started.
+
+    Attributes:
+        parameters: its parameters.
+        gradients: their gradients, views of ``buffer``.
+        buffer: the bucket.
+        work: the all-reduce.
+        done: future that DDP waits for at the end of the backward pass.
+    """
+
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    buffer: Tensor
+    work: Any
+    done: Any
+
+
+class _Buckets:
+    """The buckets of DDP in one backward pass after another."""
+
+    def __init__(self, model: DistributedDataParallel, final: Final) -> None:
+        self._group: dist.ProcessGroup = model.process_group
+        self._final = final
+        self._waiting: deque[_Bucket] = deque()
+        self._used: set[int] | None = None  # parameters used since the last bucket with them
+        # The first backward pass of a static graph reduces all buckets at its end, and waits there.
+        self._first, self._began = bool(model.static_graph), False
+        if model.find_unused_parameters or model.static_graph:
+            self._used = set()
+            for parameter in model.parameters():
+                register_post_accumulate(self._note, parameter)
+
+    def _note(self, parameter: Tensor) -> None:
+        assert self._used is not None
+        self._first = self._first and not self._began
+        self._used.add(id(parameter))
+
+    def reduce(self, bucket: Any) -> Any:
+        """Start to average a bucket, and then finish the one before it.
+
+        Args:
+            bucket: a :class:`torch.distributed.GradBucket`.
+
+        Returns:
+            A future that ends when the gradients of the bucket are final.
+        """
+        buffer, done = bucket.buffer(), torch.futures.Future()  # type: ignore[var-annotated]
+        buffer.mul_(1.0 / self._group.size())  # as DDP does it, so that sums have the same bits
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        self._began = True
+        if not (self._waiting or self._first):
+            # DDP itself queues what ends its backward pass after the last bucket, so after this.
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_all)
+        made = _Bucket(bucket.parameters(), bucket.gradients(), buffer, work, done)
+        self._waiting.append(made)
+        if self._first or len(self._waiting) > 1:
+            self._finish()
+        return done
+
+    def _finish_all(self) -> None:
+        while self._waiting:
+            self._finish()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Wait for the oldest bucket, and make its gradients those of the parameters."""
+        bucket = self._waiting.popleft()
+        bucket.work.wait()
+        used = [True] * len(bucket.parameters)
+        if self._used is not None:
+            mine = [id(parameter) in self._used for parameter in bucket.parameters]
+            used = on_any_rank(mine, self._group)
+            self._used.difference_update(map(id, bucket.parameters))
+        final = []
+        for parameter, gradient, by_any in zip(
+            bucket.parameters, bucket.gradients, used, strict=True
+        ):
+            if by_any:
+                # Further microbatches may be added to the first gradient of a static graph.
+                parameter.grad = gradient.clone() if self._first else gradient
+                final.append(parameter)
+        self._final(final)
+        bucket.done.set_result(bucket.buffer)
+
+
+def watch_buckets(model: DistributedDataParallel, final: Final) -> None:
+    """Call ``final`` with the parameters of each bucket of DDP.
+
+    A gradient is a view of its bucket then, and stays one, as with ``gradient_as_bucket_view``.
+    With ``find_unused_parameters`` there is one collective of host memory for each bucket: which of
+    its parameters any rank has used.
+
+    Raises:
+        RuntimeError: somebody has registered a communication hook already.
+    """
+    buckets = _Buckets(model, final)
+    model.register_comm_hook(buckets, lambda state, bucket: state.reduce(bucket))
+    # Otherwise DDP would copy the buckets to `.grad` at the end of the backward pass.
+    model.reducer._set_optimizer_in_backward()  # type: ignore[attr-defined]
+
+
+class _Block:
+    """Parameters that ``fully_shard`` reduces together."""
+
+    def __init__(
+        self, named: dict[str, nn.Parameter], usage: Usage, group: dist.ProcessGroup, final: Final
+    ) -> None:
+        self._named, self._usage, self._group, self._final = named, usage, group, final
+        self._seen: set[int] = set()
+        for parameter in named.values():
+            register_post_accumulate(self._note, parameter)
+
+    def _note(self, parameter: Tensor) -> None:
+        if id(parameter) in self._seen:
+            self._seen.clear()  # not all of them had a gradient in the last backward pass
+        self._seen.add(id(parameter))
+        trained = {name: p for name, p in self._named.items() if p.requires_grad}
+        if self._seen.issuperset(map(id, trained.values())):
+            self._seen.clear()
+            self._usage.drop_unused(trained, self._group)
+            self._final([p for p in trained.values() if p.grad is not None])
+
+
+def watch_blocks(model: nn.Module, usage: Usage, group: dist.ProcessGroup, final: Final) -> None:
+    """Call ``final`` with the parameters of each block that ``fully_shard`` reduces together.
+
+    One collective of host memory for each block: which of its parameters any rank has used.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for block in usage.blocks:
+        _Block({names[id(parameter)]: parameter for parameter in block}, usage, group, final)

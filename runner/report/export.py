@@ -1,0 +1,171 @@
+"""Write the runs of a sweep for other programs: for pandas, as CSV, as JSON, and for LaTeX.
+
+Of the configuration they hold the keys in which runs differ. CSV and JSON have one row a run, with
+all digits, and so has the frame; the LaTeX table has one row a setting, as a paper shows it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from runner.report.compared import difference
+from runner.report.findings import Findings, find
+from runner.report.groups import choice
+from runner.report.notation import rounded
+from runner.report.run import Run
+from runner.report.run_metrics import PERCENTILES
+from runner.report.sweep import read
+from runner.report.verdict import verdict
+from runner.run_folder import files, keys
+from runner.run_folder.strict_json import encode
+
+# Texts of LaTeX for single signs.
+_SPECIAL = {
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "\\": r"\textbackslash{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "[": "{[}",
+    '"': r"\textquotedbl{}",
+    "−": "$-$",
+    "±": r"$\pm$",
+    "–": "--",
+    "∞": r"$\infty$",
+    "Δ": r"$\Delta$",
+    "…": r"\ldots{}",
+    "λ": r"$\lambda$",
+    "‖": r"$\Vert$",
+    "\n": " ",
+    "\u00a0": "~",
+}
+
+
+def records(
+    found: Findings, otherwise: Callable[[Run, str], str | None] = choice
+) -> list[dict[str, Any]]:
+    """Return one row a run, in the order of the settings; None where a run recorded nothing.
+
+    Keys are ``run``, ``setting``, ``state``, the configuration keys in which runs differ,
+    ``steps``, ``seconds``, ``best/<metric>`` and ``final/<metric>``, ``clip/ratio_total``,
+    ``diverged_at``, and ``grad/norm/p50`` and the like. ``otherwise`` returns what takes the place
+    of a key that the configuration of a run lacks, such as a chosen group.
+    """
+    columns, rows = found.differences.columns, []
+    for group, run in ((of, run) for of in found.groups for run in of.runs):
+        of = found.measured[run.number]
+        row: dict[str, Any] = {"run": run.number, "setting": group.label, "state": run.state}
+        row |= {key: run.config.get(key, otherwise(run, key)) for key in columns}
+        row |= {"steps": run.steps, "seconds": run.seconds}
+        row |= {f"best/{key}": of.best.get(key) for key in found.metrics}
+        row |= {f"final/{key}": of.final.get(key) for key in found.metrics}
+        row |= {keys.CLIP_RATIO_TOTAL: of.ratio, "diverged_at": of.diverged_at}
+        rows.append(row | {f"{keys.GRAD_NORM}/{name}": of.norm.get(name) for name in PERCENTILES})
+    return rows
+
+
+def frame(folder: Path | str) -> Any:
+    """Return `records` of a run's or a sweep's folder as a ``pandas.DataFrame`` indexed by ``run``.
+
+    A value that a run lacks is None. Without pandas it is a list of dictionaries.
+
+    Raises:
+        runner.report.NoRunError: the folder is missing, or is neither.
+    """
+    rows = records(find(read(Path(folder))), lambda run, key: None)
+    try:
+        import pandas
+    except ImportError:
+        return rows
+    return pandas.DataFrame(rows).set_index("run") if rows else pandas.DataFrame()
+
+
+def as_csv(found: Findings) -> str:
+    """Return `records` as CSV with a line of names; empty where there is no value."""
+    rows = records(found)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else ["run"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def as_json(found: Findings) -> str:
+    """Return `records`, the settings with their differences, and the verdict as a JSON object.
+
+    Numbers that are not finite are strings, as in ``summary.json``.
+    """
+    other, winner = found.compared_with, found.winner
+    settings = []
+    for group in found.groups:
+        mean, deviation = found.mean(group)
+        one = found.comparisons.get(group.index)
+        settings.append(
+            {
+                "setting": group.label,
+                "runs": [run.number for run in group.runs],
+                "seeds": len(found.seeds(group)),
+                "mean": mean if found.scores(group) else None,
+                "sd": deviation,
+                "difference": None if one is None else asdict(one),
+            }
+        )
+    whole = {
+        "name": found.sweep.name,
+        "verdict": verdict(found),
+        "metric": found.metric,
+        "higher_is_better": found.higher_is_better,
+        "compared_with": other.label if other else None,
+        "winner": winner.label if winner else None,
+        "settings": settings,
+        "runs": records(found),
+    }
+    return encode(whole, indent=2) + "\n"
+
+
+def as_latex(found: Findings) -> str:
+    """Return a table for LaTeX with the package booktabs: one row a setting."""
+    columns = [key for key in found.differences.columns if key != "seed"]
+    other = found.compared_with
+    names = [*columns, "seeds", f"best {found.metric or 'metric'}"]
+    names += [f"Δ to {other.label}", "p"] if other and found.comparisons else []
+    rows = []
+    for group in found.groups:
+        mean, deviation = found.mean(group)
+        score = rounded(mean if found.scores(group) else None)
+        score += f" ± {rounded(deviation, 2)}" if deviation is not None else ""
+        chosen = [choice(group.runs[0], key) for key in columns]
+        cells = [*chosen, str(len(found.seeds(group))), score]
+        one = found.comparisons.get(group.index)
+        if other and found.comparisons:
+            cells += [
+                "–" if one is None else difference(one),
+                rounded(one.corrected if one else None, 2),
+            ]
+        rows.append(cells)
+    special = str.maketrans(_SPECIAL)
+    written = [[cell.translate(special) for cell in cells] for cells in [names, *rows]]
+    head, *body = (" & ".join(cells) + r" \\" for cells in written)
+    alignment = "l" * len(columns) + "r" * (len(names) - len(columns))
+    lines = [
+        r"% \usepackage{booktabs}",
+        rf"\begin{{tabular}}{{{alignment}}}",
+        *(r"\toprule", head, r"\midrule", *body, r"\bottomrule"),
+        r"\end{tabular}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+FORMATS: dict[str, tuple[str, Callable[[Findings], str]]] = {
+    "csv": (files.TABLE_CSV, as_csv),
+    "latex": (files.TABLE_LATEX, as_latex),
+    "json": (files.TABLE_JSON, as_json),
+}
+"""Name of the file and function of each format."""

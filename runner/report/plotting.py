@@ -1,0 +1,241 @@
+"""What all charts have in common: their frame, their axes, and arrays that travel as bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import ArrayLike, NDArray
+
+from runner.report.groups import Group
+from runner.report.notation import rounded
+from runner.report.palette import INK, NEUTRAL, PAPER, RULE
+from runner.report.series import Floats
+
+Trace = dict[str, Any]
+
+FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
+FRAME = {"l": 60, "r": 16, "t": 40, "b": 40}
+"""Margins of a chart in pixels."""
+
+_EDGE = 0.965  # height of marks that have no place on the vertical axis
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart of the page.
+
+    Attributes:
+        key: name of the chart, such as ``eval-loss``.
+        title: heading.
+        note: how to read it.
+        figure: the figure; ``layout.meta`` tells the page which controls it has.
+    """
+
+    key: str
+    title: str
+    note: str
+    figure: go.Figure
+
+
+def chart(
+    key: str,
+    title: str,
+    note: str,
+    traces: Sequence[Trace],
+    x: dict[str, Any],
+    y: dict[str, Any],
+    *,
+    meta: dict[str, Any] | None = None,
+    **layout: Any,
+) -> Chart:
+    """Return a chart of ``traces``.
+
+    Args:
+        key: name of the chart.
+        title: heading.
+        note: how to read it.
+        traces: traces of plotly. Those of axis ``y2`` are placed at a height of 0 to 1.
+        x: horizontal axis, see :func:`axis`.
+        y: vertical axis.
+        meta: ``smooth`` (``linear`` or ``log``: how curves are averaged), ``scales`` (ranges of the
+            vertical axis by its type).
+        layout: further attributes of plotly's layout.
+    """
+    figure = go.Figure(
+        list(traces),
+        {
+            "template": go.layout.Template(),
+            "title": {"text": title},
+            "meta": meta or {},
+            "font": {"family": FONT, "size": 12, "color": INK},
+            "paper_bgcolor": PAPER,
+            "plot_bgcolor": PAPER,
+            "margin": FRAME,
+            "height": 330,
+            "hoverlabel": {
+                "bgcolor": PAPER,
+                "bordercolor": NEUTRAL,
+                "font": {"color": INK, "size": 11},
+            },
+            "legend": {"tracegroupgap": 0},
+            "hoversort": "value descending",
+            "hovermode": "closest",
+            "xaxis": x,
+            "yaxis": y,
+            "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
+            **layout,
+        },
+    )
+    return Chart(key, title, note, figure)
+
+
+def axis(
+    title: str, ends: tuple[float, float], *, log: bool = False, percent: bool = False, **more: Any
+) -> dict[str, Any]:
+    """Return an axis of plotly from ``ends[0]`` to ``ends[1]``, both above 0 if ``log``."""
+    return {
+        "title": {"text": title, "standoff": 8},
+        "automargin": True,
+        "type": "log" if log else "linear",
+        "range": list(map(math.log10, ends)) if log else list(ends),
+        "tickformat": ".3~%" if percent else ".6~g",
+        "gridcolor": RULE,
+        "linecolor": NEUTRAL,
+        "zeroline": False,
+        "nticks": 4 if log and ends[1] < 1e3 * ends[0] else 7,
+        **more,
+    }
+
+
+def limits(values: Iterable[ArrayLike], log: bool) -> tuple[float, float]:
+    """Return ends that enclose all finite values, or the positive ones if ``log``, with a margin.
+
+    Args:
+        values: arrays of any shape, which may be empty.
+        log: whether the axis is logarithmic.
+    """
+    low, high = math.inf, -math.inf
+    for one in values:
+        array = np.asarray(one, dtype=np.float64)
+        shown = array[np.isfinite(array) & ((array > 0) | (not log))]
+        if shown.size:
+            low, high = min(low, float(shown.min())), max(high, float(shown.max()))
+    if low > high:
+        return (0.1, 10.0) if log else (0.0, 1.0)
+    if log:
+        span = max(high / low, 1.5) ** 0.05
+        return low / span, high * span
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin
+
+
+def spans(values: Sequence[ArrayLike], factor: float) -> bool:
+    """Return whether all finite values are positive and most of them span more than ``factor``."""
+    arrays = [np.asarray(one, dtype=np.float64).ravel() for one in values]
+    every = np.concatenate(arrays) if arrays else np.empty(0)
+    every = every[np.isfinite(every)]
+    if not every.size or every.min() <= 0:
+        return False
+    low, high = np.percentile(every, (2, 98))
+    return bool(high / low > factor)
+
+
+def floats(values: ArrayLike) -> NDArray[np.float32]:
+    """Return values as they travel in the page: 4 bytes each, NaN where not finite."""
+    array = np.asarray(values, dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.where(np.abs(array) < 3e38, array, np.nan).astype(np.float32)
+
+
+def whole(steps: Floats) -> NDArray[Any]:
+    """Return steps as they travel in the page: 4 bytes each unless they need more."""
+    return steps.astype(np.int32) if not len(steps) or steps[-1] < 2**31 else steps
+
+
+def line(group: Group | None, x: ArrayLike, y: ArrayLike, name: str, **more: Any) -> Trace:
+    """Return a curve in the colour of a setting, which disappears with the setting."""
+    stroke = {"color": group.color if group else NEUTRAL, "width": 1.7} | more.pop("line", {})
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": x,
+        "y": y,
+        "name": name,
+        "line": stroke,
+        "showlegend": False,
+        # With a template, plotly would show what is to be skipped.
+        **({} if "hoverinfo" in more else {"hovertemplate": "%{y:.4~g}"}),
+        **_of(group, more.pop("run", None)),
+        **more,
+    }
+
+
+def points(group: Group, x: ArrayLike, y: ArrayLike, texts: Sequence[str], **more: Any) -> Trace:
+    """Return points of a setting, each with the text under the pointer."""
+    style = {"color": group.color, "size": 9, "line": {"width": 1, "color": PAPER}}
+    style |= more.pop("marker", {})
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": x,
+        "y": y,
+        "name": group.label,
+        "marker": style,
+        "showlegend": False,
+        "hovertext": list(texts),
+        "hoverinfo": "text",
+        **_of(group, more.pop("run", None)),
+        **more,
+    }
+
+
+def crosses(group: Group, x: ArrayLike, texts: Sequence[str], **more: Any) -> Trace:
+    """Return marks at the upper edge for values that have no place on the vertical axis."""
+    style = {"symbol": "x-thin", "line": {"width": 2, "color": group.color}}
+    y = [_EDGE] * len(texts)
+    return points(group, x, y, texts, yaxis="y2", marker=style, **more)
+
+
+def labels(x: Sequence[Any], y: Sequence[Any], texts: Sequence[str], **more: Any) -> Trace:
+    """Return texts inside a chart."""
+    return {
+        "type": "scatter",
+        "mode": "text",
+        "x": list(x),
+        "y": list(y),
+        "text": list(texts),
+        "textfont": {"size": 11},
+        "cliponaxis": False,
+        "hoverinfo": "skip",
+        "showlegend": False,
+        **more,
+    }
+
+
+def published(marks: Iterable[tuple[float, str]], ends: tuple[float, float]) -> tuple[Trace, str]:
+    """Return triangles at published thresholds inside ``ends``, and a sentence that lists them."""
+    inside = [(value, who) for value, who in marks if ends[0] < value < ends[1]]
+    told = "; ".join(f"{rounded(value)} {who}" for value, who in inside)
+    trace = {
+        **labels([value for value, _ in inside], [1.0] * len(inside), []),
+        "mode": "markers",
+        "yaxis": "y2",
+        "name": "published",
+        "marker": {"symbol": "triangle-down", "size": 9, "color": NEUTRAL},
+        "hovertext": [f"{rounded(value)}: {who}" for value, who in inside],
+        "hoverinfo": "text",
+    }
+    note = f"▾ Published settings, of other models and losses: {told}. " if told else ""
+    return trace, note
+
+
+def _of(group: Group | None, run: str | None) -> Trace:
+    """Return what tells the page which setting and which run a trace shows."""
+    if group is None:
+        return {}
+    return {"legendgroup": str(group.index), "meta": {"group": group.index, "run": run}}

@@ -1,0 +1,127 @@
+"""Record a sweep as a run of wandb: the figures of its page, and its best setting."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from runner.config.schema import RunConfig
+from runner.config.secrets import hidden, masked_words
+from runner.launch import signals
+from runner.run_folder.sweep_record import SweepRecord
+from runner.sweep.job import grouped
+from runner.telemetry.sinks.wandb_sink import SWEEP_JOB_TYPE, WandbSink, records
+
+log = logging.getLogger("runner.wandb")
+
+POLL_SECONDS = 0.5
+"""Seconds between two looks whether a signal limits the time."""
+
+
+def record_sweep(folder: Path, config: RunConfig) -> None:
+    """Record a sweep with wandb if its runs are recorded there and have figures.
+
+    It waits at most ``tracker.timeout`` seconds. An error is logged as one warning, since a sweep
+    does not fail because of it. A sweep that is continued has the same run of wandb.
+
+    Args:
+        folder: folder of the sweep, which has ended.
+        config: configuration of one of its runs.
+    """
+    if not config.tracker.uses("wandb") or not records(config.tracker.mode):
+        return
+    until = time.monotonic() + config.tracker.timeout
+    made: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def make() -> None:
+        try:
+            made.append(_content(folder))
+        except Exception as error:
+            log.warning("wandb records nothing of the sweep: its figures failed with %r", error)
+            made.append(({}, {}))
+
+    maker = threading.Thread(target=make, daemon=True, name="figures of the sweep")
+    maker.start()
+    while maker.is_alive() and (left := min(until - time.monotonic(), signals.time_left())) > 0:
+        maker.join(min(left, POLL_SECONDS))
+    if not made:
+        log.warning("wandb records nothing of the sweep: its figures took over tracker.timeout")
+        return
+    [(figures, summary)] = made
+    if not figures:
+        return
+    try:
+        _send(folder, config, figures, summary, until - time.monotonic())
+    except Exception as error:
+        log.warning("wandb records nothing of the sweep: %r", error)
+
+
+def _content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the figures by their keys, and the summary."""
+    from runner import report
+    from runner.report.charts import sections
+    from runner.report.findings import find
+
+    found = find(report.read(folder))
+    figures = {
+        f"sweep/{one.key}": _readable(json.loads(one.figure.to_json()))
+        for _, charts, _ in sections(found)
+        for one in charts
+    }
+    summary: dict[str, Any] = {"runs": len(found.sweep.runs)}
+    if found.best is not None:
+        summary["best"] = {"setting": found.best.label, found.metric: found.mean(found.best)[0]}
+    return figures, summary
+
+
+def _send(
+    folder: Path,
+    config: RunConfig,
+    figures: dict[str, Any],
+    summary: dict[str, Any],
+    seconds: float,
+) -> None:
+    record = SweepRecord.read(folder)
+    tracker = hidden(config.tracker.model_dump(exclude={"name", "also"}))
+    tracker = grouped({"tracker": tracker}, record.name)["tracker"]
+    sink = WandbSink(
+        folder,
+        **tracker | {"job_type": SWEEP_JOB_TYPE, "timeout": max(seconds, POLL_SECONDS)},
+        name=record.name,
+        run_id=run_id(record),
+        config={"command": masked_words(record.words), "keys": record.keys},
+        resumes=True,
+        time_left=signals.time_left,
+    )
+    sink.draw(figures)
+    sink.close(summary, int(record.state != "finished"))
+
+
+def run_id(record: SweepRecord) -> str:
+    """Return the id of a sweep's run, which stays the same when more of its runs are done."""
+    return hashlib.sha256(f"{record.name} {record.started}".encode()).hexdigest()[:16]
+
+
+def _readable(value: Any) -> Any:
+    """Return a figure with lists for plotly's bytes, which only its latest versions read."""
+    import numpy as np
+
+    match value:
+        case {"dtype": dtype, "bdata": data}:
+            flat = np.frombuffer(base64.b64decode(data), dtype)
+            numbers = flat.astype(object)
+            numbers[~np.isfinite(flat)] = None
+            sizes = value.get("shape", str(len(flat))).split(",")
+            return numbers.reshape([int(size) for size in sizes]).tolist()
+        case dict():
+            return {key: _readable(inner) for key, inner in value.items()}
+        case list():
+            return [_readable(inner) for inner in value]
+        case _:
+            return value

@@ -1,0 +1,134 @@
+"""Clipping in the backward pass, and stepping there, equals plain PyTorch under every plugin."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+
+from runner.booster import Booster, SinglePlugin, TorchDDPPlugin, TorchFSDPPlugin
+from runner.clip import build
+from tests.against_torch.by_tensor import MODES, STEPS, batch, network, optimizers, train_plain
+from tests.ranks import run_ranks
+
+PLUGINS = {
+    "single": SinglePlugin,
+    "ddp": lambda: TorchDDPPlugin(find_unused_parameters=True, bucket_cap_mb=1e-3),
+    "views": lambda: TorchDDPPlugin(find_unused_parameters=True, gradient_as_bucket_view=True),
+    "fsdp": TorchFSDPPlugin,
+    "hsdp": lambda: TorchFSDPPlugin(dp_replicate=2),
+    "static": lambda: TorchDDPPlugin(static_graph=True),
+}
+
+WAYS = [(mode, True, 1) for mode in MODES]
+WAYS += [(mode, False, 2) for mode in MODES if mode != "update"]
+"""Mode, whether the optimizer steps in the backward pass, and microbatches of a step."""
+
+
+FEW = [("value", True, 1), ("adaptive", False, 2), ("adagc", True, 1), ("spike", True, 1)]
+
+
+def train(plugin, mode, step, micros):
+    fixed = getattr(plugin, "ddp_kwargs", {}).get("static_graph", False)
+    booster = Booster(plugin=plugin, nonfinite="error")
+    raw = network()
+    model, optimizer, *_ = booster.boost(raw, optimizers(raw))
+    threshold, options = MODES[mode]
+    made = build(mode, threshold=threshold, **options)
+    optimizer.clip_in_backward(made, step=step)
+    rows = []
+    for number in range(STEPS):
+        for micro in range(micros):
+            halves = zip(*(x.chunk(2) for x in batch(number, micro, fixed)), strict=True)
+            mine = [*halves][plugin.data_rank :: plugin.data_size]
+            with booster.no_sync(model) if micro < micros - 1 else nullcontext():
+                losses = [F.cross_entropy(model(x), y) for x, y in mine]
+                booster.backward(sum(losses) / len(losses) / micros, optimizer)
+        kept = [p for p in raw.parameters() if p.grad is not None]
+        freed = step and (mode != "adagc" or number >= MODES[mode][1]["warmup_steps"])
+        assert bool(kept) != freed
+        rows.append(optimizer.clip(made))
+        optimizer.step()
+        optimizer.zero_grad()
+    rows = [(row.norm, row.norm_clipped, row.fraction) for row in rows]
+    return rows, {n: v.clone() for n, v in booster.state_dict(model).items()}, made.state_dict()
+
+
+def all_ways(name, ways):
+    return [train(PLUGINS[name](), *way) for way in ways]
+
+
+def compare(found, way, fixed=False):
+    mode, _, micros = way
+    rows, weights = train_plain(mode, micros, fixed)
+    for number, (got, wanted) in enumerate(zip(found[0], rows, strict=True)):
+        assert got == pytest.approx(wanted, rel=1e-9, abs=1e-12), (way, number)
+    assert any(row[2] for row in rows) == (mode != "none")
+    for name, weight in weights.items():
+        torch.testing.assert_close(
+            found[1][name], weight, rtol=1e-8, atol=1e-10, msg=f"{way} {name}"
+        )
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_one_process(way):
+    compare(all_ways("single", [way])[0], way)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_two_ranks(name):
+    ranks = run_ranks(all_ways, 2, name, WAYS)
+    for number, way in enumerate(WAYS):
+        compare(ranks[0][number], way)
+        assert ranks[1][number][0] == ranks[0][number][0], way
+        assert str(ranks[1][number][2]) == str(ranks[0][number][2]), way
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", ["views", "static", "hsdp"])
+def test_options_of_plugins(name):
+    ranks = run_ranks(all_ways, 2, name, FEW)
+    for number, way in enumerate(FEW):
+        compare(ranks[0][number], way, fixed=name == "static")
+        assert ranks[1][number][0] == ranks[0][number][0], way
+
+
+def memory_of_shards(step):
+    """Bytes of gradient shards that are alive at once at most, and those of each block."""
+    booster = Booster(plugin=TorchFSDPPlugin(), nonfinite="error")
+    raw = network()
+    model, optimizer, *_ = booster.boost(raw, optimizers(raw))
+    alive, blocks, most = [], set(), 0
+
+    def count(parameter):
+        nonlocal most
+        storage = parameter.grad._local_tensor.untyped_storage()
+        alive[:] = [each for each in alive if not each[1].expired()]
+        if all(storage._cdata != key for key, _, _ in alive):
+            alive.append((storage._cdata, StorageWeakRef(storage), storage.nbytes()))
+            blocks.add((id(parameter), storage.nbytes()))
+        most = max(most, sum(size for _, _, size in alive))
+
+    for parameter in raw.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(count)
+    optimizer.clip_in_backward(build("value", threshold=0.01), step=step)
+    for number in range(STEPS):
+        tokens, targets = (x.chunk(2)[booster.plugin.rank] for x in batch(number, 0))
+        booster.backward(F.cross_entropy(model(tokens), targets), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return most, [size for _, size in blocks]
+
+
+def both_memories():
+    return memory_of_shards(True), memory_of_shards(False)
+
+
+def test_memory_of_gradient_shards():
+    """Of one block instead of all."""
+    for (stepped, _), (most, blocks) in run_ranks(both_memories, 2):
+        assert len(blocks) == 3
+        assert most == sum(blocks)
+        assert stepped == max(blocks)

@@ -1,9 +1,8 @@
-"""What all tests share: one thread, folders of their own, and a daily sample of long products."""
+"""What all tests share: one thread, folders of their own, and which cases of a product are slow."""
 
-import math
 import os
-import random
-from datetime import UTC, datetime
+import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,45 +12,33 @@ ROOT = Path(__file__).resolve().parents[1]
 # Tests and their ranks run beside one another: more threads than cores would slow all of them.
 # Read when torch is imported, here and in the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
-
-SEED = "RUNNER_TESTS_SEED"
-ONE_IN = 16
-"""Share of a file's tests marked ``sampled`` that run; ``sampled(one_in=10)`` has another."""
-
-
-def pytest_addoption(parser):
-    parser.addoption("--whole", action="store_true", help="all cases of tests marked sampled")
-
-
-def pytest_configure(config):
-    # The workers of pytest-xdist get it with the environment, also when the day ends meanwhile.
-    os.environ.setdefault(SEED, datetime.now(UTC).date().isoformat())
+# A shell starts background jobs with SIGINT ignored, and the processes of tests would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    if config.getoption("whole"):
-        return
-    cases = {}
+def pytest_collection_modifyitems(items):
+    """Mark as slow all cases of a long product that the gate leaves out."""
+    cases = Counter()
     for item in items:
-        if marker := item.get_closest_marker("sampled"):
-            key = item.nodeid.partition("::")[0], marker.kwargs.get("one_in", ONE_IN)
-            cases.setdefault(key, []).append(item)
-    left_out = set()
-    for (file, one_in), found in cases.items():
-        number = math.ceil(len(found) / one_in)
-        chosen = random.Random(os.environ[SEED] + file).sample(found, number)
-        left_out |= set(found) - set(chosen)
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
+        if marker := item.get_closest_marker("product"):
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % marker.kwargs["every"]:
+                item.add_marker(pytest.mark.slow)
+            cases[test] += 1
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    if not config.getoption("whole"):
-        terminalreporter.write_line(
-            f"of tests marked sampled a part ran, chosen by {SEED}={os.environ[SEED]} "
-            "(--whole runs all)"
-        )
+def pytest_terminal_summary(terminalreporter):
+    """Print the ten slowest files, and the sum over all tests."""
+    seconds = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section("slowest files")
+    for file, time in seconds.most_common(10):
+        terminalreporter.write_line(f"{time:7.1f} s  {file}")
+    terminalreporter.write_line(f"{seconds.total():7.1f} s  all files, added up over the workers")
 
 
 @pytest.fixture

@@ -62,21 +62,22 @@ def assert_same_curve(home, model, name):
             assert row[key] == wanted[key]
 
 
-@pytest.mark.sampled
 @pytest.mark.xdist_group("curves_text")
 @pytest.mark.parametrize("name", PLUGINS)
+@pytest.mark.product(every=5)
 def test_text(home, name):
     assert_same_curve(home, TEXT, name)
 
 
 @pytest.mark.xdist_group("curves_other")
 @pytest.mark.parametrize("name", ["moe", "fsdp"])
+@pytest.mark.product(every=2)
 def test_experts(home, name):
     assert_same_curve(home, EXPERTS, name)
 
 
-@pytest.mark.sampled
 @pytest.mark.xdist_group("curves_other")
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero", "zero3", "moe"])
+@pytest.mark.product(every=5)
 def test_digits(home, name):
     assert_same_curve(home, DIGITS, name)

@@ -14,6 +14,7 @@ def grown(tmp_path, steps, *words):
     return growth(samples, steps, warm_up=steps // 2)
 
 
+@pytest.mark.slow
 def test_memory_and_open_files_stay(tmp_path):
     often = ["eval.interval=50ba", "checkpoint.interval=50ba"]
     found = grown(tmp_path, 1500, *often)

@@ -28,7 +28,7 @@ def run(folder, *words):
     "mode",
     [
         "percentile",
-        *(pytest.param(one, marks=pytest.mark.sampled) for one in ("zscore", "schedule")),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("zscore", "schedule")),
     ],
 )
 def test_a_run_that_is_resumed_goes_on_to_the_bit(mode, tmp_path):

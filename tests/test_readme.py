@@ -247,14 +247,14 @@ def test_the_second_command_of_readme_runs_the_tests_of_the_gate():
     assert len(setups) == 2
     shown = [command.strip() for command in PYTEST.findall(setups[1])]
     gate = [command.strip() for command in PYTEST.findall(GATE)]
-    assert shown == gate == ["pytest -q -n 4 --dist loadgroup", "pytest -q -m timing"]
+    assert shown == gate == ["pytest -q -n 2 --dist loadgroup"]
 
 
 def test_contributing_names_the_same_tests_and_every_mark(pytestconfig):
     shown = [command.strip() for command in PYTEST.findall(CONTRIBUTING)]
-    assert shown[:2] == [command.strip() for command in PYTEST.findall(GATE)]
+    assert shown[:1] == [command.strip() for command in PYTEST.findall(GATE)]
     marks = [line.partition(":")[0] for line in pytestconfig.getini("markers")]
-    for mark in {"gpu", "timing", "slow"} & set(marks):
+    for mark in {"gpu", "slow"} & set(marks):
         assert f"pytest -m {mark}" in shown
 
 
@@ -268,7 +268,7 @@ def test_contributing_lists_every_folder():
 
 def test_pytest_leaves_out_what_the_gate_does(pytestconfig):
     words = pytestconfig.getini("addopts")
-    assert words[words.index("-m") + 1] == "not timing and not gpu and not slow"
+    assert words[words.index("-m") + 1] == "not gpu and not slow"
 
 
 if __name__ == "__main__":

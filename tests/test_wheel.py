@@ -167,8 +167,8 @@ def test_it_installs_and_trains_under_each_python(interpreter, wheel, tmp_path):
     ("model", "logged"),
     [
         ("Tagger", "eval/accuracy"),
-        pytest.param("Line", "eval/r2", marks=pytest.mark.sampled),
-        pytest.param("TwoInputs", "eval/f1", marks=pytest.mark.sampled),
+        pytest.param("Line", "eval/r2", marks=pytest.mark.slow),
+        pytest.param("TwoInputs", "eval/f1", marks=pytest.mark.slow),
     ],
 )
 def test_dictionaries_regression_and_two_inputs_of_readme_train(

@@ -157,14 +157,13 @@ def test_ddp_and_fsdp():
     assert_plain(["ddp", "fsdp"], 2)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("plugin", ["zero1", "zero2", "zero3", "tensor", "1f1b"])
 def test_other_plugins(plugin):
     assert_plain([plugin], 2)
 
 
-@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("plugin", ["hsdp", "tensor_dp", "hybrid", "hybrid_zero1"])
+@pytest.mark.product(every=4)
 def test_four_ranks(plugin):
     assert_plain([plugin], 4)
 

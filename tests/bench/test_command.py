@@ -24,6 +24,7 @@ def quick(tmp_path_factory):
 
 
 @pytest.mark.xdist_group("bench")
+@pytest.mark.slow
 def test_quick_measures_every_table(quick):
     _, folder = quick
     found = json.loads((folder / "bench.json").read_text())

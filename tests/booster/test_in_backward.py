@@ -341,7 +341,6 @@ def test_parameters_of_a_criterion(step):
     require_same(mine, plain)
 
 
-@pytest.mark.sampled
 def test_a_compiled_model():
     """Its gradients are final at once, so they are right, but all of them are there together."""
     net, plain = network(), network()

@@ -229,7 +229,6 @@ trainer(saver=CheckpointSaver(path, "5ba", keep=1, asynchronous=sys.argv[3] == "
 """
 
 
-@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     "moment",
@@ -238,7 +237,7 @@ trainer(saver=CheckpointSaver(path, "5ba", keep=1, asynchronous=sys.argv[3] == "
         *("inside manifest", "before rename", "after rename"),
     ],
 )
-@pytest.mark.sampled(one_in=10)
+@pytest.mark.product(every=5)
 def test_a_write_that_is_killed_leaves_the_checkpoint_before_it(tmp_path, moment, asynchronous):
     root = Path(__file__).resolve().parents[2]
     words = [sys.executable, "-c", KILLED, moment, str(tmp_path), str(asynchronous)]
@@ -285,12 +284,12 @@ trainer().load(folder / "step_000000005")
 """
 
 
-@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     "moment",
     ["before the write", "while tensors are written", "while the state is written"],
 )
+@pytest.mark.product(every=3)
 def test_a_disk_that_fills_up_is_named(tmp_path, asynchronous, moment):
     mount = ["unshare", "--mount", "sh", "-c"]
     if subprocess.run([*mount, "mount -t tmpfs none /mnt"], capture_output=True).returncode:

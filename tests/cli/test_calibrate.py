@@ -19,8 +19,8 @@ def written(outputs):
     return json.loads(file.read_text())
 
 
-@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("mode", ["norm", "value", "adaptive"])
+@pytest.mark.product(every=3)
 def test_predicted_shares_are_those_of_an_unclipped_run_to_the_bit(mode, outputs):
     words = [*SMALL, f"clip={mode}", "calibrate.steps=12"]
     said = python("-m", "runner", "calibrate", *words).stdout

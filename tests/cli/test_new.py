@@ -9,8 +9,6 @@ import pytest
 from runner.cli import main as cli
 from tests.process import python
 
-pytestmark = pytest.mark.sampled(one_in=3)
-
 WRITTEN = {
     "demo.py",
     "test_demo.py",

@@ -13,8 +13,6 @@ import pytest
 
 from tests.process import python
 
-pytestmark = pytest.mark.sampled(one_in=3)
-
 CODE = """\
 import torch
 from torch import nn
@@ -86,6 +84,7 @@ def test_the_console_script_finds_code_here_on_every_rank_and_its_page_repeats_i
     "command",
     ["verify verify.steps=2", "calibrate calibrate.steps=3", "plan"],
 )
+@pytest.mark.product(every=3)
 def test_every_command_takes_the_folder(command, own, environment):
     code = own / "elsewhere"
     code.mkdir()

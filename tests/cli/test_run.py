@@ -341,7 +341,6 @@ def test_hydras_help_and_full_errors_stay_within_reach(fakes, capsys, monkeypatc
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     "words",

@@ -244,8 +244,8 @@ def refused(words, folder):
     return done.stderr
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("words", "parts"), WRONG, ids=[words for words, _ in WRONG])
+@pytest.mark.product(every=3)
 def test_a_wrong_request_is_refused_in_one_message(words, parts, tmp_path):
     message = refused(words.split(), tmp_path)
     for part in parts:

@@ -40,6 +40,7 @@ def reference(norms, threshold, window=None, history="raw", min_steps=10):
 
 @pytest.mark.parametrize("name", ["recorded", *SEQUENCES])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda one: " ".join(map(str, one.values())))
+@pytest.mark.product(every=3)
 def test_every_step_is_that_of_the_rule(name, options):
     norms = recorded() if name == "recorded" else SEQUENCES[name]
     found = clipped(build("percentile", **options), norms)

@@ -248,8 +248,8 @@ def trains_saves_resumes_and_evaluates(start, name, plugin, ranks, folder, monke
 
 
 # Convolutions in fp16 take a CPU minutes.
-@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize(("name", "plugin"), sorted({*CASES} - {("resnet", "torch_ddp_fp16")}))
+@pytest.mark.product(every=5)
 def test_forked(name, plugin, folder, monkeypatch):
     trains_saves_resumes_and_evaluates(forked, name, plugin, 2, folder, monkeypatch)
 

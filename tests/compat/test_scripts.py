@@ -43,8 +43,8 @@ def run(environment, *words):
     return done.stdout + done.stderr
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("ranks", "precision"), [(1, "fp32"), (2, "fp32"), (2, "fp16")])
+@pytest.mark.product(every=3)
 def test_colossal_booster(cifar, ranks, precision):
     torchrun = ["-m", "torch.distributed.run", "--standalone"]
     script = [str(HERE / "colossal_booster.py"), precision]

@@ -32,8 +32,8 @@ def commands():
                 yield pytest.param(found[1], id=f"{file.parent.name}/{file.stem}")
 
 
-@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("command", list(commands()))
+@pytest.mark.product(every=3)
 def test_the_command_that_a_file_shows_is_right(command):
     words = shlex.split(command)
     multirun = "-m" in words

@@ -59,6 +59,7 @@ def test_there_is_a_value_of_every_key():
 
 @pytest.mark.parametrize("name", options("plugin"))
 @pytest.mark.parametrize("key", USES)
+@pytest.mark.product(every=8)
 def test_a_key_that_nothing_uses_names_the_plugins_that_do(plain, name, key):
     asked = plain(name, **{key: ASKED[key]})
     if name in USES[key].options:

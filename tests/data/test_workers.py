@@ -194,8 +194,8 @@ def assert_gone(pids, seconds=20):
 METHODS = [{}, {"multiprocessing_context": "forkserver"}]
 
 
-@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("options", METHODS)
+@pytest.mark.product(every=2)
 def test_workers_end_with_their_training_process(tmp_path, options):
     with Holder(tmp_path, **options) as held:
         held.process.kill()
@@ -203,8 +203,8 @@ def test_workers_end_with_their_training_process(tmp_path, options):
         assert_gone(held.workers)
 
 
-@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("options", METHODS)
+@pytest.mark.product(every=2)
 def test_signals_to_all_processes_leave_workers_to_the_training_process(tmp_path, options):
     with Holder(tmp_path, **options) as held:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -237,8 +237,8 @@ WORDS = [
 ]
 
 
-@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("killed", ["launcher", "rank"])
+@pytest.mark.product(every=2)
 def test_no_worker_is_left_when_a_process_of_a_run_is_killed(killed, tmp_path, outputs):
     marker = f"RUNNER_TEST_MARKER={tmp_path}"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "RUNNER_TEST_MARKER": str(tmp_path)}
@@ -296,7 +296,6 @@ sys.exit(code)
 """
 
 
-@pytest.mark.sampled(one_in=3)
 def test_workers_of_local_ranks_cost_little_and_change_no_row(tmp_path, outputs):
     """Two epochs and two evaluations: each start of 16 workers took two seconds of importing."""
     seconds, rows = {}, {}

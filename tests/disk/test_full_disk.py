@@ -15,8 +15,6 @@ from runner.telemetry.sinks.wandb_sink import WandbSink
 from tests.filling import fill
 from tests.process import python
 
-pytestmark = pytest.mark.sampled(one_in=3)
-
 SMALL = ["train.max_duration=20ba", "eval.interval=20ba", "data.batch_size=16", "log.flush=2"]
 
 
@@ -96,6 +94,7 @@ def about_disk(said, disk):
 @pytest.mark.parametrize(
     "plugin", [["plugin=single"], ["plugin=ddp", "plugin.nproc=2"]], ids=["single", "ddp"]
 )
+@pytest.mark.product(every=2)
 def test_rows_are_written_when_there_is_space_again(full, disk, plugin):
     said = run(full, *plugin, at=5, until=15)
     folder = the_run(disk)
@@ -118,6 +117,7 @@ def test_rows_are_written_when_there_is_space_again(full, disk, plugin):
 @pytest.mark.parametrize(
     "plugin", [["plugin=single"], ["plugin=ddp", "plugin.nproc=2"]], ids=["single", "ddp"]
 )
+@pytest.mark.product(every=2)
 def test_a_run_whose_rows_do_not_fit_trains_to_its_end_and_fails(full, disk, plugin):
     said = run(full, *plugin, "tracker=none", "checkpoint=none", at=5, code=1)
     folder = the_run(disk)
@@ -153,6 +153,7 @@ def test_a_run_that_begins_on_a_full_disk_creates_nothing(full, disk):
     assert not list(disk.glob("outputs/*/*"))
 
 
+@pytest.mark.slow
 def test_a_sweep_stops_and_the_same_command_finishes_it(full, disk):
     sweep = ["-m", "seed=0,1,2", "sweep.name=full", "tracker=none"]
     said = run(full, *sweep, at=5, code=1)
@@ -216,6 +217,7 @@ def test_the_last_status_is_written_on_a_full_disk(disk):
 
 
 @pytest.mark.parametrize("freed", [True, False])
+@pytest.mark.slow
 def test_a_record_of_wandb_that_did_not_fit_is_one_warning(disk, monkeypatch, caplog, freed):
     monkeypatch.setenv("HOME", str(disk))
     given = {"project": "p", "group": None, "tags": [], "job_type": "train", "name": "n"}

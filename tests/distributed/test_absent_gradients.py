@@ -25,7 +25,6 @@ FROZEN = {
 }
 
 
-@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("model", FROZEN)
 def test_frozen_stages_and_adapters(model):
     asked = [

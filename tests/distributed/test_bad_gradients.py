@@ -165,8 +165,8 @@ def assert_one_rank_stops_all(plugin: str, world: int, model: str, modes: list[s
             assert f"1 steps in a row were skipped, up to step {BAD}" in rank["error"]
 
 
-@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("plugin", FEWEST)
+@pytest.mark.product(every=10)
 def test_one_bad_element_on_one_rank_stops_the_step_of_all(plugin):
     world, model = FEWEST[plugin]
     assert plugin in PLUGINS

@@ -14,8 +14,6 @@ from tests.distributed.training import Rows
 from tests.ranks import run_ranks
 from tests.train.test_state import timeless
 
-pytestmark = pytest.mark.sampled(one_in=3)
-
 STEPS, SAVED = 7, 4
 """An epoch has three steps, so the checkpoint lies inside the second epoch."""
 

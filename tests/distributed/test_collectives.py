@@ -115,10 +115,8 @@ def count_all(plugin: str, model: str) -> list[dict[str, list[int]]]:
     return [counted(plugin, model, layers) for layers in (2, 6)]
 
 
-@pytest.mark.parametrize(
-    ("plugin", "world", "model"),
-    [pytest.param(*row, marks=[pytest.mark.sampled] if row[1] > 2 else []) for row in STATED],
-)
+@pytest.mark.parametrize(("plugin", "world", "model"), STATED)
+@pytest.mark.product(every=2)
 def test_clipping_adds_the_stated_collectives(plugin, world, model):
     # The same on every rank, in every step, and whatever the number of parameters.
     norm, value, adaptive = STATED[plugin, world, model]

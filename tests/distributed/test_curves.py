@@ -35,8 +35,8 @@ def both(model: str, plugin: str) -> dict[str, Any]:
     return {optimizer: curves(optimizer, model, plugin) for optimizer in OPTIMIZERS}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("plugin", "world"), WHERE)
+@pytest.mark.product(every=2)
 def test_twenty_steps_follow_the_curves_of_one_process(plugin, world):
     model = WHERE[plugin, world]
     for rank in run_ranks(both, world, model, plugin):

@@ -44,7 +44,7 @@ def test_every_mode_clips_some_steps(model):
 
 @pytest.mark.parametrize(
     ("plugin", "world"),
-    [pytest.param(*row, marks=[] if row in ALWAYS else pytest.mark.sampled) for row in FAMILIES],
+    [pytest.param(*row, marks=[] if row in ALWAYS else pytest.mark.slow) for row in FAMILIES],
 )
 def test_ranks_decide_as_one_process(plugin, world):
     model = FAMILIES[plugin, world]

@@ -85,7 +85,6 @@ def test_two_ranks(name):
         assert str(ranks[1][number][2]) == str(ranks[0][number][2]), way
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["views", "static", "hsdp"])
 def test_options_of_plugins(name):
     ranks = run_ranks(all_ways, 2, name, FEW)

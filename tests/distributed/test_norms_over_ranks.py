@@ -211,6 +211,7 @@ TIED_ON = {
 
 
 @pytest.mark.parametrize("world", TIED_ON)
+@pytest.mark.product(every=2)
 def test_tied_weights_count_once(world):
     clips = [NORM, ("adaptive", 0.01, 2.0)] if world == 2 else [NORM]
     asked = [

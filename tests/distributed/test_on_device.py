@@ -64,8 +64,8 @@ def assert_agrees(world: int, plugins: dict[str, str], cases: dict[str, Sequence
     assert not wrong
 
 
-@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("world", "kind"), STARTS)
+@pytest.mark.product(every=4)
 def test_every_mode_under_every_kind_of_plugin(world, kind):
     plugins = TOGETHER[world][kind]
     cases = {
@@ -249,8 +249,8 @@ def test_ranks_decide_alike_where_one_has_no_momentum_to_start():
         torch.testing.assert_close(ranks[0][2][name], weight)
 
 
-@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("world", "kind"), STARTS)
+@pytest.mark.product(every=4)
 def test_a_gradient_that_is_not_finite_under_every_kind_of_plugin(world, kind):
     """Rows, the rate of the schedule, the loss scale, errors and weights are those of a CPU."""
     plugins = {name: model for name, model in TOGETHER[world][kind].items() if model != "conv"}

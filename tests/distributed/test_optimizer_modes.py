@@ -67,14 +67,12 @@ def assert_agrees(ranks, model):
         assert any(clipped)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
 def test_steps_are_those_of_one_process(plugin, world):
     model = FAMILIES[plugin, world]
     assert_agrees(run_ranks(train_all, world, model, plugin, False), model)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("plugin", "world"), [row for row in FAMILIES if row[1] == 2])
 def test_on_a_device_they_are_too(plugin, world):
     model = FAMILIES[plugin, world]

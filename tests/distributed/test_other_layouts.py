@@ -119,8 +119,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("layouts")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("first", "second"), DIRECTIONS)
+@pytest.mark.product(every=6)
 def test_another_layout_continues(home, tmp_path, first, second):
     old, new = uninterrupted(home, first), tmp_path / "new"
     saved, loaded = checkpoint(old / "checkpoints"), checkpoint(new / "loaded")

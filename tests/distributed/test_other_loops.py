@@ -91,13 +91,11 @@ def test_a_bare_loop_under_ddp_and_fsdp2():
     run_on_two_ranks("bare")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["fabric", "accelerate"])
 def test_fabric_and_accelerate(name):
     run_alone(name)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["accelerate", "fabric"])
 def test_fabric_and_accelerate_under_ddp_and_fsdp2(name):
     run_on_two_ranks(name)

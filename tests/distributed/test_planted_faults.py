@@ -6,14 +6,14 @@ from tests.distributed.faults import PLANTED, caught_by, seen_without_fault, tra
 from tests.ranks import run_ranks
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("plugin", sorted({plugin for _, plugin in PLANTED}))
+@pytest.mark.product(every=3)
 def test_nothing_is_seen_where_nothing_was_planted(plugin):
     assert seen_without_fault(plugin) == []
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "plugin"), PLANTED)
+@pytest.mark.product(every=6)
 def test_a_planted_fault_is_caught(name, plugin):
     assert caught_by(name, plugin), f"{name} goes unseen under {plugin}"
 

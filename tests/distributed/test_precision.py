@@ -56,7 +56,6 @@ def test_the_forward_pass_is_in_half_precision(model, precision):
     assert first[0] == pytest.approx(first[1], rel=ROUNDOFF[precision])
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
 def test_half_precision_is_within_its_rounding_of_one_process(plugin, world):
     """Ranks multiply other matrices: fewer rows, parts of columns, sums in another order. So each
@@ -124,7 +123,6 @@ def poisoned_steps(plugin: str | None, model: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
 def test_an_overflow_in_one_data_part_skips_the_step_of_all_ranks(plugin, world):
     model = FAMILIES[plugin, world]
@@ -167,7 +165,6 @@ def half_parameters(plugin: str | None, model: str) -> list[tuple[float, float]]
     return found
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
 def test_the_norm_of_bf16_gradients_is_taken_in_float32_or_better(plugin, world):
     measured = run_ranks(half_parameters, world, plugin, FAMILIES[plugin, world])[0]

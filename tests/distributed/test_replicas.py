@@ -65,7 +65,6 @@ def drift(plugin: str, model: str, mode: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("plugin", "world"), DRIFTS)
 def test_replicas_are_equal_to_the_bit_after_50_steps(plugin, world):
     model, mode = DRIFTS[plugin, world]

@@ -79,6 +79,7 @@ def assert_continues(tmp_path: Path, words: list[str], folders: dict[str, dict[s
     [(1, ["data.batch_size=16"]), (2, ["plugin=ddp", "plugin.nproc=2", "data.batch_size=8"])],
     ids=["single", "ddp"],
 )
+@pytest.mark.slow
 def test_each_microbatch_is_that_of_an_uninterrupted_run(tmp_path, folders, ranks, words):
     """Samples, random state and weights before each forward pass, the first after resume too."""
     assert_continues(tmp_path, [*MODE, *WITNESS, *words], folders)
@@ -92,8 +93,8 @@ def test_each_microbatch_is_that_of_an_uninterrupted_run(tmp_path, folders, rank
         assert after == wanted[2 * SAVED :]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", [name for name in PLUGINS if name != "ddp"])
+@pytest.mark.slow
 def test_every_plugin(tmp_path, folders, name):
     """Each history goes on where it was: after the resume each link clips some steps."""
     request, parts = PLUGINS[name]

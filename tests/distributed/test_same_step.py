@@ -73,7 +73,6 @@ def assert_binds(result, mode):
     assert (sum(clipped) > 0) == (mode != "none")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["images", "tokens"])
 @pytest.mark.parametrize("mode", ["none", "norm", "value", "adaptive"])
 @pytest.mark.parametrize("samples", [77, 73])
@@ -86,7 +85,6 @@ def test_accumulation_is_one_big_batch(kind, mode, samples):
     assert big["summary"]["steps"] == 2 * math.ceil(microbatches / 4)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["images", "tokens"])
 @pytest.mark.parametrize("mode", ["none", "norm", "value", "adaptive"])
 def test_two_ranks_are_one_process(kind, mode):

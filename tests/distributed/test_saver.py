@@ -65,9 +65,9 @@ def continued(model: str, plugin: str, path: Path) -> Any:
     return {"at": at, "end": end, "final": other.booster.state_dict(other.model)}
 
 
-@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
+@pytest.mark.product(every=8)
 def test_all_ranks_save_and_stop_at_the_same_step(plugin, world, asynchronous, tmp_path):
     model = FAMILIES[plugin, world]
     found = run_ranks(saved_and_stopped, world, model, plugin, tmp_path, asynchronous)

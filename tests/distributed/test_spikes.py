@@ -66,7 +66,6 @@ def both(plugin, of, kind):
     return skipping, taken_steps(plugin, None, kept, {}, kind)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 @pytest.mark.parametrize("of", ["norm", "loss", "either"])
 @pytest.mark.parametrize("plugin", PLUGINS)
@@ -115,7 +114,6 @@ def with_and_without(plugin, model, of):
     return taken, states
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("of", ["norm", "loss"])
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
 def test_every_plugin_takes_the_steps_of_a_run_without_the_spikes(plugin, world, of):

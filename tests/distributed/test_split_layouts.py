@@ -75,7 +75,6 @@ def exact(figures: Any) -> list[str]:
     return [float(figure).hex() for figure in figures]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("mode", ["none", "norm", "value", "adaptive"])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])

@@ -45,7 +45,6 @@ def whole_of(plugin, model):
     return made.booster.state_dict(made.model)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
 def test_the_first_ranks_weights_are_everybodys_and_whole_again(plugin, world):
     model = FAMILIES[plugin, world]
@@ -143,6 +142,7 @@ def compiled(plugin):
 
 
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+@pytest.mark.product(every=2)
 def test_a_compiled_model_is_clipped_alike(plugin):
     ranks = run_ranks(compiled, 2, plugin)
     assert not differences(ranks, Case("tied", "adaptive", 2, steps=2), 1e-12)

@@ -25,7 +25,7 @@ def test_every_mode_clips(model):
 
 @pytest.mark.parametrize(
     ("plugin", "world"),
-    [pytest.param(*row, marks=[] if row in ALWAYS else pytest.mark.sampled) for row in FAMILIES],
+    [pytest.param(*row, marks=[] if row in ALWAYS else pytest.mark.slow) for row in FAMILIES],
 )
 def test_float64_agrees_to_1e_12(plugin, world):
     cases = cases_of(FAMILIES[plugin, world])

@@ -37,9 +37,9 @@ def under_tensor(plan):
     return [train(case, TensorParallelPlugin(tp_plan=plan), model=model()) for case in CASES]
 
 
-@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("plan", [PLAN, PARTLY, GATHERED], ids=["whole", "partly", "gathered"])
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.product(every=3)
 def test_a_foreign_model_is_one_process(plan, world, monkeypatch):
     monkeypatch.setitem(MODELS, "foreign", model)
     ranks = run_ranks(under_tensor, world, plan)
@@ -150,6 +150,7 @@ def test_what_cannot_be_split_is_named():
     assert "give the style split_sequence to the module" in sequence
 
 
+@pytest.mark.slow
 def test_by_the_command(tmp_path):
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump(PLAN))

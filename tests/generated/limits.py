@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from hypothesis import HealthCheck, settings
 
-EXAMPLES = int(os.environ.get("RUNNER_TESTS_EXAMPLES", "80"))
+EXAMPLES = int(os.environ.get("RUNNER_TESTS_EXAMPLES", "40"))
 """Requests and configurations to generate; damaged folders are a tenth of this."""
 
 SECONDS = 5.0

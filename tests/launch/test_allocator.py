@@ -49,7 +49,7 @@ def test_freed_memory_is_used_again():
 
 @pytest.mark.parametrize(
     "words",
-    [pytest.param([], marks=pytest.mark.sampled), ["plugin=ddp", "plugin.nproc=2"]],
+    [pytest.param([], marks=pytest.mark.slow), ["plugin=ddp", "plugin.nproc=2"]],
     ids=["single", "ddp"],
 )
 def test_a_run_uses_freed_memory_again(environment, words):

@@ -11,8 +11,6 @@ from safetensors import safe_open
 from runner.checkpoint import folder as checkpoints
 from tests.process import python
 
-pytestmark = pytest.mark.sampled(one_in=3)
-
 SHORT = ["train.max_duration=12ba", "eval.interval=4ba", "data.batch_size=16", "tracker=none"]
 
 
@@ -42,6 +40,7 @@ def held(checkpoint):
         (["plugin=fsdp", "plugin.nproc=2"], 2),
     ],
 )
+@pytest.mark.product(every=3)
 def test_the_checkpoints_of_a_run(environment, plugin, ranks):
     folder, _ = run(environment, *plugin, "checkpoint.interval=5ba")
     home = folder / "checkpoints"

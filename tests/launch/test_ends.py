@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import date
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,6 @@ def struck(run):
     return (run.home / "outputs" / "struck").stat().st_mtime
 
 
-@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("ranks", WHOLE)
 @pytest.mark.parametrize(
     ("fault", "where"),
@@ -52,6 +50,7 @@ def struck(run):
         ("halt", "rank 1 hangs: its process is stopped (SIGSTOP)"),
     ],
 )
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named(environment, ranks, fault, where):
     words = [*WHOLE[ranks], *LONG, *faulty(fault), f"launch.timeout={TIMEOUT}"]
     with started(environment, words) as run:
@@ -82,9 +81,9 @@ def test_ranks_that_wait_in_different_collectives_end(environment):
         assert not run.left(5)
 
 
-@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("victim", ["rank 0", "rank 1", "launcher"])
+@pytest.mark.product(every=9)
 def test_sigkill_of_one_process_ends_all(environment, ranks, victim):
     with started(environment, [*RANKS[ranks], *LONG]) as run:
         run.wait_for_rows()
@@ -120,9 +119,9 @@ def rows(run):
     return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("ranks", SINGLE | RANKS)
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+@pytest.mark.product(every=7)
 def test_a_signal_ends_the_run_after_its_step(environment, ranks, number):
     with started(environment, [*(SINGLE | RANKS)[ranks], *LONG]) as run:
         run.wait_for_rows(10)
@@ -137,8 +136,8 @@ def test_a_signal_ends_the_run_after_its_step(environment, ranks, number):
         assert not run.left(5)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("to", ["all", "rank 1"])
+@pytest.mark.product(every=2)
 def test_a_signal_to_ranks_stops_the_run(environment, to):
     """As a terminal and Slurm send it: to every process; or as somebody does: to one rank."""
     with started(environment, [*RANKS["ddp 2"], *LONG]) as run:
@@ -152,9 +151,9 @@ def test_a_signal_to_ranks_stops_the_run(environment, to):
         assert "Traceback" not in run.printed
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("ranks", ["single", "ddp 2"])
 @pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.product(every=4)
 def test_a_run_that_does_not_end_is_ended(environment, ranks, signals):
     """By a second signal at once, otherwise after shutdown.timeout."""
     words = [*(SINGLE | RANKS)[ranks], *LONG, *faulty("hang", rank=0)]
@@ -197,8 +196,8 @@ def test_a_wandb_that_hangs_takes_no_longer_than_the_time_to_end(environment):
         assert not run.left(5)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("ranks", ["single", "ddp 2"])
+@pytest.mark.product(every=2)
 def test_an_error_after_a_signal_is_no_stop(environment, ranks):
     words = [*(SINGLE | RANKS)[ranks], *LONG, *faulty("late", rank=int(ranks != "single"))]
     with started(environment, words) as run:
@@ -212,8 +211,8 @@ def test_an_error_after_a_signal_is_no_stop(environment, ranks):
         assert not run.left(5)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+@pytest.mark.product(every=2)
 def test_an_ignored_signal_remains_ignored(environment, number):
     with started(environment, [*RANKS["ddp 2"], *LONG], ignored=[number]) as run:
         run.wait_for_rows(5)
@@ -224,7 +223,6 @@ def test_an_ignored_signal_remains_ignored(environment, number):
         assert run.process.wait(60) == 143, run.printed
 
 
-@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 @pytest.mark.parametrize("ranks", ["single", "ddp 2"])
 @pytest.mark.parametrize("at", ["the first import", "torch", "data"])
@@ -295,8 +293,8 @@ def test_nothing_is_left_of_a_run_that_ends_while_its_fork_server_imports(
         assert not run.left(10)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("ranks", ["single", "ddp 2"])
+@pytest.mark.product(every=2)
 def test_memory_that_runs_out_names_what_to_change(environment, ranks):
     words = [*(SINGLE | RANKS)[ranks], *faulty("memory", rank=0), "tracker=none"]
     with started(environment, words) as run:
@@ -320,8 +318,8 @@ def test_a_sweep_is_interrupted_as_a_whole(environment):
         assert "Traceback" not in run.printed
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "2>&1 | head -1"])
+@pytest.mark.product(every=4)
 def test_a_stream_that_is_closed_changes_nothing(environment, closed):
     words = "tracker=none device=cpu train.max_duration=3ba clip.threshold=0.5"
     command = f"set -o pipefail; {sys.executable} -m runner {words} {closed}"
@@ -334,8 +332,8 @@ def test_a_stream_that_is_closed_changes_nothing(environment, closed):
     assert "report.html" not in text
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("number", "asked"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+@pytest.mark.product(every=2)
 def test_slurm_is_asked_to_start_a_pre_empted_job_again(environment, tmp_path, number, asked):
     """After the record is complete: Slurm ends the job that it requeues."""
     program, told = tmp_path / "bin" / "scontrol", tmp_path / "told"
@@ -355,18 +353,17 @@ def test_slurm_is_asked_to_start_a_pre_empted_job_again(environment, tmp_path, n
         assert '"state": "interrupted"' in told.read_text()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("plugin", random_moments.PLUGINS)
+@pytest.mark.slow
 def test_runs_that_end_at_random_moments(plugin, capsys):
     """More of them: ``python -m tests.launch.random_moments``."""
-    failed = random_moments.moments(3, date.today().toordinal(), [plugin])
+    failed = random_moments.moments(3, 29, [plugin])
     assert not failed, capsys.readouterr().out
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "runner")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
@@ -375,6 +372,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
         ("raise", "RuntimeError: planted fault"),
     ],
 )
+@pytest.mark.slow
 def test_a_rank_of_torchrun_that_fails_is_named(environment, fault, why):
     words = ["plugin=ddp", *LONG, *faulty(fault), f"launch.timeout={TIMEOUT}", "tracker=none"]
     with started(environment, [*words, "shutdown.timeout=4"], TORCHRUN) as run:

@@ -13,8 +13,6 @@ import pytest
 from tests.launch.ends import kill
 from tests.process import python
 
-pytestmark = pytest.mark.sampled(one_in=3)
-
 SMALL = ["train.max_duration=12ba", "eval.interval=12ba", "data.batch_size=16", "tracker=none"]
 
 
@@ -85,8 +83,8 @@ def rows(folder):
     ]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+@pytest.mark.product(every=2)
 def test_two_machines_are_one_machine_with_two_ranks(environment, tmp_path, plugin):
     words = [f"plugin={plugin}", *SMALL]
     one = environment | {"RUNNER_OUTPUTS": str(tmp_path / "one")}
@@ -98,6 +96,7 @@ def test_two_machines_are_one_machine_with_two_ranks(environment, tmp_path, plug
     assert read(folder, "summary.json")["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_another_number_of_machines_is_refused(environment):
     codes, printed = torchrun(environment, "plugin=ddp", "plugin.nnodes=3", *SMALL)
     assert codes == [1, 1]

@@ -10,8 +10,6 @@ import pytest
 from runner.compose.request import request
 from runner.launch import preload
 
-pytestmark = pytest.mark.sampled(one_in=3)
-
 ROOT = Path(__file__).parents[2]
 SMALL = ["device=cpu", "tracker=none", "data.batch_size=16", "train.max_duration=3ba"]
 TEXT = ["data=text", "data.sequence_length=16", "data.max_bytes=20000", "data.batch_size=4"]
@@ -52,7 +50,7 @@ assert len(os.listdir("/proc/self/task")) == before == 1
 
 @pytest.mark.parametrize(
     "plugin",
-    ["ddp", *(pytest.param(name, marks=pytest.mark.sampled) for name in REQUESTS if name != "ddp")],
+    ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in REQUESTS if name != "ddp")],
 )
 def test_a_rank_imports_nothing_by_itself(environment, plugin):
     code = "import sys; from tests.launch.imports import main; main(sys.argv[1:])"

@@ -35,7 +35,6 @@ def whole(environment, tmp_path, *words):
     return rows(folder)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("plugin", "rank", "fault", "steps"),
     [
@@ -46,6 +45,7 @@ def whole(environment, tmp_path, *words):
         (["plugin=fsdp", "plugin.nproc=2"], 1, "exit", [12]),
     ],
 )
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_last_checkpoint(environment, tmp_path, plugin, rank, fault, steps):
     words = [*plugin, *SAVING]
     with started(
@@ -73,8 +73,8 @@ def test_an_error_that_repeats_without_progress_ends_the_run(environment):
         assert re.search(r"rank 1 failed: RuntimeError: planted fault", run.printed)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("allowed", [0, 1])
+@pytest.mark.product(every=2)
 def test_a_run_starts_again_so_often_and_not_more(environment, allowed):
     words = [*RANKS, *SAVING, *failing("kill", 8, 13, 18), f"launch.max_restarts={allowed}"]
     with started(environment, words) as run:

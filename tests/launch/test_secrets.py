@@ -13,8 +13,6 @@ from runner.config.identity import differences
 from runner.config.problem import RequestError
 from tests.process import python
 
-pytestmark = pytest.mark.sampled(one_in=3)
-
 MODEL = [
     *("model._target_=tests.launch.secretive.Secretive", "data.batch_size=32", "device=cpu"),
     *("train.max_duration=3ba", "checkpoint.interval=2ba", "tracker.mode=offline"),
@@ -93,8 +91,8 @@ def run(environment, *words, code=0):
     [
         (["plugin=single"], False),
         (["plugin=ddp", "plugin.nproc=2"], True),
-        pytest.param(["plugin=single"], True, marks=pytest.mark.sampled),
-        pytest.param(["plugin=ddp", "plugin.nproc=2"], False, marks=pytest.mark.sampled),
+        pytest.param(["plugin=single"], True, marks=pytest.mark.slow),
+        pytest.param(["plugin=ddp", "plugin.nproc=2"], False, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_leaves_no_secret(environment, planted, plugin, fails):
@@ -133,6 +131,7 @@ def test_a_sweep_leaves_no_secret(environment, planted):
     assert "cannot be read" not in page
 
 
+@pytest.mark.slow
 def test_a_sweep_continues_with_its_secrets(environment, planted):
     words = ["-m", *MODEL, *planted.words, "seed=0,1", "tracker=none"]
     words += ["+model.fails_once='${oc.env:FLAG}'"]
@@ -145,6 +144,7 @@ def test_a_sweep_continues_with_its_secrets(environment, planted):
     assert leaks(planted, outputs) == []
 
 
+@pytest.mark.slow
 def test_values_are_read_anew_for_an_evaluation(environment, planted, monkeypatch):
     sees = planted.environment(environment) | {"CHANNELS": "3"}
     words = [*MODEL, "tracker=none", "+model.direct='${oc.env:HF_TOKEN}'"]
@@ -203,7 +203,6 @@ def test_a_configuration_without_secrets_has_its_values(outputs):
     assert "environment" not in job.plain
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("command", ["verify", "calibrate"])
 def test_a_comparison_or_a_calibration_leaves_no_secret(environment, planted, command):
     words = [*planted.words, "model._target_=tests.launch.secretive.Secretive", "device=cpu"]

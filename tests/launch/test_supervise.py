@@ -20,8 +20,6 @@ from runner.compose.request import request
 from runner.launch import local_rank, supervise
 from tests.process import python
 
-pytestmark = pytest.mark.sampled(one_in=3)
-
 SMALL = ["train.max_duration=12ba", "eval.interval=12ba", "data.batch_size=16"]
 
 
@@ -64,6 +62,7 @@ def left_behind(pid, seconds=5):
 @pytest.mark.parametrize(
     "clip", [["clip=norm", "clip.threshold=0.25"], ["clip=none"], ["clip=value"], ["clip=adaptive"]]
 )
+@pytest.mark.product(every=2)
 def test_the_record_of_a_run(environment, clip):
     folder, _ = run(environment, *clip, *SMALL)
     status, summary = read(folder, "status.json"), read(folder, "summary.json")
@@ -105,6 +104,7 @@ def test_the_record_of_a_run(environment, clip):
 
 
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+@pytest.mark.product(every=2)
 def test_two_local_ranks_are_one_process(environment, tmp_path, plugin):
     one, _ = run(environment, *SMALL, "data.batch_size=32")
     ranks = environment | {"RUNNER_OUTPUTS": str(tmp_path / "ranks")}
@@ -155,7 +155,6 @@ def wandb_exit_code(folder):
     return json.loads(said.stdout)["exit_code"]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("fault", "rank", "cause"),
     [
@@ -165,6 +164,7 @@ def wandb_exit_code(folder):
         ("kill", 0, "SIGKILL"),
     ],
 )
+@pytest.mark.product(every=4)
 def test_a_rank_that_fails_ends_the_run(environment, fault, rank, cause):
     words = ["plugin=ddp", "plugin.nproc=2", "train.max_duration=10000ba"]
     words += ["model._target_=tests.faulty.Faulty", f"+model.fault={fault}", f"+model.rank={rank}"]
@@ -195,7 +195,6 @@ def test_a_rank_that_fails_ends_the_run(environment, fault, rank, cause):
             os.killpg(started.pid, signal.SIGKILL)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
@@ -205,6 +204,7 @@ def test_a_rank_that_fails_ends_the_run(environment, fault, rank, cause):
         ("die", "rank 1 exited with code 4; it printed last: no licence is left"),
     ],
 )
+@pytest.mark.product(every=4)
 def test_a_rank_that_leaves_no_traceback_is_told_of_by_what_it_printed(environment, fault, cause):
     words = ["plugin=ddp", "plugin.nproc=2", "model._target_=tests.faulty.Faulty", "+model.at=1"]
     folder, said = run(environment, *words, f"+model.fault={fault}", "+model.rank=1", code=1)

@@ -26,9 +26,9 @@ def limit(plugin):
     return 1e-6 if plugin == "pipeline" else 1e-9
 
 
-@pytest.mark.sampled(one_in=10)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_ten_steps_are_those_of_plain_pytorch(name):
     plugins = plugins_of(name)
     plains = [plain_of(name, words, ranks) for words, ranks in plugins.values()]
@@ -38,9 +38,9 @@ def test_ten_steps_are_those_of_plain_pytorch(name):
         assert {key: each for key, each in off.items() if not each <= limit(plugin)} == {}, plugin
 
 
-@pytest.mark.sampled(one_in=10)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_verify_passes_in_every_mode(name):
     plugins = {key: each for key, each in plugins_of(name).items() if key not in PLUGINS}
     plugins["fsdp"] = PLUGINS["fsdp"]

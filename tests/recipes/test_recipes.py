@@ -92,7 +92,6 @@ def test_a_header_says_what_it_is_where_it_is_from_and_how_to_run_it(name):
         assert re.search(r"20[01]\d|202\d|docs/", fields["source"]), "no year"
 
 
-@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_words_of_the_header_compose(name):
     for field in ("command", "small", "paper"):
@@ -199,6 +198,7 @@ COMPARED = {
 
 
 @pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.product(every=2)
 def test_methods_are_compared_with_equal_budgets(name):
     jobs = request([f"recipe={name}"], writes=False).jobs
     settings = Counter((job.config.clip.mode, job.config.optimizer.arguments["lr"]) for job in jobs)
@@ -209,9 +209,8 @@ def test_methods_are_compared_with_equal_budgets(name):
     assert len({job.config.train.max_duration for job in jobs}) == 1
 
 
-@pytest.mark.sampled(one_in=3)
-@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.product(every=2)
 def test_every_method_of_a_comparison_runs(name, outputs):
     if name.endswith("resnet"):
         pytest.importorskip("timm")
@@ -231,8 +230,8 @@ def test_every_method_of_a_comparison_runs(name, outputs):
     assert all(row["train/step"] == 3 and math.isfinite(row["eval/loss"]) for row in last)
 
 
-@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.product(every=3)
 def test_it_runs_twenty_steps_to_the_end(name, outputs):
     if name.startswith("nf_"):
         pytest.importorskip("timm")

@@ -8,8 +8,6 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.sampled(one_in=3)
-
 SMALL = ["tracker=none", "data.batch_size=16", "eval.interval=100ba"]
 SIX = [*SMALL, "train.max_duration=6ba"]
 FLAKY = ["model._target_=tests.sweep.flaky.Flaky"]

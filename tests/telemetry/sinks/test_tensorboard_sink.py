@@ -76,6 +76,7 @@ SHORT = ["device=cpu", "train.max_duration=4ba", "eval.interval=2ba", "model.wid
 @pytest.mark.parametrize(
     "words", [["tracker=tensorboard"], ["tracker=wandb", "tracker.also=[tensorboard]"]]
 )
+@pytest.mark.slow
 def test_a_run_has_the_rows_of_its_own_file(outputs, monkeypatch, words):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = outputs / "run"

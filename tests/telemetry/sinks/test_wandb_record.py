@@ -14,6 +14,7 @@ BLOCK = 2**15
 
 @pytest.mark.usefixtures("own_home")
 @pytest.mark.parametrize("keys", [1, 2000])
+@pytest.mark.product(every=2)
 def test_a_record_that_wandb_wrote_is_complete_and_no_part_of_it_is(tmp_path, keys):
     sink = WandbSink(
         tmp_path,

@@ -88,6 +88,7 @@ def test_a_run_continues_in_a_record_that_wandb_sync_appends(
     _assert_whole(server.runs["again1"])
 
 
+@pytest.mark.slow
 def test_a_run_that_began_online_continues_offline(
     start_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

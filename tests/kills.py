@@ -96,7 +96,7 @@ class Killer:
         longest = {"any moment": self.seconds, "training": 0.5, "writing a checkpoint": 0.01}
         time.sleep(self.draw.uniform(0, longest[kind]))
         started.kill()
-        said, _ = started.communicate(timeout=30)
+        said, _ = started.communicate(timeout=120)
         assert "Traceback" not in said, said
         if started.returncode == 0:
             return False

@@ -61,4 +61,4 @@ def killed(
         assert time.monotonic() < deadline
         time.sleep(0.05)
     started.kill()
-    started.communicate(timeout=20)
+    started.communicate(timeout=120)

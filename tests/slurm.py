@@ -88,7 +88,7 @@ class Slurm:
         """Jobs that run or wait, one line each: number, name, state, reason."""
         return self("squeue", "--noheader", "--array", "--format=%i %j %T %r").splitlines()
 
-    def restart(self, number: str, limit: float = 60) -> None:
+    def restart(self, number: str, limit: float = 120) -> None:
         """Start a job that was queued again at once; by default Slurm waits two minutes."""
         wait_for(lambda: "JobState=PENDING" in self.job(number), limit, lambda: self.job(number))
         self("scontrol", "update", f"job={number}", "StartTime=now")
@@ -145,7 +145,7 @@ def running(
             *((node, ["slurmd", f"-N{node}"]) for node in nodes),
         ]:
             stops.callback(_stop, home / f"{name}.pid")
-            subprocess.run(command, env=slurm.environment, check=True, timeout=30)
+            subprocess.run(command, env=slurm.environment, check=True, timeout=120)
         idle = lambda: slurm("sinfo", "--noheader", "--Node", "--format=%T").split()  # noqa: E731
         wait_for(lambda: idle() == ["idle"] * len(nodes), 60, idle)
         stops.callback(_cancel, slurm)

@@ -257,7 +257,7 @@ def steps_of(criteria):
 
 
 def test_a_criterion_that_communicates_is_not_called_more_often_on_one_rank():
-    first, other = run_ranks(steps_of, 2, [Across(), WeightedByHand()], timeout=60)
+    first, other = run_ranks(steps_of, 2, [Across(), WeightedByHand()], timeout=120)
     assert first[0] == other[0] == ([], 2)
     assert "not the mean over the items" in first[1][0][0]
     assert other[1] == ([], 0)

@@ -5,7 +5,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from time import perf_counter
 
 import pytest
 
@@ -136,20 +135,3 @@ def test_a_shell_completes(shell, program, home, environment):
         offered = [f"{word.partition('=')[2]} " for word in offered]
     assert shown == offered, done.stderr
     assert done.stderr == ""
-
-
-@pytest.mark.timing
-def test_a_completion_takes_less_than_half_the_time_to_import_torch(home):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "COMP_LINE": "clip-runner model=g"}
-    seconds = {}
-    for name, words in {
-        "torch": ["-c", "import torch"],
-        "completion": ["-m", "runner", "-sc", "query=bash"],
-    }.items():
-        taken = []
-        for _ in range(3):
-            start = perf_counter()
-            subprocess.run([sys.executable, *words], env=env, check=True, capture_output=True)
-            taken.append(perf_counter() - start)
-        seconds[name] = min(taken)
-    assert seconds["completion"] < seconds["torch"] / 2

@@ -91,6 +91,6 @@ def test_the_code_has_no_lint(demo):
         cwd=demo[0],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 0, done.stdout

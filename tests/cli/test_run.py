@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import logging
 import os
@@ -9,8 +8,6 @@ import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from types import SimpleNamespace
 
 import pytest
@@ -469,28 +466,6 @@ def test_help_lists_the_options_of_another_folder(fakes, capsys, tmp_path):
     assert f"  {', '.join(sorted([*NAMES, 'gentle']))}\n" in out
     assert cli.main(["--help"]) == 0
     assert "gentle" not in capsys.readouterr().out
-
-
-@pytest.mark.timing
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="compares with torch")
-def test_what_needs_no_torch_takes_at_most_half_the_time_to_import_it(tmp_path):
-    env = {**os.environ, "RUNNER_OUTPUTS": str(tmp_path / "outputs")}
-    commands = {
-        "import torch": ["-c", "import torch"],
-        "wrong request": ["-m", "runner", "clip=nrom", "clip.treshold=1", "accumulation.steps=0"],
-        "--help": ["-m", "runner", "--help"],
-        "--cfg job": ["-m", "runner", "--cfg", "job"],
-        "--info": ["-m", "runner", "--info"],
-    }
-    seconds = {name: [] for name in commands}
-    for _ in range(3):  # in turns, so that what else the machine does falls on all alike
-        for name, words in commands.items():
-            start = perf_counter()
-            subprocess.run([sys.executable, *words], cwd=ROOT, env=env, capture_output=True)
-            seconds[name].append(perf_counter() - start)
-    limit = median(seconds.pop("import torch")) / 2
-    slow = {name: median(taken) for name, taken in seconds.items() if median(taken) > limit}
-    assert not slow, f"at most {limit:.2f} s"
 
 
 def content_of(folder):

@@ -19,7 +19,7 @@ class Ranks:
     def __init__(self, world: int) -> None:
         self.world = world
         self._here = threading.local()
-        self._barrier = threading.Barrier(world, timeout=20)
+        self._barrier = threading.Barrier(world, timeout=120)
         self._sent: list[Any] = [None] * world
 
     def size(self) -> int:

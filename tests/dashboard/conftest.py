@@ -85,7 +85,7 @@ def dashboard(
             env=environment,
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=120,
         )
 
     return run

@@ -52,7 +52,7 @@ def recorded(offline_run: Path) -> Recorded:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=120,
     )
     found = Recorded(set(), set(), set())
     for record in map(json.loads, read.stdout.splitlines()):

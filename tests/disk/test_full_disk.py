@@ -77,12 +77,12 @@ def recorded(folder):
     """Whether wandb's own reader finds the end of the run in its record."""
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    read = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    read = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return any('"type":"exit"' in line.replace(" ", "") for line in read.stdout.splitlines())
 
 
 def wait_for(condition):
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while not condition() and time.monotonic() < until:
         time.sleep(0.05)
 
@@ -221,7 +221,7 @@ def test_the_last_status_is_written_on_a_full_disk(disk):
 def test_a_record_of_wandb_that_did_not_fit_is_one_warning(disk, monkeypatch, caplog, freed):
     monkeypatch.setenv("HOME", str(disk))
     given = {"project": "p", "group": None, "tags": [], "job_type": "train", "name": "n"}
-    sink = WandbSink(disk, mode="offline", timeout=60, run_id="full1", config={}, **given)
+    sink = WandbSink(disk, mode="offline", timeout=120, run_id="full1", config={}, **given)
     row = {f"grad/norm/{number}": number / 7 for number in range(200)}
     sink.write({"train/step": 1, **row})
     wait_for(lambda: list(disk.glob("wandb/offline-run-*/run-full1.wandb")))

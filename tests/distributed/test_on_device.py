@@ -242,7 +242,7 @@ def momentum_on_one_rank() -> tuple[list[bool], list[int], dict[str, Tensor]]:
 def test_ranks_decide_alike_where_one_has_no_momentum_to_start():
     wanted, _, weights = momentum_on_one_rank()
     assert wanted == [False, True, False, True]
-    ranks = run_ranks(call_kept_on_device, 2, momentum_on_one_rank, timeout=100)
+    ranks = run_ranks(call_kept_on_device, 2, momentum_on_one_rank, timeout=120)
     assert sorted(held for _, held, _ in ranks) == [[0, 1], [1, 0]]
     assert [taken for taken, _, _ in ranks] == [wanted] * 2
     for name, weight in weights.items():

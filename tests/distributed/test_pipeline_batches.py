@@ -79,7 +79,7 @@ def windows_alone(name):
 
 
 def test_data_parts_that_wait_for_each_other_may_read_batches_of_any_size():
-    ranks = run_ranks(windows_on_ranks, 4, timeout=40)
+    ranks = run_ranks(windows_on_ranks, 4, timeout=120)
     for number, each in enumerate(WAITING):
         norms, outputs, weights = windows_alone(each[0])
         assert unlike(ranks[0][number][3], weights, 1e-9) == [], each
@@ -131,7 +131,7 @@ def shared_steps():
 
 
 def test_a_block_that_many_stages_use_counts_once_and_stays_one():
-    ranks = run_ranks(shared_steps, 4, timeout=40)
+    ranks = run_ranks(shared_steps, 4, timeout=120)
     for number, (options, tied) in enumerate(SHARED):
         norm, gradients, weights = shared_step(None, tied)
         first = ranks[0][number]
@@ -157,7 +157,7 @@ def steps_of_many_sizes(plugin):
 
 def test_schedules_of_the_last_few_shapes_are_kept():
     wanted, _ = steps_of_many_sizes(None)
-    for norms, kept in run_ranks(steps_of_many_sizes, 2, {"pp_size": 2}, timeout=40):
+    for norms, kept in run_ranks(steps_of_many_sizes, 2, {"pp_size": 2}, timeout=120):
         assert norms == pytest.approx(wanted, rel=1e-9)
         assert kept == 4
 

@@ -8,7 +8,7 @@ from runner.compose.request import request
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError
 from runner.run_folder.earlier import earlier_record
-from tests.generated.limits import examples, in_time
+from tests.generated.limits import examples
 from tests.generated.overrides import REQUEST
 
 # Each of a sweep's runs is checked: fewer runs, so that an example does not take minutes.
@@ -34,8 +34,7 @@ def test_a_request_runs_or_is_refused_in_one_message(tmp_path, words):
     if not any("sweep" in word for word in words):
         words = [*words, FEW] if "-m" in words or "--multirun" in words else words
     before = list(tmp_path.rglob("*"))
-    with in_time():
-        outcome = asked(words)
+    outcome = asked(words)
     if isinstance(outcome, RequestError):
         assert len(str(outcome).splitlines()) == 1 + len(outcome.problems)
         assert all(problem.message for problem in outcome.problems)

@@ -11,7 +11,7 @@ from runner.run_folder.sweep_record import SweepRecord
 from runner.sweep import live
 from runner.sweep.resume import load_status
 from tests.generated.damage import damage, damages, restored
-from tests.generated.limits import examples, in_time
+from tests.generated.limits import examples
 from tests.report.examples import LAYERS, sweep
 
 SETTINGS = [("norm", 0.25), ("adaptive", 0.04), ("none", None)]
@@ -32,28 +32,25 @@ def made(tmp_path_factory):
 def test_a_damaged_run_does_not_take_the_page_of_the_others(made, tmp_path, found):
     folder = restored(made, tmp_path / "mine")
     damage(folder / "1", found)
-    with in_time():
-        text = write(folder).read_text(encoding="utf-8")
-        assert 'data-run="0"' in text
-        assert 'data-run="2"' in text
-        assert "unreadable" not in text  # the net below the page caught nothing
-    with in_time():
-        # A run alone.
-        try:
-            write(folder / "1")
-        except NoRunError:
-            assert not (folder / "1" / "status.json").exists()
-        assert [run.state for run in read(folder).runs if run.number in "02"] == ["finished"] * 2
-    with in_time():
-        said = earlier_record(folder, "fedcba9876543210")
-        try:
-            record = SweepRecord.find(folder)
-        except (OSError, ValueError):
-            assert said is not None
-        else:
-            for entry in record.entries if record else ():
-                load_status(entry, folder, record.objective)
-            if record:
-                assert live.table(record)
-                record.write(folder)
-                assert SweepRecord.read(folder) is not None
+    text = write(folder).read_text(encoding="utf-8")
+    assert 'data-run="0"' in text
+    assert 'data-run="2"' in text
+    assert "unreadable" not in text  # the net below the page caught nothing
+    # A run alone.
+    try:
+        write(folder / "1")
+    except NoRunError:
+        assert not (folder / "1" / "status.json").exists()
+    assert [run.state for run in read(folder).runs if run.number in "02"] == ["finished"] * 2
+    said = earlier_record(folder, "fedcba9876543210")
+    try:
+        record = SweepRecord.find(folder)
+    except (OSError, ValueError):
+        assert said is not None
+    else:
+        for entry in record.entries if record else ():
+            load_status(entry, folder, record.objective)
+        if record:
+            assert live.table(record)
+            record.write(folder)
+            assert SweepRecord.read(folder) is not None

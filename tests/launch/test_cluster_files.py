@@ -97,7 +97,7 @@ def test_the_task_of_skypilot(capsys, monkeypatch, outputs):
         capture_output=True,
         text=True,
         check=True,
-        timeout=20,
+        timeout=120,
     ).stdout.splitlines()
     *arguments, disk = printed
     assert disk in task["volumes"]

@@ -144,11 +144,9 @@ def test_a_lost_machine_is_named_also_if_it_is_the_first(environment, lost):
         name = f"n{started.index(gone) + 1}"
         for pid in (*ranks_of(gone), gone.pid):
             kill(pid)
-        at = time.monotonic()
     finally:
         codes, printed = ended(started)
     assert 0 not in codes, printed
-    assert time.monotonic() - at < 20 + 25
     status = read(only_run(environment["RUNNER_OUTPUTS"]), "status.json")
     assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 1, lost), printed
     assert status["node"] == name

@@ -97,7 +97,7 @@ def refused_everywhere():
 
 
 def test_every_rank_refuses_what_the_first_rank_gives():
-    said = run_ranks(refused_everywhere, 2, timeout=100)
+    said = run_ranks(refused_everywhere, 2, timeout=120)
     name = next(iter(make("tied").state_dict()))
     problems = [
         "unexpected: extra",

@@ -95,7 +95,7 @@ class Browser:
             self.send("Browser.close")
         except (OSError, TimeoutError, EOFError):
             self._process.kill()
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=120)
         os.close(self._commands)
         os.close(self._answers)
 
@@ -216,7 +216,7 @@ class Page:
         held = {"button": "left", "buttons": buttons, "clickCount": 1}
         self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **held)
 
-    def until(self, expression: str, seconds: float = 20.0) -> Any:
+    def until(self, expression: str, seconds: float = 120) -> Any:
         """The value of an expression once it is true; the last one if it does not become so."""
         end = time.monotonic() + seconds
         while not (value := self.ask(expression)) and time.monotonic() < end:

@@ -41,7 +41,7 @@ def test_one_damaged_run_leaves_the_others_on_the_page(tmp_path: Path, name: str
             path.mkdir()
         else:
             path.write_text(text)
-    done = python("-m", "runner", "report", str(folder), timeout=60)
+    done = python("-m", "runner", "report", str(folder), timeout=120)
     assert done.stderr == ""
     page = (folder / "report.html").read_text(encoding="utf-8")
     for run in "012":

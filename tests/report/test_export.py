@@ -103,7 +103,7 @@ def test_latex_compiles(folder: Path, tmp_path: Path, made: str) -> None:
     )
     (tmp_path / "t.tex").write_text(whole)
     command = [program, "-interaction=nonstopmode", "-halt-on-error", "t.tex"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
 
 
 def test_text_of_a_configuration_stays_text(tmp_path: Path) -> None:

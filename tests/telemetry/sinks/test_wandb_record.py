@@ -19,7 +19,7 @@ def test_a_record_that_wandb_wrote_is_complete_and_no_part_of_it_is(tmp_path, ke
     sink = WandbSink(
         tmp_path,
         mode="offline",
-        timeout=60,
+        timeout=120,
         project="p",
         group=None,
         tags=[],

@@ -45,6 +45,8 @@ def pytest_terminal_summary(terminalreporter):
 def outputs(tmp_path, monkeypatch):
     """The folder for outputs of a command that is called in this process, as its only rank."""
     monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
+    # A run makes its process keep freed memory, and this one runs many other tests.
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(2**17))
     for name in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path / "outputs"

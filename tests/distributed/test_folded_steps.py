@@ -60,8 +60,8 @@ def both(plugin: str, model: str, optimizers: list[str], steps: int):
 
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
 @pytest.mark.product(every=4)
-def test_folded_steps_are_those_of_clipping_first(plugin, world, request):
-    steps = 100 if request.config.getoption("whole") else 30
+def test_folded_steps_are_those_of_clipping_first(plugin, world):
+    steps = 30
     names = ["adamw"] if plugin.startswith(NO_DTENSORS) else list(OPTIMIZERS)
     ranks = run_ranks(both, world, plugin, FAMILIES[plugin, world], names, steps)
     for name, (folded, apart) in ranks[0].items():

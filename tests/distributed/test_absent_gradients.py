@@ -42,6 +42,7 @@ def test_frozen_stages_and_adapters(model):
         assert [rank[0]["present"] for rank in ranks] == [2, 0]
 
 
+@pytest.mark.slow
 def test_an_expert_that_no_token_chose():
     asked = [
         {"model": "unrouted", "plugin": plugin, "clip": clip}

@@ -18,6 +18,8 @@ OPTIMIZERS = {
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
 }
 
+STEPS = 30
+
 NO_DTENSORS = ("fsdp", "hsdp", "zero2", "zero3", "tensor", "sequence", "moe_zero3", "hybrid")
 """Beginnings of the plugins with DTensors, which torch's fused SGD does not take."""
 
@@ -61,14 +63,13 @@ def both(plugin: str, model: str, optimizers: list[str], steps: int):
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
 @pytest.mark.product(every=4)
 def test_folded_steps_are_those_of_clipping_first(plugin, world):
-    steps = 30
     names = ["adamw"] if plugin.startswith(NO_DTENSORS) else list(OPTIMIZERS)
-    ranks = run_ranks(both, world, plugin, FAMILIES[plugin, world], names, steps)
+    ranks = run_ranks(both, world, plugin, FAMILIES[plugin, world], names, STEPS)
     for name, (folded, apart) in ranks[0].items():
         assert apart_by(folded[0], apart[0]) < 1e-6, name
     for rank in ranks:
         for name, (folded, apart) in rank.items():
-            assert folded[2] > steps // 2, f"{name}: {folded[2]} of {steps} steps were folded"
+            assert folded[2] > STEPS // 2, f"{name}: {folded[2]} of {STEPS} steps were folded"
             assert apart[2] == 0
             assert folded[1] == pytest.approx(apart[1], rel=1e-5)
             assert folded[1][-1] < 0.99 * folded[1][0], "it has learnt something"

@@ -68,12 +68,14 @@ def assert_agrees(ranks, model):
 
 
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
+@pytest.mark.product(every=3)
 def test_steps_are_those_of_one_process(plugin, world):
     model = FAMILIES[plugin, world]
     assert_agrees(run_ranks(train_all, world, model, plugin, False), model)
 
 
 @pytest.mark.parametrize(("plugin", "world"), [row for row in FAMILIES if row[1] == 2])
+@pytest.mark.product(every=3)
 def test_on_a_device_they_are_too(plugin, world):
     model = FAMILIES[plugin, world]
     ranks = run_ranks(call_kept_on_device, world, train_all, model, plugin, True)

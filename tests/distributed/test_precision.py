@@ -57,6 +57,7 @@ def test_the_forward_pass_is_in_half_precision(model, precision):
 
 
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
+@pytest.mark.product(every=3)
 def test_half_precision_is_within_its_rounding_of_one_process(plugin, world):
     """Ranks multiply other matrices: fewer rows, parts of columns, sums in another order. So each
     element of an activation or a gradient is rounded elsewhere, by up to one unit roundoff u, a few
@@ -124,6 +125,7 @@ def poisoned_steps(plugin: str | None, model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
+@pytest.mark.product(every=3)
 def test_an_overflow_in_one_data_part_skips_the_step_of_all_ranks(plugin, world):
     model = FAMILIES[plugin, world]
     wanted = poisoned_steps(None, model)
@@ -166,6 +168,7 @@ def half_parameters(plugin: str | None, model: str) -> list[tuple[float, float]]
 
 
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
+@pytest.mark.product(every=3)
 def test_the_norm_of_bf16_gradients_is_taken_in_float32_or_better(plugin, world):
     measured = run_ranks(half_parameters, world, plugin, FAMILIES[plugin, world])[0]
     assert len(measured) == 4

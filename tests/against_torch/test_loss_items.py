@@ -165,6 +165,7 @@ def by_trainer(plugin, cases):
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.product(every=2)
 def test_steps_of_the_trainer_are_those_of_torch(plugin):
     ranks, _ = PLUGINS[plugin]
     cases = CASES

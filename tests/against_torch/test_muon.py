@@ -158,6 +158,7 @@ def test_ddp_and_fsdp():
 
 
 @pytest.mark.parametrize("plugin", ["zero1", "zero2", "zero3", "tensor", "1f1b"])
+@pytest.mark.product(every=2)
 def test_other_plugins(plugin):
     assert_plain([plugin], 2)
 

@@ -184,6 +184,7 @@ def train_all(names: list[str]) -> list[dict[str, Any]]:
         (4, ["hsdp", "tensor_zero3", "pipeline_data", "pipeline_zero2", "zero_bubble_zero3"]),
     ],
 )
+@pytest.mark.product(every=2)
 def test_unused_parameters_have_no_gradient(world, names):
     ranks = run_ranks(train_all, world, names)
     cases = [(name, to_none) for name in names for to_none in (True, False)]

@@ -39,6 +39,7 @@ def test_quick_measures_every_table(quick):
 
 
 @pytest.mark.xdist_group("bench")
+@pytest.mark.slow
 def test_the_record_says_what_was_measured_on_what(quick):
     _, folder = quick
     found = json.loads((folder / "bench.json").read_text())
@@ -50,6 +51,7 @@ def test_the_record_says_what_was_measured_on_what(quick):
 
 
 @pytest.mark.xdist_group("bench")
+@pytest.mark.slow
 def test_the_text_is_what_was_printed(quick):
     printed, folder = quick
     text = (folder / "bench.txt").read_text()

@@ -41,6 +41,7 @@ def test_the_command_that_a_file_shows_is_right(command):
 
 
 @pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.product(every=2)
 def test_every_option_of_a_group_can_be_chosen(group):
     for option in options(group):
         plain = composed(group, option)

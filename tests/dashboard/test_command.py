@@ -93,6 +93,7 @@ def test_a_saved_workspace_leaves_no_file_and_belongs_to_the_entity_that_was_nam
     [(401, 0), (403, 3), ("hang", 3), ("closed", 0)],
     ids=["no such key", "view refused", "hangs at the view", "nobody listens"],
 )
+@pytest.mark.product(every=2)
 def test_a_server_that_fails_costs_ten_seconds_and_leaves_the_file(
     start_server: Callable[..., Any],
     dashboard: Run,

@@ -249,6 +249,7 @@ def training(kind, workers, rows=()):
 
 @pytest.mark.parametrize("kind", [Plain, Stated, StatedShards])
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.product(every=2)
 def test_a_run_on_a_stream_continues_with_the_same_bits(kind, workers, tmp_path, caplog):
     whole, _ = training(kind, workers)
     whole.fit()

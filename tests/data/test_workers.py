@@ -296,6 +296,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 def test_workers_of_local_ranks_cost_little_and_change_no_row(tmp_path, outputs):
     """Two epochs and two evaluations: each start of 16 workers took two seconds of importing."""
     seconds, rows = {}, {}

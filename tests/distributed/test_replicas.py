@@ -66,6 +66,7 @@ def drift(plugin: str, model: str, mode: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("plugin", "world"), DRIFTS)
+@pytest.mark.product(every=3)
 def test_replicas_are_equal_to_the_bit_after_50_steps(plugin, world):
     model, mode = DRIFTS[plugin, world]
     ranks = run_ranks(drift, world, plugin, model, mode, timeout=150)

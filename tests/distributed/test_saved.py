@@ -69,6 +69,7 @@ def reference(model: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
+@pytest.mark.product(every=2)
 def test_what_ranks_wrote_is_the_state_of_one_process(plugin, world, tmp_path):
     model = FAMILIES[plugin, world]
     run_ranks(train_and_write, world, model, plugin, tmp_path)

@@ -116,6 +116,7 @@ def with_and_without(plugin, model, of):
 
 @pytest.mark.parametrize("of", ["norm", "loss"])
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
+@pytest.mark.product(every=4)
 def test_every_plugin_takes_the_steps_of_a_run_without_the_spikes(plugin, world, of):
     """Weights and moments are equal bit for bit on every rank."""
     for taken, (ours, wanted) in run_ranks(

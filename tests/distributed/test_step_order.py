@@ -78,6 +78,7 @@ def out_of_order_under(plugin):
 
 
 @pytest.mark.parametrize("world", PLUGINS)
+@pytest.mark.product(every=2)
 def test_the_wrong_order_is_refused_and_does_no_harm(world):
     ranks = run_ranks(out_of_order, world, PLUGINS[world])
     for number, plugin in enumerate(PLUGINS[world]):
@@ -146,6 +147,7 @@ def _fate(loop, clip, gradients, before, policy):
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.product(every=2)
 def test_one_bad_element_anywhere_is_known_everywhere(world):
     # Under ddp replicas of a final gradient are the same bits, so none of them is bad alone.
     plugins = [plugin for plugin in PLUGINS[world] if plugin not in ("ddp", "zero2")]

@@ -13,6 +13,7 @@ from tests.process import python
     [([], 50), (["plugin=ddp", "plugin.nproc=2", "clip=value", "clip.max_skips=12"], 12)],
     ids=["one process", "local ranks"],
 )
+@pytest.mark.product(every=2)
 def test_a_run_that_only_skips_steps_fails(environment, words, limit):
     asked = ["device=cpu", "tracker=none", "optimizer.lr=1e6", "train.max_duration=120ba", *words]
     done = python("-m", "runner", *asked, code=1, env=environment)

@@ -66,6 +66,7 @@ def test_a_rank_that_hangs_is_named(environment, ranks, fault, where):
         assert taken < TIMEOUT + 15
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_in_different_collectives_end(environment):
     """The message says where each of them waits."""
     words = [*RANKS["ddp 2"], *LONG, *faulty("apart"), f"launch.timeout={TIMEOUT}", "tracker=none"]
@@ -166,6 +167,7 @@ def test_a_run_that_does_not_end_is_ended(environment, ranks, signals):
         assert not run.left(12)
 
 
+@pytest.mark.slow
 def test_a_wandb_that_hangs_takes_no_longer_than_the_time_to_end(environment):
     """Its process is stopped; without a signal it would be waited for longer."""
     timeout = 8
@@ -216,6 +218,7 @@ def test_an_ignored_signal_remains_ignored(environment, number):
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 @pytest.mark.parametrize("ranks", ["single", "ddp 2"])
 @pytest.mark.parametrize("at", ["the first import", "torch", "data"])
+@pytest.mark.product(every=4)
 def test_a_signal_before_the_training(environment, number, ranks, at):
     words = [*(SINGLE | RANKS)[ranks], *LONG, "data._target_=tests.faulty.slow_data"]
     with started(environment, words) as run:
@@ -373,6 +376,7 @@ def test_a_rank_of_torchrun_that_fails_is_named(environment, fault, why):
         assert not [one for one in run.left(5) if one.startswith("process")]
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_torchrun_stops_its_ranks_after_a_checkpoint(environment):
     """Each rank gets the signal twice: from the terminal, and from torchrun."""
     with started(environment, ["plugin=ddp", *LONG, "tracker=none"], TORCHRUN) as run:

@@ -105,6 +105,7 @@ def test_another_number_of_machines_is_refused(environment):
     assert not Path(environment["RUNNER_OUTPUTS"]).exists()
 
 
+@pytest.mark.slow
 def test_several_machines_need_a_launcher(environment):
     words = ["plugin=ddp", "plugin.nnodes=2", "plugin.nproc=2", *SMALL]
     for command in (["run"], ["verify"]):
@@ -179,6 +180,7 @@ def test_a_run_that_torchrun_starts_again_goes_on_in_its_folder(environment, tmp
     assert rows(folder) == rows(only_run(tmp_path / "one"))
 
 
+@pytest.mark.slow
 def test_a_folder_that_a_machine_does_not_see_is_refused(environment, tmp_path):
     hidden = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"']
     hidden.append(environment["RUNNER_OUTPUTS"])

@@ -62,6 +62,7 @@ def test_a_run_goes_on_from_its_last_checkpoint(environment, tmp_path, plugin, r
     assert found == whole(environment, tmp_path, *words, "launch.max_restarts=2")
 
 
+@pytest.mark.slow
 def test_an_error_that_repeats_without_progress_ends_the_run(environment):
     words = [*RANKS, *SAVING, *failing("raise", *[8] * 5), "launch.max_restarts=4"]
     with started(environment, words) as run:

@@ -14,6 +14,7 @@ SHOWN = [
 
 
 @pytest.mark.parametrize("words", SHOWN, ids=OWNERS)
+@pytest.mark.product(every=3)
 def test_a_command_of_readme_trains(words, tmp_path, outputs):
     short = ["train.max_duration=2ba", "eval.interval=100ba", "data.batch_size=4", "device=cpu"]
     small = ["data.max_bytes=20000"] if "data=text" in words else ["data.test_samples=4"]

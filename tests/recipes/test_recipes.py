@@ -93,6 +93,7 @@ def test_a_header_says_what_it_is_where_it_is_from_and_how_to_run_it(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.product(every=2)
 def test_the_words_of_the_header_compose(name):
     for field in ("command", "small", "paper"):
         if command := header(name).get(field):

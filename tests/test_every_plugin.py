@@ -64,7 +64,7 @@ def assert_same_curve(home, model, name):
 
 @pytest.mark.xdist_group("curves_text")
 @pytest.mark.parametrize("name", PLUGINS)
-@pytest.mark.product(every=5)
+@pytest.mark.product(every=10)
 def test_text(home, name):
     assert_same_curve(home, TEXT, name)
 

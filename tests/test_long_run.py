@@ -22,6 +22,7 @@ def test_memory_and_open_files_stay(tmp_path):
     assert found.problems == []
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_more_is_noticed(tmp_path):
     found = grown(tmp_path, 1000, "model._target_=tests.leaking.Leaking")
     assert [said.partition(":")[0] for said in found.problems] == [

@@ -164,7 +164,7 @@ def test_other_plugins(plugin):
 
 
 @pytest.mark.parametrize("plugin", ["hsdp", "tensor_dp", "hybrid", "hybrid_zero1"])
-@pytest.mark.product(every=4)
+@pytest.mark.slow
 def test_four_ranks(plugin):
     assert_plain([plugin], 4)
 

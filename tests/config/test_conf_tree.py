@@ -33,7 +33,7 @@ def commands():
 
 
 @pytest.mark.parametrize("command", list(commands()))
-@pytest.mark.product(every=3)
+@pytest.mark.product(every=9)
 def test_the_command_that_a_file_shows_is_right(command):
     words = shlex.split(command)
     multirun = "-m" in words

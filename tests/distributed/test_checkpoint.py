@@ -69,6 +69,7 @@ def continued(model: str, plugin: str, checkpoint: Path) -> Any:
 
 
 @pytest.mark.parametrize(("plugin", "world"), FAMILIES)
+@pytest.mark.product(every=2)
 def test_it_continues_to_the_bit(plugin, world, tmp_path):
     model = FAMILIES[plugin, world]
     wanted = run_ranks(uninterrupted, world, model, plugin, tmp_path)

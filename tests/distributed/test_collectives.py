@@ -116,7 +116,7 @@ def count_all(plugin: str, model: str) -> list[dict[str, list[int]]]:
 
 
 @pytest.mark.parametrize(("plugin", "world", "model"), STATED)
-@pytest.mark.product(every=2)
+@pytest.mark.product(every=4)
 def test_clipping_adds_the_stated_collectives(plugin, world, model):
     # The same on every rank, in every step, and whatever the number of parameters.
     norm, value, adaptive = STATED[plugin, world, model]

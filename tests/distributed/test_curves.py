@@ -36,7 +36,7 @@ def both(model: str, plugin: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("plugin", "world"), WHERE)
-@pytest.mark.product(every=2)
+@pytest.mark.product(every=4)
 def test_twenty_steps_follow_the_curves_of_one_process(plugin, world):
     model = WHERE[plugin, world]
     for rank in run_ranks(both, world, model, plugin):

@@ -4,7 +4,7 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-EXAMPLES = int(os.environ.get("RUNNER_TESTS_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("RUNNER_TESTS_EXAMPLES", "24"))
 """Requests and configurations to generate; damaged folders are a tenth of this."""
 
 

@@ -52,6 +52,7 @@ def test_freed_memory_is_used_again():
     [pytest.param([], marks=pytest.mark.slow), ["plugin=ddp", "plugin.nproc=2"]],
     ids=["single", "ddp"],
 )
+@pytest.mark.slow
 def test_a_run_uses_freed_memory_again(environment, words):
     asked = ["device=cpu", "tracker=none", "train.max_duration=6ba", "eval.interval=100ba", *words]
     python("-m", "runner", *asked, "model._target_=tests.launch.faulting.Faulting", env=environment)

@@ -83,7 +83,7 @@ def test_ranks_that_wait_in_different_collectives_end(environment):
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("victim", ["rank 0", "rank 1", "launcher"])
-@pytest.mark.product(every=9)
+@pytest.mark.product(every=18)
 def test_sigkill_of_one_process_ends_all(environment, ranks, victim):
     with started(environment, [*RANKS[ranks], *LONG]) as run:
         run.wait_for_rows()
@@ -119,7 +119,7 @@ def rows(run):
 
 @pytest.mark.parametrize("ranks", SINGLE | RANKS)
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
-@pytest.mark.product(every=7)
+@pytest.mark.product(every=14)
 def test_a_signal_ends_the_run_after_its_step(environment, ranks, number):
     with started(environment, [*(SINGLE | RANKS)[ranks], *LONG]) as run:
         run.wait_for_rows(10)

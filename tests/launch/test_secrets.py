@@ -204,6 +204,7 @@ def test_a_configuration_without_secrets_has_its_values(outputs):
 
 
 @pytest.mark.parametrize("command", ["verify", "calibrate"])
+@pytest.mark.slow
 def test_a_comparison_or_a_calibration_leaves_no_secret(environment, planted, command):
     words = [*planted.words, "model._target_=tests.launch.secretive.Secretive", "device=cpu"]
     words += ["data.batch_size=16", "verify.steps=1", "calibrate.steps=2"]

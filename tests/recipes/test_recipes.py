@@ -211,7 +211,7 @@ def test_methods_are_compared_with_equal_budgets(name):
 
 
 @pytest.mark.parametrize("name", COMPARED)
-@pytest.mark.product(every=2)
+@pytest.mark.slow
 def test_every_method_of_a_comparison_runs(name, outputs):
     if name.endswith("resnet"):
         pytest.importorskip("timm")
@@ -232,7 +232,7 @@ def test_every_method_of_a_comparison_runs(name, outputs):
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.product(every=3)
+@pytest.mark.product(every=6)
 def test_it_runs_twenty_steps_to_the_end(name, outputs):
     if name.startswith("nf_"):
         pytest.importorskip("timm")

@@ -349,6 +349,7 @@ def test_a_setting_becomes_the_baseline_and_the_best_one_again(
     assert_quiet(page)
 
 
+@pytest.mark.slow
 def test_arrow_keys_read_values_off(tmp_path: Path, shown: Shown) -> None:
     folder = sweep(tmp_path / "s", NORM[:2], steps=100)
     page = shown(folder)
@@ -374,6 +375,7 @@ def test_arrow_keys_read_values_off(tmp_path: Path, shown: Shown) -> None:
     assert_quiet(page)
 
 
+@pytest.mark.slow
 def test_arrow_keys_read_maps_and_nothing_where_all_is_hidden(tmp_path: Path, shown: Shown) -> None:
     page = shown(sweep(tmp_path / "s", NORM[:2], steps=60, layers=LAYERS))
     page.ask(f"{near(page, 'heat-0')}.focus()")
@@ -405,6 +407,7 @@ def test_the_pointer_reads_all_runs_and_every_chart_shows_its_step(
     assert page.ask(reading) == ""
 
 
+@pytest.mark.slow
 def test_the_pointer_drags_a_zoom_and_a_double_click_resets_it(
     tmp_path: Path, shown: Shown
 ) -> None:
@@ -430,6 +433,7 @@ def test_the_pointer_drags_a_zoom_and_a_double_click_resets_it(
     assert_quiet(page)
 
 
+@pytest.mark.slow
 def test_keys_zoom_and_reset(tmp_path: Path, shown: Shown) -> None:
     page = shown(sweep(tmp_path / "s", NORM[:2], steps=100))
     plot = near(page, "loss")
@@ -449,6 +453,7 @@ def test_keys_zoom_and_reset(tmp_path: Path, shown: Shown) -> None:
 
 
 @pytest.mark.parametrize("by", ["mouse", "Enter", "l"])
+@pytest.mark.product(every=3)
 def test_a_chart_changes_to_a_logarithmic_axis_and_back(
     tmp_path: Path, shown: Shown, by: str
 ) -> None:
@@ -478,6 +483,7 @@ def test_a_chart_changes_to_a_logarithmic_axis_and_back(
 
 
 @pytest.mark.parametrize("by", ["mouse", "keys"])
+@pytest.mark.product(every=2)
 def test_smoothing_is_the_mean_over_a_share_of_the_run(
     tmp_path: Path, shown: Shown, by: str
 ) -> None:
@@ -509,6 +515,7 @@ def test_smoothing_is_the_mean_over_a_share_of_the_run(
     assert_quiet(page)
 
 
+@pytest.mark.slow
 def test_pictures_are_saved_as_png_and_svg(tmp_path: Path, shown: Shown) -> None:
     page = shown(sweep(tmp_path / "s", NORM[:2], steps=100))
     target = tmp_path / "downloads"
@@ -700,6 +707,7 @@ def pages(pdf: bytes) -> int:
     return len(re.findall(rb"/Type\s*/Page\b(?!s)", pdf))
 
 
+@pytest.mark.slow
 def test_four_runs_are_three_pages_of_paper_at_most(tmp_path: Path, shown: Shown) -> None:
     # With the 93 keys of a whole configuration, which the page lists.
     others = {f"section{i}": {f"key{j}": j for j in range(7)} for i in range(10)}

@@ -80,6 +80,7 @@ def test_a_sweep_leaves_a_run_of_wandb_and_a_longer_one_continues_it(command):
     assert ids == {file.stem}
 
 
+@pytest.mark.slow
 def test_without_a_tracker_and_with_a_fault_there_is_no_record(command):
     command(*SMALL, "tracker=none", "sweep.name=none")
     assert not list(command.sweeps.glob("none/**/wandb"))

@@ -188,6 +188,7 @@ def test_a_page_that_cannot_be_written_never_stops_a_sweep(command):
     assert err.count("could not be written") >= 2
 
 
+@pytest.mark.slow
 def test_two_processes_never_run_one_sweep(command):
     words = ["-m", "seed=1,2", *SMALL, "train.max_duration=100000ba", "log.flush=1"]
     started = command.start(*words)

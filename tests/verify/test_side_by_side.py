@@ -98,6 +98,7 @@ def test_random_numbers_that_nobody_can_switch_off_are_named_as_the_cause():
     "name", ["torchvision.models.squeezenet1_1", "timm.models.resnet.resnet10t"]
 )
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+@pytest.mark.product(every=2)
 def test_models_of_other_people(name, plugin):
     model = [f"model._target_={name}", "~model.width"]
     data = ["data.shape=[3,32,32]", "data.batch_size=2", "verify.steps=2"]

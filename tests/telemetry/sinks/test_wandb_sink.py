@@ -218,6 +218,7 @@ def test_two_runs_in_one_process_are_two_runs_even_at_once(
 
 
 @pytest.mark.parametrize("fault", [401, 403, 500, "hang", "refused"])
+@pytest.mark.product(every=3)
 def test_a_server_that_does_not_take_the_run_leaves_an_offline_record(
     fault: int | str,
     start_server: Any,
@@ -253,6 +254,7 @@ def test_a_server_that_does_not_take_the_run_leaves_an_offline_record(
         (404, {"only": "file_stream"}),
     ],
 )
+@pytest.mark.product(every=2)
 def test_a_server_that_fails_later_holds_nothing_up(
     fault: int | str,
     more: dict[str, Any],
@@ -276,6 +278,7 @@ def test_a_server_that_fails_later_holds_nothing_up(
 
 
 @pytest.mark.parametrize("how", ["hangs", "is gone"])
+@pytest.mark.product(every=2)
 def test_a_server_that_fails_under_a_flood_of_rows_holds_nothing_up(
     how: str,
     start_server: Any,

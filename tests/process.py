@@ -44,9 +44,20 @@ def python(
     return done
 
 
-def killed(
-    *words: str, when: Callable[[], bool], env: Mapping[str, str], timeout: float = 150
+def wait_for(
+    happened: Callable[[], object], limit: float = 120, shown: Callable[[], object] = str
 ) -> None:
+    """Wait until something happened; the message of a failure has what ``shown`` returns.
+
+    Only something that hangs may reach the limit, also on a busy machine.
+    """
+    until = time.monotonic() + limit
+    while not happened():
+        assert time.monotonic() < until, shown()
+        time.sleep(0.05)
+
+
+def killed(*words: str, when: Callable[[], bool], env: Mapping[str, str]) -> None:
     """Run ``python <words>`` until ``when`` is true, and kill it."""
     started = subprocess.Popen(
         [sys.executable, *words],
@@ -55,10 +66,11 @@ def killed(
         stderr=subprocess.STDOUT,
         text=True,
     )
-    deadline = time.monotonic() + timeout
-    while not when():
+
+    def happened() -> bool:
         assert started.poll() is None, started.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        return when()
+
+    wait_for(happened)
     started.kill()
     started.communicate(timeout=120)

@@ -16,8 +16,7 @@ import os
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.ends import kill
+from tests.process import wait_for
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 
@@ -92,16 +92,6 @@ class Slurm:
         """Start a job that was queued again at once; by default Slurm waits two minutes."""
         wait_for(lambda: "JobState=PENDING" in self.job(number), limit, lambda: self.job(number))
         self("scontrol", "update", f"job={number}", "StartTime=now")
-
-
-def wait_for(
-    happened: Callable[[], object], limit: float = 120, shown: Callable[[], object] = str
-) -> None:
-    """Wait until something happened; the message of a failure has what ``shown`` returns."""
-    until = time.monotonic() + limit
-    while not happened():
-        assert time.monotonic() < until, shown()
-        time.sleep(0.2)
 
 
 @contextmanager

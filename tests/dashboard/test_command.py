@@ -13,9 +13,6 @@ import pytest
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
-SECONDS = 10.0
-SLACK = 6.0  # two starts of Python on a machine that is busy with other tests
-
 
 def _panels(spec: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     sections = spec["section"]["panelBankConfig"]["sections"]
@@ -64,7 +61,7 @@ def test_the_real_client_saves_the_workspace_and_all_panels_arrive(
 ) -> None:
     server = start_server()
     words = ["--project", "clips", "--group", "a=b", "--name", "Thresholds", "--output", "v.json"]
-    done = dashboard(*words)
+    done = dashboard(*words, patient=True)
     assert (done.returncode, done.stderr) == (0, "")
     (view,) = server.views
     assert (view["entityName"], view["projectName"]) == ("local", "clips")
@@ -81,7 +78,7 @@ def test_a_saved_workspace_leaves_no_file_and_belongs_to_the_entity_that_was_nam
     start_server: Callable[..., Any], dashboard: Run, tmp_path: Path
 ) -> None:
     server = start_server()
-    done = dashboard("--entity", "team")
+    done = dashboard("--entity", "team", patient=True)
     assert done.returncode == 0
     assert [view["entityName"] for view in server.views] == ["team"]
     assert len(done.stdout.splitlines()) == 1
@@ -94,7 +91,7 @@ def test_a_saved_workspace_leaves_no_file_and_belongs_to_the_entity_that_was_nam
     ids=["no such key", "view refused", "hangs at the view", "nobody listens"],
 )
 @pytest.mark.product(every=2)
-def test_a_server_that_fails_costs_ten_seconds_and_leaves_the_file(
+def test_a_server_that_fails_leaves_the_file(
     start_server: Callable[..., Any],
     dashboard: Run,
     tmp_path: Path,

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from torch.utils.data import Dataset
 from runner import Trainer
 from runner.booster import SinglePlugin
 from tests.distributed.training import Rows
-from tests.process import ROOT
+from tests.process import ROOT, wait_for
 from tests.train.test_state import timeless
 
 SAMPLES, BATCH = 22, 4
@@ -184,11 +183,15 @@ class Holder:
         self.process.stdout.close()
 
 
-def assert_gone(pids, seconds=120):
-    end = time.monotonic() + seconds
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < end, left
-        time.sleep(0.05)
+def assert_gone(pids):
+    left = lambda: [pid for pid in pids if Path(f"/proc/{pid}").exists()]  # noqa: E731
+    wait_for(lambda: not left(), shown=left)
+
+
+def took_signals(pid):
+    """Return whether no signal is on its way to a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return not any(int(word, 16) for word in re.findall(r"^S(?:ig|hd)Pnd:\t(\w+)", status, re.M))
 
 
 METHODS = [{}, {"multiprocessing_context": "forkserver"}]
@@ -210,7 +213,7 @@ def test_signals_to_all_processes_leave_workers_to_the_training_process(tmp_path
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             for worker in held.workers:
                 os.kill(worker, number)
-        time.sleep(1.5)
+        wait_for(lambda: all(map(took_signals, held.workers)))
         held.process.stdin.write("read\n")
         held.process.stdin.flush()
         assert held.process.stdout.readline() == "read\n"
@@ -250,11 +253,9 @@ def test_no_worker_is_left_when_a_process_of_a_run_is_killed(killed, tmp_path, o
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ) as process:
-        end = time.monotonic() + 120
-        while not (folder / "metrics.jsonl").exists() or len(descendants(marker)) < 8:
-            assert process.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        begun = lambda: (folder / "metrics.jsonl").exists() and len(descendants(marker)) >= 8  # noqa: E731
+        wait_for(lambda: begun() or process.poll() is not None)
+        assert process.poll() is None
         victim = process.pid if killed == "launcher" else rank_of(process.pid, marker)
         os.kill(victim, signal.SIGKILL)
         process.wait(120)

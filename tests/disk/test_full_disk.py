@@ -13,7 +13,10 @@ from runner.run_folder.patient_file import PatientFile
 from runner.run_folder.status import Record
 from runner.telemetry.sinks.wandb_sink import WandbSink
 from tests.filling import fill
-from tests.process import python
+from tests.process import python, wait_for
+
+# Only one worker gets mounts of its own.
+pytestmark = pytest.mark.xdist_group("disk")
 
 SMALL = ["train.max_duration=20ba", "eval.interval=20ba", "data.batch_size=16", "log.flush=2"]
 
@@ -79,12 +82,6 @@ def recorded(folder):
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
     read = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return any('"type":"exit"' in line.replace(" ", "") for line in read.stdout.splitlines())
-
-
-def wait_for(condition):
-    until = time.monotonic() + 120
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.05)
 
 
 def about_disk(said, disk):

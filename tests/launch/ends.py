@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from runner.run_folder.strict_json import read_object
+from tests.process import wait_for
 
 PRIVATE = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"']
 """A command whose /dev/shm is the folder that follows."""
@@ -50,13 +50,16 @@ class Started:
         """The status of its only run."""
         return read_object(self.folder / "status.json")
 
-    def wait_for(self, happened: Callable[[], bool], limit: float = 120) -> None:
+    def wait_for(self, happened: Callable[[], bool]) -> None:
         """Wait until something happened, while the command runs."""
-        until = time.monotonic() + limit
-        while not happened():
-            assert self.process.poll() is None, self.printed
-            assert time.monotonic() < until, self.printed
-            time.sleep(0.02)
+
+        def seen() -> bool:
+            ended = self.process.poll() is not None
+            now = happened()
+            assert now or not ended, self.printed
+            return now
+
+        wait_for(seen, shown=lambda: self.printed)
 
     def wait_for_handlers(self) -> None:
         """Wait until the command handles signals, which is the first thing that it does."""
@@ -106,18 +109,20 @@ class Started:
         )
         return sorted(pid for pid in self.processes() if parent(pid) == server)
 
-    def left(self, seconds: float) -> list[str]:
-        """Return what the command has left behind ``seconds`` after its end."""
-        until = time.monotonic() + seconds
-        while (found := self._left()) and time.monotonic() < until:
-            time.sleep(0.2)
-        return found
+    def left(self, files: bool = True) -> list[str]:
+        """Return what the command leaves behind: processes, and files unless ``files`` is false.
 
-    def _left(self) -> list[str]:
+        What ends of itself is waited for.
+        """
+        with suppress(AssertionError):
+            wait_for(lambda: not self._left(files))
+        return self._left(files)
+
+    def _left(self, files: bool) -> list[str]:
         orphans = [f"process {pid}: {_command(pid)}" for pid in self.processes()]
-        files = [*(self.home / "shm").iterdir(), *self.temporary.iterdir()]
+        kept = [*(self.home / "shm").iterdir(), *self.temporary.iterdir()] if files else []
         # torch keeps a cache there on purpose.
-        return orphans + [str(file) for file in files if "torchinductor" not in file.name]
+        return orphans + [str(file) for file in kept if "torchinductor" not in file.name]
 
 
 def _command(pid: int) -> str:

@@ -40,7 +40,7 @@ def wrong(run: Started, number: signal.Signals | None) -> Iterator[str]:
         yield f"exit code {code}"
     if "Traceback" in run.printed:
         yield run.printed
-    yield from (f"left behind: {one}" for one in run.left(15))
+    yield from (f"left behind: {one}" for one in run.left())
     for file in (run.home / "outputs").rglob("*"):
         try:
             match file.suffix:

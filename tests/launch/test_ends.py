@@ -28,7 +28,7 @@ WHOLE = RANKS | {
     "hybrid 2": ["plugin=hybrid", "plugin.nproc=2", "plugin.zero_stage=2"],
     "hybrid 4": ["plugin=hybrid", "plugin.nproc=4", "plugin.zero_stage=3"],
 }
-LONG = ["train.max_duration=100000ba", "log.flush=5"]
+LONG = ["train.max_duration=10000000ba", "log.flush=5"]
 TIMEOUT = 6
 
 
@@ -62,7 +62,7 @@ def test_a_rank_that_hangs_is_named(environment, ranks, fault, where):
         assert where in status["error"], status["error"]
         assert where in run.printed
         assert "Traceback" not in run.printed
-        assert not run.left(5)
+        assert not run.left()
         assert taken < TIMEOUT + 15
 
 
@@ -78,7 +78,7 @@ def test_ranks_that_wait_in_different_collectives_end(environment):
         since = f"the ranks wait for each other since more than launch.timeout={TIMEOUT} s"
         assert re.fullmatch(rf"{since} \({places}\)", error), error
         assert error in run.printed
-        assert not run.left(5)
+        assert not run.left()
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -89,7 +89,7 @@ def test_sigkill_of_one_process_ends_all(environment, ranks, victim):
         run.wait_for_rows()
         if victim == "launcher":
             run.process.kill()
-            assert not run.left(15)
+            assert not run.left()
             return
         number = int(victim[-1])
         os.kill(run.ranks()[number], signal.SIGKILL)
@@ -97,7 +97,7 @@ def test_sigkill_of_one_process_ends_all(environment, ranks, victim):
         assert (run.status["state"], run.status["rank"]) == ("failed", number)
         assert f"rank {number} was ended by SIGKILL" in run.printed
         assert "data.batch_size" in run.printed
-        assert not run.left(5)
+        assert not run.left()
 
 
 def test_sigkill_in_place_is_seen_from_the_record(environment):
@@ -106,7 +106,7 @@ def test_sigkill_in_place_is_seen_from_the_record(environment):
         run.process.kill()
         run.process.wait()
         assert state_of(run.status) == "killed"
-        assert not run.left(15)
+        assert not run.left()
 
 
 SINGLE = {"single": ["plugin=single"]}
@@ -129,7 +129,7 @@ def test_a_signal_ends_the_run_after_its_step(environment, ranks, number):
         assert (status["state"], status["exit_code"]) == ("interrupted", CODES[number])
         assert [row["train/step"] for row in rows(run)] == [*range(1, len(rows(run)) + 1)]
         assert "Traceback" not in run.printed
-        assert not run.left(5)
+        assert not run.left()
 
 
 @pytest.mark.parametrize("to", ["all", "rank 1"])
@@ -164,7 +164,7 @@ def test_a_run_that_does_not_end_is_ended(environment, ranks, signals):
         assert (run.status["state"], run.status["exit_code"]) == ("interrupted", 143)
         why = "it had not ended after 4 s" if signals == 1 else "a second signal"
         assert str(run.status["error"]).endswith(why)
-        assert not run.left(12)
+        assert not run.left()
 
 
 @pytest.mark.slow
@@ -185,13 +185,14 @@ def test_a_wandb_that_hangs_takes_no_longer_than_the_time_to_end(environment):
         assert str(run.folder / "report.html") in run.printed
         assert "it had not ended" not in run.printed
         assert run.status["error"] == "terminated by SIGTERM"
-        assert not run.left(5)
+        assert not run.left()
 
 
 @pytest.mark.parametrize("ranks", ["single", "ddp 2"])
 @pytest.mark.product(every=2)
 def test_an_error_after_a_signal_is_no_stop(environment, ranks):
     words = [*(SINGLE | RANKS)[ranks], *LONG, *faulty("late", rank=int(ranks != "single"))]
+    words.append("shutdown.timeout=120")
     with started(environment, words) as run:
         run.wait_for((run.home / "outputs" / "struck").exists)
         run.process.terminate()
@@ -200,7 +201,7 @@ def test_an_error_after_a_signal_is_no_stop(environment, ranks):
         assert (status["state"], status["exit_code"]) == ("failed", 1)
         assert status["rank"] == int(ranks != "single")
         assert str(status["error"]).endswith("RuntimeError: planted fault")
-        assert not run.left(5)
+        assert not run.left()
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
@@ -233,7 +234,7 @@ def test_a_signal_before_the_training(environment, number, ranks, at):
         assert "Traceback" not in run.printed
         for status in run.home.glob("outputs/runs/*/status.json"):
             assert json.loads(status.read_text())["exit_code"] == CODES[number]
-        assert not run.left(15)  # the fork server may be importing torch
+        assert not run.left()
 
 
 # Interrupts itself in the code of a string, as the methods of a dataclass are, at an import.
@@ -259,13 +260,13 @@ def test_an_interrupt_in_the_code_of_a_string_keeps_its_exit_code(environment, t
         assert "Traceback" not in run.printed
 
 
-# A torch that takes a minute to import.
+# A torch whose import never ends.
 SLOW_TORCH = """
 import os, pathlib, sys, time
 
 if "forkserver" in str(sys.orig_argv):
     pathlib.Path(os.environ["HOME"], "imports").touch()
-for _ in range(600):
+while True:
     time.sleep(0.1)
 """
 
@@ -281,7 +282,7 @@ def test_nothing_is_left_of_a_run_that_ends_while_its_fork_server_imports(
         run.process.send_signal(number)
         assert run.process.wait(120) == (130 if number == signal.SIGINT else -signal.SIGKILL)
         assert "Traceback" not in run.printed
-        assert not run.left(10)
+        assert not run.left()
 
 
 @pytest.mark.parametrize("ranks", ["single", "ddp 2"])
@@ -373,7 +374,7 @@ def test_a_rank_of_torchrun_that_fails_is_named(environment, fault, why):
         assert (status["state"], status["rank"]) == ("failed", 1), status["error"]
         assert why in str(status["error"]).splitlines()[-1]
         assert why in run.printed
-        assert not [one for one in run.left(5) if one.startswith("process")]
+        assert not run.left(files=False)
 
 
 @pytest.mark.slow
@@ -385,4 +386,4 @@ def test_an_interrupt_of_torchrun_stops_its_ranks_after_a_checkpoint(environment
         run.process.wait(120)
         assert (run.status["state"], run.status["exit_code"]) == ("interrupted", 130)
         assert list((run.folder / "checkpoints").glob("step_*"))
-        assert not [one for one in run.left(5) if one.startswith("process")]
+        assert not run.left(files=False)

@@ -6,19 +6,21 @@ from runner.launch.failure import may_be_lost_peer
 from tests.process import python
 
 SCRIPT = """
-import os, sys, time
+import os, sys
 import torch
 import torch.distributed as dist
 from runner.clip.exchange import start_gather
 from runner.launch.failure import may_be_lost_peer
 
+heard, told = os.pipe()
 rank = int(os.fork() == 0)
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
 dist.barrier()
 if rank:
-    time.sleep(0.5)
+    os.read(heard, 1)  # the other rank has begun the exchange
     os._exit(0)
 wait = start_gather(torch.ones(1), None)
+os.write(told, b"x")
 try:
     wait()
 except RuntimeError as error:

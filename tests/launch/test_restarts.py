@@ -52,7 +52,7 @@ def test_a_run_goes_on_from_its_last_checkpoint(environment, tmp_path, plugin, r
         environment, [*words, *failing(fault, *steps, rank=rank), "launch.max_restarts=2"]
     ) as run:
         assert run.process.wait(150) == 0, run.printed
-        assert not run.left(5)
+        assert not run.left()
         assert (run.status["state"], run.status["exit_code"]) == ("finished", 0)
         restarts = run.status["restarts"]
         assert [one["rank"] for one in restarts] == [rank] * len(steps)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm import running, wait_for
+from tests.process import wait_for
+from tests.slurm import running
 
 pytestmark = pytest.mark.slow
 

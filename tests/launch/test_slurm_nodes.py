@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.ends import kill
-from tests.process import ROOT, python
-from tests.slurm import running, wait_for
+from tests.process import ROOT, python, wait_for
+from tests.slurm import running
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import deque
 from itertools import pairwise
 from multiprocessing import Pipe
@@ -18,14 +17,10 @@ import yaml
 
 from runner.compose.request import request
 from runner.launch import local_rank, supervise
-from tests.process import python
+from tests.launch.ends import started
+from tests.process import python, wait_for
 
 SMALL = ["train.max_duration=12ba", "eval.interval=12ba", "data.batch_size=16"]
-
-
-def command(*words, before=("-m", "runner")):
-    # On the CPU also where there is a GPU, which could not hold two ranks.
-    return [sys.executable, *before, "device=cpu", *words]
 
 
 def run(environment, *words, code=0, before=("-m", "runner")):
@@ -45,18 +40,6 @@ def rows_of(folder):
 
 def read(folder, name):
     return json.loads((folder / name).read_text())
-
-
-def left_behind(pid, seconds=120):
-    """Processes of the run of ``pid`` (they carry its group) that do not end in time."""
-    deadline = time.monotonic() + seconds
-    while True:
-        words = ["ps", "-eo", "pgid=,stat=,args="]
-        listed = subprocess.run(words, capture_output=True, text=True).stdout.splitlines()
-        left = [line for line in listed if line.split()[0] == str(pid) and " Z" not in line]
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
@@ -168,29 +151,15 @@ def wandb_exit_code(folder):
 def test_a_rank_that_fails_ends_the_run(environment, fault, rank, cause):
     words = ["plugin=ddp", "plugin.nproc=2", "train.max_duration=10000ba"]
     words += ["model._target_=tests.faulty.Faulty", f"+model.fault={fault}", f"+model.rank={rank}"]
-    started = subprocess.Popen(
-        command(*words, "+model.at=150"),
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        wait_for_rows(environment)
-        said, _ = started.communicate(timeout=120)
-        assert started.returncode == 1, said
-        folder = only_run(environment)
-        status = read(folder, "status.json")
+    with started(environment, [*words, "+model.at=150"]) as run:
+        assert run.process.wait(120) == 1, run.printed
+        status = run.status
         assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 1, rank)
         assert cause in status["error"]
-        assert f"rank {rank} {'was ended' if fault == 'kill' else 'failed'}" in said
-        assert "Traceback" not in said
-        assert not left_behind(started.pid)
-        assert wandb_exit_code(folder) == 1
-    finally:
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGKILL)
+        assert f"rank {rank} {'was ended' if fault == 'kill' else 'failed'}" in run.printed
+        assert "Traceback" not in run.printed
+        assert not run.left()
+        assert wandb_exit_code(run.folder) == 1
 
 
 @pytest.mark.parametrize(
@@ -234,20 +203,11 @@ def test_a_run_in_place_that_fails(environment):
     assert wandb_exit_code(folder) == 1
 
 
-def wait_for_rows(environment, limit=120):
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        files = list(Path(environment["RUNNER_OUTPUTS"]).glob("runs/*/metrics.jsonl"))
-        if files and files[0].stat().st_size:
-            return
-        time.sleep(0.1)
-    raise AssertionError("no row was written in time")
-
-
 def test_an_interrupt_keeps_its_exit_code_though_nobody_reads_what_is_printed(environment):
     """As with ``| tee log``, which the same Ctrl-C ends."""
-    started = subprocess.Popen(
-        command("tracker=none", "train.max_duration=100000ba", "log.flush=5"),
+    words = ["device=cpu", "tracker=none", "train.max_duration=100000ba", "log.flush=5"]
+    begun = subprocess.Popen(
+        [sys.executable, "-m", "runner", *words],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -255,20 +215,21 @@ def test_an_interrupt_keeps_its_exit_code_though_nobody_reads_what_is_printed(en
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    started.stdout.close()
+    begun.stdout.close()
     try:
-        wait_for_rows(environment)
-        started.send_signal(signal.SIGINT)
-        said = started.stderr.read()
-        assert started.wait(120) == 130, said
+        files = Path(environment["RUNNER_OUTPUTS"]).glob
+        wait_for(lambda: any(one.stat().st_size for one in files("runs/*/metrics.jsonl")))
+        begun.send_signal(signal.SIGINT)
+        said = begun.stderr.read()
+        assert begun.wait(120) == 130, said
         assert "Traceback" not in said
         assert "BrokenPipe" not in said
         assert read(only_run(environment), "status.json")["state"] == "interrupted"
     finally:
-        started.stderr.close()
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGKILL)
-            started.wait()
+        begun.stderr.close()
+        if begun.poll() is None:
+            os.killpg(begun.pid, signal.SIGKILL)
+            begun.wait()
 
 
 def test_an_interrupt_before_the_record_begins_leaves_no_run_that_seems_to_run(

@@ -30,7 +30,7 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--remote-debugging-pipe",
 )
-_ANSWER_S = 60.0
+_ANSWER_S = 120.0
 # Puts the pipe's two ends where Chromium looks for them, then becomes Chromium.
 _START = "import os,sys;a=sys.argv;os.dup2(int(a[1]),3);os.dup2(int(a[2]),4);os.execvp(a[3],a[3:])"
 
@@ -150,7 +150,8 @@ class Page:
         end = time.monotonic() + _ANSWER_S
         while not page.seen("Page.loadEventFired") and time.monotonic() < end:
             browser.settle(0.05)
-        browser.settle(0.3)
+        if scripts:
+            page.draws()
         page.take(file)
         return page
 
@@ -184,6 +185,11 @@ class Page:
         if "exceptionDetails" in answer:
             raise AssertionError(answer["exceptionDetails"])
         return answer["result"].get("value")
+
+    def draws(self) -> None:
+        """Wait until the page has drawn what is under way: two frames."""
+        frames = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        self.send("Runtime.evaluate", expression=frames, awaitPromise=True)
 
     def press(self, key: str, code: int = 0, shift: bool = False) -> None:
         """A key, as a hand would."""

@@ -27,7 +27,6 @@ print(frame(FOLDER)["best/eval/loss"].idxmin())
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_notebook_shows_the_figures_and_the_table(tmp_path: Path) -> None:
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
@@ -36,7 +35,8 @@ def test_a_notebook_shows_the_figures_and_the_table(tmp_path: Path) -> None:
     folder = sweep(tmp_path / "s", NORM, steps=40)
     cells = CELLS.replace("FOLDER", repr(str(folder))).split("---")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c.strip()) for c in cells])
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    limits = {"timeout": 120, "startup_timeout": 120}
+    nbclient.NotebookClient(notebook, **limits, kernel_name="python3").execute()
     first, second = (cell.outputs for cell in notebook.cells)
     assert "metric-norm" in first[0].text
     shown = first[1].data["application/vnd.plotly.v1+json"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from tests.process import wait_for
 from tests.report.browser import Page
 from tests.report.examples import (
     HOSTILE,
@@ -60,7 +60,7 @@ def near(page: Page, chart: str) -> str:
     page.ask(f"document.querySelector('#chart-{chart}').scrollIntoView({{block: 'center'}})")
     plot = PLOT.format(chart)
     assert page.until(f"Boolean({plot}._fullLayout?._plots)")
-    page.browser.settle(0.2)
+    page.draws()
     return plot
 
 
@@ -527,9 +527,7 @@ def test_pictures_are_saved_as_png_and_svg(tmp_path: Path, shown: Shown) -> None
             f"document.querySelector('#chart-loss [data-title=\"Download as {kind}\"]').click()"
         )
         file = target / f"loss.{kind.lower()}"
-        end = time.monotonic() + 120
-        while not (file.exists() and file.stat().st_size) and time.monotonic() < end:
-            page.browser.settle(0.1)
+        wait_for(lambda file=file: file.exists() and file.stat().st_size)
         assert file.read_bytes().startswith(start)
     assert "Training loss" in file.read_text()
     assert_quiet(page)
@@ -566,9 +564,11 @@ def test_colours_follow_the_screen_and_paper_is_white(tmp_path: Path, shown: Sho
         const text = getComputedStyle({plot}.querySelector('.xtick text')).fill;
         return [back, text.match(/\\d+/g).map(Number), ...lines]; }})()"""
     for scheme in ("light", "dark", "light"):
+        dark = str(scheme == "dark").lower()
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         page.send("Emulation.setEmulatedMedia", features=features)
-        page.browser.settle(0.4)
+        page.until(f"({looks}[0].reduce((sum, one) => sum + one) < 150) === {dark}")
+        page.draws()
         back, text, *lines = page.ask(looks)
         assert (sum(back) < 150) == (scheme == "dark")
         assert contrast(text, back) > 7

@@ -7,22 +7,21 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from runner.config.problem import RequestError
 from runner.run_folder import claim
 from runner.run_folder.claim import claimed
-from tests.process import ROOT
+from tests.process import ROOT, wait_for
 
 HOLD = """
-import sys, time
+import sys
 from pathlib import Path
 from runner.run_folder.claim import claimed
 with claimed(Path(sys.argv[1])):
     print("held", flush=True)
-    time.sleep(100)
+    sys.stdin.read()  # until the test closes it
 """
 
 
@@ -31,6 +30,7 @@ def started(script, folder):
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(folder)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -66,26 +66,31 @@ def test_children_of_a_killed_process_may_hold_it_a_little_longer(tmp_path, monk
     with claimed(tmp_path):
         lock = claim.read_object(tmp_path / ".run.json")
     (tmp_path / ".run.json").write_text(json.dumps({**lock, "pid": 2**22 + 1}))
-    script = (
-        HOLD.replace("with claimed(Path(sys.argv[1])):", "if True:")
-        .replace(
-            "    print",
-            "    import fcntl\n    file = open(sys.argv[1] + '/.run.lock', 'w')\n"
-            "    fcntl.flock(file, fcntl.LOCK_EX)\n    print",
-        )
-        .replace("100", "1")
+    script = HOLD.replace("with claimed(Path(sys.argv[1])):", "if True:").replace(
+        "    print",
+        "    import fcntl\n    file = open(sys.argv[1] + '/.run.lock', 'w')\n"
+        "    fcntl.flock(file, fcntl.LOCK_EX)\n    print",
     )
     child = started(script, tmp_path)
+    is_here = claim._is_here
+
+    def ends(holder):
+        """The child ends once the lock was found taken."""
+        child.stdin.close()
+        return is_here(holder)
+
+    monkeypatch.setattr(claim, "_is_here", ends)
+    monkeypatch.setattr(claim, "RELEASED", 120.0)
     with claimed(tmp_path):
         assert child.wait(120) == 0
-    child.communicate()
+    child.stdout.close()
 
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """What a process of another host left, whose lock this host does not see."""
     monkeypatch.setattr(claim, "BEAT", 0.05)
-    monkeypatch.setattr(claim, "SILENCE", 0.5)
+    monkeypatch.setattr(claim, "SILENCE", 120.0)
     file = tmp_path / ".run.json"
     file.write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
     return file
@@ -108,7 +113,8 @@ def test_a_living_process_of_another_host_is_noticed(tmp_path, elsewhere):
         thread.join()
 
 
-def test_a_process_of_another_host_that_is_gone_holds_nothing(tmp_path, elsewhere):
+def test_a_process_of_another_host_that_is_gone_holds_nothing(tmp_path, elsewhere, monkeypatch):
+    monkeypatch.setattr(claim, "SILENCE", 0.1)
     with claimed(tmp_path):
         assert json.loads(elsewhere.read_text())["pid"] == os.getpid()
 
@@ -118,12 +124,5 @@ def test_the_holder_gives_signs_of_life(tmp_path, monkeypatch):
     with claimed(tmp_path):
         file = tmp_path / ".run.json"
         os.utime(file, (0, 0))
-        deadline = time.monotonic() + 120
-        while file.stat().st_mtime < 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert file.stat().st_mtime > 1
-    file.write_text("")
-    time.sleep(0.1)
-    os.utime(file, (0, 0))
-    time.sleep(0.1)
-    assert file.stat().st_mtime == 0
+        wait_for(lambda: file.stat().st_mtime > 1)
+    wait_for(lambda: "claim" not in [thread.name for thread in threading.enumerate()])

@@ -7,13 +7,13 @@ import math
 import random
 import struct
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from runner.run_folder.rows import JsonlSink, Row, cut, follow, last_step, read_rows
 from runner.run_folder.strict_json import decode, encode
+from tests.process import wait_for
 
 
 def _bits(value: float) -> bytes:
@@ -133,12 +133,22 @@ def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
     assert list(read_rows(path)) == []
 
 
+class _Polled(threading.Event):
+    """Counts how often it was waited for: after each look at the file."""
+
+    polls = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.polls += 1
+        return super().wait(timeout)
+
+
 class _Follower:
     """Follows a file in a thread and keeps what came."""
 
     def __init__(self, path: Path) -> None:
         self.rows: list[Row] = []
-        self.stopped = threading.Event()
+        self.stopped = _Polled()
         self._thread = threading.Thread(target=self._run, args=(path,))
         self._thread.start()
 
@@ -147,10 +157,12 @@ class _Follower:
             self.rows.append(row)
 
     def has(self, count: int) -> bool:
-        until = time.monotonic() + 120
-        while len(self.rows) < count and time.monotonic() < until:
-            time.sleep(0.005)
+        wait_for(lambda: len(self.rows) >= count)
         return len(self.rows) == count
+
+    def looks_again(self) -> None:
+        seen = self.stopped.polls
+        wait_for(lambda: self.stopped.polls > seen + 1)
 
     def end(self) -> None:
         self.stopped.set()
@@ -161,12 +173,12 @@ class _Follower:
 def test_following_yields_rows_as_they_come_and_keeps_half_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     follower = _Follower(path)
-    time.sleep(0.03)
+    follower.looks_again()
     with path.open("w") as file:
         file.write('{"train/step": 1}\n{"train/st')
         file.flush()
         assert follower.has(1)
-        time.sleep(0.05)
+        follower.looks_again()
         assert len(follower.rows) == 1
         file.write('ep": 2, "x": "NaN"}\n')
         file.flush()

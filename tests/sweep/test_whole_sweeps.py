@@ -4,9 +4,10 @@ import json
 import os
 import re
 import signal
-import time
 
 import pytest
+
+from tests.process import wait_for
 
 SMALL = ["tracker=none", "data.batch_size=16", "eval.interval=100ba"]
 SIX = [*SMALL, "train.max_duration=6ba"]
@@ -30,12 +31,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def until(true, process, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
+def until(true, process):
+    wait_for(lambda: true() or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
 
 
 def has_rows(command, number):

@@ -153,7 +153,7 @@ class LoopbackWandb:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            timeout = 30
+            timeout = 120
 
             def log_message(self, format: str, *args: Any) -> None:
                 """Keep quiet: a test reads what is recorded, not standard error."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from runner.run_folder.status import is_alive
 from runner.telemetry.sinks import recorder_process, wandb_record
 from runner.telemetry.sinks.wandb_sink import WandbSink
+from tests.process import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def _sink(folder: Path, run_id: str, **more: Any) -> WandbSink:
     folder.mkdir(exist_ok=True)
     given: dict[str, Any] = {
         "mode": "auto",
-        "timeout": 60.0,
+        "timeout": 120.0,
         "project": "clips",
         "group": None,
         "tags": [],
@@ -62,16 +63,7 @@ def _kept() -> int:
 
 
 def _wait_for_end(pid: int) -> None:
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return
-        if state in "ZX":
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"process {pid} has not ended")
+    wait_for(lambda: not is_alive(pid))
 
 
 def test_one_process_records_all_runs_and_each_record_is_whole_at_once(
@@ -116,10 +108,8 @@ def test_a_run_that_wandb_refuses_takes_only_its_own_record(
 def test_a_process_that_died_between_two_runs_is_replaced(own_home: Path, tmp_path: Path) -> None:
     first = _run(tmp_path / "0", "run0")
     (process,) = recorder_process._kept
-    process.send_signal(signal.SIGKILL)
-    until = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < until:
-        time.sleep(0.02)
+    process.kill()
+    process.wait(120)
     assert _run(tmp_path / "1", "run1") != first
     assert _is_whole(tmp_path / "1", "run1")
 

@@ -181,8 +181,10 @@ def test_a_file_and_a_dumb_terminal_are_not_watched(monkeypatch: pytest.MonkeyPa
 
 
 PROGRAM = """
-import sys, time
+import sys
+from runner.telemetry.sinks import terminal
 from runner.telemetry.sinks.terminal import TerminalSink
+terminal.REDRAW_SECONDS = 0
 sink = TerminalSink(30, 10, "my-run", sys.stderr)
 try:
     for step in range(1, 31):
@@ -191,7 +193,6 @@ try:
         if step == 10:
             row |= {"eval/loss": 0.25, "eval/accuracy": 0.5}
         sink.write(row)
-        time.sleep(0.02)
         if len(sys.argv) > 1 and step == 15:
             raise RuntimeError("broke off")
 finally:
@@ -234,7 +235,7 @@ def _plain(text: str) -> str:
 def test_a_terminal_gets_a_live_bar() -> None:
     seen = _plain(_on_a_terminal(150))
     drawn = [part for part in seen.split("\r") if "/30" in part]
-    assert len(drawn) >= 3
+    assert len(drawn) >= 30
     last = drawn[-1]
     for figure in ("30/30", "loss 0.500", "norm 1.50", "clipped 25 %", "eval 0.250 / 50.0 %"):
         assert figure in last

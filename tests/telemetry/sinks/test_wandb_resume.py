@@ -21,7 +21,7 @@ def _sink(folder: Path, **more: Any) -> WandbSink:
     folder.mkdir(exist_ok=True)
     given: dict[str, Any] = {
         "mode": "auto",
-        "timeout": 60.0,
+        "timeout": 120.0,
         "project": "clips",
         "group": None,
         "tags": [],

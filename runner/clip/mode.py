@@ -342,8 +342,7 @@ def scale(layout: Layout, coef: Number, some: bool = False) -> None:
         pairs = zip(*layout.gradients(), strict=True)
         multiply([gradient for shard, gradient in pairs if shard.scaled], coef)
         return
-    parts = None if layout.flat is None else layout.flat.parts(writes=True)
-    multiply(layout.gradients()[1] if parts is None else parts, coef)
+    multiply(layout.gradients()[1], coef)
 
 
 def scale_each(layout: Layout, scales: Tensor) -> None:

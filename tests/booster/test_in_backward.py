@@ -274,15 +274,13 @@ def test_optimizers_that_do_not_step_part_by_part_are_refused(kind):
         ({"mode": "norm"}, "needs the whole gradient"),
         ({"nonfinite": "skip"}, "cannot be taken back"),
         ({"mixed_precision": "fp16"}, "overflow"),
-        ({"flat_gradients": True, "model": lambda: network().float()}, "moves gradients"),
         ({"skip": SkipRule()}, "spike"),
     ],
     ids=lambda given: given if isinstance(given, str) else next(iter(given)),
 )
 def test_what_a_script_asks_for_is_refused_with_the_reason(options, message):
-    rest = {key: value for key, value in options.items() if key != "model"}
     with pytest.raises(ValueError, match=message):
-        boosted(options.get("model", network)(), **rest)
+        boosted(network(), **options)
 
 
 def test_other_modes_and_closures_are_refused():

@@ -222,27 +222,6 @@ class Recorded:
         self.rows.append(metrics.decision)
 
 
-@pytest.mark.parametrize("accumulated", [1, 3])
-def test_gradients_in_one_buffer(accumulated):
-    model, other = network(), network()
-    booster = Booster(flat_gradients=True)
-    wrapped, optimizer, *_ = booster.boost(
-        model, muon_with_adamw(model, heads=HEADS, lr=0.02, adamw_lr=0.01, fused=True)
-    )
-    [inputs] = batches(1)
-    for _ in range(accumulated):
-        booster.backward(30 * loss_of(wrapped, inputs), optimizer)
-        (30 * loss_of(other, inputs)).backward()
-    assert optimizer.layout.flat is not None
-    decision = optimizer.clip_and_step(build("norm", threshold=0.01))
-    wanted = dict(other.named_parameters())
-    rest = norm_of([p.grad for name, p in wanted.items() if name not in MATRICES])
-    assert decision.norm == pytest.approx(norm_of([p.grad for p in wanted.values()]), rel=1e-5)
-    for name, parameter in model.named_parameters():
-        factor = 1.0 if name in MATRICES else 0.01 / rest
-        torch.testing.assert_close(parameter.grad, wanted[name].grad * factor, rtol=1e-5, atol=0)
-
-
 # What others report, by a clipping that knows nothing of Muon.
 
 

@@ -1,15 +1,12 @@
-"""Compiled, sparse and channels-last models, and averages of weights, under every plugin."""
+"""Averages of weights, and models with sparse gradients, under every plugin."""
 
 import copy
-import logging
 
-import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from runner.booster import Booster
-from runner.booster.plugin import HybridParallelPlugin
 from tests.against_torch.plain import (
     PLUGINS,
     backward,
@@ -40,34 +37,10 @@ def in_plain_pytorch(model, average=None):
         optimizer.zero_grad()
         if average is not None:
             average.update_parameters(model)
-    return model.state_dict()
 
 
 def averaged(model):
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-
-
-class Convolution(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.convolution, self.out = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(4, 3)
-
-    def forward(self, inputs):
-        return self.out(self.convolution(inputs.view(-1, 2, 2, 1)).mean((2, 3)))
-
-
-class Ran:
-    """A backend of torch.compile that counts the graphs that ran."""
-
-    times = 0
-
-    def __call__(self, graph, example):
-        def run(*args):
-            self.times += 1
-            return graph.forward(*args)
-
-        return run
 
 
 def train(plugin, model, average=None):
@@ -80,32 +53,7 @@ def train(plugin, model, average=None):
         optimizer.zero_grad()
         if average is not None:
             average(booster, boosted)
-    return booster, boosted, optimizer.layout.names
-
-
-def compiled(plugin):
-    """Weights of a model compiled as a whole, and of one with a compiled layer."""
-    for whole in (True, False):
-        torch._dynamo.reset()
-        ran, given = Ran(), network()
-        if whole:
-            given = torch.compile(given, backend=ran)
-        else:
-            given[2] = torch.compile(given[2], backend=ran)
-        booster, boosted, names = train(PLUGINS[plugin](), given)
-        assert names == list(network().state_dict())
-        # torch runs a module with the hooks of fully_shard uncompiled; blocks inside are compiled.
-        assert ran.times >= STEPS or (plugin == "fsdp" and whole)
-        yield booster.state_dict(boosted)
-
-
-def channels_last(plugin):
-    model = Convolution().double().to(memory_format=torch.channels_last)
-    split = HybridParallelPlugin(tp_size=2, tp_plan={"out": "colwise_rep"})
-    logging.disable()
-    booster, boosted, _ = train(split if plugin == "tensor" else PLUGINS[plugin](), model)
-    logging.disable(logging.NOTSET)
-    return booster.state_dict(boosted)
+    return boosted
 
 
 def average_of(plugin):
@@ -122,7 +70,7 @@ def average_of(plugin):
             made[:] = made or [averaged(boosted)]
             made[0].update_parameters(boosted)
 
-    _, boosted, _ = train(booster.plugin, net, update)
+    boosted = train(booster.plugin, net, update)
     if plugin == "fsdp":
         refused(TypeError, "AveragedModel|update_parameters", lambda: copy.deepcopy(boosted))
         average = copied
@@ -146,30 +94,17 @@ def everything(plugins):
         boost = Booster(plugin=PLUGINS[plugin]()).boost
         words = "0 has sparse gradients|sparse=False"
         refused(ValueError, words, lambda b=boost, m=model: b(m, adamw(m)))
-    return [([*compiled(each)], channels_last(each), average_of(each)) for each in plugins]
+    return [average_of(each) for each in plugins]
 
 
-def test_odd_models_train_as_in_one_process():
+def test_averages_are_those_of_one_process():
     """And sparse gradients are refused where ranks add them up."""
     plugins, plain = ["ddp", "fsdp", "zero1", "tensor"], network()
     ranks = run_ranks(everything, 2, plugins)
     average = averaged(plain)
-    weights = in_plain_pytorch(plain, average)
-    convolution = in_plain_pytorch(Convolution().double())
+    in_plain_pytorch(plain, average)
     for number, plugin in enumerate(plugins):
-        (whole, layer), convolved, (mean, _) = ranks[0][number]
-        assert off(whole, weights) < 1e-9, plugin
-        assert off(layer, weights) < 1e-9, plugin
-        assert off(convolved, convolution) < 1e-9, plugin
-        assert off(mean, average.module.state_dict()) < 1e-9, plugin
-        outputs = [rank[number][2][1] for rank in ranks]
+        assert off(ranks[0][number][0], average.module.state_dict()) < 1e-9, plugin
+        outputs = [rank[number][1] for rank in ranks]
         got = outputs[0] if plugin == "tensor" else torch.cat(outputs)
         torch.testing.assert_close(got, average(batch(0)[0]).detach(), rtol=1e-9, atol=1e-9)
-
-
-# torch's tracer asks for the .grad of a hidden tensor, and is warned by torch.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_a_compiled_model_runs_compiled_in_one_process():
-    weights = in_plain_pytorch(network())
-    for found in compiled("single"):
-        assert off(found, weights) < 1e-12

@@ -1,12 +1,12 @@
 """Parameters with gradients, and what float64 arithmetic makes of them."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from torch import nn
 
-from tests.on_device import kept_on_device
+from tests.on_device import Waits, kept_on_device
 
 SHAPES = [(), (1,), (7,), (0,), (3, 0), (5, 3), (4, 3, 2), (4, 3, 3, 2), (2, 3, 2, 2, 2)]
 
@@ -14,6 +14,14 @@ SHAPES = [(), (1,), (7,), (0,), (3, 0), (5, 3), (4, 3, 2), (4, 3, 3, 2), (2, 3, 
 def on(kept):
     """The context of metrics that stay on an accelerator, or of metrics that the host reads."""
     return kept_on_device() if kept else nullcontext()
+
+
+@contextmanager
+def unwaited(kept=True):
+    """Check that the host does not wait for an accelerator, where there is one."""
+    with Waits() if kept else nullcontext() as waits:
+        yield
+    assert not kept or waits.found == []
 
 
 def norm_of(gradients, p=2.0):

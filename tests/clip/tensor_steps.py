@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from runner.clip import Layout, ParamShard, Units
-from tests.clip.reference import on
-from tests.clip.threads import Ranks
-from tests.on_device import Waits
+from tests.clip.reference import on, unwaited
 
 SIZES = {"blocks.0.a": 6, "blocks.0.b": 4, "blocks.1.a": 5, "head.weight": 8, "late.weight": 2}
 
@@ -131,9 +129,8 @@ def steps_of(mode, steps, rules, p=2.0, kept=False):
         mode.bind(layout)
         for each in steps:
             give(made, each)
-            with Waits() as waits:
+            with unwaited(kept):
                 decision = mode.clip(layout)
-            assert not kept or waits.found == []
             before = together(each, p)
             assert bool(decision.finite) == math.isfinite(before)
             if not math.isfinite(before):
@@ -152,61 +149,3 @@ def steps_of(mode, steps, rules, p=2.0, kept=False):
                     assert made[name].grad.tolist() == pytest.approx(values, rel=1e-10), name
             yield decision, stages
     assert True in seen
-
-
-# -- the same on two ranks
-
-
-def parts(made, first):
-    """What one of two ranks holds: halves, a copy on both, and what only the first one has."""
-    for name, parameter in made.items():
-        size = parameter.numel()
-        if name == "blocks.0.b":  # replicated
-            yield name, slice(None), 2
-        elif name == "blocks.1.a":  # on the first rank alone, as a pipeline stage
-            if first:
-                yield name, slice(None), 1
-        elif name == "head.weight":  # the second rank's part is empty
-            yield name, slice(0, size) if first else slice(size, size), 1
-        else:
-            yield name, slice(0, size // 2) if first else slice(size // 2, size), 1
-
-
-def assert_like_one_process(steps, make, kept=False):
-    """Check that two ranks decide with the same bits, and as one process does."""
-
-    def body(ranks):
-        first, made = ranks.rank() == 0, parameters()
-        held = list(parts(made, first))
-        own = {name: nn.Parameter(made[name].detach()[at].clone()) for name, at, _ in held}
-        shards = [ParamShard(name, own[name], Units((0,)), n) for name, _, n in held]
-        layout, mode = Layout(shards, ranks, parameters=layout_of(made).parameters), make()
-        mode.bind(layout)
-        found = []
-        for each in steps:
-            for name, at, _ in held:
-                values = each[name]
-                given = None if values is None else torch.tensor(values, dtype=torch.float64)[at]
-                # The second rank has no gradient where it would be zero.
-                silent = given is None or not (first or bool(given.any()))
-                own[name].grad = None if silent else given.clone()
-            decision = mode.clip(layout)
-            gradients = {n: None if p.grad is None else p.grad.tolist() for n, p in own.items()}
-            found.append((tuple(float(x).hex() for x in decision.metrics), gradients))
-        return found, mode.state_dict()
-
-    with on(kept):
-        (first, one), (second, two) = Ranks(2).run(body)
-    assert repr(one) == repr(two)
-    made, mode = parameters(), make()
-    layout = layout_of(made)
-    mode.bind(layout)
-    for each, (mine, here), (other, there) in zip(steps, first, second, strict=True):
-        assert mine == other
-        give(made, each)
-        wanted = mode.clip(layout)
-        got = tuple(map(float.fromhex, mine))
-        assert got == pytest.approx(tuple(map(float, wanted.metrics)), rel=1e-12, nan_ok=True)
-        for n, gradients in ((n, g) for rank in (here, there) for n, g in rank.items()):
-            if gradients and n in ("blocks.0.b", "blocks.1.a") and bool(wanted.finite):
-                assert gradients == pytest.approx(made[n].grad.tolist(), rel=1e-12)

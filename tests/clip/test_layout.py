@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from runner.clip import Layout, ParamShard, Units, build, total_norm
 from runner.clip.layout import OptionError
-from runner.clip.norms import norms
 from runner.clip.shard import LayoutError, Whole, placed
 from runner.clip.units import units_of
 from tests.clip.reference import on, refused
@@ -136,31 +135,6 @@ def test_one_clipped_part_is_counted_once(name):
             assert outcome[3:5] == (1.0, 1 / of)
 
 
-def test_excluded_parameters_are_neither_clipped_nor_counted():
-    for exclude in (("rows", "vector"), "col*", ("bias", "copied")):
-        wanted = in_one(whole(), "adaptive", 2.0, exclude)
-        assert_same(on_two(whole(), "adaptive", 2.0, exclude), wanted)
-
-
-@KEPT
-@pytest.mark.parametrize("mode", MODES)
-def test_a_rank_without_gradients_takes_part(mode, kept):
-    """It has none for its rows and its part of the vector; its columns have gradients of zero."""
-    made = whole()
-    for name, at in (("rows", slice(2, None)), ("vector", slice(4, None))):
-        made[name].grad[at] = 0.0
-    made["columns"].grad[:, 4:] = 0.0
-    (first, _), (second, _) = on_two(made, mode, kept=kept, absent=("rows", "vector"))
-    wanted, _ = in_one(made, mode)
-    assert repr(first) == repr(second)
-    assert first[:3] == pytest.approx(wanted[:3], rel=1e-12)
-    assert first[5] == pytest.approx(wanted[5], rel=1e-12)
-    # Elements and units without a gradient are not among those that are counted.
-    absent = {"value": (44 - 6 - 1, 44), "adaptive": (11 - 2, 11)}
-    here, of = absent.get(mode, (1, 1))
-    assert first[4] == pytest.approx(wanted[4] * of / here, rel=1e-12)
-
-
 @KEPT
 def test_a_vector_that_no_rank_has_a_gradient_of_is_no_unit(kept):
     gone = {"absent": ("vector",), "ranks_without": (0, 1), "threshold": 1e-6}
@@ -193,20 +167,6 @@ def test_a_rank_that_holds_nothing_adds_nothing():
     assert first[7] == float((every.abs() > 0.7).double().mean())
 
 
-@KEPT
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_the_norm_of_each_parameter(norm_type, kept):
-    """Also where two parts of one parameter lie on a rank."""
-    made = whole()
-    exact = {name: float(torch.linalg.vector_norm(p.grad, norm_type)) for name, p in made.items()}
-    halves = [part(made["rows"], at) for at in (slice(None, 2), slice(2, None))]
-    with on(kept):
-        found = Ranks(2).run(lambda own: norms(Layout(shards(made, own), own), norm_type))
-        assert found == [pytest.approx(exact, rel=1e-12)] * 2
-        twice = norms(Layout([ParamShard("rows", half, ROWS) for half in halves]), norm_type)
-    assert twice == {"rows": pytest.approx(exact["rows"], rel=1e-12)}
-
-
 # -- where the parts lie
 
 
@@ -219,59 +179,43 @@ def sharded(shape, placements, sizes):
     return Mock(spec=DTensor, placements=placements, device_mesh=mesh, **known)
 
 
-LINEAR = nn.Linear(2, 2)
+LINEAR, ROW, COLUMN, COPY = nn.Linear(2, 2), Shard(0), Shard(1), Replicate()
 
 
-@pytest.mark.parametrize(
-    ("shape", "placements", "sizes", "ranks", "num_replicas", "shard_groups", "sharded_vector"),
-    [
-        ((4, 6), [Shard(0)], [2], 2, 1, (), False),
-        ((4, 6), [Shard(1)], [2], 2, 1, ("axis 0",), False),
-        ((4, 6), [Replicate()], [2], 4, 4, (), False),
-        ((4, 6), [Shard(1)], [1], 4, 4, (), False),
-        ((4, 6), [Replicate(), Shard(0)], [2, 2], 4, 2, (), False),
-        ((4, 6), [Replicate(), Shard(1)], [2, 3], 6, 2, ("axis 1",), False),
-        ((4, 6), [Shard(0), Shard(1)], [2, 2], 8, 2, ("axis 1",), False),
-        ((4, 6), [Shard(1), Shard(1)], [2, 2], 4, 1, ("axis 0", "axis 1"), False),
-        ((4, 6), [Shard(1), Shard(0), Shard(1)], [2, 2, 2], 8, 1, ("axis 0", "axis 2"), False),
-        ((6,), [Shard(0)], [2], 4, 2, (), True),
-        ((6,), [Replicate()], [2], 2, 2, (), False),
-        ((), [Replicate()], [2], 2, 2, (), False),
-    ],
-)
-def test_placements_say_who_holds_what(
-    shape, placements, sizes, ranks, num_replicas, shard_groups, sharded_vector
-):
-    shard = placed("weight", sharded(shape, placements, sizes), LINEAR, ranks)
-    assert (shard.name, shard.param.placements) == ("weight", placements)
-    assert (shard.num_replicas, shard.shard_groups, shard.sharded_vector) == (
-        num_replicas,
-        shard_groups,
-        sharded_vector,
-    )
-    assert shard.units == units_of(torch.empty(shape))
-
-
-def test_a_plain_parameter_is_whole_on_every_rank():
-    shard = placed("weight", LINEAR.weight, LINEAR, 3)
-    assert (shard.num_replicas, shard.shard_groups, shard.sharded_vector) == (3, (), False)
-    assert shard.units == Units((1,))
+def test_placements_say_who_holds_what():
+    for shape, placements, sizes, ranks, wanted in (
+        ((4, 6), [ROW], [2], 2, (1, (), False)),
+        ((4, 6), [COLUMN], [2], 2, (1, ("axis 0",), False)),
+        ((4, 6), [COPY], [2], 4, (4, (), False)),
+        ((4, 6), [COLUMN], [1], 4, (4, (), False)),
+        ((4, 6), [COPY, ROW], [2, 2], 4, (2, (), False)),
+        ((4, 6), [COPY, COLUMN], [2, 3], 6, (2, ("axis 1",), False)),
+        ((4, 6), [ROW, COLUMN], [2, 2], 8, (2, ("axis 1",), False)),
+        ((4, 6), [COLUMN, COLUMN], [2, 2], 4, (1, ("axis 0", "axis 1"), False)),
+        ((4, 6), [COLUMN, ROW, COLUMN], [2, 2, 2], 8, (1, ("axis 0", "axis 2"), False)),
+        ((6,), [ROW], [2], 4, (2, (), True)),
+        ((6,), [COPY], [2], 2, (2, (), False)),
+        ((), [COPY], [2], 2, (2, (), False)),
+    ):
+        shard = placed("weight", sharded(shape, placements, sizes), LINEAR, ranks)
+        assert (shard.num_replicas, shard.shard_groups, shard.sharded_vector) == wanted
+        assert (shard.name, shard.units) == ("weight", units_of(torch.empty(shape)))
+    for placement, ranks, error in ((Partial(), 2, TypeError), (ROW, 3, LayoutError)):
+        held = sharded((4, 6), [placement], [2])
+        refused(error, "w is", lambda held=held, n=ranks: placed("w", held, LINEAR, n))
 
 
 def test_groups_of_a_transposed_convolution_are_not_split():
     """Its groups lie in dimension 0; a shard of dimension 1 leaves each output channel whole."""
     layer = nn.ConvTranspose2d(4, 6, 2, groups=2)
-    weight = sharded((4, 3, 2, 2), [Shard(1)], [2])
+    weight = sharded((4, 3, 2, 2), [COLUMN], [2])
     layer.register_parameter("weight", None)
     layer.__dict__["weight"] = weight
     assert placed("w", weight, layer, 2).shard_groups == ()
     weight.placements = [Shard(2)]
     assert placed("w", weight, layer, 2).shard_groups == ("axis 0",)
-    weight.placements = [Shard(0)]
+    weight.placements = [ROW]
     refused(TypeError, "w|transposed convolution", lambda: placed("w", weight, layer, 2))
-    for placement, ranks, error in ((Partial(), 2, TypeError), (Shard(0), 3, LayoutError)):
-        held = sharded((4, 6), [placement], [2])
-        refused(error, "w is", lambda held=held, n=ranks: placed("w", held, LINEAR, n))
 
 
 def account(*models, **options):
@@ -285,49 +229,41 @@ def account(*models, **options):
 
 def test_parts_that_do_not_add_up_are_refused_by_name():
     linear, known = nn.Linear(3, 2), {"weight": 6, "bias": 2}
-    first, second = account(nn.Linear(3, 2), nn.Linear(3, 2))
-    assert [shard.num_replicas for shard in first.shards] == [2, 2]
-    assert first.names == second.names == ["weight", "bias"]
-    assert first.sharded_vector == []
-    assert first.heads == ("weight",)
-    for options, words in (
-        ({"whole": known | {"weight": 7}}, "weight has 7|account for 6"),
-        ({"whole": known | {"extra": 1}}, "extra has 1|account for 0"),
-        ({"whole": {"weight": 6}}, "bias|no such parameter"),
-        ({"ranks": lambda name: 1}, "weight has 6|account for 12"),
-    ):
-        refused(LayoutError, words, lambda o=options: account(linear, linear, **o))
-    # A huge parameter may round, but not lose an element in 10,000.
     large = nn.Linear(100, 100, bias=False)
     account(large, large, large, whole={"weight": 10_000})
-    for elements, ranks in ((10_000, lambda name: 1), (10_001, None)):
-        options = {"whole": {"weight": elements}, "ranks": ranks}
-        refused(LayoutError, f"has {elements}", lambda o=options: account(large, large, **o))
+    for model, options, words in (
+        (linear, {"whole": known | {"weight": 7}}, "weight has 7|account for 6"),
+        (linear, {"whole": known | {"extra": 1}}, "extra has 1|account for 0"),
+        (linear, {"whole": {"weight": 6}}, "bias|no such parameter"),
+        (linear, {"ranks": lambda name: 1}, "weight has 6|account for 12"),
+        # A huge parameter may round, but not lose an element in 10,000.
+        (large, {"ranks": lambda name: 1, "whole": {"weight": 10_000}}, "has 10000|for 20000"),
+        (large, {"whole": {"weight": 10_001}}, "has 10001"),
+    ):
+        refused(LayoutError, words, lambda m=model, o=options: account(m, m, **o))
 
 
 def test_names_are_those_of_all_ranks_in_one_order():
     """A rank that holds nothing knows the names and the device of the others."""
-    whole = {"weight": 6, "bias": 2}
-    first, second = account(nn.Linear(3, 2), nn.Sequential(), whole=whole, ranks=lambda name: 1)
+    known = {"weight": 6, "bias": 2}
+    first, second = account(nn.Linear(3, 2), nn.Linear(3, 2))
+    assert [shard.num_replicas for shard in first.shards] == [2, 2]
     assert first.names == second.names == ["weight", "bias"]
-    assert second.shards == []
-    assert second.device == torch.device("cpu")
-    elsewhere = nn.Linear(3, 2, device="meta")
-    _, second = account(elsewhere, nn.Sequential(), whole=whole, ranks=lambda name: 1)
-    assert second.device == torch.device("meta")
+    assert (first.sharded_vector, first.heads) == ([], ("weight",))
+    for device in ("cpu", "meta"):
+        model = nn.Linear(3, 2, device=device)
+        first, second = account(model, nn.Sequential(), whole=known, ranks=lambda name: 1)
+        assert first.names == second.names == ["weight", "bias"]
+        assert (second.shards, second.device) == ([], torch.device(device))
     (nobody,) = account(nn.Sequential(), whole={})
     assert (nobody.device, nobody.names, nobody.heads) == (torch.device("cpu"), [], ())
-
-
-def test_a_tied_parameter_has_its_first_name():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    (layout,) = account(model)
-    assert layout.names == ["0.weight", "0.bias", "1.bias"]
-    (layout,) = account(model, renamed={"0.weight": "embed"}, heads=["0.bias"],
-                        whole={"embed": 9, "0.bias": 3, "1.bias": 3})  # fmt: skip
-    assert layout.names == ["embed", "0.bias", "1.bias"]
-    assert layout.heads == ("0.bias",)
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    (layout,) = account(tied)
+    assert layout.names == Layout.of_model(tied).names == ["0.weight", "0.bias", "1.bias"]
+    sizes = {"embed": 9, "0.bias": 3, "1.bias": 3}
+    (layout,) = account(tied, renamed={"0.weight": "embed"}, heads=["0.bias"], whole=sizes)
+    assert (layout.names, layout.heads) == (list(sizes), ("0.bias",))
 
 
 def named(*names):
@@ -337,51 +273,38 @@ def named(*names):
 def test_patterns_match_by_glob_and_unknown_ones_list_names():
     layout = named(*[f"layer{i}.weight" for i in range(9)])
     assert layout.matching("*[12].weight", "exclude") == ["layer1.weight", "layer2.weight"]
-    assert layout.matching("layer0.*", "exclude") == ["layer0.weight"]
     with pytest.raises(OptionError, match=r"layer2\.weight, \.\.\., layer6\.weight") as raised:
         layout.matching("x", "exclude")
     assert raised.value.option == "exclude"
-    refused(OptionError, "clip.units=x|a, b, c, d, e, f, g",
-            lambda: named(*"abcdefg").matching("x", "units"))  # fmt: skip
-
-
-# -- several modules together
+    seven = named(*"abcdefg")
+    refused(OptionError, "clip.units=x|a, b, c, d, e, f, g", lambda: seven.matching("x", "units"))
 
 
 def test_the_union_of_modules_has_the_elements_of_all():
+    """What every rank holds whole counts once."""
     first, second = nn.Linear(3, 2), nn.Linear(2, 2, bias=False)
     for parameter in (*first.parameters(), *second.parameters()):
         parameter.grad = torch.randn_like(parameter)
     apart = {"a.": Layout.of_model(first), "b.": Layout.of_model(second)}
     both = Layout.union(apart)
-    assert both.names == ["a.weight", "a.bias", "b.weight"]
-    assert [shard.name for shard in both.shards] == both.names
+    assert both.names == [s.name for s in both.shards] == ["a.weight", "a.bias", "b.weight"]
     assert both.heads == ("a.weight", "b.weight")
-    assert [shard.num_replicas for shard in both.shards] == [1, 1, 1]
-    assert both.group is None
+    assert ([shard.num_replicas for shard in both.shards], both.group) == ([1, 1, 1], None)
     exact = math.hypot(*(total_norm(layout) for layout in apart.values()))
     assert total_norm(both) == pytest.approx(exact, rel=1e-12)
     assert Layout.union({"": apart["a."]}) is apart["a."]
     assert Layout.union({"c.": apart["a."]}).names == ["c.weight", "c.bias"]
-
-
-def test_in_a_union_what_every_rank_holds_whole_counts_once():
-    whole = nn.Linear(2, 2, bias=False)
-    whole.weight.grad = torch.ones(2, 2)
+    layout, rows = whole()["rows"], (slice(None, 2), slice(2, None))
 
     def body(ranks):
-        spread = Layout([ParamShard("rows", part(made["rows"], rows[ranks.rank()]), ROWS)], ranks)
-        both = Layout.union({"a.": Layout.of_model(whole), "b.": spread})
+        spread = Layout([ParamShard("rows", part(layout, rows[ranks.rank()]), ROWS)], ranks)
+        both = Layout.union({"a.": apart["b."], "b.": spread})
         assert both.group is ranks
         assert [shard.num_replicas for shard in both.shards] == [2, 1]
         return total_norm(both)
 
-    made, rows = {"rows": nn.Parameter(torch.zeros(4, 3))}, (slice(None, 2), slice(2, None))
-    made["rows"].grad = torch.ones(4, 3)
-    assert Ranks(2).run(body) == [4.0, 4.0]
-
-
-def test_two_modules_with_one_name_are_refused():
-    layout, other = (Layout.of_model(nn.Linear(2, 2, bias=bias)) for bias in (True, False))
-    layout.parameters = {"b.weight": layout.parameters["weight"]}
-    refused(LayoutError, "b.weight", lambda: Layout.union({"": layout, "b.": other, "c.": other}))
+    wanted = math.hypot(total_norm(apart["b."]), float(layout.grad.norm()))
+    assert Ranks(2).run(body) == [pytest.approx(wanted, rel=1e-6)] * 2
+    apart["a."].parameters = {"b.weight": apart["a."].parameters["weight"]}
+    same = {"": apart["a."], "b.": apart["b."]}
+    refused(LayoutError, "b.weight", lambda: Layout.union(same))

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from runner.booster import Booster
 from runner.clip import Layout, build
 from runner.clip.layout import OptionError
 from tests.clip.reference import on, refused
 from tests.clip.tensor_steps import (
     AdaGC,
-    assert_like_one_process,
     clamped,
     give,
     layout_of,
@@ -85,27 +83,6 @@ def test_a_chain_of_one_and_a_group_of_all_are_the_mode_to_the_bit(name, around,
         assert exact(numbers)[0] == exact(wanted)[0]
         assert (kind, label) in {("link", "0"), ("group", "*"), (None, None)}
     assert clipped == ({0.0} if name == "none" else {0.0, 1.0})
-
-
-@pytest.mark.parametrize("name", ["norm", "value", "adagc"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_boosted_step_of_a_chain_of_one_is_that_of_the_mode(name, fused):
-    def weights(mode):
-        torch.manual_seed(0)
-        model, booster = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), Booster()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-        model, optimizer, *_ = booster.boost(model, sgd)
-        mode.bind(optimizer.layout)
-        for step in range(8):
-            inputs = torch.arange(12.0).view(3, 4).add(step).sin()
-            booster.backward(20 * model(inputs).square().mean(), optimizer)
-            optimizer.clip_and_step(mode)
-            optimizer.zero_grad()
-        return [p.detach() for p in model.unwrap().parameters()]
-
-    node = {"mode": "norm", "threshold": 0.5} if name == "norm" else SINGLE[name]
-    alone, chained = weights(made_of(node)), weights(build("chain", links=[node]))
-    assert all(map(torch.equal, alone, chained))
 
 
 NORM = {limit: partial(limited, limit=limit) for limit in (9.0, 3.0, 2.0, 1.0)}
@@ -191,13 +168,6 @@ def test_groups_are_clipped_by_themselves(kept):
         changed = [float(inner[name].clipped) for name in ("blocks.*", "head.*")]
         assert float(decision.fraction) == sum(changed) / 2
         assert float(inner["*.1.*"].coef) == float(inner["rest"].coef) == 1.0
-
-
-@pytest.mark.parametrize(("p", "kept"), [(2.0, False), (2.0, True), (math.inf, False)])
-@pytest.mark.parametrize("name", MANY)
-def test_ranks_that_share_tensors_decide_like_one_process(name, p, kept):
-    """The second rank has no shard of the group ``blocks.1.*``."""
-    assert_like_one_process(recorded(40, seed=1), partial(many, name, p), kept)
 
 
 @pytest.mark.parametrize("name", MANY)

@@ -11,7 +11,6 @@ from runner.clip.per_parameter import block_of
 from tests.clip.tensor_steps import (
     SIZES,
     AdaGC,
-    assert_like_one_process,
     give,
     layout_of,
     parameters,
@@ -59,20 +58,6 @@ def test_per_parameter_is_the_reference(p, by, kept):
     list(steps_of(mode, recorded(), [rule], p, kept))
 
 
-def test_a_zero_gradient_freezes_a_tensor_by_the_published_rule_but_not_here():
-    steps = [{name: [1.0] * size for name, size in SIZES.items()} for _ in range(30)]
-    steps[3] = steps[3] | {"head.weight": [0.0] * SIZES["head.weight"]}
-    published = AdaGC(1.05, 100.0, warm=10, zeros=True)
-    mode, made = build("adagc", threshold=1.05, absolute=100.0, warmup_steps=10), parameters()
-    layout = layout_of(made)
-    for each in steps:
-        frozen = published(each)
-        give(made, each)
-        mode.clip(layout)
-    assert set(frozen["head.weight"]) == {0.0}
-    assert made["head.weight"].grad.tolist() == [1.0] * SIZES["head.weight"]
-
-
 def test_blocks_of_names():
     for name, block in {
         "blocks.3.attn.weight": "blocks.3",
@@ -95,22 +80,6 @@ def test_what_per_parameter_counts_and_compares():
     tensor, block = (build("per_parameter", threshold=2.0, by=by) for by in ("tensor", "block"))
     assert block.decide(layout, block.measure(layout)).metrics[4:] == (1 / 3, 5.0, 2.0)
     assert tensor.clip(layout).metrics[3:] == (1.0, 0.5, 4.0, 2.0)
-
-
-MODES = {
-    "adagc": {"threshold": 1.3, "warmup_steps": 4, "absolute": 5.0},
-    "per_parameter": {"threshold": 2.0},
-    "blocks": {"threshold": 3.0, "by": "block"},
-}
-
-
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("p", [2.0, math.inf])
-@pytest.mark.parametrize("name", MODES)
-def test_ranks_that_share_tensors_decide_like_one_process(name, p, kept):
-    kind = "adagc" if name == "adagc" else "per_parameter"
-    make = partial(build, kind, **MODES[name], norm_type=p)
-    assert_like_one_process(recorded(40, seed=1), make, kept)
 
 
 def test_the_history_goes_on_to_the_bit_in_any_order_of_names():

@@ -46,36 +46,31 @@ class Contrastive(nn.Module):
         return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
 
 
+CE, NLL, OUT = nn.CrossEntropyLoss, nn.NLLLoss(weight=WEIGHT), logits(4, 5)
+SOFT, SOME = OUT.detach().softmax(1), torch.tensor([0, 4, IGNORED, 3])
+SMOOTH = CE(weight=WEIGHT, label_smoothing=0.2, ignore_index=2)
+
+
 @pytest.mark.parametrize(
     ("criterion", "outputs", "targets", "items"),
     [
-        (nn.CrossEntropyLoss(), logits(4, 5), CLASSES, 4),
-        (F.cross_entropy, logits(4, 5), CLASSES, 4),
-        (nn.CrossEntropyLoss(ignore_index=2), logits(4, 5), CLASSES, 3),
-        (partial(F.cross_entropy, ignore_index=0), logits(4, 5), CLASSES, 3),
-        (nn.CrossEntropyLoss(weight=WEIGHT), logits(4, 5), CLASSES, 6.1),
-        (
-            nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.2, ignore_index=2),
-            logits(4, 5),
-            CLASSES,
-            5.4,
-        ),
-        (nn.NLLLoss(weight=WEIGHT), logits(4, 5), torch.tensor([0, 4, IGNORED, 3]), 5.4),
-        (partial(F.cross_entropy, weight=WEIGHT), logits(4, 5), CLASSES, 6.1),
-        (partial(F.nll_loss, weight=WEIGHT, ignore_index=0), logits(4, 5), torch.arange(4), 3.0),
-        (nn.CrossEntropyLoss(weight=WEIGHT), IMAGE, torch.tensor([[[0, 1], [4, 2]]] * 3), 23.4),
-        (nn.CrossEntropyLoss(weight=WEIGHT), logits(4, 5), logits(4, 5).detach().softmax(1), 4),
-        (nn.CrossEntropyLoss(), IMAGE, IMAGE.softmax(1), 12),
-        (
-            nn.BCEWithLogitsLoss(pos_weight=WEIGHT),
-            logits(4, 5),
-            logits(4, 5).detach().sigmoid(),
-            4,
-        ),
-        (nn.KLDivLoss(reduction="batchmean"), logits(4, 5), logits(4, 5).detach().softmax(1), 4),
-        (nn.HuberLoss(), logits(4, 5), logits(4, 5).detach() * 2, 4),
+        (CE(), OUT, CLASSES, 4),
+        (F.cross_entropy, OUT, CLASSES, 4),
+        (CE(ignore_index=2), OUT, CLASSES, 3),
+        (partial(F.cross_entropy, ignore_index=0), OUT, CLASSES, 3),
+        (CE(weight=WEIGHT), OUT, CLASSES, 6.1),
+        (SMOOTH, OUT, CLASSES, 5.4),
+        (NLL, OUT, SOME, 5.4),
+        (partial(F.cross_entropy, weight=WEIGHT), OUT, CLASSES, 6.1),
+        (partial(F.nll_loss, weight=WEIGHT, ignore_index=0), OUT, torch.arange(4), 3.0),
+        (CE(weight=WEIGHT), IMAGE, torch.tensor([[[0, 1], [4, 2]]] * 3), 23.4),
+        (CE(weight=WEIGHT), OUT, SOFT, 4),
+        (CE(), IMAGE, IMAGE.softmax(1), 12),
+        (nn.BCEWithLogitsLoss(pos_weight=WEIGHT), OUT, OUT.detach().sigmoid(), 4),
+        (nn.KLDivLoss(reduction="batchmean"), OUT, SOFT, 4),
+        (nn.HuberLoss(), OUT, OUT.detach() * 2, 4),
         (nn.MSELoss(), logits(4, 3), torch.zeros(4, 3), 4),
-        (WithItems(), logits(4, 5), CLASSES, 6.1),
+        (WithItems(), OUT, CLASSES, 6.1),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -214,6 +214,30 @@ def test_a_limit_of_the_plugin_clips_what_nobody_clipped():
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("name", ["norm", "value", "chain"])
+def test_clipping_and_stepping_in_one_call_is_one_after_the_other(name):
+    """A fused step multiplies the gradients itself, where one coefficient says all."""
+    options = {"links": [0.5]} if name == "chain" else {"threshold": 0.5}
+    results = []
+    for fused, at_once in ((False, False), (True, False), (True, True)):
+        torch.manual_seed(0)
+        module = nn.Linear(4, 2)
+        made = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        _, optimizer, *_ = Booster().boost(module, made)
+        for _ in range(3):
+            mode = build(name, **options)
+            optimizer.backward(loss_of(module))
+            decision = optimizer.clip_and_step(mode) if at_once else optimizer.clip(mode)
+            if not at_once:
+                optimizer.step()
+            results.append((decision.metrics, weights(module), gradients(module)))
+            optimizer.zero_grad()
+    for plain, folded in zip(results[:3] * 2, results[3:], strict=True):
+        assert folded[0] == pytest.approx(plain[0], rel=1e-5)
+        torch.testing.assert_close(folded[1:], plain[1:])
+    assert results[0][0][3] == 1.0
+
+
 def test_a_gradient_with_other_strides_moves_the_right_weights_under_a_fused_optimizer():
     """And one whose strides a step has changed is not a new one."""
     results = []

@@ -60,15 +60,8 @@ def percentile(norms, threshold, window=None, history="raw", min_steps=10):
         yield after, limit
 
 
-def zscore(
-    norms,
-    threshold,
-    rule="adaptive_scaling",
-    decay=0.97,
-    warmup_steps=25,
-    history="clipped",
-    eps=1e-6,
-):
+def zscore(norms, threshold, rule="adaptive_scaling", decay=0.97, warmup_steps=25, **rest):
+    history, eps = rest.get("history", "clipped"), rest.get("eps", 1e-6)
     first, mean, variance = [], 0.0, 0.0
     for norm in norms:
         if not math.isfinite(norm):

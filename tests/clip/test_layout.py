@@ -15,7 +15,16 @@ from runner.clip.units import units_of
 from tests.clip.reference import on, refused
 from tests.clip.threads import Ranks
 
-MODES = {"none": None, "norm": 0.9, "value": 0.7, "adaptive": 0.3}
+MODES = {
+    "none": {},
+    "norm": {"threshold": 0.9},
+    "value": {"threshold": 0.7},
+    "adaptive": {"threshold": 0.3, "exclude": ()},
+    "per_parameter": {"threshold": 0.9},
+    "adagc": {"threshold": 1.05, "absolute": 0.9, "warmup_steps": 1},
+    "chain": {"links": [{"mode": "per_parameter", "threshold": 0.9}, 0.8]},
+    "groups": {"groups": {"rows": 0.3, "c*": {"mode": "value", "threshold": 0.7}}},
+}
 KEPT = pytest.mark.parametrize("kept", [False, True])
 ROWS = Units((1,))
 
@@ -55,9 +64,8 @@ def shards(made, ranks):
     ]
 
 
-def clipped(layout, mode, norm_type=2.0, exclude=(), threshold=None):
-    options = {"exclude": exclude} if mode == "adaptive" else {}
-    clipper = build(mode, threshold=threshold or MODES[mode], norm_type=norm_type, **options)
+def clipped(layout, mode, norm_type=2.0, **options):
+    clipper = build(mode, norm_type=norm_type, **{**MODES[mode], **options})
     clipper.bind(layout)
     outcome = clipper.clip(layout)
     gradients = {s.name: None if (g := s.gradient) is None else g.clone() for s in layout.shards}
@@ -78,10 +86,10 @@ def on_two(made, mode, *args, kept=False, absent=(), ranks_without=(1,), **optio
         return Ranks(2).run(body)
 
 
-def in_one(made, mode, norm_type=2.0, exclude=()):
+def in_one(made, mode, norm_type=2.0):
     units = {name: Units((0,)) if p.ndim == 1 else ROWS for name, p in made.items()}
     layout = Layout([ParamShard(name, p, units[name]) for name, p in made.items()])
-    return clipped(layout, mode, norm_type, exclude)
+    return clipped(layout, mode, norm_type)
 
 
 def assert_same(ranks, wanted):

@@ -214,23 +214,26 @@ def test_a_limit_of_the_plugin_clips_what_nobody_clipped():
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["norm", "value", "chain"])
-def test_clipping_and_stepping_in_one_call_is_one_after_the_other(name):
+@pytest.mark.parametrize("name", ["norm", "some", "value", "chain"])
+def test_clipping_in_a_fused_step_is_clipping_before_it(name):
     """A fused step multiplies the gradients itself, where one coefficient says all."""
     options = {"links": [0.5]} if name == "chain" else {"threshold": 0.5}
     results = []
     for fused, at_once in ((False, False), (True, False), (True, True)):
         torch.manual_seed(0)
         module = nn.Linear(4, 2)
-        made = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        made = [
+            torch.optim.SGD([p], lr=0.1, momentum=0.9, fused=fused) for p in module.parameters()
+        ]
         _, optimizer, *_ = Booster().boost(module, made)
-        for _ in range(3):
-            mode = build(name, **options)
+        optimizer.layout.leave_unscaled(["bias"] if name == "some" else [])
+        for step in range(3):
+            mode = build("norm" if name == "some" else name, **options)
             optimizer.backward(loss_of(module))
-            decision = optimizer.clip_and_step(mode) if at_once else optimizer.clip(mode)
-            if not at_once:
-                optimizer.step()
-            results.append((decision.metrics, weights(module), gradients(module)))
+            if step < 2:  # The last step takes the gradient as it is.
+                optimizer.clip(mode, fold=at_once)
+            optimizer.step()
+            results.append((optimizer.decision.metrics, weights(module), gradients(module)))
             optimizer.zero_grad()
     for plain, folded in zip(results[:3] * 2, results[3:], strict=True):
         assert folded[0] == pytest.approx(plain[0], rel=1e-5)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from runner.booster import (
         Booster,
-        GeminiPlugin,
         HybridParallelPlugin,
         LowLevelZeroPlugin,
         MoeHybridParallelPlugin,
@@ -41,7 +40,6 @@ _HOME = {
     "ClippingCallback": "runner.telemetry.transformers_callback",
     "CosineAnnealingLR": "runner.optim.schedulers",
     "DistCoordinator": "runner.launch.coordinator",
-    "GeminiPlugin": "runner.booster",
     "GradientClipping": "runner.clip",
     "GradientMonitor": "runner.telemetry.monitor",
     "HybridAdam": "runner.optim.hybrid_adam",
@@ -69,7 +67,6 @@ __all__ = [
     "ClippingCallback",
     "CosineAnnealingLR",
     "DistCoordinator",
-    "GeminiPlugin",
     "GradientClipping",
     "GradientMonitor",
     "HybridAdam",

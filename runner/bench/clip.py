@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from runner.bench.subjects import (
 )
 from runner.bench.table import Row, Setting
 from runner.booster import Booster, OptimizerWrapper
-from runner.clip import ClipMode, Layout, build, total_norm
+from runner.clip import Layout, build, total_norm
 
 TITLE = (
     "time that clipping and telemetry add to a fused optimizer step\n"
@@ -48,10 +47,6 @@ def rows(setting: Setting) -> Iterator[Row]:
             for number, where in thread_numbers(setting.device).items():
                 with threads(number):
                     yield from _steps(subject, name, optimizer, wrapped, where, setting)
-            if isinstance(subject.model, Small) and setting.device == "cpu":
-                with threads(1):
-                    yield from _in_one_buffer(subject, name, make(subject.parameters), setting)
-                subject.give()
             if setting.device != "cpu":
                 yield _synchronisations(subject, wrapped)
         for number, where in thread_numbers(setting.device).items():
@@ -83,7 +78,6 @@ def _steps(
     wrapped: OptimizerWrapper,
     where: str,
     setting: Setting,
-    limit: float | None = None,
 ) -> Iterator[Row]:
     """Measure a threshold that binds and one that does not, against the same bare steps."""
     norm, telemetry = subject.norm, Telemetry(setting.folder)
@@ -104,49 +98,8 @@ def _steps(
     }
     limits: dict[str, float | None] = {"binding": 0.50, "not binding": 0.35}
     if isinstance(subject.model, Small):
-        limits = dict.fromkeys(limits, limit or 0.60)
+        limits = dict.fromkeys(limits, 0.60)
     yield from _added(sides, f"{subject.name}, {name}, {{}}, {where}", limits, setting)
-
-
-def _in_one_buffer(
-    subject: Subject, name: str, optimizer: Optimizer, setting: Setting
-) -> Iterator[Row]:
-    """Measure steps whose gradients share one buffer, alone and with the backward pass before.
-
-    A backward pass moves the gradients to the buffer, which is no part of the step.
-    """
-    booster, norm = Booster(flat_gradients=True), subject.norm
-    telemetry, clock = Telemetry(setting.folder), clock_of(subject.device)
-    _, wrapped, *_ = booster.boost(subject.model, optimizer)
-    optimizer.zero_grad()
-    booster.backward(subject.loss(), wrapped)
-    yield from _steps(subject, f"{name}, one buffer", optimizer, wrapped, "1 thread", setting, 0.10)
-
-    def bare(clip: Callable[[], object] = lambda: None) -> None:
-        subject.loss().backward()  # type: ignore[no-untyped-call]
-        clip()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def torchs() -> None:
-        bare(lambda: nn.utils.clip_grad_norm_(subject.parameters, BINDING * norm, foreach=True))
-
-    def ours(mode: ClipMode) -> None:
-        booster.backward(subject.loss(), wrapped)
-        telemetry(wrapped.clip_and_step(mode))
-        wrapped.zero_grad()
-
-    optimizer.zero_grad()
-    binding = partial(ours, build("norm", threshold=BINDING * norm))
-    works: dict[str, Callable[[], object]] = {"step": bare, "torch": torchs, "binding": binding}
-    sides: dict[str, Side] = {side: partial(_fastest, clock, work) for side, work in works.items()}
-    what = f"{subject.name}, {name}, one buffer, {{}}, backward too"
-    yield from _added(sides, what, {"binding": None}, setting)
-
-
-def _fastest(clock: Callable[[Callable[[], object]], float], work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of three, which leaves out interruptions."""
-    return min(clock(work) for _ in range(3))
 
 
 def _added(

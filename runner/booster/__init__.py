@@ -4,7 +4,6 @@ from runner.booster.booster import Booster
 from runner.booster.nonfinite import NonFiniteGradient
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.plugin import (
-    GeminiPlugin,
     HybridParallelPlugin,
     LowLevelZeroPlugin,
     MoeHybridParallelPlugin,
@@ -21,7 +20,6 @@ from runner.booster.wrapper import ModelWrapper
 
 __all__ = [
     "Booster",
-    "GeminiPlugin",
     "HybridParallelPlugin",
     "LossScale",
     "LowLevelZeroPlugin",

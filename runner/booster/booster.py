@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from runner.booster import joint, saved
 from runner.booster.batch import batch_size, mapped, targets_of
 from runner.booster.checkpoint_io import CheckpointIO
-from runner.booster.flat_gradients import Choice, of_optimizer
 from runner.booster.loss import WindowLoss
 from runner.booster.nonfinite import Nonfinite
 from runner.booster.optimizer import OptimizerWrapper
@@ -44,9 +43,6 @@ class Booster(CheckpointIO):
         loss_scale: fp16 scale to use instead of the default one.
         nonfinite: what the optimizer does if a gradient is not finite: ``skip`` the step, raise an
             ``error``, or ``ignore`` it.
-        flat_gradients: whether gradients of small parameters lie in one buffer, so that a model of
-            very many of them is clipped faster; ``auto``: from 2,000 on, on a CPU. See
-            :class:`runner.booster.flat_gradients.FlatGradients`.
         skip: rule that skips steps whose loss or gradient norm is a spike; None for no rule. Each
             boosted optimizer has a copy of its own, ``optimizer.skip``. See
             :class:`runner.SkipRule`.
@@ -72,7 +68,6 @@ class Booster(CheckpointIO):
         plugin: Plugin | None = None,
         loss_scale: LossScale | None = None,
         nonfinite: Nonfinite = "skip",
-        flat_gradients: Choice = False,
         skip: SkipRule | None = None,
     ) -> None:
         self.plugin = SinglePlugin() if plugin is None else plugin
@@ -82,7 +77,6 @@ class Booster(CheckpointIO):
         if self.loss_scale is None and precision == "fp16":
             self.loss_scale = LossScale(self.plugin.initial_scale or LossScale.scale)
         self.nonfinite = nonfinite
-        self.flat_gradients = flat_gradients
         self.skip = skip
         self._window_loss: tuple[Any, WindowLoss] | None = None
 
@@ -113,8 +107,7 @@ class Booster(CheckpointIO):
 
         Raises:
             ValueError: a model was boosted before, models share a parameter, an optimizer holds a
-                parameter of none of these modules, or has stepped already, or ``flat_gradients`` is
-                True and not possible.
+                parameter of none of these modules, or has stepped already.
         """
         listed = [model] if isinstance(model, nn.Module) else list(model)
         models = [compiled_in_place(each) for each in listed]
@@ -169,7 +162,6 @@ class Booster(CheckpointIO):
             sync_grads=in_turn(*(made.sync_grads for made in parallel.values())),
             broadcast_params=in_turn(*(made.broadcast_params for made in parallel.values())),
             max_norm=self.plugin.max_norm,
-            flat=of_optimizer(self.flat_gradients, self.plugin, layout),
             watch_final=_watch_final(parallel),
             skip=copy.deepcopy(self.skip),
             start_mean=partial(self.plugin.start_mean_over_data, device=layout.device),

@@ -67,9 +67,6 @@ class Fold:
         """
         if not isinstance(coef, Tensor) and not coef * LARGEST_SCALE >= 1.0:
             return False
-        flat = None if self._layout.flat is None else self._layout.flat.parts()
-        if flat is not None and len(flat) == 1:
-            return False  # It takes longer to look at many gradients than to multiply one buffer.
         scaled = self.scaled(some)
         if _global_optimizer_pre_hooks or not all(map(_can_scale, scaled)):
             return False
@@ -78,7 +75,7 @@ class Fold:
         if self._known is None or self._known[0] != now:
             self._known = now, self._left_over(groups, some)
         left = self._known[1]
-        if left is None or (left and flat is not None):
+        if left is None:
             return False
         multiply([g for shard in left if (g := shard.gradient) is not None], coef)
         return True
@@ -114,8 +111,7 @@ def match_strides(layout: Layout) -> None:
     torch's fused CPU kernels read both in memory order and ignore strides: a channels-last gradient
     of a contiguous parameter would change the wrong weights without an error.
     """
-    shards = layout.shards if layout.flat is None else layout.flat.unmatched()
-    parameters = list(map(_PARAMETER, shards))
+    parameters = list(map(_PARAMETER, layout.shards))
     gradients = list(map(_GRADIENT, parameters))
     contiguous = {*map(type, gradients)} == {Tensor} and all(map(Tensor.is_contiguous, gradients))
     if contiguous and all(map(Tensor.is_contiguous, parameters)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 
-from runner.booster.flat_gradients import FlatGradients
 from runner.booster.fused import Fold, match_strides, step_where
 from runner.booster.in_backward import NOT_FINAL, InBackward, require_possible
 from runner.booster.nonfinite import Nonfinite, NonFiniteGradient, finding
@@ -47,7 +45,6 @@ class OptimizerWrapper(StepOrder):
             before they are read.
         broadcast_params: function called on every rank after the optimizer has stepped.
         max_norm: where above 0, :meth:`step` limits the norm of a gradient that was not clipped.
-        flat: buffer for gradients of small parameters, or None.
         watch_final: see :class:`runner.booster.plugin.ParallelModel`.
         skip: rule that skips steps whose loss or gradient norm is a spike, or None. It decides when
             the gradients are clipped, and in :meth:`step` where they were not.
@@ -73,7 +70,6 @@ class OptimizerWrapper(StepOrder):
         sync_grads: Callable[[], None] = nothing,
         broadcast_params: Callable[[], None] = nothing,
         max_norm: float = 0.0,
-        flat: FlatGradients | None = None,
         watch_final: Callable[[Final], None] | None = None,
         skip: SkipRule | None = None,
         start_mean: Callable[[Number], Callable[[], Number]] = at_once,
@@ -85,7 +81,6 @@ class OptimizerWrapper(StepOrder):
         self._sync_grads = sync_grads
         self._broadcast_params = broadcast_params
         self._max_norm = max_norm
-        self._flat = layout.flat = flat
         self.skip = skip
         self._spikes = Spikes(skip, start_mean)
         self.powers: Powers | None = None
@@ -136,7 +131,6 @@ class OptimizerWrapper(StepOrder):
             step=step,
             nonfinite=self.nonfinite,
             fp16=self.loss_scale is not None,
-            flat=self._flat is not None,
             skip=self.skip is not None,
         )
         self.bind(mode)
@@ -195,8 +189,6 @@ class OptimizerWrapper(StepOrder):
         """
         if self._final:
             raise StepOrderError(f"cannot accumulate now: {self.stage.value}")
-        if self._flat is not None:
-            self._flat.begin_backward()
         self._scaled, self._held = True, False
         return weight if self.loss_scale is None else weight * self.loss_scale.scale
 
@@ -211,15 +203,6 @@ class OptimizerWrapper(StepOrder):
                 step adds up is the loss whose gradient it takes.
         """
         self._spikes.add(loss, weight)
-
-    def end_backward(self) -> None:
-        """Note that a backward pass has run, for callers that run it themselves."""
-        super().end_backward()
-        if self._flat is not None:
-            self._flat.end_backward()
-
-    def _settled(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._flat is None else self._flat.settled()
 
     @torch.no_grad()
     def clip(
@@ -253,8 +236,7 @@ class OptimizerWrapper(StepOrder):
             return self.decision
         if mode.info.needs_optimizer:
             mode.bind_optimizers(self.optimizers, self.layout)
-        with self._settled():
-            self.decision = self._clip(mode, fold, each, direction)
+        self.decision = self._clip(mode, fold, each, direction)
         self._limiting = None if self.decision.update is None else mode
         return self.decision
 
@@ -440,8 +422,7 @@ class OptimizerWrapper(StepOrder):
             self._final = True
         if self.loss_scale is None or self._unscaled:
             return
-        with self._settled():
-            self._divide_by_scale()
+        self._divide_by_scale()
         self._unscaled = True
 
     def _divide_by_scale(self) -> None:
@@ -455,9 +436,8 @@ class OptimizerWrapper(StepOrder):
         half = [p.name for p, g in zip(shards, gradients, strict=True) if g.dtype == torch.float16]
         if half:
             raise TypeError(f"{half[0]} is float16: keep parameters in float32, precision casts")
-        flat = None if self._flat is None else self._flat.parts(writes=True)
         if gradients:
-            torch._foreach_mul_(gradients if flat is None else flat, 1.0 / self.loss_scale.scale)
+            torch._foreach_mul_(gradients, 1.0 / self.loss_scale.scale)
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

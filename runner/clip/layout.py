@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from runner.clip import transfer
 from runner.clip.exchange import start_gather
-from runner.clip.flat import FlatBuffer
 from runner.clip.head import head_weights
 from runner.clip.shard import (
     LayoutError,
@@ -70,7 +69,6 @@ class Layout:
         elsewhere: device type of the other ranks, for a rank without shards.
 
     Attributes:
-        flat: the buffer that gradients of small parameters share, or None.
         partly_scaled: whether the model has parameters that :meth:`leave_unscaled` named; the same
             on every rank.
 
@@ -97,7 +95,6 @@ class Layout:
         self.parameters = parameters or {shard.name: Whole.of(shard) for shard in self.shards}
         self.partly_scaled = not all(whole.scaled for whole in self.parameters.values())
         self._elsewhere = elsewhere
-        self.flat: FlatBuffer | None = None
         self._held: list[bool] = []  # which shards had a gradient when they last were not all
         self._holders: list[ParamShard] = []
 

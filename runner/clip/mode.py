@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -153,6 +154,10 @@ class ClipMode(Mode, ABC):
         if not isinstance(stats.finite, Tensor):
             return decision
         self.undo(before, stats.finite)
+        if self.limit_moves and not isinstance(decision.threshold, Tensor):
+            # A history that was loaded consists of floats until the device has taken a step.
+            moved = _where(stats.finite, decision.threshold, math.nan)
+            decision = replace(decision, threshold=moved)
         return decision.where(stats.finite)
 
     def undo(self, before: Mapping[str, Number], finite: bool | Tensor) -> None:
@@ -342,8 +347,7 @@ def scale(layout: Layout, coef: Number, some: bool = False) -> None:
         pairs = zip(*layout.gradients(), strict=True)
         multiply([gradient for shard, gradient in pairs if shard.scaled], coef)
         return
-    parts = None if layout.flat is None else layout.flat.parts(writes=True)
-    multiply(layout.gradients()[1] if parts is None else parts, coef)
+    multiply(layout.gradients()[1], coef)
 
 
 def scale_each(layout: Layout, scales: Tensor) -> None:

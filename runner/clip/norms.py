@@ -147,11 +147,6 @@ def local_powers(
         norm_type: p of the norm.
         each: see :func:`measure`.
     """
-    parts = None if layout.flat is None or each else layout.flat.parts()
-    if parts is not None and transfer.can_read(layout.device) and not math.isinf(norm_type):
-        power = power_sum(parts, norm_type)
-        if math.isfinite(power):
-            return power, None
     return powers_of(*layout.gradients(), norm_type, each)
 
 

@@ -70,11 +70,6 @@ class Clip(Section):
         "with the threshold; auto: all but the matrices of Muon, which divides by their norm "
         "itself; all: every gradient",
     )
-    flat_gradients: Literal["auto"] | bool = Field(
-        default=False,
-        description="keep the gradients of small parameters in one buffer, to clip very many of "
-        "them faster; the backward pass takes longer; auto: from 2,000 on, on a CPU",
-    )
     when: Literal["step", "backward"] = Field(
         default="step",
         description="clip before the optimizer step, or each gradient in the backward pass, as "

@@ -24,7 +24,7 @@ same experiment."""
 MAY_CHANGE = (
     *NOT_HASHED,
     *("telemetry", "launch", "plugin", "device", "recipe", "early_stopping", "callbacks"),
-    *("data.num_workers", "clip.what_if", "clip.max_skips", "clip.flat_gradients"),
+    *("data.num_workers", "clip.what_if", "clip.max_skips"),
     *("clip.when", "clip.step_in_backward"),
 )
 """Sections and keys that may differ between a checkpoint and the run that continues from it."""

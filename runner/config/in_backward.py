@@ -19,7 +19,6 @@ def refusals(
     step: bool,
     nonfinite: str,
     fp16: bool,
-    flat: bool | str,
     skip: bool,
 ) -> Iterator[tuple[str, str]]:
     """Yield the keys that do not go with clipping in the backward pass, each with the reason.
@@ -30,7 +29,6 @@ def refusals(
         step: whether the optimizer steps in the backward pass too.
         nonfinite: what is done with a step whose gradient is not finite.
         fp16: whether the loss is scaled.
-        flat: whether the gradients of small parameters share a buffer.
         skip: whether a rule skips steps that are spikes.
     """
     if why := mode.waits_for(options):
@@ -53,11 +51,6 @@ def refusals(
             "clip.nonfinite",
             "a step in the backward pass cannot be taken back where a later gradient is not "
             "finite: use error, which ends the run, or clip.step_in_backward=false",
-        )
-    if flat is True:
-        yield (
-            "clip.flat_gradients",
-            "moves gradients to its buffer after the backward pass: use false or clip.when=step",
         )
     if skip:
         yield (

@@ -23,7 +23,6 @@ _OF_THE_WHOLE = (
     "max_skips",
     "scales",
     "skip",
-    "flat_gradients",
     "what_if",
     "when",
     "step_in_backward",

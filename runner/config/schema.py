@@ -397,7 +397,6 @@ class RunConfig(Section):
             step=clip.step_in_backward,
             nonfinite=clip.nonfinite,
             fp16=self.precision.name == "fp16",
-            flat=clip.flat_gradients,
             skip=clip.skip.rule is not None,
         )
         yield from (Conflict(*each) for each in found)
@@ -411,10 +410,6 @@ class RunConfig(Section):
             instead = "use plugin=ddp, plugin=zero plugin.zero_stage=1, or another optimizer"
             message = f"steps whole parameters, which plugin={self.plugin.name} shards; {instead}"
             yield Conflict("optimizer._target_", message)
-        if self.clip.flat_gradients is True and self.plugin.name not in ("single", "ddp"):
-            instead = "; use auto, plugin=single or plugin=ddp"
-            message = f"plugin={self.plugin.name} keeps gradients in buffers of its own{instead}"
-            yield Conflict("clip.flat_gradients", message)
         yield from self._in_backward()
         measured = self.telemetry.conflicts_with(self.plugin, self.clip, self.accumulation.steps)
         for conflict in measured:

@@ -276,7 +276,6 @@ def make_trainer(
         eval_interval=config.eval.interval,
         nonfinite=config.clip.nonfinite,
         max_skips=config.clip.max_skips,
-        flat_gradients=config.clip.flat_gradients,
         clip_in_backward=mode is None and config.clip.when == "backward",
         step_in_backward=mode is None and config.clip.step_in_backward,
         skip=None if rule is None or mode is not None else SkipRule(**rule),

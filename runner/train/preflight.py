@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from runner.booster import SinglePlugin
-from runner.booster.flat_gradients import NOTHING_SMALL, small
 from runner.booster.in_backward import why_not_in_parts
 from runner.clip import Layout
 from runner.clip import build as build_mode
@@ -76,8 +75,6 @@ def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> Non
         if data is not None and known_loss:
             problems += fit.check(config, model, data, compared)
         problems += _mode(config.clip, model)
-        if config.clip.flat_gradients is True and not small(Layout.of_model(model)):
-            problems.append(Problem("clip.flat_gradients", True, f"{NOTHING_SMALL}; use auto"))
     _optimizer_and_scheduler(config, data, model, problems)
     for target in config.callbacks:
         _made("callbacks", target, _make_callback, problems)

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from runner.booster import Booster, LossScale, ModelWrapper, OptimizerWrapper, Plugin, SinglePlugin
 from runner.booster.criterion import Criterion
-from runner.booster.flat_gradients import Choice
 from runner.booster.loss import WindowLoss
 from runner.booster.nonfinite import Nonfinite
 from runner.checkpoint import content as checkpoint
@@ -80,8 +79,6 @@ class Trainer:
         nonfinite: what to do with a step whose gradient is not finite: skip, error or ignore.
         max_skips: number of skipped steps in a row after which the run fails; None for never. See
             :class:`runner.train.bad_gradients.BadGradients`.
-        flat_gradients: whether gradients of small parameters lie in one buffer, see
-            :class:`runner.Booster`.
         clip_in_backward: whether each gradient is clipped in the backward pass, as soon as it is
             final, see :meth:`runner.booster.OptimizerWrapper.clip_in_backward`.
         step_in_backward: whether the optimizer then steps there too, and frees each gradient.
@@ -136,7 +133,6 @@ class Trainer:
         eval_interval: str | Duration = "1ep",
         nonfinite: Nonfinite = "skip",
         max_skips: int | None = MAX_SKIPS,
-        flat_gradients: Choice = False,
         clip_in_backward: bool = False,
         step_in_backward: bool = False,
         skip: SkipRule | None = None,
@@ -168,7 +164,7 @@ class Trainer:
         self.saver = saver
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         warn_of_batch_norm(model, accumulation_steps)
-        self.booster = Booster(precision, self.plugin, loss_scale, nonfinite, flat_gradients, skip)
+        self.booster = Booster(precision, self.plugin, loss_scale, nonfinite, skip)
         self.criterion = criterion
         self.loss = WindowLoss(model, criterion, checked=True)
         self.model: ModelWrapper

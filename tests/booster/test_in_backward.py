@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from runner.booster import Booster, NonFiniteGradient
 from runner.booster.step_order import StepOrderError
 from runner.clip import SkipRule, build
-from tests.on_device import kept_on_device
+from tests.clip.reference import on, refused
 from tests.refusing import Counting
 
 STEPS = 4
@@ -35,21 +35,22 @@ def adamw(net):
     return torch.optim.AdamW(net.parameters(), lr=0.05, weight_decay=0.2)
 
 
-def boosted(net, mode="value", step=True, optimizer=adamw, **options):
-    booster = Booster(**{"nonfinite": "error", **options})
-    made = optimizer(net)
-    model, wrapped, *_ = booster.boost(net, made)
+def boosted(net, mode="value", step=True, optimizer=adamw, criterion=None, **options):
+    booster, made = Booster(**{"nonfinite": "error", **options}), net
+    if criterion is not None:
+        made = nn.ModuleList([net, criterion])
+    model, wrapped, *_ = booster.boost(net, optimizer(made), criterion)
     clip = build(mode, threshold=None if mode == "none" else 0.01)
     wrapped.clip_in_backward(clip, step=step)
     return booster, model, wrapped, clip
 
 
-def train(net, loss, step=True, mode="value", **options):
-    booster, model, optimizer, clip = boosted(net, mode, step, **options)
+def train(net, loss, clips=True, **options):
+    booster, model, optimizer, mode = boosted(net, **options)
     rows = []
     for number in range(STEPS):
         booster.backward(loss(model, number), optimizer)
-        rows.append(optimizer.clip(clip))
+        rows += [optimizer.clip(mode)] if clips else []
         optimizer.step()
         optimizer.zero_grad()
     return rows
@@ -72,18 +73,12 @@ def cross_entropy(model, step):
     return F.cross_entropy(model(inputs), targets)
 
 
-def require_same(net, other):
-    for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize(
     ("does", "micros"), [("", 1), ("clip", 1), ("step", 1), ("step", 2)], ids=str
 )
 def test_memory_of_gradients(does, micros):
     """Of one gradient instead of all, if the optimizer steps in a backward pass of its own."""
-    net = network()
-    alive, most = [], [0]
+    net, alive, most = network(), [], [0]
 
     def count(parameter):
         storage = parameter.grad.untyped_storage()
@@ -94,9 +89,8 @@ def test_memory_of_gradients(does, micros):
 
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(count)
-    booster = Booster(nonfinite="error")
+    booster, mode = Booster(nonfinite="error"), build("value", threshold=0.01)
     model, optimizer, *_ = booster.boost(net, adamw(net))
-    mode = build("value", threshold=0.01)
     if does:
         optimizer.clip_in_backward(mode, step=does == "step")
     for number in range(STEPS):
@@ -127,101 +121,19 @@ class Odd(nn.Module):
         return (summed * inputs + viewed).square().sum()
 
 
-def odd_loss(model, step):
-    inputs = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-    return model(inputs)
+def tripled(parameter):
+    parameter.grad.mul_(3.0)
 
 
-@pytest.mark.parametrize("step", [True, False])
-def test_gradients_that_share_memory(step):
-    net, plain = Odd(), Odd()
-    clamped(plain, odd_loss)
-    train(net, odd_loss, step)
-    require_same(net, plain)
+class Images(nn.Sequential):
+    """A channels-last model with hooks, which see the gradient as it was accumulated."""
 
-
-def test_hooks_of_the_user_and_channels_last():
-    """Those registered before boost see the gradient as it was accumulated."""
-
-    def tripled(parameter):
-        parameter.grad.mul_(3.0)
-
-    def images():
+    def __init__(self):
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 3))
-        net = net.to(memory_format=torch.channels_last)
-        net[0].weight.register_post_accumulate_grad_hook(tripled)
-        net[2].bias.register_hook(lambda gradient: -gradient)
-        return net
-
-    def loss(model, step):
-        torch.manual_seed(step)
-        return F.cross_entropy(model(torch.randn(2, 3, 4, 4)), torch.tensor([0, 2]))
-
-    def fused(net):
-        return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9, fused=True)
-
-    net, plain = images(), images()
-    clamped(plain, loss, fused)
-    train(net, loss, optimizer=fused)
-    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("mode", ["none", "value", "adaptive", "per_parameter"])
-def test_metrics_that_stay_on_an_accelerator(mode):
-    net, other = network(), network()
-    read = train(net, cross_entropy, mode=mode)
-    with kept_on_device():
-        kept = train(other, cross_entropy, mode=mode)
-    for one, two in zip(read, kept, strict=True):
-        assert all(isinstance(number, torch.Tensor) for number in two.metrics[:2])
-        assert tuple(map(float, two.metrics)) == pytest.approx(one.metrics, rel=1e-9, nan_ok=True)
-    require_same(net, other)
-
-
-def test_a_step_that_is_not_finite_changes_nothing():
-    """Without steps in the backward pass it is skipped, and forgotten by the mode."""
-    net = network()
-    booster = Booster()
-    model, optimizer, *_ = booster.boost(net, adamw(net))
-    mode = build("adagc", threshold=1.05, warmup_steps=0)
-    optimizer.clip_in_backward(mode)
-    for number in range(STEPS):
-        if number == 2:
-            before = copy.deepcopy((net.state_dict(), mode.state_dict()))
-        spoilt = math.nan if number == 2 else 1.0
-        inputs, targets = batch(number)
-        outputs = model(inputs)
-        loss = F.cross_entropy(outputs, targets) + net[0].weight.sum() * spoilt
-        booster.backward(loss, optimizer)
-        decision = optimizer.clip(mode)
-        assert decision.finite == (number != 2)
-        optimizer.step()
-        assert optimizer.was_taken() == (number != 2)
-        optimizer.zero_grad()
-        if number == 2:
-            assert str((net.state_dict(), mode.state_dict())) == str(before)
-
-
-def test_an_error_names_what_is_not_finite_and_nothing_is_stepped_after_it():
-    net = network()
-    booster, model, optimizer, mode = boosted(net)
-    before = copy.deepcopy(net.state_dict())
-    inputs, targets = batch(0)
-    loss = F.cross_entropy(model(inputs), targets) + net[2].weight.sum() * math.inf
-    booster.backward(loss, optimizer)
-    with pytest.raises(NonFiniteGradient, match=r"2\.weight"):
-        optimizer.clip(mode)
-    for name in ("0.weight", "0.bias", "2.weight"):
-        assert torch.equal(net.state_dict()[name], before[name])
-
-
-def test_a_second_backward_pass_is_refused():
-    booster, model, optimizer, _ = boosted(network(), step=False)
-    booster.backward(cross_entropy(model, 0), optimizer)
-    with pytest.raises(StepOrderError, match=r"one backward pass outside of no_sync"):
-        booster.backward(cross_entropy(model, 1), optimizer)
+        super().__init__(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+        self.to(memory_format=torch.channels_last)
+        self[0].weight.register_post_accumulate_grad_hook(tripled)
+        self[2].bias.register_hook(lambda gradient: -gradient)
 
 
 class Twice(nn.Module):
@@ -232,79 +144,11 @@ class Twice(nn.Module):
         torch.manual_seed(0)
         self.layer = nn.Linear(4, 4).double()
 
-    def forward(self, inputs, reentrant):
+    def forward(self, inputs, reentrant=False):
         hidden = inputs.requires_grad_()
         for _ in range(2):
             hidden = checkpoint(self.layer, hidden, use_reentrant=reentrant)
         return hidden.square().sum()
-
-
-def test_checkpointed_segments_that_share_a_layer():
-    """Reentrant ones accumulate a gradient twice, so it is not final after the first time."""
-
-    def loss(model, step, reentrant=False):
-        return model(batch(step)[0], reentrant)
-
-    net, plain = Twice(), Twice()
-    clamped(plain, loss)
-    train(net, loss)
-    require_same(net, plain)
-    booster, model, optimizer, _ = boosted(Twice())
-    with pytest.raises(StepOrderError, match="use_reentrant=False"):
-        booster.backward(loss(model, 0, reentrant=True), optimizer)
-
-
-def test_hooks_of_an_optimizer_step_are_refused():
-    booster, model, optimizer, _ = boosted(network())
-    optimizer.unwrap().register_step_post_hook(lambda *_: None)
-    with pytest.raises(StepOrderError, match="register_step_post_hook"):
-        booster.backward(cross_entropy(model, 0), optimizer)
-
-
-@pytest.mark.parametrize("kind", [Counting, torch.optim.LBFGS])
-def test_optimizers_that_do_not_step_part_by_part_are_refused(kind):
-    net = network()
-    with pytest.raises(ValueError, match=f"{kind.__name__} (takes other steps|cannot step)"):
-        boosted(net, optimizer=lambda net: kind(net.parameters(), lr=0.1))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "norm"}, "needs the whole gradient"),
-        ({"nonfinite": "skip"}, "cannot be taken back"),
-        ({"mixed_precision": "fp16"}, "overflow"),
-        ({"flat_gradients": True, "model": lambda: network().float()}, "moves gradients"),
-        ({"skip": SkipRule()}, "spike"),
-    ],
-    ids=lambda given: given if isinstance(given, str) else next(iter(given)),
-)
-def test_what_a_script_asks_for_is_refused_with_the_reason(options, message):
-    rest = {key: value for key, value in options.items() if key != "model"}
-    with pytest.raises(ValueError, match=message):
-        boosted(options.get("model", network)(), **rest)
-
-
-def test_other_modes_and_closures_are_refused():
-    booster, model, optimizer, mode = boosted(network())
-    with pytest.raises(ValueError, match="already"):
-        optimizer.clip_in_backward(mode)
-    booster.backward(cross_entropy(model, 0), optimizer)
-    with pytest.raises(ValueError, match="the same mode"):
-        optimizer.clip_grad_by_norm(1.0)
-    with pytest.raises(ValueError, match="closure"):
-        optimizer.step(lambda: 0.0)
-
-
-def test_a_step_without_a_call_of_clip_is_clipped_too():
-    net, plain = network(), network()
-    clamped(plain, cross_entropy)
-    booster, model, optimizer, _ = boosted(net, step=False)
-    for number in range(STEPS):
-        booster.backward(cross_entropy(model, number), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    require_same(net, plain)
 
 
 class Tempered(nn.Module):
@@ -318,32 +162,125 @@ class Tempered(nn.Module):
         return F.cross_entropy(outputs * self.scale, targets)
 
 
+def of_images(model, step):
+    torch.manual_seed(step)
+    return F.cross_entropy(model(torch.randn(2, 3, 4, 4)), torch.tensor([0, 2]))
+
+
+def fused(net):
+    return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9, fused=True)
+
+
+def odd_loss(model, step):
+    return model(torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(step)))
+
+
+CASES = {
+    "shared memory": (Odd, odd_loss, {}),
+    "hooks": (Images, of_images, {"optimizer": fused}),
+    "checkpointed": (Twice, lambda model, step: model(batch(step)[0]), {}),
+    "compiled": (network, cross_entropy, {}),
+    "without a call of clip": (network, cross_entropy, {"clips": False}),
+}
+
+
+@pytest.mark.parametrize("step", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_those_of_plain_pytorch(name, step):
+    make, loss, options = CASES[name]
+    net, plain = make(), make()
+    clamped(plain, loss, options.get("optimizer", adamw))
+    given = torch.compile(net, backend="aot_eager") if name == "compiled" else net
+    train(given, loss, step=step, **options)
+    close = {"rtol": 1e-6, "atol": 1e-7} if name == "hooks" else {"rtol": 1e-12, "atol": 1e-13}
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, **close)
+
+
 @pytest.mark.parametrize("step", [True, False])
 def test_parameters_of_a_criterion(step):
-    def make():
-        return nn.ModuleList([network(), Tempered()])
-
     def loss(parts, number):
         inputs, targets = batch(number)
         return parts[1](parts[0](inputs), targets)
 
-    mine, plain = make(), make()
+    mine, plain = (nn.ModuleList([network(), Tempered()]) for _ in range(2))
     clamped(plain, loss)
-    booster = Booster(nonfinite="error")
-    model, optimizer, *_ = booster.boost(mine[0], adamw(mine), mine[1])
-    mode = build("value", threshold=0.01)
-    optimizer.clip_in_backward(mode, step=step)
+    train(mine[0], lambda m, number: loss([m, mine[1]], number), step=step, criterion=mine[1])
+    for ours, theirs in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("mode", ["none", "value", "adaptive", "per_parameter"])
+def test_metrics_that_stay_on_an_accelerator(mode):
+    net, other = network(), network()
+    read = train(net, cross_entropy, mode=mode)
+    with on(True):
+        kept = train(other, cross_entropy, mode=mode)
+    for one, two in zip(read, kept, strict=True):
+        assert all(isinstance(number, torch.Tensor) for number in two.metrics[:2])
+        assert tuple(map(float, two.metrics)) == pytest.approx(one.metrics, rel=1e-9, nan_ok=True)
+    for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    """Without steps in the backward pass it is skipped, and forgotten by the mode."""
+    net, booster = network(), Booster()
+    model, optimizer, *_ = booster.boost(net, adamw(net))
+    mode = build("adagc", threshold=1.05, warmup_steps=0)
+    optimizer.clip_in_backward(mode)
     for number in range(STEPS):
-        booster.backward(loss([model, mine[1]], number), optimizer)
-        optimizer.clip(mode)
+        before = str(copy.deepcopy((net.state_dict(), mode.state_dict())))
+        spoilt = math.nan if number == 2 else 1.0
+        loss = cross_entropy(model, number) + net[0].weight.sum() * spoilt
+        booster.backward(loss, optimizer)
+        assert optimizer.clip(mode).finite == (number != 2)
         optimizer.step()
+        assert optimizer.was_taken() == (number != 2)
         optimizer.zero_grad()
-    require_same(mine, plain)
+        assert (str((net.state_dict(), mode.state_dict())) == before) == (number == 2)
 
 
-def test_a_compiled_model():
-    """Its gradients are final at once, so they are right, but all of them are there together."""
-    net, plain = network(), network()
-    clamped(plain, cross_entropy)
-    train(torch.compile(net, backend="aot_eager"), cross_entropy)
-    require_same(net, plain)
+def test_an_error_names_what_is_not_finite_and_nothing_is_stepped_after_it():
+    net = network()
+    booster, model, optimizer, mode = boosted(net)
+    before = copy.deepcopy(net.state_dict())
+    booster.backward(cross_entropy(model, 0) + net[2].weight.sum() * math.inf, optimizer)
+    refused(NonFiniteGradient, "2.weight", lambda: optimizer.clip(mode))
+    for name in ("0.weight", "0.bias", "2.weight"):
+        assert torch.equal(net.state_dict()[name], before[name])
+
+
+def test_what_goes_wrong_in_a_backward_pass_is_refused():
+    booster, model, optimizer, mode = boosted(network(), step=False)
+    booster.backward(cross_entropy(model, 0), optimizer)
+    again = lambda: booster.backward(cross_entropy(model, 1), optimizer)  # noqa: E731
+    refused(StepOrderError, "one backward pass outside of no_sync", again)
+    refused(ValueError, "already", lambda: optimizer.clip_in_backward(mode))
+    refused(ValueError, "the same mode", lambda: optimizer.clip_grad_by_norm(1.0))
+    refused(ValueError, "closure", lambda: optimizer.step(lambda: 0.0))
+    booster, model, optimizer, _ = boosted(Twice())
+    # Reentrant segments accumulate a gradient twice, so it is not final after the first time.
+    twice = lambda: booster.backward(model(batch(0)[0], True), optimizer)  # noqa: E731
+    refused(StepOrderError, "use_reentrant=False", twice)
+    booster, model, optimizer, _ = boosted(network())
+    optimizer.unwrap().register_step_post_hook(lambda *_: None)
+    hooked = lambda: booster.backward(cross_entropy(model, 0), optimizer)  # noqa: E731
+    refused(StepOrderError, "register_step_post_hook", hooked)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "norm"}, "needs the whole gradient"),
+        ({"nonfinite": "skip"}, "cannot be taken back"),
+        ({"nonfinite": "ignore"}, "clip.nonfinite"),
+        ({"mixed_precision": "fp16"}, "overflow"),
+        ({"skip": SkipRule()}, "spike"),
+        ({"optimizer": lambda net: Counting(net.parameters(), lr=0.1)}, "Counting takes other"),
+        ({"optimizer": lambda net: torch.optim.LBFGS(net.parameters())}, "LBFGS cannot step"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_what_a_script_asks_for_is_refused_with_the_reason(options, words):
+    refused(ValueError, words, lambda: boosted(network(), **options))

@@ -4,15 +4,12 @@ Small tensors are copied side by side, large ones are read in place or in blocks
 both sides of each bound, and memory formats in which a unit is not contiguous.
 """
 
-import math
-
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.clip import Layout, apply_gradient_clipping, build
-from runner.clip.norms import parameter_norms
+from tests.clip.reference import norm_of
 
 LAST = torch.channels_last
 
@@ -87,10 +84,6 @@ def expected(model, threshold, eps=1e-3):
     return wanted, clipped / units, top
 
 
-def norm_of(tensors):
-    return math.sqrt(math.fsum(float(t.double().square().sum()) for t in tensors))
-
-
 def clipped(model, mode, threshold, **options):
     layout = Layout.of_model(model)
     rule = build(mode, threshold=threshold, **options)
@@ -103,7 +96,7 @@ def clipped(model, mode, threshold, **options):
 def test_units_of_every_size_and_format(dtype, threshold):
     """From thresholds that clip all units, over some units of each tensor, to none."""
     model = Tensors(dtype)
-    before = norm_of(p.grad for p in model.parameters())
+    before = norm_of([p.grad for p in model.parameters()])
     wanted, share, top = expected(model, threshold)
     outcome = clipped(model, "adaptive", threshold, **OPTIONS)
     exact = dtype is not torch.bfloat16
@@ -144,57 +137,6 @@ def test_sizes_whose_squares_leave_float32(mode, scale):
     assert outcome.norm_clipped == pytest.approx(norm_of(wanted), rel=1e-6)
     for parameter, gradient in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad.double(), gradient, rtol=2e-6, atol=0)
-
-
-@pytest.mark.parametrize("mode", ["adaptive", "value"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_is_left_alone(mode, bad):
-    model = Tensors()
-    model["rows"].grad[2, 3] = bad
-    before = [p.grad.clone() for p in model.parameters()]
-    outcome = clipped(model, mode, 0.01, **(OPTIONS if mode == "adaptive" else {}))
-    assert outcome.finite is False
-    for parameter, gradient in zip(model.parameters(), before, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("mode", ["adaptive", "value"])
-def test_the_share_of_each_parameter_comes_with_the_norm(mode):
-    model = Tensors()
-    layout = Layout.of_model(model)
-    rule = build(mode, threshold=0.5)
-    stats = rule.measure(layout, each=True)
-    shares = stats.powers.of_parameters(layout).unsqueeze(0)
-    [found] = parameter_norms(layout, shares).tolist()
-    assert found == pytest.approx([norm_of([p.grad]) for p in model.parameters()], rel=1e-6)
-    assert stats.norm == pytest.approx(norm_of(p.grad for p in model.parameters()), rel=3e-7)
-
-
-class Calls(TorchDispatchMode):
-    """Counts operations."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.number += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode", ["adaptive", "value"])
-def test_many_small_gradients_take_as_many_operations_as_few(mode):
-    def operations(number):
-        parameters = [nn.Parameter(filled((64,), i)) for i in range(number)]
-        for i, parameter in enumerate(parameters):
-            parameter.grad = filled((64,), 1000 + i)
-        layout = Layout.of_parameters(parameters)
-        rule = build(mode, threshold=0.5)
-        rule.bind(layout)
-        rule.clip(layout)  # Units are put in order once.
-        with Calls() as calls:
-            assert rule.clip(layout, rule.measure(layout)).norm > 0
-        return calls.number
-
-    assert operations(10) == operations(300)
 
 
 # -- elements

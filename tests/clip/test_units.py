@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
-from runner import GradientClipping, apply_gradient_clipping
+from runner import apply_gradient_clipping
 from runner.clip import GradStats, Layout, Units, build
 from runner.clip.layout import OptionError
 from runner.clip.units import units_of
-from runner.config.clip_section import clip_section
+from tests.clip.reference import refused
 
 
 class Conv1D(nn.Module):
@@ -34,38 +34,31 @@ class Owner(nn.Module):
             setattr(self, key, value)
 
 
-def units(module, name):
-    return (
-        Layout.of_model(nn.ModuleDict({"it": module}))
-        .with_units({})[[own for own, _ in module.named_parameters()].index(name)]
-        .units
-    )
-
-
 SHARDED = type("FSDPConv1D", (Conv1D,), {})
 E, H, I = 4, 6, 3  # noqa: E741
-MIXTRAL = {"gate_up_proj": (E, 2 * I, H), "down_proj": (E, H, I)}
-BMM = {"gate_up_proj": (E, H, 2 * I), "down_proj": (E, I, H)}
-SQUARE = {"gate_up_proj": (E, 6, 6), "down_proj": (E, 6, 3)}
-SQUARE_BMM = {"gate_up_proj": (E, 6, 6), "down_proj": (E, 3, 6)}
+FEATURES = {"in_features": 3, "out_features": 4}
+SIZES = {"input_size": 3, "output_size": 4}
+EXPERTS = [
+    ({"gate_up_proj": (E, 2 * I, H), "down_proj": (E, H, I)}, (2,)),
+    ({"gate_up_proj": (E, H, 2 * I), "down_proj": (E, I, H)}, (1,)),
+    ({"gate_up_proj": (E, 6, 6), "down_proj": (E, 6, 3)}, (2,)),
+    ({"gate_up_proj": (E, 6, 6), "down_proj": (E, 3, 6)}, (1,)),
+]
 KINDS = [
     (nn.Linear(3, 4), "weight", (1,)),
     (nn.Linear(3, 4), "bias", (0,)),
     (Conv1D(4, 3), "weight", (0,)),
     (Conv1D(4, 4), "weight", (0,)),
     (SHARDED(4, 3), "weight", (0,)),
-    (Owner({"in_features": 3, "out_features": 4}, weight=(3, 4)), "weight", (0,)),
-    (Owner({"in_features": 3, "out_features": 4}, weight=(4, 3)), "weight", (1,)),
+    (Owner(FEATURES, weight=(3, 4)), "weight", (0,)),
+    (Owner(FEATURES, weight=(4, 3)), "weight", (1,)),
     (Owner({"in_features": 3, "out_features": 3}, weight=(3, 3)), "weight", (1,)),
-    (Owner({"input_size": 3, "output_size": 4}, weight=(E + 1, 4, 3)), "weight", (2,)),
-    (Owner({"input_size": 3, "output_size": 4}, weight=(E + 1, 3, 4)), "weight", (1,)),
-    *[(Owner(**MIXTRAL), name, (2,)) for name in MIXTRAL],
-    *[(Owner(**BMM), name, (1,)) for name in BMM],
-    *[(Owner(**SQUARE), name, (2,)) for name in SQUARE],
-    *[(Owner(**SQUARE_BMM), name, (1,)) for name in SQUARE_BMM],
+    (Owner(SIZES, weight=(E + 1, 4, 3)), "weight", (2,)),
+    (Owner(SIZES, weight=(E + 1, 3, 4)), "weight", (1,)),
+    *((Owner(**shapes), name, dims) for shapes, dims in EXPERTS for name in shapes),
     (Owner({"is_transposed": False}, up_proj=(E, I, H)), "up_proj", (2,)),
     (Owner({"is_transposed": True}, up_proj=(E, H, I)), "up_proj", (1,)),
-    (Owner(**BMM, gate_up_proj_bias=(E, 2 * I)), "gate_up_proj_bias", (1,)),
+    (Owner(**EXPERTS[1][0], gate_up_proj_bias=(E, 2 * I)), "gate_up_proj_bias", (1,)),
     (nn.Embedding(5, 3), "weight", (1,)),
     (nn.Bilinear(3, 4, 5), "weight", (1, 2)),
     (nn.MultiheadAttention(6, 2, add_bias_kv=True), "in_proj_weight", (1,)),
@@ -77,27 +70,21 @@ KINDS = [
     (nn.LayerNorm((2, 3, 4)), "weight", (0, 1, 2)),
     (Owner(scale=(5, 1, 1)), "scale", (0, 1, 2)),
     (Owner(token=(1, 1, 5)), "token", (0, 1, 2)),
-    (
-        parametrizations.weight_norm(nn.Conv2d(2, 3, 3)),
-        "parametrizations.weight.original1",
-        (1, 2, 3),
-    ),
-    (
-        parametrizations.weight_norm(nn.ConvTranspose2d(2, 3, 3)),
-        "parametrizations.weight.original1",
-        (0, 2, 3),
+    *(
+        (parametrizations.weight_norm(kind(2, 3, 3)), "parametrizations.weight.original1", dims)
+        for kind, dims in ((nn.Conv2d, (1, 2, 3)), (nn.ConvTranspose2d, (0, 2, 3)))
     ),
 ]
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "dims"), KINDS, ids=lambda x: x if isinstance(x, str) else ""
-)
-def test_the_owner_tells_which_dimensions_a_unit_spans(module, name, dims):
-    assert units(module, name) == Units(dims)
+def units(module, name):
+    shards = {shard.name: shard.units for shard in Layout.of_model(module).shards}
+    return shards[name]
 
 
-def test_a_weight_norm_of_the_older_kind_keeps_the_outputs_of_its_layer():
+def test_the_owner_tells_which_dimensions_a_unit_spans():
+    for module, name, dims in KINDS:
+        assert units(module, name) == Units(dims), (module, name)
     with pytest.warns(FutureWarning):
         layer = weight_norm(nn.ConvTranspose1d(2, 3, 3))
     assert units(layer, "weight_v") == Units((0, 2))
@@ -116,83 +103,50 @@ def gradients(model):
 
 
 @pytest.mark.parametrize(
-    ("dims", "fraction"), [(1, 4), ([0, 2], 2 * 3), ((), 1), ([-1], 3), ((0, 1, 2), 24)]
+    ("dims", "units"), [(1, 4), ([0, 2], 2 * 3), ((), 1), ([-1], 3), ((0, 1, 2), 24)]
 )
-def test_the_user_names_the_dimensions(dims, fraction):
+def test_the_user_names_the_dimensions(dims, units):
     layout = Layout.of_model(gradients(Owner(w=(2, 4, 3))))
     mode = build("adaptive", threshold=0.5, units={"*": dims})
     with torch.no_grad():
-        layout.shards[0].param.flatten()[0] = 100.0  # One unit alone is not clipped.
+        layout.shards[0].param.view(-1)[0] = 100.0  # One unit alone is not clipped.
     clipped = mode.clip(layout, GradStats(1.0, True)).fraction
-    assert clipped == pytest.approx((fraction - 1) / fraction)
-
-
-def test_the_last_pattern_that_matches_counts():
+    assert clipped == pytest.approx((units - 1) / units)
+    # The last pattern that matches counts.
     layout = Layout.of_model(Owner(a=(2, 3, 4), b=(2, 3, 4)))
     found = layout.with_units({"*": 0, "b": [0, 1]})
     assert [shard.units.dims for shard in found] == [(1, 2), (2,)]
 
 
-@pytest.mark.parametrize(
-    ("units", "message"),
-    [
-        ({"x.*": 0}, r"clip\.units=x\.\* matches no parameter of: a, b"),
-        ({"*": 2}, r"\* names dimension 2 of b, whose shape is \[5, 6\]"),
-        ({"b": [0, -3]}, r"b names dimension -3 of b, whose shape is \[5, 6\]"),
-    ],
-)
-def test_units_that_do_not_fit_the_model_are_errors(units, message):
+def test_units_that_do_not_fit_the_model_are_errors():
     model = Owner(a=(2, 3, 4), b=(5, 6))
-    with pytest.raises(OptionError, match=message) as error:
-        build("adaptive", threshold=0.1, units=units).bind(Layout.of_model(model))
-    assert error.value.option == "units"
-
-
-@pytest.mark.parametrize("wrong", ["0", 1.0, True, None, ["a"], {"a": 1}])
-def test_units_that_are_no_dimensions_are_errors(wrong):
-    with pytest.raises(ValueError, match="units of w must be the dimension"):
-        GradientClipping("adaptive", 0.1, units={"w": wrong}).mode()
-
-
-def test_units_are_an_argument_of_the_library():
-    by_rows = apply_gradient_clipping(gradients(Owner(w=(5, 6))), "adaptive", 0.5)
-    by_columns = apply_gradient_clipping(
-        gradients(Owner(w=(5, 6))), "adaptive", 0.5, units={"w": 1}
-    )
-    assert (by_rows.fraction, by_columns.fraction) == (1.0, 1.0)
-    assert by_columns.norm_clipped == pytest.approx(by_rows.norm_clipped)
-    mode = GradientClipping("adaptive", 0.5, units={"w": [1]}).mode()
-    assert mode.units == {"w": [1]}
-
-
-def warnings_of(caplog, model, **options):
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "runner.clip"):
-        apply_gradient_clipping(gradients(model), "adaptive", 0.1, **options)
-    return [record.getMessage() for record in caplog.records]
+    for given, words in (
+        ({"x.*": 0}, "clip.units=x.* matches no parameter|a, b"),
+        ({"*": 2}, "dimension 2 of b|[5, 6]"),
+        ({"b": [0, -3]}, "dimension -3 of b|[5, 6]"),
+    ):
+        mode = build("adaptive", threshold=0.1, units=given)
+        refused(OptionError, words, lambda mode=mode: mode.bind(Layout.of_model(model)))
+    mode = build("adaptive", threshold=0.1, exclude=("heaad.*",))
+    refused(OptionError, "heaad.*|a, b", lambda: mode.bind(Layout.of_model(model)))
 
 
 def test_an_unknown_owner_is_warned_about_once(caplog):
-    [said] = warnings_of(caplog, Owner(once=(2, 3, 4), bias=(3,)))
-    assert "dimension 0 for the outputs of once [2, 3, 4], because" in said
-    assert "set clip.units={once:D}" in said
-    assert warnings_of(caplog, Owner(once=(2, 3, 4))) == []
-    assert warnings_of(caplog, Owner(other=(2, 3, 4)), units={"o*": 0}) == []
-    assert warnings_of(caplog, nn.Conv2d(1, 2, 3)) == []
-    [said] = warnings_of(caplog, Owner(**{f"w{i}": (2, 3, 4) for i in range(7)}))
-    assert "w4 [2, 3, 4] and 2 more, because" in said
-
-
-def test_a_model_that_is_only_checked_is_not_warned_about(caplog):
-    with torch.device("meta"):
-        layout = Layout.of_model(Owner(checked=(2, 3, 4)))
-    build("adaptive", threshold=0.1).bind(layout)
+    many = {f"w{i}": (2, 3, 4) for i in range(7)}
+    for model, options, words in (
+        (Owner(once=(2, 3, 4), bias=(3,)), {}, ["once [2, 3, 4]", "clip.units={once:D}"]),
+        (Owner(once=(2, 3, 4)), {}, []),
+        (Owner(other=(2, 3, 4)), {"units": {"o*": 0}}, []),
+        (Owner(out=(2, 3, 4), w=(2, 2)), {"exclude": ["out"]}, []),
+        (nn.Conv2d(1, 2, 3), {}, []),
+        (Owner(**many), {}, ["w4 [2, 3, 4] and 2 more"]),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "runner.clip"):
+            apply_gradient_clipping(gradients(model), "adaptive", 0.1, **options)
+        assert len(caplog.records) == bool(words)
+        assert all(word in caplog.records[0].getMessage() for word in words)
+    caplog.clear()
+    with torch.device("meta"):  # a model that is only checked
+        build("adaptive", threshold=0.1).bind(Layout.of_model(Owner(checked=(2, 3, 4))))
     assert not caplog.records
-
-
-def test_the_config_hands_units_over():
-    clip = {"mode": "adaptive", "threshold": 0.1, "norm_type": 2.0, "nonfinite": "skip"}
-    clip |= {"max_skips": 50, "what_if": [], "exclude": [], "eps": 1e-3}
-    for given in (None, {"w": [0, 1]}):
-        section = clip_section(clip).model_validate(clip | {"units": given})
-        assert build(section.kind, **section.options).units == given

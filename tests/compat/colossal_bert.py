@@ -4,7 +4,7 @@ The folder $DATA has ``vocab.txt``, and ``train.tsv`` and ``dev.tsv`` as GLUE's 
 label and two sentences a line, after a header. Written for Colossal-AI it differs in its import
 lines and in how it names devices.
 
-    DATA=folder torchrun --standalone --nproc_per_node=2 tests/compat/colossal_bert.py -p gemini
+    DATA=folder torchrun --standalone --nproc_per_node=2 tests/compat/colossal_bert.py -p torch_ddp
 """
 
 import argparse
@@ -26,7 +26,6 @@ import runner
 from runner import (
     Booster,
     DistCoordinator,
-    GeminiPlugin,
     HybridAdam,
     LowLevelZeroPlugin,
     TorchDDPPlugin,
@@ -83,9 +82,7 @@ def groups_of(model):
 
 
 def build_booster(name):
-    if name == "gemini":
-        plugin = GeminiPlugin(placement_policy="static", strict_ddp_mode=True, initial_scale=2**5)
-    elif name == "low_level_zero":
+    if name == "low_level_zero":
         plugin = LowLevelZeroPlugin(initial_scale=2**5)
     else:
         plugin = TorchDDPPlugin()

@@ -3,7 +3,7 @@
 It trains with a warm-up, saves sharded checkpoints, resumes and evaluates. Written for Colossal-AI
 it differs in its import lines and in how it names devices.
 
-    DATA=folder torchrun --standalone --nproc_per_node=2 tests/compat/colossal_vit.py -p gemini
+    DATA=folder torchrun --standalone --nproc_per_node=2 tests/compat/colossal_vit.py -p torch_ddp
 """
 
 import argparse
@@ -21,7 +21,6 @@ import runner
 from runner import (
     Booster,
     DistCoordinator,
-    GeminiPlugin,
     HybridAdam,
     LinearWarmupLR,
     LowLevelZeroPlugin,
@@ -48,8 +47,6 @@ def build_plugin(name):
             return TorchDDPPlugin()
         case "low_level_zero":
             return LowLevelZeroPlugin(initial_scale=2**5)
-        case "gemini":
-            return GeminiPlugin(placement_policy="static", strict_ddp_mode=True)
     raise SystemExit(f"unknown plugin {name}")
 
 

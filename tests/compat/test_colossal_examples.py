@@ -37,8 +37,8 @@ EPOCHS = 2
 
 PLUGINS = {
     "resnet": ("torch_ddp", "torch_ddp_fp16", "low_level_zero"),
-    "vit": ("torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini"),
-    "bert": ("torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini"),
+    "vit": ("torch_ddp", "torch_ddp_fp16", "low_level_zero"),
+    "bert": ("torch_ddp", "torch_ddp_fp16", "low_level_zero"),
 }
 CASES = [(name, plugin) for name, plugins in PLUGINS.items() for plugin in plugins]
 

@@ -264,20 +264,3 @@ def test_a_rank_can_check_without_hydra_or_torch():
         "print({'hydra', 'omegaconf', 'torch'} & sys.modules.keys())"
     )
     assert python("-c", code).stdout == "set()\n"
-
-
-def test_gradients_in_one_buffer_go_with_plugins_that_keep_them_whole(plain):
-    for given, meant in (("auto", "auto"), (True, True), (False, False)):
-        plain["clip"]["flat_gradients"] = given
-        assert parse(plain).clip.flat_gradients is meant
-    plain["plugin"] = request(["plugin=fsdp"], writes=False).jobs[0].plain["plugin"]
-    assert parse(plain).clip.flat_gradients is False
-    plain["clip"]["flat_gradients"] = True
-    found = problems(plain)
-    assert list(found) == ["clip.flat_gradients"]
-    assert "use auto, plugin=single or plugin=ddp" in found["clip.flat_gradients"]
-    plain["clip"]["flat_gradients"] = "always"
-    assert "clip.flat_gradients" in problems(plain)
-    # Files of users, and recorded runs, may be older than the key.
-    del plain["clip"]["flat_gradients"]
-    assert parse(plain).clip.flat_gradients is False

@@ -16,7 +16,6 @@ GOOD = [
     *([f"clip={mode}", "optimizer=adamw", *STEPS] for mode in ("update", "spike")),
     *(["clip=value", f"plugin={plugin}", "plugin.nproc=2"] for plugin in ("ddp", "fsdp")),
     ["clip=value", "accumulation=x4", *STEPS],
-    ["clip=value", "clip.flat_gradients=auto"],
 ]
 
 REFUSED = {
@@ -38,7 +37,6 @@ REFUSED = {
     "clip=value precision=fp16": ("precision", "an overflow leaves out a whole step"),
     "clip=value clip.nonfinite=ignore": ("clip.nonfinite", "use error, skip or clip.when=step"),
     "clip=value clip.step_in_backward=true": ("clip.nonfinite", "cannot be taken back.*use error"),
-    "clip=value clip.flat_gradients=true": ("clip.flat_gradients", "use false or clip.when=step"),
     "clip=value clip.skip=sigma": ("clip.skip", "known after the backward pass"),
     "clip=update optimizer=adamw": ("clip.step_in_backward", "limits the step itself: use true"),
 }

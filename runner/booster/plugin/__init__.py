@@ -3,7 +3,6 @@
 from runner.booster.plugin.base import ParallelModel, Plugin
 from runner.booster.plugin.ddp import TorchDDPPlugin
 from runner.booster.plugin.fsdp import TorchFSDPPlugin
-from runner.booster.plugin.gemini import GeminiPlugin
 from runner.booster.plugin.hybrid import HybridParallelPlugin
 from runner.booster.plugin.moe import MoeHybridParallelPlugin
 from runner.booster.plugin.pipeline import PipelineParallelPlugin
@@ -12,7 +11,6 @@ from runner.booster.plugin.tensor import TensorParallelPlugin
 from runner.booster.plugin.zero import LowLevelZeroPlugin
 
 __all__ = [
-    "GeminiPlugin",
     "HybridParallelPlugin",
     "LowLevelZeroPlugin",
     "MoeHybridParallelPlugin",

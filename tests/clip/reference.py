@@ -1,0 +1,110 @@
+"""Parameters with gradients, and what float64 arithmetic makes of them."""
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from tests.on_device import Waits, kept_on_device
+
+SHAPES = [(), (1,), (7,), (0,), (3, 0), (5, 3), (4, 3, 2), (4, 3, 3, 2), (2, 3, 2, 2, 2)]
+
+
+def on(kept):
+    """The context of metrics that stay on an accelerator, or of metrics that the host reads."""
+    return kept_on_device() if kept else nullcontext()
+
+
+@contextmanager
+def unwaited(kept=True):
+    """Check that the host does not wait for an accelerator, where there is one."""
+    with Waits() if kept else nullcontext() as waits:
+        yield
+    assert not kept or waits.found == []
+
+
+def norm_of(gradients, p=2.0):
+    every = [g.detach().reshape(-1).double() for g in gradients if g is not None]
+    return float(torch.linalg.vector_norm(torch.cat([torch.zeros(1).double(), *every]), p))
+
+
+def refused(error, words, call):
+    """Check the type of an error, and the parts of its message."""
+    with pytest.raises(error) as raised:
+        call()
+    missing = [word for word in words.split("|") if word not in str(raised.value)]
+    assert not missing, str(raised.value)
+
+
+def with_gradients(made):
+    return [p for p in made if p.grad is not None]
+
+
+def parameters(shapes=SHAPES, seed=0, dtype=torch.float32, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for shape in shapes:
+        parameter = nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        parameter.grad = (torch.randn(shape, generator=generator) * scale).to(dtype)
+        made.append(parameter)
+    return made
+
+
+def awkward():
+    """Zero weights, zero gradients, strided, channels-last and transposed tensors."""
+    pairs = [
+        (torch.zeros(3, 4), torch.randn(3, 4)),
+        (torch.randn(3, 4), torch.zeros(3, 4)),
+        [torch.randn(4, 3, 5, 2).contiguous(memory_format=torch.channels_last) for _ in "wg"],
+        (torch.randn(6, 8)[:, ::2], torch.randn(12, 4)[::2]),
+        (torch.randn(5, 3), torch.randn(3, 5).t()),
+    ]
+    made = [nn.Parameter(weight) for weight, _ in pairs]
+    for parameter, (_, gradient) in zip(made, pairs, strict=True):
+        parameter.grad = gradient
+    return [*made, nn.Parameter(torch.randn(2, 2))]
+
+
+def norm(made, limit, p):
+    """Clipped gradients, the share that is clipped, and the largest value compared with λ."""
+    gradients = [q.grad.double() for q in made]
+    whole = norm_of(gradients, p)
+    return [g * min(1.0, limit / whole) for g in gradients], float(whole > limit), whole
+
+
+def value(made, limit, p):
+    every = torch.cat([q.grad.double().reshape(-1) for q in made])
+    share = float((every.abs() > limit).double().mean())
+    return [q.grad.double().clamp(-limit, limit) for q in made], share, float(every.abs().max())
+
+
+def per_parameter(made, limit, p):
+    norms = [norm_of([q.grad], p) for q in made]
+    gradients = [
+        q.grad.double() * min(1.0, limit / max(n, 1e-300)) for q, n in zip(made, norms, strict=True)
+    ]
+    counted = [n > limit for q, n in zip(made, norms, strict=True) if q.numel()]
+    return gradients, sum(counted) / len(counted), max(norms)
+
+
+def adaptive(made, limit, p, eps=1e-3):
+    """Units are rows of dimension 0, and whole vectors."""
+    wanted, over, top = [], [], 0.0
+    for q in made:
+        shape = (q.shape[0], -1) if q.ndim > 1 and q.numel() else (1, -1)
+        weight, gradient = (x.detach().double().reshape(shape) for x in (q, q.grad))
+        ratio = gradient.norm(dim=1) / weight.norm(dim=1).clamp(min=eps)
+        factor = torch.where(ratio > limit, limit / ratio, 1.0).unsqueeze(1)
+        wanted.append((gradient * factor).reshape(q.shape))
+        over += (ratio > limit).tolist() if q.numel() else [False] * (q.shape[0] or 1)
+        top = max(top, float(ratio.max()))
+    return wanted, sum(over) / len(over), top
+
+
+REFERENCE = {
+    "norm": norm,
+    "value": value,
+    "per_parameter": per_parameter,
+    "adaptive": adaptive,
+}

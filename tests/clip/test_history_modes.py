@@ -1,0 +1,270 @@
+"""Modes ``percentile``, ``zscore`` and ``schedule`` against their rules, over 500 steps."""
+
+import math
+from statistics import fmean, pvariance
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from runner.clip import Layout, build
+from runner.clip.tally import Tally
+from tests.clip.reference import refused
+from tests.clip.sequences import INF, NAN, SEQUENCES, STEPS, as_wanted, clipped, recorded
+
+LR = "torch.optim.lr_scheduler."
+SCHEDULERS = [
+    {"_target_": LR + "ExponentialLR", "gamma": 0.99},
+    {"_target_": LR + "OneCycleLR", "max_lr": 3.0, "total_steps": 501},
+    {"_target_": LR + "CosineAnnealingWarmRestarts", "T_0": 40, "eta_min": 0.1},
+]
+PERCENTILE = [
+    {"threshold": 10.0, "min_steps": 1},  # as published
+    {"threshold": 90.0},
+    {"threshold": 50.0, "window": 37},
+    {"threshold": 25.0, "history": "clipped"},
+    {"threshold": 75.0, "history": "clipped", "window": 100, "min_steps": 100},
+    {"threshold": 100.0, "window": 1, "min_steps": 1},
+]
+ZSCORE = [
+    {"threshold": 2.5},  # as published
+    {"threshold": 1.0, "rule": "mean"},
+    {"threshold": 2.0, "rule": "percentile"},
+    {"threshold": 1.5, "history": "raw", "decay": 0.9, "warmup_steps": 7},
+    {"threshold": 0.1, "warmup_steps": 1, "eps": 1e-3},
+]
+SCHEDULE = [
+    {"warmup_steps": 100},
+    {"warmup_steps": 100, "warmup_factor": 4.0, "warmup": "linear", "decay": "linear", "steps": 90},
+    {"warmup_steps": 0, "decay": "cosine", "steps": 400, "end_factor": 0.25},
+    {"warmup_steps": 0},
+    *({"warmup_steps": 0, "scheduler": one} for one in SCHEDULERS),
+]
+SCHEDULE = [{"threshold": 0.8, **options} for options in SCHEDULE]
+
+
+def percentile(norms, threshold, window=None, history="raw", min_steps=10):
+    """The norm after clipping and λ of each step, NaN where there is none."""
+    past = []
+    for norm in norms:
+        if not math.isfinite(norm):
+            yield NAN, NAN
+            continue
+        known = [*past, norm][-window if window else 0 :]
+        limit = float(np.percentile(known, threshold))
+        if len(known) < min_steps or limit == 0:
+            limit = NAN
+        after = min(norm, limit) if limit == limit else norm
+        past.append(norm if history == "raw" else after)
+        yield after, limit
+
+
+def zscore(norms, threshold, rule="adaptive_scaling", decay=0.97, warmup_steps=25, **rest):
+    history, eps = rest.get("history", "clipped"), rest.get("eps", 1e-6)
+    first, mean, variance = [], 0.0, 0.0
+    for norm in norms:
+        if not math.isfinite(norm):
+            yield NAN, NAN
+            continue
+        limit, after = NAN, norm
+        if len(first) == warmup_steps and (sigma := math.sqrt(variance)) > eps * mean:
+            limit = mean + threshold * (sigma if rule == "percentile" else sigma + eps)
+            if norm > limit:
+                z = (norm - mean) / (sigma + eps)
+                after = {
+                    "adaptive_scaling": mean + threshold * sigma / (z / threshold),
+                    "mean": mean,
+                    "percentile": mean + threshold * sigma,
+                }[rule]
+        enters = norm if history == "raw" else after
+        if len(first) < warmup_steps:
+            first.append(enters)
+            mean, variance = fmean(first), pvariance(first)
+        else:
+            mean = decay * mean + (1 - decay) * enters
+            variance = decay * variance + (1 - decay) * (enters - mean) ** 2
+        yield after, limit
+
+
+def rates(shape, base):
+    """What torch makes of a learning rate over the steps."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=base)
+    arguments = {name: value for name, value in shape.items() if name != "_target_"}
+    kind = getattr(torch.optim.lr_scheduler, shape["_target_"].rpartition(".")[2])
+    scheduler = kind(optimizer, **arguments)
+    for _ in range(STEPS):
+        yield optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        scheduler.step()
+
+
+def limit_of(base, step, warmup_steps, **rest):
+    """λ of a step, counted from 0."""
+    end, length = rest.get("end_factor", 0.1), rest.get("steps")
+    if step < warmup_steps:
+        factor = rest.get("warmup_factor", 10.0)
+        if rest.get("warmup") == "linear":
+            factor -= (factor - 1) * step / warmup_steps
+        return base * factor
+    if length is None:
+        return base
+    at = min(1.0, (step - warmup_steps) / length)
+    if rest["decay"] == "linear":
+        return base * (1 - at * (1 - end))
+    return base * (end + (1 - end) * math.cos(math.pi * at / 2) ** 2)
+
+
+def schedule(norms, threshold, scheduler=None, **options):
+    """Also a step that is not finite counts."""
+    limits = (limit_of(threshold, step, **options) for step in range(STEPS))
+    for norm, limit in zip(norms, rates(scheduler, threshold) if scheduler else limits):  # noqa: B905
+        yield (min(norm, limit) if math.isfinite(norm) else NAN), limit
+
+
+REFERENCE = {"percentile": percentile, "zscore": zscore, "schedule": schedule}
+CASES = [
+    *(("percentile", one) for one in PERCENTILE),
+    *(("zscore", one) for one in ZSCORE),
+    *(("schedule", one) for one in SCHEDULE),
+]
+EACH = pytest.mark.parametrize(
+    ("name", "options"), CASES, ids=lambda one: one if isinstance(one, str) else ""
+)
+
+
+@EACH
+def test_every_step_is_that_of_the_rule(name, options):
+    number, kinds = CASES.index((name, options)), [*SEQUENCES.values()]
+    for norms in (recorded(), *(kinds[(number + i) % len(kinds)] for i in (0, 3, 5))):
+        found = clipped(build(name, **options), norms)
+        wanted = list(REFERENCE[name](norms, **options))
+        rel = 1e-9 if name == "zscore" else 1e-12
+        for norm, right, limit, changed in as_wanted(norms, found, wanted, rel):
+            assert changed == float(norm > limit) or norm == pytest.approx(limit, rel=1e-12)
+            assert changed == 0 or right <= norm
+
+
+@EACH
+def test_an_accelerator_decides_the_same_and_is_never_waited_for(name, options):
+    count = 300 if options.get("min_steps") == 1 else 120  # a buffer grows at step 257
+    norms = SEQUENCES["spikes"][:count]
+    host = clipped(build(name, **options), norms)
+    device = clipped(build(name, **options), norms, on_device=True)
+    for one, other in zip(host, device, strict=True):
+        # λ of a schedule is known, so that a skipped step reports it.
+        assert other[1:] == pytest.approx(one[1:], rel=1e-12, nan_ok=True)
+
+
+@EACH
+@pytest.mark.parametrize(("before", "after"), [(False, False), (True, True), (True, False)])
+def test_a_resume_changes_no_bit_on_any_device(name, options, before, after, tmp_path):
+    if name == "schedule":
+        options = {**options, "of": {"mode": "percentile", "min_steps": 3}}
+    at = 256 if options.get("min_steps") == 1 else 40
+    norms = SEQUENCES["spikes"][: at + 30]
+    whole = clipped(build(name, **options), norms, on_device=before)
+    mode, again = build(name, **options), build(name, **options)
+    clipped(mode, norms[:at], on_device=before)
+    torch.save(mode.state_dict(), tmp_path / "state")
+    again.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    # A host and an accelerator sum the squares of ‖G‖ and take roots in other ways.
+    rel = 0 if before == after and (name != "zscore" or not before) else 1e-12
+    for one, other in zip(whole[at:], clipped(again, norms[at:], after), strict=True):
+        assert other[1:] == pytest.approx(one[1:], rel=rel, abs=0, nan_ok=True)
+
+
+def test_a_skipped_step_right_after_a_resume_reports_no_limit():
+    mode, again = build("zscore", threshold=2.5), build("zscore", threshold=2.5)
+    clipped(mode, SEQUENCES["usual"][:40], on_device=True)
+    again.load_state_dict(mode.state_dict())
+    assert math.isnan(clipped(again, [NAN], on_device=True)[0][-1])
+
+
+@EACH
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_step_that_is_not_finite_leaves_the_history_as_it_was(name, options, on_device):
+    if name == "schedule":
+        name, options = "schedule", {"threshold": 0.8, "warmup_steps": 0, "of": "zscore"}
+    norms = SEQUENCES["usual"][:60]
+    mode, plain = build(name, **options), build(name, **options)
+    clipped(plain, norms, on_device)
+    clipped(mode, [*norms[:30], NAN, INF, *norms[30:], NAN], on_device)
+    one, other = mode.state_dict(), plain.state_dict()
+    if name == "schedule":
+        one, other = one["inner"], other["inner"]
+    assert one["history"].keys() == other["history"].keys()
+    for key, value in one["history"].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["history"][key])), key
+
+
+def test_mean_and_variance_keep_their_digits():
+    norms = [1e9 + step % 2 for step in range(25)]
+    mode = build("zscore", threshold=2.5)
+    clipped(mode, norms)
+    state = mode.state_dict()["history"]
+    assert state["mean"] == pytest.approx(fmean(norms), rel=1e-15)
+    assert state["variance"] == pytest.approx(pvariance(norms), rel=1e-6)
+
+
+def test_norms_beyond_the_window_are_forgotten_and_another_window_is_refused():
+    mode = build("percentile", threshold=10.0, window=20)
+    clipped(mode, [100.0] * 50 + SEQUENCES["usual"][:20])
+    recent = mode.state_dict()["history"]["recent"]
+    assert sorted(recent.tolist()) == pytest.approx(sorted(SEQUENCES["usual"][:20]))
+    for window, other in ((None, 20), (20, None), (20, 30)):
+        mode = build("percentile", threshold=10.0, window=window)
+        clipped(mode, SEQUENCES["usual"][:50])
+        another = build("percentile", threshold=10.0, window=other)
+        state = mode.state_dict()
+        refused(ValueError, f"window={other}", lambda a=another, s=state: a.load_state_dict(s))
+
+
+# -- schedule
+
+
+def test_a_threshold_that_is_changed_counts_from_the_next_step_and_stays_above_zero():
+    half = {"_target_": LR + "ExponentialLR", "gamma": 0.5}
+    for options, factors in (
+        ({"scheduler": half}, [1, 0.5, 0.25, 0.125]),
+        ({"decay": "linear", "steps": 4, "end_factor": 1e-9}, [1, 0.75, 0.5, 0.25]),
+    ):
+        mode = build("schedule", threshold=0.8, warmup_steps=0, **options)
+        first = clipped(mode, [100.0, 100.0])
+        mode.threshold = 8.0
+        found = [step[0] for step in first + clipped(mode, [100.0, 100.0])]
+        wanted = [base * factor for base, factor in zip((0.8, 0.8, 8, 8), factors, strict=True)]
+        assert found == pytest.approx(wanted, rel=1e-6)
+    ends = {"start_factor": 1.0, "end_factor": 0.0, "total_iters": 2}
+    shape = {"_target_": LR + "LinearLR", **ends}
+    mode = build("schedule", threshold=0.8, warmup_steps=0, scheduler=shape)
+    clipped(mode, [1.0, 1.0])
+    refused(ValueError, "threshold of 0|step 3", lambda: clipped(mode, [1.0]))
+
+
+@pytest.mark.parametrize(
+    ("of", "threshold", "total"),
+    [("value", 0.02, 754), ("adaptive", 0.05, 32), ({"mode": "adaptive", "eps": 0.5}, 0.05, 32)],
+)
+def test_modes_with_parts_clip_and_count_by_the_threshold_of_the_step(of, threshold, total):
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 4)) for _ in range(2)]
+    made[1].load_state_dict(made[0].state_dict())
+    layouts = [Layout.of_model(model) for model in made]
+    name, options = (of, {}) if isinstance(of, str) else (of["mode"], {"eps": of["eps"]})
+    warm = {"warmup_steps": 2, "warmup_factor": 3.0, "warmup": "linear"}
+    mode = build("schedule", threshold=threshold, of=of, **warm)
+    mode.bind(layouts[0])
+    mode.tally = Tally()
+    for factor in (3, 2, 1):
+        for first, second in zip(made[0].parameters(), made[1].parameters(), strict=True):
+            first.grad = torch.randn_like(first)
+            second.grad = first.grad.clone()
+        plain = build(name, threshold=factor * threshold, **options)
+        plain.bind(layouts[1])
+        one, other = mode.clip(layouts[0]), plain.clip(layouts[1])
+        assert one.metrics == pytest.approx(other.metrics, rel=1e-12)
+        assert other.clipped == 1
+        for first, second in zip(made[0].parameters(), made[1].parameters(), strict=True):
+            assert torch.equal(first.grad, second.grad)
+    assert mode.tally.gather(layouts[0])[1] == 3 * total

@@ -1,0 +1,358 @@
+"""Modes ``update`` and ``spike`` against optimizers in plain float64 arithmetic."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from runner import apply_gradient_clipping
+from runner.booster import Booster
+from runner.clip import build
+from tests.clip.reference import on, refused, unwaited
+
+BETAS, EPS, DECAY, RATE = (0.9, 0.99), 1e-8, 0.05, 0.01
+STEPS = 400
+
+
+def model_of(dtype=torch.float64):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, bias=False)).to(dtype)
+    model.scale = nn.Parameter(torch.tensor(0.5, dtype=dtype))
+    return model
+
+
+def adamw(parameters, **options):
+    return torch.optim.AdamW(
+        parameters, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, **options
+    )
+
+
+def boosted(model, optimizer):
+    _, wrapped, *_ = Booster().boost(model, optimizer)
+    return wrapped
+
+
+def gradients(steps, like, seed=1):
+    """Made-up gradients: plateaus, spikes, zeros, level shifts, and steps that are not finite."""
+    draw = torch.Generator().manual_seed(seed)
+    level = 1.0
+    for step in range(steps):
+        if step in (120, 300):
+            level *= 20.0 if step == 120 else 0.01
+        size = level * (50.0 if step % 37 == 36 else 1.0)
+        found = [torch.randn(p.shape, generator=draw, dtype=torch.float64) * size for p in like]
+        if step % 41 == 5:
+            found[0] = torch.zeros_like(found[0])
+        if step % 53 == 8:
+            found[1] *= 100.0  # one tensor alone
+        if step % 97 == 60:
+            found[2].view(-1)[0] = math.nan if step < 200 else math.inf
+        yield found
+
+
+def give(parameters, given):
+    for parameter, gradient in zip(parameters, given, strict=True):
+        parameter.grad = gradient.to(parameter.dtype, copy=True)
+
+
+def train(mode, optimizer, steps, model, device=False):
+    """Decisions of made-up steps; on a device the host reads nothing."""
+    wrapped, parameters, decisions = boosted(model, optimizer), list(model.parameters()), []
+    wrapped.bind(mode)
+    for given in gradients(steps, parameters):
+        give(parameters, given)
+        with unwaited(device):
+            wrapped.clip(mode, fold=True)
+            wrapped.step()
+        decisions.append(wrapped.decision)
+        wrapped.zero_grad()
+    return decisions
+
+
+class Moments:
+    """The moments of Adam for finite gradients, and what they are divided by."""
+
+    def __init__(self, weights):
+        self.m, self.v = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+        self.count = 0
+
+    def add(self, gradients):
+        self.count += 1
+        for m, v, g in zip(self.m, self.v, gradients, strict=True):
+            m.mul_(BETAS[0]).add_((1 - BETAS[0]) * g)
+            v.mul_(BETAS[1]).add_((1 - BETAS[1]) * g * g)
+        return [
+            m / (1 - BETAS[0] ** self.count) / (self.second(v).sqrt() + EPS)
+            for m, v in zip(self.m, self.v, strict=True)
+        ]
+
+    def second(self, v):
+        return v / (1 - BETAS[1] ** self.count)
+
+
+def stable_adamw(weights, moments, given, limit, _):
+    """Algorithm 2 of arXiv 2304.13013: the update of each tensor is divided by its RMS."""
+    updates, every = moments.add(given), []
+    for w, v, g, update in zip(weights, moments.v, given, updates, strict=True):
+        rms = math.sqrt(float((g * g / moments.second(v).clamp(min=EPS * EPS)).mean()))
+        w.sub_(RATE / max(1.0, rms / limit) * (DECAY * w + update))
+        every.append(rms)
+    over = [rms > limit * (1 + 1e-6) for rms in every]
+    top = max(every)
+    return {
+        "fraction": sum(over) / len(over),
+        "clipped": float(any(over)),
+        "max_stat": top,
+        "coef": min(1.0, limit / top),
+        "threshold": limit,
+    }
+
+
+def levanter(weights, moments, given, k, past):
+    """The norm of update ÷ rate, weight decay included, against mean + kσ of the last 128."""
+    pairs = zip(moments.add(given), weights, strict=True)
+    updates = [update + DECAY * w for update, w in pairs]
+    norm = math.sqrt(sum(float(u.square().sum()) for u in updates))
+    last, bound = torch.tensor(past[-128:], dtype=torch.float64), math.nan
+    if len(last) >= 64:
+        bound = float(last.mean() + k * last.std(correction=0).clamp(min=1e-6))
+    coef = bound / norm if norm > bound else 1.0
+    for w, update in zip(weights, updates, strict=True):
+        w.sub_(RATE * coef * update)
+    past.append(norm)
+    clipped = float(norm > bound)
+    return {"max_stat": norm, "threshold": bound, "coef": coef, "clipped": clipped}
+
+
+def spam(weights, moments, given, limit, min_steps):
+    """SPAM's clipping in front of AdamW, without its resets."""
+    changed = elements = 0
+    top, entering = 0.0, []
+    for v, g in zip(moments.v, given, strict=True):
+        elements += g.numel()
+        if moments.count and moments.count >= min_steps:
+            top = max(top, float(torch.where(v > 0, g * g / v, 0.0).max()))
+            mask = (g * g > limit * v) & (v > 0)
+            changed += int(mask.sum())
+            g = torch.where(mask, g.sign() * (limit * v).sqrt(), g)
+        entering.append(g)
+    for w, update in zip(weights, moments.add(entering), strict=True):
+        w.sub_(RATE * (DECAY * w + update))
+    after = math.sqrt(sum(float(g.square().sum()) for g in entering))
+    return {"fraction": changed / elements, "max_stat": top, "norm_clipped": after}
+
+
+RULES = {
+    "rms 1": (stable_adamw, {"threshold": 1.0}, None),
+    "rms 1.4": (stable_adamw, {"threshold": 1.4}, None),
+    "sigma": (levanter, {"threshold": 3.0, "rule": "sigma"}, []),
+    "spike 0": (spam, {"threshold": 40.0, "min_steps": 0}, 0),
+    "spike 20": (spam, {"threshold": 40.0, "min_steps": 20}, 20),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_steps_are_those_of_the_reference(name, fused, dtype):
+    rule, options, more = RULES[name]
+    if dtype is torch.float32 and name != "rms 1":
+        return
+    model, more = model_of(dtype), copy.copy(more)
+    weights = [p.detach().double().clone() for p in model.parameters()]
+    moments, clipped = Moments(weights), 0
+    mode = build("spike" if rule is spam else "update", **options)
+    decisions = train(mode, adamw(model.parameters(), fused=fused), STEPS, model)
+    exact = 1e-5 if dtype is torch.float32 else 1e-7 if rule is levanter else 1e-9
+    for given, decision in zip(gradients(STEPS, weights), decisions, strict=True):
+        if not all(bool(g.isfinite().all()) for g in given):
+            assert decision.finite is False
+            continue
+        norm = math.sqrt(sum(float(g.square().sum()) for g in given))
+        wanted = rule(weights, moments, given, options["threshold"], more)
+        clipped += decision.clipped
+        assert decision.norm == pytest.approx(norm, rel=exact)
+        assert decision.clipped == float(decision.fraction > 0)
+        if rule is not spam:
+            wanted["norm_clipped"] = norm
+        else:
+            wanted["coef"] = wanted["norm_clipped"] / norm
+        for key, value in wanted.items():
+            assert getattr(decision, key) == pytest.approx(value, rel=exact, nan_ok=True), key
+    assert 2 < clipped < STEPS - 10
+    for ours, theirs in zip(model.parameters(), weights, strict=True):
+        rough = {"rtol": 2e-5, "atol": 2e-5} if exact == 1e-5 else {"rtol": 1e-6, "atol": 1e-9}
+        torch.testing.assert_close(ours.detach().double(), theirs, **rough)
+
+
+ON_DEVICE = [
+    ("update", {"threshold": 1.2}),
+    ("update", {"threshold": 1.2, "rule": "sigma", "window": 16}),
+    *(("spike", {"threshold": 40.0, "norm_type": p, "min_steps": 3}) for p in (1.0, 2.0, math.inf)),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), ON_DEVICE)
+def test_on_a_device_the_same_happens_and_the_host_waits_for_nothing(name, options):
+    found = []
+    for device in (False, True):
+        model, mode = model_of(), build(name, **options)
+        with on(device):
+            optimizer = adamw(model.parameters(), fused=True)
+            decisions = train(mode, optimizer, 150, model, device)
+        found.append((list(model.parameters()), decisions))
+    (host, read), (kept, left) = found
+    for ours, theirs in zip(kept, host, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    for a, b in zip(left, read, strict=True):
+        assert bool(a.finite) is bool(b.finite)
+        wanted = pytest.approx(tuple(map(float, b.metrics)), rel=1e-9, nan_ok=True)
+        # What an accelerator reports of a skipped step is replaced on the host.
+        assert b.finite is False or tuple(map(float, a.metrics)) == wanted
+    assert any(d.clipped for d in read)
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Adam", "NAdam", "RAdam"])
+def test_other_optimizers_move_by_a_part_of_their_own_update(name):
+    """The update is what the optimizer alone would do from the same state; v is its own."""
+    kind, model = getattr(torch.optim, name), model_of()
+    parameters = list(model.parameters())
+    optimizer = kind(parameters, lr=RATE, weight_decay=0.1)
+    wrapped, mode, limited = boosted(model, optimizer), build("update", threshold=0.9), 0
+    wrapped.bind(mode)
+    for given in gradients(40, parameters):
+        before = [p.detach().clone() for p in parameters]
+        twin = kind([nn.Parameter(b.clone()) for b in before], lr=RATE, weight_decay=0.1)
+        twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        alone = twin.param_groups[0]["params"]
+        give(parameters, given)
+        give(alone, given)
+        wrapped.clip(mode)
+        wrapped.step()
+        wrapped.zero_grad()
+        twin.step()
+        for p, other, old, g in zip(parameters, alone, before, given, strict=True):
+            state = twin.state[other]
+            v = state["square_avg"] if name == "RMSprop" else state["exp_avg_sq"]
+            if name != "RMSprop":
+                v = v / (1 - 0.999 ** float(state["step"]))
+            squares = (g + 0.1 * old).square() / v.clamp(min=EPS * EPS)
+            rms = math.sqrt(float(squares.mean()))
+            limited += rms > 0.9
+            wanted = old + (other.detach() - old) / max(1.0, rms / 0.9)
+            # NAdam keeps a product of factors in float32.
+            torch.testing.assert_close(p.detach(), wanted, rtol=1e-9, atol=1e-10)
+    assert 20 < limited < 160
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adafactor"])
+def test_sigma_takes_any_optimizer(name):
+    model, mode = model_of(), build("update", threshold=1.0, rule="sigma", window=8)
+    decisions = train(mode, getattr(torch.optim, name)(model.parameters(), lr=0.1), 60, model)
+    assert 0 < sum(decision.clipped for decision in decisions) < 50
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("update", {"threshold": 1.0}),
+        ("update", {"threshold": 1.0, "rule": "sigma", "window": 8}),
+        ("spike", {"threshold": 40.0, "min_steps": 4}),
+    ],
+)
+def test_resume_in_the_middle_changes_nothing(name, options):
+    def run(stop_at):
+        model, mode, clipped = model_of(), build(name, **options), 0.0
+        wrapped = boosted(model, adamw(model.parameters(), fused=True))
+        wrapped.bind(mode)
+        for step, given in enumerate(gradients(80, list(model.parameters()))):
+            if step == stop_at:
+                saved = copy.deepcopy((model.state_dict(), wrapped.state_dict(), mode.state_dict()))
+                model, mode = model_of(), build(name, **{**options, "threshold": 7.0})
+                wrapped = boosted(model, adamw(model.parameters(), fused=True))
+                wrapped.bind(mode)
+                for part, state in zip((model, wrapped, mode), saved, strict=True):
+                    part.load_state_dict(state)
+            give(model.parameters(), given)
+            wrapped.clip(mode, fold=True)
+            wrapped.step()
+            clipped += float(wrapped.decision.clipped)
+            wrapped.zero_grad()
+        return [p.detach() for p in model.parameters()], clipped
+
+    (whole, clipped), (resumed, again) = run(None), run(33)
+    assert clipped == again > 0
+    assert all(map(torch.equal, whole, resumed))
+
+
+def test_one_call_limits_a_first_update_and_leaves_the_gradient():
+    """The first update of AdamW is the rate times the sign: its RMS is 1 but for rounding."""
+    for dtype in (torch.float32, torch.float64):
+        for limit, coef in ((1.0, 1.0), (0.5, 0.5)):
+            model = model_of(dtype)
+            parameters = list(model.parameters())
+            given, *_ = gradients(1, parameters)
+            made, wrapped, *_ = Booster().boost(model, adamw(parameters))
+            before = [p.detach().clone() for p in parameters]
+            give(parameters, given)
+            decision = apply_gradient_clipping(made, "update", limit)
+            assert decision.max_stat == pytest.approx(1.0, rel=1e-6)
+            assert decision.clipped == decision.fraction == float(limit < 1)
+            assert decision.coef == pytest.approx(coef)
+            wrapped.step()
+            for parameter, old, gradient in zip(parameters, before, given, strict=True):
+                assert torch.equal(parameter.grad, gradient.to(dtype))
+                moved = float((parameter.detach() - old).abs().max())
+                assert moved == pytest.approx(coef * RATE, rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-22, 1.0, 1e20])
+def test_spikes_at_the_ends_of_the_range(dtype, size):
+    """An element without a second moment is left alone; the others keep their sign."""
+    model = nn.Linear(3, 2, bias=False, dtype=dtype)
+    optimizer = torch.optim.Adam(model.parameters())
+    give([model.weight], [torch.ones(2, 3)])
+    optimizer.step()
+    v = torch.tensor([[0.0, 1.0, 4.0], [1.0, 1.0, 0.25]], dtype=torch.float64) * size
+    optimizer.state[model.weight]["exp_avg_sq"] = v.to(dtype)
+    root = math.sqrt(size)
+    wrapped = boosted(model, optimizer)
+    # 9·v is reached exactly by one element, which is left alone.
+    give([model.weight], [torch.tensor([[9.0, -9.0, 1.0], [2.0, 3.0, 8.0]]).double() * root])
+    decision = wrapped.clip(build("spike", threshold=9.0, min_steps=1))
+    wanted = torch.tensor([[9.0, -3.0, 1.0], [2.0, 3.0, 1.5]], dtype=torch.float64) * root
+    rough = 2e-2 if dtype is torch.bfloat16 else 1e-6
+    torch.testing.assert_close(model.weight.grad.double(), wanted, rtol=rough, atol=0.0)
+    if dtype is not torch.bfloat16:
+        assert decision.max_stat == pytest.approx(256.0, rel=1e-5)
+        assert decision.fraction == 2 / 6 or size != 1.0
+
+
+class Debiased(torch.optim.AdamW):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state["exp_avg_sq"].mul_(1.5)
+
+
+def test_optimizers_without_the_second_moments_of_adam_are_refused():
+    for mode in ("update", "spike"):
+        for name in ("SGD", "Adagrad", "Adafactor", "Muon"):
+            model = nn.Linear(3, 3, bias=False)
+            wrapped = boosted(model, getattr(torch.optim, name)(model.parameters(), lr=0.1))
+            bind = lambda w=wrapped, m=mode: w.bind(build(m, threshold=1.0))  # noqa: E731
+            refused(ValueError, f"clip={mode}|{name}|adamw", bind)
+    model = nn.Linear(3, 3)
+    wrapped = boosted(model, Debiased(model.parameters()))
+    wrapped.bind(build("spike", threshold=1.0))
+    refused(ValueError, "Debiased", lambda: wrapped.bind(build("update", threshold=1.0)))
+    model(torch.ones(1, 3)).sum().backward()
+    plain = nn.Linear(2, 2)
+    plain(torch.ones(1, 2)).sum().backward()
+    for mode, options in (("update", {}), ("update", {"rule": "sigma"}), ("spike", {})):
+        call = lambda m=mode, o=options: apply_gradient_clipping(plain, m, 1.0, **o)  # noqa: E731
+        refused(ValueError, f"clip={mode}|optimizer", call)

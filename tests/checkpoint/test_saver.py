@@ -301,8 +301,9 @@ def test_generators_of_samplers_and_torchs_schedules_continue(tmp_path, sampler,
     whole.fit()
     first = made(13)
     first.fit()
+    path = first.save(tmp_path)
     later = made(18)
-    later.load(first.save(tmp_path))
+    later.load(path)
     later.fit()
     assert same(later, whole)
 

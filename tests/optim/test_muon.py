@@ -1,10 +1,11 @@
-"""Which parameters Muon steps, and that both optimizers are torch's with the given settings."""
+"""Which parameters Muon steps, that both optimizers are torch's, and Adam as HybridAdam."""
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon
+from torch.optim import Adam, AdamW, Muon
 
+from runner import HybridAdam
 from runner.clip.head import head_weights
 from runner.models.gpt import GPT
 from runner.optim.muon import NoHiddenMatrix, hidden_matrices, muon_with_adamw
@@ -39,93 +40,47 @@ class Mixed(nn.Module):
         self.classifier = nn.Linear(4, 3)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_transformer(tied):
-    model = gpt(tied)
-    assert set(hidden_matrices(model, head_weights(model))) == HIDDEN
-
-
-def test_each_kind_of_parameter():
+def test_hidden_matrices_are_those_of_inner_layers():
+    for tied in (False, True):
+        model = gpt(tied)
+        assert set(hidden_matrices(model, head_weights(model))) == HIDDEN
     model = Mixed()
     heads = head_weights(model)
     found = set(hidden_matrices(model, heads))
     assert found == {"recurrent.weight_ih_l0", "recurrent.weight_hh_l0", "router.weight"}
     assert "classifier.weight" in set(hidden_matrices(model))  # without heads it is a matrix
-    fewer = set(hidden_matrices(model, heads, ["router.*"]))
-    assert fewer == found - {"router.weight"}
-
-
-def test_a_pattern_that_matches_nothing_is_refused():
+    assert set(hidden_matrices(model, heads, ["router.*"])) == found - {"router.weight"}
     with pytest.raises(ValueError, match=r"exclude: ruoter\.\* matches no parameter of: class_emb"):
-        list(hidden_matrices(Mixed(), (), ["ruoter.*"]))
-
-
-def test_a_model_without_a_hidden_matrix_is_refused():
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+        list(hidden_matrices(model, (), ["ruoter.*"]))
+    plain = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4, 2))
     with pytest.raises(NoHiddenMatrix, match="Sequential has no hidden matrix, which Muon is for"):
-        muon_with_adamw(model, heads=["2.weight"])
+        muon_with_adamw(plain, heads=["2.weight"])
+    [muon] = muon_with_adamw(nn.Sequential(nn.Linear(3, 3, bias=False)))
+    assert type(muon) is Muon
 
 
 def test_every_parameter_is_stepped_once_and_those_of_a_criterion_by_adamw():
     model, criterion = gpt(True), nn.Linear(2, 2)
-    optimizers = muon_with_adamw(
-        model,
-        heads=head_weights(model),
-        others=[*criterion.parameters(), model.embed.weight],
-    )
+    others = [*criterion.parameters(), model.embed.weight]
+    optimizers = muon_with_adamw(model, heads=head_weights(model), others=others)
     assert [type(each) for each in optimizers] == [Muon, AdamW]
-    stepped = [id(p) for each in optimizers for g in each.param_groups for p in g["params"]]
-    assert len(stepped) == len(set(stepped))
-    assert set(stepped) == {id(p) for p in (*model.parameters(), *criterion.parameters())}
-    assert {id(p) for p in optimizers[0].param_groups[0]["params"]} == {
-        id(model.get_parameter(name)) for name in HIDDEN
-    }
-
-
-def test_muon_alone_where_nothing_is_left():
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    [muon] = muon_with_adamw(model)
-    assert type(muon) is Muon
+    muon, adamw = ([id(p) for g in o.param_groups for p in g["params"]] for o in optimizers)
+    assert set(muon) == {id(model.get_parameter(name)) for name in HIDDEN}
+    every = {id(p) for p in (*model.parameters(), *criterion.parameters())}
+    assert sorted(muon + adamw) == sorted(every)
 
 
 def test_steps_are_those_of_torch_with_these_settings():
     model, other = gpt(False), gpt(False)
-    ours = muon_with_adamw(
-        model,
-        heads=head_weights(model),
-        lr=0.03,
-        momentum=0.8,
-        nesterov=False,
-        weight_decay=0.2,
-        eps=1e-6,
-        ns_steps=3,
-        adjust_lr_fn="match_rms_adamw",
-        adamw_lr=0.004,
-        adamw_betas=(0.7, 0.8),
-        adamw_eps=1e-5,
-        adamw_weight_decay=0.3,
-        fused=False,
-    )
+    muon = {"lr": 0.03, "momentum": 0.8, "nesterov": False, "weight_decay": 0.2, "eps": 1e-6}
+    muon |= {"ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}
+    adamw = {"lr": 0.004, "betas": (0.7, 0.8), "eps": 1e-5, "weight_decay": 0.3}
+    settings = muon | {f"adamw_{name}": value for name, value in adamw.items()}
+    ours = muon_with_adamw(model, heads=head_weights(model), **settings, fused=False)
     named = dict(other.named_parameters())
     theirs = [
-        Muon(
-            [p for name, p in named.items() if name in HIDDEN],
-            lr=0.03,
-            momentum=0.8,
-            nesterov=False,
-            weight_decay=0.2,
-            eps=1e-6,
-            ns_steps=3,
-            adjust_lr_fn="match_rms_adamw",
-        ),
-        AdamW(
-            [p for name, p in named.items() if name not in HIDDEN],
-            lr=0.004,
-            betas=(0.7, 0.8),
-            eps=1e-5,
-            weight_decay=0.3,
-            fused=False,
-        ),
+        Muon([p for name, p in named.items() if name in HIDDEN], **muon),
+        AdamW([p for name, p in named.items() if name not in HIDDEN], **adamw, fused=False),
     ]
     tokens = torch.arange(32).reshape(4, 8) % 17
     for _ in range(4):
@@ -136,3 +91,32 @@ def test_steps_are_those_of_torch_with_these_settings():
                 optimizer.zero_grad()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, named[name]), name
+
+
+@pytest.mark.parametrize("wanted", [AdamW, Adam])
+def test_the_steps_of_hybrid_adam_are_those_of_torch(wanted):
+    def trained(make, **options):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        optimizer = make(model.parameters(), lr=0.05, eps=1e-6, weight_decay=0.1, **options)
+        for _ in range(5):
+            model(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight, optimizer
+
+    plain, theirs = trained(wanted, foreach=False)
+    weight, ours = trained(HybridAdam, adamw_mode=wanted is AdamW)
+    torch.testing.assert_close(weight, plain, rtol=1e-6, atol=1e-7)
+    assert type(ours) is wanted
+    theirs.load_state_dict(ours.state_dict())
+
+
+def test_the_defaults_of_hybrid_adam_are_those_of_colossal_ai():
+    group = HybridAdam([{"params": [nn.Parameter(torch.ones(1))], "lr": 0.5}]).param_groups[0]
+    wanted = {"lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "fused": True}
+    assert {name: group[name] for name in wanted} == wanted
+    assert group["decoupled_weight_decay"]
+    for option in ({"bias_correction": False}, {"nvme_offload_fraction": 0.5}):
+        with pytest.raises(ValueError, match=r"bias_correction=True|LowLevelZeroPlugin"):
+            HybridAdam([nn.Parameter(torch.ones(1))], **option)

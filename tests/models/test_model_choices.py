@@ -10,9 +10,8 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.nn import functional as F
 
-from runner.data import Data, PartitionedBatches, collate_pairs
-from runner.data.digits import digits
-from runner.models import Classifier, DigitsCNN
+from runner.data import collate_pairs
+from runner.models import Classifier
 
 CONF = Path(__file__).parents[2] / "conf"
 OWNED = ("batch_size", "num_workers", "drop_last")
@@ -57,48 +56,6 @@ def test_a_model_takes_one_step_on_the_data_it_is_shown_with(name):
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert parameters == PARAMETERS.get(name, parameters)
     assert targets.ndim == 1 or 200_000 <= parameters <= 1_000_000
-
-
-@pytest.mark.parametrize(("name", "kind"), [("synthetic", "images"), ("synthetic", "tokens")])
-def test_data_made_from_its_file_is_complete(name, kind):
-    data = make_data(name, kind=kind)
-    assert isinstance(data, Data)
-    inputs, targets = data.train.__getitems__([0, len(data.train) - 1])
-    assert len(data.test) > 0
-    shape = (1, 8, 8) if kind == "images" else (data.tokens_per_sample,)
-    assert inputs.shape == (2, *shape)
-    assert (data.items, targets.ndim) == (("samples", 1) if kind == "images" else ("tokens", 2))
-
-
-@pytest.mark.parametrize("group", ["model", "data"])
-def test_every_file_opens_with_its_purpose_and_the_command(group):
-    shared = yaml.safe_load((CONF / "data_keys.yaml").read_text())
-    for name in names(group):
-        purpose, command = (CONF / group / f"{name}.yaml").read_text().splitlines()[:2]
-        assert purpose.startswith("# ")
-        assert command.startswith("# python -m runner")
-        assert f"{group}={name}" in command
-        assert group == "model" or {**shared, **chosen("data", name)}.keys() >= set(OWNED)
-
-
-def test_the_cnn_learns_the_digits_within_a_few_epochs_of_clipped_steps():
-    torch.manual_seed(0)
-    data = digits(test_fraction=0.2, seed=0)
-    model = DigitsCNN(num_classes=10, width=16)
-    order = PartitionedBatches(len(data.train), 32, 0, 1, shuffle=True, drop_last=False, seed=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for epoch in range(4):
-        order.set_epoch(epoch)
-        for indices in order:
-            images, targets = data.train.__getitems__(indices)
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), targets).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-            optimizer.step()
-    with torch.no_grad():
-        logits = model(data.test.inputs)
-        torch.testing.assert_close(model(data.test.inputs[:2]), logits[:2])
-    assert (logits.argmax(dim=1) == data.test.targets).float().mean() > 0.93
 
 
 def test_a_classifier_has_a_mean_cross_entropy_of_its_own():

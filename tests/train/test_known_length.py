@@ -15,11 +15,9 @@ TWICE = "linear_warmup_polynomial"  # two files name its class, with other argum
 
 KNOWN = [
     "clip=none tracker=none checkpoint=none telemetry.per_layer=true",
-    "clip=adaptive clip.threshold=0.08 clip.eps=1e-2 clip.norm_type=inf",
     "data.test_fraction=0.37 data.seed=9 train.max_duration=500sp accumulation=x4",
     "data.test_fraction=0.9 data.batch_size=7 data.drop_last=true",
     "scheduler=linear_warmup_cosine scheduler.eta_min=7 optimizer.lr=1e6",
-    "data.drop_last=true data.batch_size=1437 device=cpu seed=3",
     *(f"optimizer={one}" for one in options("optimizer") if one not in NOT_TORCH),
     *(f"scheduler={one}" for one in options("scheduler") if one != TWICE),
 ]

@@ -118,40 +118,32 @@ def test_minutes_are_those_of_the_clock(tmp_path, monkeypatch):
     trainer(saver=CheckpointSaver(tmp_path, "1min", keep=9, save_final=False)).fit()
     # The clock is read once after each step, and once for each checkpoint.
     assert steps_of(tmp_path) == [6, 12, 18]
-
-
-def test_nothing_is_saved_where_nothing_is_kept(tmp_path):
     trainer(saver=CheckpointSaver(tmp_path / "none", "5ba", keep=0, save_final=False)).fit()
     assert not (tmp_path / "none").exists()
 
 
-def stopping(number, step, **options):
-    """A training that is asked to stop once it has taken so many steps."""
-    made = trainer(stop=lambda: number if made.state.progress.step >= step else 0, **options)
-    return made
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_training_that_is_asked_to_stop_saves_and_continues_later(tmp_path, asynchronous):
+    def asked(step, **options):
+        made = trainer(stop=lambda: 10 if made.state.progress.step >= step else 0, **options)
+        return made
+
+    assert asked(22, saver=CheckpointSaver(tmp_path / "ended", None)).fit()["steps"] == 23
+    assert names(tmp_path / "ended") == ["final"]
+    without = asked(0)
+    with pytest.raises(Stopped):
+        without.fit()
+    assert without.state.progress.step == 1
     whole = trainer()
     whole.fit()
     with pytest.raises(Stopped) as caught:
-        stopping(10, 12, saver=CheckpointSaver(tmp_path, "9ba", asynchronous=asynchronous)).fit()
+        asked(12, saver=CheckpointSaver(tmp_path, "9ba", asynchronous=asynchronous)).fit()
     assert caught.value.signal == 10
     assert steps_of(tmp_path) == [9, 13]
     again = trainer()
     again.load(tmp_path / "step_000000013")
     again.fit()
     assert same(again, whole)
-
-
-def test_a_stop_without_a_saver_and_one_in_the_last_step(tmp_path):
-    made = stopping(15, 0)
-    with pytest.raises(Stopped):
-        made.fit()
-    assert made.state.progress.step == 1
-    assert stopping(15, 22, saver=CheckpointSaver(tmp_path, None)).fit()["steps"] == 23
-    assert names(tmp_path) == ["final"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -174,14 +166,11 @@ def test_a_full_disk_is_named_and_the_former_checkpoint_stays(tmp_path, monkeypa
     assert 10 <= len(rows.rows) <= (15 if asynchronous else 10)
     assert names(tmp_path) == ["step_000000005"]
     trainer().load(tmp_path / "step_000000005")
-
-
-def test_a_checkpoint_that_does_not_fit_is_not_begun(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")(1000, 0, 1000)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match=r"needs [\d.]+ kB, but the disk /.* has 1 kB left"):
-        trainer(saver=CheckpointSaver(tmp_path, "5ba")).fit()
-    assert names(tmp_path) == []
+        trainer(saver=CheckpointSaver(tmp_path / "other", "5ba")).fit()
+    assert names(tmp_path / "other") == []
 
 
 def test_checkpoints_of_another_course(tmp_path):
@@ -246,9 +235,6 @@ def test_a_write_that_is_killed_leaves_the_checkpoint_before_it(tmp_path, number
     again.fit()
     assert same(again, whole)
     assert names(tmp_path) == ["final", "step_000000020"]
-
-
-# -- what ordinary scripts hold besides model and optimizer
 
 
 class Drawn(Sampler):

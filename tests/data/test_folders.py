@@ -4,14 +4,12 @@ import io
 import json
 import sys
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from runner.cli.main import main
 from runner.data import DataUnavailable
 from runner.data.hugging_face import datasets
 from runner.data.image_folder import MEAN, STD, image_folder
@@ -65,23 +63,6 @@ def test_images_are_normalised_squares_that_depend_on_seed_epoch_and_sample_alon
     assert torch.equal(plain[0][0], before)
 
 
-def test_wrong_folders_of_images_are_named(images, tmp_path, monkeypatch):
-    monkeypatch.setenv("DATA", str(tmp_path))
-    assert len(images(None).train) == 6
-    monkeypatch.delenv("DATA")
-    with pytest.raises(DataUnavailable, match=r"data\.root is not set"):
-        images(None)
-    with pytest.raises(ValueError, match="size 0"):
-        images(size=0)
-    (tmp_path / "val" / "red").rename(tmp_path / "val" / "green")
-    with pytest.raises(DataUnavailable, match="green, red"):
-        images()
-    for missing in ("val", "train"):
-        (tmp_path / missing).rename(tmp_path / f"no {missing}")
-        with pytest.raises(DataUnavailable, match=rf"{tmp_path}.*train/<class>/<image>"):
-            images()
-
-
 # -- tar files
 
 KEYS = {
@@ -126,7 +107,7 @@ def numbers(data):
     return [int(inputs[0]) for inputs, _ in data]
 
 
-def test_an_epoch_of_tar_files_has_every_sample_once_in_an_order_of_its_own(tars):
+def test_an_epoch_of_tar_files_has_every_sample_once_in_an_order_of_its_own(tars, tmp_path):
     data, every = tars(), [shard * 10 + n for shard in range(4) for n in range(6 + shard)]
     first = numbers(data.train)
     assert sorted(first) == every != first
@@ -138,6 +119,10 @@ def test_an_epoch_of_tar_files_has_every_sample_once_in_an_order_of_its_own(tars
     unshuffled = tars(buffer=0)
     assert numbers(unshuffled.train) == every
     assert [(int(x[0]), y) for x, y in unshuffled.test] == [(100 + n, n) for n in range(5)]
+    write(tmp_path / "pictures.tar", range(5, 7), pictures=True)
+    image, target = next(iter(tars(train="pictures.tar", inputs="jpg;png", buffer=0).train))
+    assert (target, image.shape) == (5, (3, 8, 8))
+    torch.testing.assert_close(image[:, 0, 0], normalised(*[100 / 255] * 3))
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (2, 2), (3, 2)])
@@ -154,22 +139,6 @@ def test_ranks_and_workers_read_each_sample_of_tar_files_once(tars, ranks, worke
         divided.add(loader.dataset.divided_by)
     assert sorted(seen) == sorted(numbers(train))
     assert divided == {"runner" if ranks * max(1, workers) > 4 else "shard"}
-
-
-def test_tar_files_of_images_train_by_one_command(tmp_path, outputs):
-    pytest.importorskip("webdataset")
-    for shard in range(2):
-        write(tmp_path / f"train-{shard}.tar", range(shard * 20, shard * 20 + 20), pictures=True)
-    write(tmp_path / "val-0.tar", range(10), pictures=True)
-    chosen = ["data=webdataset", f"data.root={tmp_path}", "data.size=32", "data.batch_size=5"]
-    chosen += ["data.num_workers=1", "model=resnet18", "plugin=ddp", "plugin.nproc=2"]
-    assert main([*chosen, "train.max_duration=6ba", "device=cpu", "tracker=none"]) == 0
-    [written] = outputs.glob("runs/*/metrics.jsonl")
-    assert json.loads(written.read_text().splitlines()[-1])["train/samples"] == 60
-    data = webdataset(str(tmp_path), **(KEYS | {"inputs": "jpg;png", "buffer": 0}))
-    image, target = next(iter(data.train))
-    assert (target, image.shape) == (0, (3, 8, 8))
-    torch.testing.assert_close(image[:, 0, 0], normalised(0.0, 0.0, 0.0))
 
 
 # -- Hugging Face
@@ -222,21 +191,23 @@ def test_samples_of_hugging_face_are_the_rows_that_were_saved(saved, form):
     assert (inputs.tolist(), int(target), inputs.dtype) == (*train[2], torch.float32)
 
 
-def test_wrong_folders_and_columns_are_named(saved, tars, monkeypatch):
+def test_wrong_folders_and_columns_are_named(saved, tars, images, tmp_path, monkeypatch):
+    monkeypatch.delenv("DATA", raising=False)
     folder = saved("splits")
-    chosen = datasets(folder, columns=["label", "pixels"]).train[3]
-    assert {name: value.tolist() for name, value in chosen.items()} == {
-        "label": 0,
-        "pixels": [3.0, 1.5],
-    }
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "val" / "red").rename(tmp_path / "val" / "green")
     for wrong, message in [
         (lambda: datasets(folder, "pixels", "labels"), r"no column labels: it has pixels, label"),
         (lambda: datasets(folder, "pixels", "label", eval_split="dev"), r"data\.eval_split=dev: "),
-        (lambda: datasets(str(Path(folder).parent)), r"holds no data set\. Set data.r"),
+        (lambda: datasets(str(tmp_path / "empty")), r"holds no data set\. Set data.root"),
         (lambda: datasets(folder, "pixels"), "go together"),
         (lambda: tars(train="other*.tar"), r"has no file other\*\.tar\. Set data\.root"),
         (lambda: next(iter(tars(inputs="jpg").train)), r"find .*jpg.* in .*npy"),
         (lambda: tars(buffer=-1), "buffer -1"),
+        (lambda: images(None), r"data\.root is not set"),
+        (lambda: images(size=0), "size 0"),
+        (lambda: images(), "green, red"),
+        (lambda: images(folder), rf"{folder}.*train/<class>/<image>"),
     ]:
         with pytest.raises((DataUnavailable, ValueError), match=message):
             wrong()

@@ -1,13 +1,9 @@
 """Worker processes of loaders: the same samples as without, and no orphan."""
 
 import multiprocessing
-import os
 import random
 import re
-import signal
 import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +16,8 @@ from runner import CheckpointSaver, Trainer
 from runner.booster import SinglePlugin
 from runner.data import TensorPairs
 from tests.distributed.training import Rows
-from tests.process import ROOT, wait_for
+from tests.process import wait_for
+from tests.ranks import PRELOAD
 from tests.train.test_state import timeless
 
 SAMPLES, BATCH = 22, 4
@@ -61,16 +58,9 @@ def trainer(rows, workers, data=Changing, noise=True, steps=15, saver=None, **op
         SinglePlugin().prepare_dataloader(data(noise), BATCH, shuffle=shuffle, **options)
         for shuffle in (True, False)
     )
-    return Trainer(
-        model,
-        train,
-        f"{steps}ba",
-        eval_dataloader=held_out,
-        eval_interval="4ba",
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        sinks=[rows],
-        saver=saver,
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    more = {"eval_interval": "4ba", "optimizers": sgd, "sinks": [rows], "saver": saver}
+    return Trainer(model, train, f"{steps}ba", eval_dataloader=held_out, **more)
 
 
 def rows_of(workers, **options):
@@ -113,9 +103,6 @@ def test_noise_changes_with_the_epoch_and_a_look_at_a_sample_draws_nothing():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# -- processes
-
-
 def assert_gone(pids):
     def left():
         return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -131,46 +118,37 @@ def took_signals(pid):
 
 def test_signals_to_all_processes_leave_workers_to_the_training_process():
     data = TensorPairs(torch.zeros(64, 2), torch.zeros(64))
+    before = multiprocessing.active_children()
     batches = iter(SinglePlugin().prepare_dataloader(data, 4, num_workers=2))
     next(batches), next(batches)  # one of each worker
-    workers = [process.pid for process in multiprocessing.active_children()]
-    assert len(workers) >= 2
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        for worker in workers:
-            os.kill(worker, number)
+    workers = [each.pid for each in multiprocessing.active_children() if each not in before]
+    assert len(workers) == 2
+    for name in ("INT", "TERM", "HUP", "USR1"):  # from another process than the parent
+        subprocess.run(["kill", f"-{name}", *map(str, workers)], check=True)
     wait_for(lambda: all(map(took_signals, workers)))
     assert len(list(batches)) == 14
     del batches
     assert_gone(workers)
 
 
-def descendants(marker):
-    """Process ids of all processes that have ``marker`` in their environment."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if marker.encode() in entry.read_bytes():
-                found.append(int(entry.parent.name))
-    return found
+def hold(pipe):
+    """Send the process ids of two workers, and wait to be killed."""
+    data = TensorPairs(torch.zeros(64, 2), torch.zeros(64))
+    batches = iter(SinglePlugin().prepare_dataloader(data, 4, num_workers=2))
+    next(batches), next(batches)
+    pipe.send([process.pid for process in multiprocessing.active_children()])
+    pipe.recv()
 
 
-def test_no_worker_is_left_when_the_launcher_is_killed(tmp_path, outputs):
-    marker, folder = f"RUNNER_TEST_MARKER={tmp_path}", tmp_path / "run"
-    words = ["-m", "runner", "plugin=ddp", "plugin.nproc=2", "device=cpu", "tracker=none"]
-    words += ["data=synthetic", "data.samples=256", "data.batch_size=4", "data.num_workers=2"]
-    words += ["train.max_duration=100000ba", "log.flush=1", f"hydra.run.dir={folder}"]
-    with subprocess.Popen(
-        [sys.executable, *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RUNNER_TEST_MARKER": str(tmp_path)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as process:
-
-        def begun():
-            return (folder / "metrics.jsonl").exists() and len(descendants(marker)) >= 8
-
-        wait_for(lambda: begun() or process.poll() is not None)
-        assert process.poll() is None
-        process.kill()
-        process.wait(120)
-    assert_gone(descendants(marker))
+def test_workers_end_with_a_training_process_that_is_killed():
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hold, args=(theirs,))
+    process.start()
+    assert ours.poll(120)
+    workers = ours.recv()
+    process.kill()
+    process.join(120)
+    assert len(workers) == 2
+    assert_gone(workers)

@@ -64,20 +64,19 @@ def test_a_staircase_ends_on_its_last_stair_however_short_the_run(steps):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "name"),
+    ("kind", "name", "values"),
     [
-        (LinearWarmupPolynomialLR, {"warmup_fraction": 1.0, "power": 1.0}, "warmup_fraction"),
-        (LinearWarmupPolynomialLR, {"warmup_fraction": -0.1, "power": 1.0}, "warmup_fraction"),
-        (LinearWarmupPolynomialLR, {"warmup_fraction": 0.0, "power": -1.0}, "power"),
-        (LinearWarmupPolynomialLR, {"warmup_fraction": 0.0, "power": math.nan}, "power"),
-        (StaircaseLR, {"stairs": 0, "factor": 0.9}, "stairs"),
-        (StaircaseLR, {"stairs": 2, "factor": 0.0}, "factor"),
-        (StaircaseLR, {"stairs": 2, "factor": 1.1}, "factor"),
+        (LinearWarmupPolynomialLR, "warmup_fraction", (1.0, -0.1)),
+        (LinearWarmupPolynomialLR, "power", (-1.0, math.nan)),
+        (StaircaseLR, "stairs", (0,)),
+        (StaircaseLR, "factor", (0.0, 1.1)),
     ],
 )
-def test_numbers_out_of_range_are_refused(kind, options, name):
-    with pytest.raises(ValueError, match=name):
-        made(kind, 10, **options)
+def test_numbers_out_of_range_are_refused(kind, name, values):
+    right = LINE if kind is LinearWarmupPolynomialLR else {"stairs": 2, "factor": 0.9}
+    for value in values:
+        with pytest.raises(ValueError, match=name):
+            made(kind, 10, **right | {name: value})
 
 
 @pytest.mark.parametrize("longer", [100, 200])

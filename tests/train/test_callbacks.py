@@ -73,9 +73,6 @@ def test_a_callback_ends_the_training_after_its_step_with_an_evaluation(tmp_path
     assert all(map(torch.equal, trainer.model.parameters(), whole.model.parameters()))
 
 
-# -- early stopping
-
-
 @pytest.mark.parametrize(("patience", "min_delta"), [(1, 0.02), (3, 0.02), (2, 0.5), (1, 0.0)])
 def test_it_ends_when_the_loss_does_not_improve(patience, min_delta):
     losses = Losses()
@@ -157,9 +154,6 @@ def test_all_ranks_end_after_the_same_step():
     assert first[1][2] == pytest.approx(alone["final"]["eval/loss"], rel=1e-5)
 
 
-# -- from the command
-
-
 def test_the_command_calls_them_and_records_why_it_ended(outputs, tmp_path, capsys):
     target = f"callbacks=[{{_target_:tests.train.callbacks.Notes,file:{tmp_path / 'notes'}}}]"
     words = ["early_stopping.patience=2", "early_stopping.min_delta=100", "eval.interval=3ba"]
@@ -181,11 +175,7 @@ def test_the_command_calls_them_and_records_why_it_ended(outputs, tmp_path, caps
     [
         ("callbacks=[{_target_:tests.train.callbacks.Note}]", "tests.train.callbacks.Note"),
         ("callbacks=[{_target_:collections.Counter}]", "is no callback"),
-        ("callbacks=[3]", "must be a list such as [{_target_:"),
-        (
-            "early_stopping.patience=1 early_stopping.metric=eval/acuracy",
-            "did you mean eval/accuracy?",
-        ),
+        ("early_stopping.patience=1 early_stopping.metric=eval/acuracy", "mean eval/accuracy?"),
     ],
 )
 def test_a_wrong_request_is_refused(outputs, capsys, words, message):

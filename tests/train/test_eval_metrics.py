@@ -118,10 +118,7 @@ NUMBERS = "data._target_=tests.odd_data.regression ~data.seed ~data.test_fractio
         ("eval.metrics=[mse]", ["eval.metrics=mse", "compares numbers", "f1"]),
         ("eval.metrics=[acuracy]", ["eval.metrics=acuracy", "did you mean accuracy?"]),
         ("eval.metrics=[{_target_:torch.nn.ReLU}]", ["not a torchmetrics.Metric"]),
-        (
-            "-m seed=0,1 eval.metrics=[f1] sweep.objective=eval/f2",
-            ["did you mean eval/f1?"],
-        ),
+        ("-m seed=0,1 eval.metrics=[f1] sweep.objective=eval/f2", ["did you mean eval/f1?"]),
     ],
 )
 def test_a_metric_that_does_not_fit_is_refused(words, parts, outputs, capfd):

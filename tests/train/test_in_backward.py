@@ -8,7 +8,6 @@ from torch.utils.data import TensorDataset
 from runner import Trainer
 from runner.booster import SinglePlugin
 from runner.clip import build
-from runner.telemetry.options import Measurements
 from tests.distributed.training import Rows
 
 TIMES = {"time/step_s", "throughput/samples_per_s"}
@@ -65,13 +64,3 @@ def test_rows_weights_and_a_resume_in_the_other_order(mode, steps, caplog, tmp_p
         went_on.load(path)
         went_on.fit()
         require_same(found, rows[6:])
-
-
-def test_measurements_that_need_all_gradients_are_refused():
-    for name, way in (("clip_cosine", 1), ("noise_scale", 1), ("update_ratio", 2)):
-        with pytest.raises(ValueError, match=f"{name}: .*use clip"):
-            training(WAYS[way], measurements=Measurements(**{name: True}))
-    both = [training(way, measurements=Measurements(update_ratio=True)) for way in WAYS[:2]]
-    for trainer, _ in both:
-        trainer.fit()
-    require_same(both[1][1], both[0][1])

@@ -7,9 +7,11 @@ import torch
 
 from runner.cli.main import main
 from runner.compose.request import request
+from runner.config.folders import options
 from runner.run_folder.status import objective_of
-from runner.train import build, fit, preflight
+from runner.train import build, fit, preflight, progress
 from runner.train.job import execute
+from runner.train.known_length import known_length
 from tests.distributed.training import Rows
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
@@ -126,22 +128,13 @@ def test_wrong_on_a_cpu(words, parts, assert_refused):
 
 
 @CPU_ONLY
-@pytest.mark.parametrize(
-    ("ranks", "words", "parts"),
-    [
-        (2, "plugin=single", ["plugin=single", "2 ranks", "plugin=ddp"]),
-        (
-            6,
-            f"{TEXT} plugin=hybrid plugin.tp_size=2 plugin.pp_size=2",
-            ["(1 problem)", "plugin.nproc=6", "tp_size 2 x pp_size 2 = 4", "4 or 8 ranks"],
-        ),
-        (6, "plugin=moe plugin.ep_size=4 model=moe data=text", ["(1 problem)", "plugin.ep_size=4"]),
-    ],
-)
-def test_ranks_that_do_not_fit_the_sizes(ranks, words, parts, assert_refused, monkeypatch):
+def test_ranks_that_do_not_fit_the_sizes(assert_refused, monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    assert_refused(words, parts)
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert_refused("plugin=single", ["plugin=single", "6 ranks", "plugin=ddp"])
+    words = f"{TEXT} plugin=hybrid plugin.tp_size=2 plugin.pp_size=2"
+    assert_refused(words, ["(1 problem)", "plugin.nproc=6", "4 or 8 ranks"])
+    assert_refused("plugin=moe plugin.ep_size=4 model=moe data=text", ["plugin.ep_size=4"])
 
 
 def config(words=""):
@@ -170,22 +163,17 @@ ALWAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("words", "more"),
-    [
-        ("clip.what_if=[0.5] telemetry.per_layer=true", {"clip/threshold", "clip/what_if/0.5"}),
-        (
-            "model=lstm data=synthetic data.kind=tokens data.samples=8",
-            {"clip/threshold", "train/tokens"},
-        ),
-    ],
-)
-def test_the_metrics_that_an_objective_may_name_are_those_of_a_run(words, more):
-    rows, asked = Rows(), config(words)
-    summary = execute(asked, [rows])
+def test_the_metrics_that_an_objective_may_name_are_those_of_a_run():
+    rows = Rows()
+    made = config(
+        "model=lstm data=synthetic data.kind=tokens data.samples=8 clip.what_if=[0.5] "
+        "telemetry.per_layer=true"
+    )
+    summary = execute(made, [rows])
     logged = {key for key in rows.rows[-1] if not key.startswith("grad/norm/")} - {"train/step"}
+    more = {"clip/threshold", "clip/what_if/0.5", "train/tokens"}
     assert logged | {"wall_s"} == ALWAYS | more
-    names = fit.logged(asked, build.make_data(asked.data), graded=True)
+    names = fit.logged(made, build.make_data(made.data), graded=True)
     assert sorted(names) == sorted(ALWAYS | more)
     assert all(objective_of(summary, key) is not None for key in names)
 
@@ -197,3 +185,53 @@ def test_a_run_whose_evaluation_lacks_the_objective_ends_there():
     with pytest.raises(ValueError, match=r"sweep.objective=eval/f1 .* eval/loss or eval/accuracy"):
         execute(asked.model_copy(update={"sweep": sweep}), [rows])
     assert len(rows.rows) <= 1
+
+
+KNOWN = [
+    "clip=none tracker=none checkpoint=none telemetry.per_layer=true",
+    "data.test_fraction=0.37 data.seed=9 train.max_duration=500sp accumulation=x4",
+    "data.test_fraction=0.9 data.batch_size=7 data.drop_last=true",
+    *(f"optimizer={one}" for one in options("optimizer") if one not in ("lion", "muon")),
+    *(f"scheduler={one}" for one in options("scheduler") if one != "linear_warmup_polynomial"),
+]
+UNKNOWN = [
+    *("optimizer=muon", "model.width=64", "data.seed=4294967296", "optimizer.lr=0"),
+    *("data.test_fraction=0.005", "data.test_fraction=0.999", "~optimizer.nesterov"),
+    *("data.drop_last=true data.batch_size=1438", "plugin=ddp", "precision=bf16"),
+    *("data.num_workers=1", "train.max_duration=10tok scheduler=constant", "device=cuda"),
+    *(words for words, _ in WRONG if "-m" not in words),
+]
+
+
+@pytest.mark.usefixtures("outputs")
+def test_a_length_that_is_known_without_torch_is_that_of_the_data(monkeypatch):
+    for words in KNOWN:
+        made = request(words.split(), writes=False).jobs[0].config
+        samples = known_length(made)
+        preflight.check(made)
+        data = build.make_data(made.data)
+        assert samples == len(data.train), words
+        assert progress.steps_of(made, samples, 1) == build.steps_of(made, data)
+    jobs = {words: request(words.split(), writes=False).jobs for words in UNKNOWN}
+    assert [words for words, [job] in jobs.items() if known_length(job.config) is not None] == []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert known_length(config()) is None
+
+
+def test_an_open_size_takes_idle_gpus(monkeypatch):
+    for words, counts in {
+        "plugin=single": (1, 1, 1),
+        "plugin=ddp": (1, 8, 6),
+        "plugin=tensor plugin.tp_size=4": (4, 8, 4),
+        "plugin=moe plugin.ep_size=2": (2, 8, 6),
+        "plugin=hybrid plugin.tp_size=2 plugin.pp_size=2": (4, 8, 4),
+    }.items():
+        made = config(f"{words} device=auto")
+        for count, ranks in zip((0, 8, 6), counts, strict=True):
+            monkeypatch.setattr(build.torch.cuda, "device_count", lambda count=count: count)
+            assert build.ranks_of(made) == ranks
+    assert build.ranks_of(config("plugin=hybrid plugin.tp_size=2")) == 2  # on a CPU
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    assert build.ranks_of(made) == 5

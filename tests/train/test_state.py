@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -167,14 +168,8 @@ def assert_goes_on(loader: Callable[[], Any], step: int, **options: Any) -> list
     assert all(map(torch.equal, second.model.parameters(), plain.model.parameters()))
     assert timeless(second.state.state_dict()) == timeless(plain.state.state_dict())
 
-    def leaves(value: Any) -> Iterator[Any]:
-        if isinstance(value, dict | list | tuple):
-            for each in value.values() if isinstance(value, dict) else value:
-                yield from leaves(each)
-        else:
-            yield value
-
-    assert {type(leaf) for leaf in leaves(state)} <= {Tensor, bool, int, float, str, type(None)}
+    kinds = {type(leaf) for leaf in tree_leaves(state)}
+    assert kinds <= {Tensor, bool, int, float, str, type(None)}
     return unsaved.rows
 
 

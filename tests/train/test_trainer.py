@@ -37,9 +37,6 @@ def fit(model, loader, duration="3ep", clip=("norm", 0.3), **options):
     return rows.rows, summary
 
 
-# -- counting
-
-
 @pytest.mark.parametrize(
     ("duration", "expected"),
     [
@@ -80,9 +77,6 @@ def test_a_training_lasts_as_long_as_asked_and_then_does_no_more(duration, steps
     model, loader = parts()
     trainer = Trainer(model, loader, duration)
     assert trainer.fit()["steps"] == trainer.fit()["steps"] == steps
-
-
-# -- rows
 
 
 @pytest.mark.parametrize("clip", [None, ("norm", 0.3), ("value", 0.02), ("adaptive", 0.05)])
@@ -157,9 +151,6 @@ def test_a_run_that_breaks_off_leaves_the_rows_before_it(why):
     assert [row["train/step"] for row in rows.rows] == [1, 2, 3]
 
 
-# -- evaluation
-
-
 @pytest.mark.parametrize(("flush", "interval"), [(1, 1), (5, 4), (50, 1), (50, 4)])
 def test_evaluation_by_interval_and_at_the_end(flush, interval):
     model, loader = parts()
@@ -177,9 +168,6 @@ def test_evaluation_by_interval_and_at_the_end(flush, interval):
     assert "eval/loss" not in rows[-1].keys() | summary["best"].keys()
 
 
-# -- further options
-
-
 def test_the_probe_prints_weights_that_move_on_the_last_microbatch():
     lines = []
     fit(*parts(), "2ba", accumulation_steps=4, probe=3, say=lines.append)
@@ -195,14 +183,6 @@ def test_batch_norm_under_accumulation_is_warned_of(caplog):
     with caplog.at_level(logging.WARNING):
         Trainer(model, parts()[1], accumulation_steps=2)
     assert "batch norm sees one microbatch" in caplog.text
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_trains(precision):
-    rows, _ = fit(*parts(), "4ep", precision=precision)
-    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
-    full, _ = fit(*parts(), "1ba")
-    assert rows[0]["grad/norm"] == pytest.approx(full[0]["grad/norm"], rel=0.05)
 
 
 def test_a_sampler_of_the_users_is_given_the_epoch():
@@ -229,33 +209,29 @@ def test_wrong_arguments(options, message):
         Trainer(model, **({"train_dataloader": loader} | options)).fit()
 
 
-class Named(nn.Module):
+class Named(nn.Linear):
     """Reads dictionaries, and has a loss of its own."""
 
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(6, 3)
-
     def forward(self, batch):
-        return self.head(batch["inputs"])
+        return super().forward(batch["inputs"])
 
     def loss(self, outputs, batch):
         return nn.functional.cross_entropy(outputs, batch["targets"])
 
 
 def test_batches_that_are_dictionaries_need_a_model_that_reads_them():
-    (model, loader), own, reference = parts(20), Named(), nn.Linear(6, 3)
+    (model, loader), own, reference = parts(20), Named(6, 3), nn.Linear(6, 3)
     pairs = zip(*loader.dataset.tensors, strict=True)
     named = DataLoader([{"inputs": x, "targets": y} for x, y in pairs], 8)
     with pytest.raises(BatchError, match=r"forward of Sequential takes input.*a dict.*collate_fn"):
         fit(model, named)
     with pytest.raises(BatchError, match="a dict with the keys 'inputs', 'targets'"):
         fit(model, loader, "1ep", eval_dataloader=named)
-    reference.load_state_dict(own.head.state_dict())
+    reference.load_state_dict(own.state_dict())
     options = {"clip": None, "accumulation_steps": 3}
     rows, _ = fit(own, named, "2ep", eval_dataloader=named, **options)
     wanted, _ = fit(reference, loader, "2ep", eval_dataloader=loader, **options)
-    assert torch.equal(own.head.weight, reference.weight)
+    assert torch.equal(own.weight, reference.weight)
     assert rows[-1]["train/samples"] == 40
-    assert rows[-1]["eval/loss"] == pytest.approx(wanted[-1]["eval/loss"], rel=1e-6)
-    assert rows[-1]["eval/accuracy"] == wanted[-1]["eval/accuracy"]
+    for key in ("eval/loss", "eval/accuracy"):
+        assert rows[-1][key] == pytest.approx(wanted[-1][key], rel=1e-6)

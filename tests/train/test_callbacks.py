@@ -168,17 +168,3 @@ def test_the_command_calls_them_and_records_why_it_ended(outputs, tmp_path, caps
     assert (status["state"], status["step"], summary["steps"]) == ("finished", 9, 9)
     assert why in capsys.readouterr().err
     assert (tmp_path / "notes").read_text().count("on_step") == 9
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("callbacks=[{_target_:tests.train.callbacks.Note}]", "tests.train.callbacks.Note"),
-        ("callbacks=[{_target_:collections.Counter}]", "is no callback"),
-        ("early_stopping.patience=1 early_stopping.metric=eval/acuracy", "mean eval/accuracy?"),
-    ],
-)
-def test_a_wrong_request_is_refused(outputs, capsys, words, message):
-    assert main([*SMALL, *words.split()]) == 2
-    assert message in capsys.readouterr().err
-    assert not outputs.exists()

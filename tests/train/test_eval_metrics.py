@@ -8,7 +8,6 @@ from torch import nn
 from runner import Trainer
 from runner.booster import SinglePlugin
 from runner.booster.plugin import PipelineParallelPlugin, TensorParallelPlugin, TorchDDPPlugin
-from runner.cli.main import main
 from runner.data.dataset import TensorPairs
 from tests.distributed.training import Rows
 from tests.ranks import run_ranks
@@ -103,26 +102,3 @@ def test_metrics_are_those_of_scikit_learn():
         for key, value in wanted.items():
             # torchmetrics sums in float32.
             assert found[key] == pytest.approx(float(value), rel=1e-5), (plugin, kind, key)
-
-
-NUMBERS = "data._target_=tests.odd_data.regression ~data.seed ~data.test_fraction"
-
-
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (
-            f"{NUMBERS} loss._target_=torch.nn.MSELoss eval.metrics=[f1]",
-            ["eval.metrics=f1", "compares classes", "numbers: mse"],
-        ),
-        ("eval.metrics=[mse]", ["eval.metrics=mse", "compares numbers", "f1"]),
-        ("eval.metrics=[acuracy]", ["eval.metrics=acuracy", "did you mean accuracy?"]),
-        ("eval.metrics=[{_target_:torch.nn.ReLU}]", ["not a torchmetrics.Metric"]),
-        ("-m seed=0,1 eval.metrics=[f1] sweep.objective=eval/f2", ["did you mean eval/f1?"]),
-    ],
-)
-def test_a_metric_that_does_not_fit_is_refused(words, parts, outputs, capfd):
-    assert main(words.split()) == 2
-    message = capfd.readouterr().err
-    assert [part for part in parts if part not in message] == []
-    assert not outputs.exists()

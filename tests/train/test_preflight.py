@@ -19,6 +19,7 @@ CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine
 ODD = "~data.seed ~data.test_fraction data._target_=tests.odd_data"
 STEP_LR = "scheduler._target_=torch.optim.lr_scheduler.StepLR"
 TEXT = "model=gpt data=text"
+ADAFACTOR = f"{TEXT} optimizer=adafactor plugin.nproc=2"
 LBFGS = "optimizer._target_=torch.optim.LBFGS ~optimizer.momentum"
 TENSOR, PIPELINE = (f"{TEXT} plugin={one} plugin.nproc=2" for one in ("tensor", "pipeline"))
 
@@ -56,6 +57,26 @@ WRONG = [
     # The loss
     (f"{ODD}.regression loss._target_=torch.nn.NLLLoss", ["loss._target_", "targets [B, 10]"]),
     (f"{ODD}.numbers", ["loss._target_=null", "such as torch.nn.MSELoss"]),
+    # Metrics of evaluations
+    (
+        f"{ODD}.regression loss._target_=torch.nn.MSELoss eval.metrics=[f1]",
+        ["eval.metrics=f1", "compares classes", "numbers: mse"],
+    ),
+    ("eval.metrics=[mse]", ["eval.metrics=mse", "compares numbers", "f1"]),
+    ("eval.metrics=[acuracy]", ["eval.metrics=acuracy", "did you mean accuracy?"]),
+    ("eval.metrics=[{_target_:torch.nn.ReLU}]", ["not a torchmetrics.Metric"]),
+    ("-m seed=0,1 eval.metrics=[f1] sweep.objective=eval/f2", ["did you mean eval/f1?"]),
+    ("early_stopping.patience=1 early_stopping.metric=eval/acuracy", ["mean eval/accuracy?"]),
+    # Callbacks
+    ("callbacks=[{_target_:tests.train.callbacks.Note}]", ["tests.train.callbacks.Note"]),
+    ("callbacks=[{_target_:collections.Counter}]", ["is no callback"]),
+    # Optimizers that are made from a model, or that step whole parameters
+    ("optimizer=muon", ["(1 problem)", "DigitsCNN has no hidden matrix, which Muon is for"]),
+    (f"{TEXT} optimizer=muon optimizer.exclude=[ruoter.*]", ["optimizer._t", "no parameter of"]),
+    (f"{TEXT} optimizer=muon optimizer.adjust_lr_fn=rms", ["optimizer.adjust_lr_fn=rms"]),
+    (f"{ADAFACTOR} plugin=fsdp", ["(1 problem)", "which plugin=fsdp shards; use plugin=ddp, "]),
+    (f"{ADAFACTOR} plugin=zero plugin.zero_stage=2", ["which plugin=zero shards"]),
+    (f"{ADAFACTOR} plugin=tensor", ["which plugin=tensor shards"]),
     # The objective of a sweep
     ("-m seed=1,2 sweep.objective=eval/acc", ["sweep.objective=eval/acc", "mean eval/accuracy?"]),
     (
@@ -199,7 +220,7 @@ UNKNOWN = [
     *("data.test_fraction=0.005", "data.test_fraction=0.999", "~optimizer.nesterov"),
     *("data.drop_last=true data.batch_size=1438", "plugin=ddp", "precision=bf16"),
     *("data.num_workers=1", "train.max_duration=10tok scheduler=constant", "device=cuda"),
-    *(words for words, _ in WRONG if "-m" not in words),
+    *(words for words, _ in WRONG[::3] if not {"-m", "plugin.nproc=2"} & set(words.split())),
 ]
 
 

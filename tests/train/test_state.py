@@ -216,6 +216,27 @@ def test_skipped_steps_the_loss_scale_and_the_history_of_a_mode_go_on(where):
     assert {row["clip/clipped"] for row in rows} == {0, 1}
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"mode": "value", "threshold": 0.02},
+        {"mode": "adagc", "threshold": 1.02, "warmup_steps": 3, "absolute": 0.5},
+    ],
+)
+def test_clipping_and_stepping_in_the_backward_pass_keep_the_steps_and_go_on(mode):
+    found = []
+    for clips, steps in ((False, False), (True, False), (True, True)):
+        options = {"clip_in_backward": clips, "step_in_backward": steps, "nonfinite": "error"}
+        made = {key: lambda value=value: value for key, value in options.items()}
+        made |= {"algorithms": lambda: build(**mode), "what_if": list}
+        rows = assert_goes_on(partitioned, 8, **made)
+        found.append([{k: v for k, v in row.items() if k not in TIMES} for row in rows])
+    assert any(row["clip/clipped"] for row in found[0])
+    for rows in found[1:]:
+        for mine, theirs in zip(rows, found[0], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-7, nan_ok=True)
+
+
 def test_the_state_has_all_parts_and_is_read_between_steps_alone():
     made = trainer(Rows(), partitioned, precision="fp16", loss_scale=LossScale(2.0**10, 2))
     made.fit()

@@ -52,3 +52,8 @@ def named():
 def regression():
     numbers = TensorDataset(torch.zeros(8, 1, 8, 8), torch.zeros(8, 10))
     return Data(numbers, numbers, items="samples")
+
+
+def numbers():
+    pairs = TensorDataset(torch.zeros(8, 1, 8, 8), torch.arange(8.0).view(8, 1))
+    return Data(pairs, pairs, items="samples")

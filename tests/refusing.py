@@ -1,8 +1,5 @@
 """Targets that refuse arguments, each in a way of its own."""
 
-from collections.abc import Sequence
-from typing import Literal
-
 import torch
 from torch import nn
 
@@ -16,22 +13,6 @@ class Optimizer(torch.optim.SGD):
         super().__init__(params, lr, momentum)
 
 
-class Net(nn.Module):
-    def __init__(
-        self,
-        width: int = 4,
-        scale: float | None = None,
-        kind: Literal["plain", "gated"] = "plain",
-        widths: Sequence[int] = (),
-        bias: bool = True,
-        act: nn.Module | None = None,
-        free=None,
-    ):
-        super().__init__()
-        if free == "no":
-            raise RuntimeError("I will not")
-
-
 class Ramp(nn.Linear):
     """Reads a tensor while it is made, which the meta device cannot."""
 
@@ -43,20 +24,9 @@ class Ramp(nn.Linear):
         return super().forward(images.flatten(1))
 
 
-def pair(first: int, second: int) -> object:
-    """Both must be given."""
-    if first > second:
-        raise ValueError(f"second must be at least first, not {second} and {first}")
-    return first, second
-
-
 def listed(params, lr, **others):
     """Return no optimizer."""
     return list(params)
-
-
-def silent(first: int, second: int) -> object:
-    raise ValueError("no")
 
 
 class Counting(torch.optim.SGD):

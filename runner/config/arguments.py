@@ -2,8 +2,8 @@
 
 The files of ``conf/`` give a usual value to every argument of the targets they name. A text where
 the file has a number, or a negative number where the file has another, is a mistake that the target
-itself would report late, under another name, or not at all. A target that no file names is judged
-by its own signature once torch is imported (`runner.train.refused`).
+itself would report late, or not at all. A target that no file names is judged by its own signature
+once torch is imported (`runner.train.refused`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Notice skipped steps: say where a gradient that is not finite came from, and end a run of skips.
+"""Notice skipped steps: describe gradients that are not finite, and end a run of skips.
 
 On a CPU, and wherever the host decides whether a step is taken, such a step is known at once. On an
 accelerator whose fused optimizer decides for itself, the host learns of it with the next transfer
@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,13 +22,11 @@ from runner.booster import NonFiniteGradient, OptimizerWrapper, Plugin
 from runner.booster.nonfinite import Nonfinite
 from runner.clip import ClipMode, Decision
 from runner.clip.norms import Powers
-from runner.config.notation import rounded
+from runner.config.notation import first_few, ranks_as_text, rounded
+from runner.config.problem import or_list
 from runner.telemetry.gauges import Gauges
 from runner.telemetry.meter import Meter
 from runner.telemetry.step import StepValues
-from runner.train.bad_gradient_report import Description, RankReport, advice_on_skips, describe
-from runner.train.forward_order import ForwardOrder
-from runner.train.gradient_trace import GradientTrace
 from runner.train.passes import Passes
 from runner.train.progress import Progress
 from runner.train.windows import Window, Windows
@@ -42,8 +39,8 @@ MAX_SKIPS = 50
 WARNED = 10
 """Number of skipped steps in a row after which there is a second warning."""
 
-TRACED = 1000
-"""Number of steps for which gradients are traced after a bad step of unknown origin."""
+MOST_SAMPLES = 16
+"""Number of sample indices in a message; the log has all of them."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +49,26 @@ class _Step:
 
     number: int
     epoch: int
-    first: int  # index of its first microbatch in the epoch
+    microbatches: range  # indices in the epoch
     scale: float | None
     losses: Sequence[Tensor]
     powers: Powers | None
-    traced: list[tuple[int, str]] | None
-    known: bool  # whether the host knew at once that the gradient is not finite
+
+
+class _RankReport(NamedTuple):
+    """What one rank knows of a step whose gradient is not finite."""
+
+    rank: int
+    data_rank: int
+    bad: list[str]  # parameters whose gradient, as far as it lies on this rank, is not finite
+    bad_loss: bool  # whether the loss of one of its microbatches is not finite
 
 
 class BadGradients:
     """Follows the steps of a training that are skipped, or whose gradient is not finite.
 
     There is a warning, with a description, at the first step that is skipped, and another one when
-    10 steps in a row were skipped. After ``max_skips`` of them the run fails. If gradients were
-    combined over ranks or microbatches before they were checked, the description cannot tell where
-    the first bad one came from; from then on gradients are traced until the next bad step (where
-    the host decides). With ``nonfinite="error"`` they are always traced, which reads every gradient
-    once more in each microbatch.
+    10 steps in a row were skipped. After ``max_skips`` of them the run fails.
 
     An fp16 loss scale that is above 1 makes finite gradients overflow, and is halved after each
     skipped step. Such a step counts as a search for the scale if all losses are finite: it neither
@@ -83,7 +83,6 @@ class BadGradients:
         optimizer: the boosted optimizer.
         passes: knows the loss of each microbatch.
         windows: knows which samples a microbatch holds.
-        order: order of the parameters in the forward pass.
         nonfinite: what is done with a step whose gradient is not finite.
         max_skips: number of skipped steps in a row after which the run fails; None for never.
         precision: dtype of the forward pass, or None for full precision; for the advice.
@@ -100,7 +99,6 @@ class BadGradients:
         optimizer: OptimizerWrapper,
         passes: Passes,
         windows: Windows,
-        order: ForwardOrder,
         nonfinite: Nonfinite,
         max_skips: int | None,
         precision: torch.dtype | None,
@@ -111,7 +109,6 @@ class BadGradients:
         self._optimizer = optimizer
         self._passes = passes
         self._windows = windows
-        self._order = order
         self._nonfinite = nonfinite
         self._max_skips = max_skips
         self._precision = precision
@@ -122,20 +119,6 @@ class BadGradients:
         self._steps: dict[int, _Step] = {}
         self._flush = False
         self._failure: NonFiniteGradient | None = None
-        self._trace = GradientTrace(optimizer.layout, lambda: len(passes.losses) + 1)
-        self._traced_until = math.inf
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch the steps that are taken in this block; at its end no hooks are left."""
-        self._order.start()
-        if self._nonfinite == "error" and self._optimizer.loss_scale is None:
-            self._trace.start()
-        try:
-            yield
-        finally:
-            self._order.stop()
-            self._trace.stop()
 
     def clip(
         self, mode: ClipMode, before: Progress, window: Window, gauges: Gauges | None = None
@@ -154,23 +137,16 @@ class BadGradients:
             NonFiniteGradient: they are not finite and ``nonfinite`` is ``error``. It names ranks
                 and parameters, the same on every rank.
         """
-        if self._order.hooks:
-            self._order.stop()
         try:
             reads = {} if gauges is None else gauges.reads
             decision = self._optimizer.clip(mode, fold=True, **reads)
         except NonFiniteGradient as error:
-            step = self._kept(before, window, known=True)
-            found = self._describe(step, error.norm).with_samples()
-            message = f"step {step.number}: {found}"
+            step = self._kept(before, window)
+            message = f"step {step.number}: {self._describe(step, error.norm)}"
             raise NonFiniteGradient(message, error.advice, error.norm) from None
         if decision.finite is not True:
             self._flush = decision.finite is False
-            self._steps[before.step + 1] = self._kept(before, window, known=self._flush)
-        if self._trace.hooks:
-            self._trace.end_step()
-            if before.step + 1 >= self._traced_until:
-                self._trace.stop()
+            self._steps[before.step + 1] = self._kept(before, window)
         return decision
 
     def check(self, meter: Meter) -> None:
@@ -219,18 +195,16 @@ class BadGradients:
         self.reported = state["reported"]
         self.searches = state["searches"]
 
-    def _kept(self, before: Progress, window: Window, known: bool) -> _Step:
+    def _kept(self, before: Progress, window: Window) -> _Step:
         """Return what describes a step whose gradient is not finite, or may not be."""
         loss_scale = self._optimizer.loss_scale
         return _Step(
             before.step + 1,
             before.epoch,
-            window.first,
+            range(window.first, window.first + len(window.batches)),
             None if loss_scale is None else loss_scale.scale,
             list(self._passes.losses),
             self._optimizer.powers,
-            self._trace.found() if known and self._trace.hooks else None,
-            known,
         )
 
     def _spike(self, number: int, norm: float) -> None:
@@ -241,7 +215,7 @@ class BadGradients:
         skipped = f"{self.in_a_row} steps in a row were skipped, up to step {number}"
         found = f"the {rule.of_what} is a spike, the gradient's norm is {rounded(norm)}"
         if self.in_a_row == self._max_skips:
-            advice = advice_on_skips(float(self._optimizer.param_groups[0]["lr"]), self._precision)
+            advice = self._advice()
             self._failure = NonFiniteGradient(f"{skipped}: {found}", advice, norm)
         elif self._plugin.rank == 0 and (self.in_a_row == WARNED or not self._reported_spike):
             what = skipped if self.in_a_row == WARNED else f"step {number} was skipped"
@@ -266,14 +240,12 @@ class BadGradients:
             return
         self.in_a_row += 1
         if self.in_a_row == self._max_skips:
-            found = self._describe(step, norm).text
+            found = self._describe(step, norm)
             skipped = f"{self.in_a_row} steps in a row were skipped, up to step {number}"
-            rate = float(self._optimizer.param_groups[0]["lr"])
-            advice = advice_on_skips(rate, self._precision)
-            self._failure = NonFiniteGradient(f"{skipped}: {found}", advice, norm)
+            self._failure = NonFiniteGradient(f"{skipped}: {found}", self._advice(), norm)
         elif self.in_a_row == WARNED:
             self._warn(f"{WARNED} steps in a row were skipped, up to step {number}", step, norm)
-        elif not self.reported or step.traced is not None:
+        elif not self.reported:
             self._warn(f"step {number} was skipped", step, norm)
 
     def _searches_scale(self, step: _Step) -> bool:
@@ -285,43 +257,53 @@ class BadGradients:
         return self._plugin.sum_over_data([float(bad)]) == [0.0]
 
     def _warn(self, what: str, step: _Step, norm: float) -> None:
-        """Log a warning that describes ``step``; trace gradients if its origin is not known."""
+        """Log a warning that describes ``step``."""
         self.reported = True
         found = self._describe(step, norm)
-        end = ""
-        if self._trace.hooks:
-            self._trace.stop()
-        elif not found.located and step.known and self._nonfinite != "error":
-            self._trace.start()
-            self._traced_until = step.number + TRACED
-            end = ". The next bad step is traced to its rank and microbatch"
-        if self._nonfinite != "ignore":
-            end += self._ending()
         if self._plugin.rank == 0:
-            log.warning("%s: %s%s", what, found.with_samples(), end)
+            end = "" if self._nonfinite == "ignore" else self._ending()
+            log.warning("%s: %s%s", what, found, end)
 
-    def _describe(self, step: _Step, norm: float) -> Description:
-        """Describe the gradient of a step; a collective of all ranks."""
-        found = describe(self._reports(step), norm, lambda k: self._samples(step, k))
-        if self._plugin.rank == 0 and found.samples is not None:
-            log.info("step %d, samples of the bad microbatch: %s", step.number, found.samples)
-        return found
-
-    def _reports(self, step: _Step) -> list[RankReport]:
-        sizes = [
-            (float(torch.linalg.vector_norm(shard.weight, math.inf)), shard.name)
-            for shard in self._optimizer.layout.shards
-            if shard.weight.numel()
+    def _advice(self) -> str:
+        """Say what to try against steps that are all skipped."""
+        rate = float(self._optimizer.param_groups[0]["lr"])
+        tried = [
+            f"a lower learning rate (now {rounded(rate)})",
+            "a longer warm-up of it (scheduler=linear_warmup_cosine)",
         ]
-        mine = RankReport(
+        if self._precision is torch.float16:
+            tried.append("precision=bf16 or fp32")
+        elif self._precision is torch.bfloat16:
+            tried.append("precision=fp32")
+        return f"try {or_list(tried)}; clip.max_skips sets how many skipped steps end a run"
+
+    def _describe(self, step: _Step, norm: float) -> str:
+        """Describe the gradient of a step in one line, the same on every rank; a collective."""
+        reports = self._reports(step)
+        found = {name for report in reports for name in report.bad}
+        every = self._optimizer.layout.names
+        bad = [name for name in every if name in found]
+        named = f"all {len(bad)} parameters" if len(bad) == len(every) > 1 else first_few(bad)
+        text = f"the gradient's norm is {norm}: {named}"
+        # A rank with a bad loss is at fault; ranks have combined their gradients before the check.
+        at_fault = [report for report in reports if report.bad_loss]
+        ranks = [report.rank for report in at_fault or reports if report.bad_loss or report.bad]
+        if len(reports) > 1:
+            text += f", from {ranks_as_text(ranks)}" if at_fault else f", {_held(ranks, reports)}"
+        text += ". A loss is not finite" if at_fault else ". All losses are finite"
+        samples = self._samples(step, {report.data_rank for report in at_fault or reports})
+        if samples is None:
+            return f"{text}. Only loaders of plugin.prepare_dataloader tell the step's samples"
+        if self._plugin.rank == 0:
+            log.info("samples of step %d: %s", step.number, samples)
+        return f"{text}. Its samples: {first_few([str(one) for one in samples], MOST_SAMPLES)}"
+
+    def _reports(self, step: _Step) -> list[_RankReport]:
+        mine = _RankReport(
             self._plugin.rank,
             self._plugin.data_rank,
-            self._order.positions(),
             [] if step.powers is None else step.powers.not_finite(),
-            [name for size, name in sizes if not math.isfinite(size)],
-            max((one for one in sizes if math.isfinite(one[0])), default=(0.0, "")),
-            [float(loss) for loss in step.losses],
-            step.traced,
+            not all(math.isfinite(loss) for loss in step.losses),
         )
         if self._plugin.world_size == 1:
             return [mine]
@@ -329,5 +311,14 @@ class BadGradients:
         dist.all_gather_object(every, mine)
         return every
 
-    def _samples(self, step: _Step, microbatch: int) -> list[list[int]] | None:
-        return self._windows.indices(step.epoch, step.first + microbatch - 1)
+    def _samples(self, step: _Step, data_ranks: set[int]) -> list[int] | None:
+        """Return the samples that ``data_ranks`` read in a step; None if they are not known."""
+        parts = [self._windows.indices(step.epoch, number) for number in step.microbatches]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        return [index for part in known for rank in sorted(data_ranks) for index in part[rank]]
+
+
+def _held(ranks: Sequence[int], reports: Sequence[_RankReport]) -> str:
+    return "on every rank" if len(ranks) == len(reports) else f"held by {ranks_as_text(ranks)}"

@@ -6,8 +6,7 @@ Two samples go through the model on torch's meta device.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from runner.booster.batch import BatchError, mapped, targets_of, tensors
 from runner.booster.loss import WindowLoss
 from runner.booster.own_loss import logits_of, returned_loss
 from runner.clip import Decision
-from runner.config.folders import CONFIG_NAME, find, options
 from runner.config.problem import DataMismatch, Problem, did_you_mean, nearest_name, or_list
 from runner.config.schema import RunConfig
 from runner.data import Data, DataUnavailable, collate_pairs
@@ -30,9 +28,6 @@ from runner.telemetry.step import StepMetrics
 from runner.train import build
 from runner.train.eval_metrics import EvalMetrics, MetricError, name_of
 from runner.train.refused import first_line
-
-_COMMAND = "# python -m runner "
-"""Start of the lines in an option's file that show how to use it."""
 
 
 def check(config: RunConfig, model: nn.Module, data: Data, compared: bool = True) -> list[Problem]:
@@ -73,7 +68,7 @@ def check(config: RunConfig, model: nn.Module, data: Data, compared: bool = True
             if outputs is not None and config.loss.target is not None:
                 return [_refused_by_criterion(config, outputs, samples, error)]
             message = f"does not take a sample of {config.data.target} ({shape}): "
-            message += "; ".join([first_line(error), *_what_fits(config)])
+            message += first_line(error)
             return [DataMismatch("model._target_", config.model.target, message)]
     watched = [*_watched(config, data, graded)]
     if data.test is None and not compared and config.sweep.objective.startswith(keys.EVAL):
@@ -187,50 +182,6 @@ def logged(config: RunConfig, data: Data, graded: bool | None) -> list[str]:
     further = {keys.UPDATE_RATIO: measured.update_ratio, keys.CLIP_COSINE: measured.clip_cosine}
     logs = [*meter.summary()["final"], *(key for key, asked in further.items() if asked)]
     return [*evaluation, *logs, keys.WALL_SECONDS]
-
-
-def _what_fits(config: RunConfig) -> Iterator[str]:
-    """Describe which data options go with the model, and which model options with the data.
-
-    Nothing if this model and this data go together: the error has another cause, such as a length.
-    """
-    models = dict(_examples("model", config.model.target))
-    data = dict(_examples("data", config.data.target))
-    for option, commands in models.items():
-        if any(_is_asked_for(overrides, config, data) for overrides in commands):
-            return
-        if fitting := dict.fromkeys(_about("data", overrides) for overrides in commands):
-            yield f"model={option} goes with {or_list(fitting)}"
-    default = re.search(r"- model: (\w+)", (find("conf") / f"{CONFIG_NAME}.yaml").read_text())
-    usual = "" if default is None else f"model={default[1]}"
-    for overrides in chain.from_iterable(data.values()):
-        yield f"{_about('data', overrides)} goes with {_about('model', overrides) or usual}"
-
-
-def _about(section: str, overrides: Sequence[str]) -> str:
-    """Return the overrides of one section."""
-    return " ".join(o for o in overrides if o.startswith((f"{section}=", f"{section}.")))
-
-
-def _examples(group: str, target: str) -> Iterator[tuple[str, list[list[str]]]]:
-    """Yield the options of ``group`` that make ``target``, with the overrides of their examples."""
-    for option in options(group):
-        text = (find("conf") / group / f"{option}.yaml").read_text()
-        if f"_target_: {target}\n" in text:
-            lines = [line for line in text.splitlines() if line.startswith(_COMMAND)]
-            yield option, [line.removeprefix(_COMMAND).split() for line in lines]
-
-
-def _is_asked_for(overrides: Sequence[str], config: RunConfig, data: Container[str]) -> bool:
-    """Return whether an example uses the data of ``config``, whose options are ``data``."""
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key == "data" and value not in data:
-            return False
-        given = config.data.arguments.get(key.removeprefix("data."))
-        if key in ("data.kind", "data.shape") and str(given).replace(" ", "") != value:
-            return False
-    return True
 
 
 def about_meta(error: Exception) -> bool:

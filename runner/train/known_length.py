@@ -54,6 +54,8 @@ def known_length(config: RunConfig) -> int | None:
         and "tok" not in (config.train.max_duration.unit, config.eval.interval.unit)
         and config.sweep.objective == keys.EVAL_LOSS
         and not config.eval.metrics
+        and not config.callbacks
+        and config.early_stopping.patience is None
     )
     return samples if known else None
 

@@ -35,7 +35,7 @@ from runner.data.dataset import length_of
 from runner.telemetry.sinks import tensorboard_sink
 from runner.train import build, fit
 from runner.train.callbacks import Callbacks
-from runner.train.refused import first_line, to_blame, unknown, wrong_kinds
+from runner.train.refused import first_line, refused, unknown, wrong_kinds
 
 T = TypeVar("T")
 
@@ -160,7 +160,7 @@ def _made(
             return None
         return make(target)
     except Exception as error:
-        problems += to_blame(section, target, make, error)
+        problems.append(refused(section, target, error))
         return None
 
 

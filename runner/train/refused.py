@@ -1,24 +1,20 @@
-"""Find the key to blame when a ``_target_`` refuses its arguments."""
+"""Say what is wrong with the arguments of a ``_target_``."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
-from runner.config.arguments import usual
 from runner.config.problem import Problem, or_list
 from runner.config.section import Target
 from runner.data import DataUnavailable
 from runner.train import build
-
-Make = Callable[[Target], object]
 
 _KINDS = {
     bool: "true or false",
@@ -75,80 +71,17 @@ def wrong_kinds(section: str, target: Target) -> list[Problem]:
     return problems
 
 
-def to_blame(section: str, target: Target, make: Make, error: Exception) -> list[Problem]:
-    """Return a problem for each key whose value makes ``make`` fail, with the error it causes.
-
-    The search starts from the default arguments in ``conf/`` or in the signature, with which
-    ``make`` usually succeeds. It then sets one argument of ``target`` after the other, and drops
-    those that make it fail.
-
-    Args:
-        section: section of the configuration.
-        target: class or function that refused its arguments, with the arguments.
-        make: makes the object of such a target, or raises.
-        error: error that ``make(target)`` raised.
-
-    Returns:
-        At least one problem. If no key can be blamed, it is about ``_target_``.
-    """
-    if isinstance(error, build.TargetError):
-        return [Problem(f"{section}._target_", target.target, str(error))]
-    given = target.arguments
-    try:
-        settled = _start(section, target)
-        make(target.with_arguments(settled))
-    except Exception:
-        return [_named(section, target, error)]
-    problems = []
-    for name, value in given.items():
-        if name in settled and settled[name] == value:
-            continue
-        attempt = {**settled, name: value}
-        try:
-            make(target.with_arguments(attempt))
-        except Exception as caused:
-            problems.append(_problem(section, target, name, caused))
-        else:
-            settled = attempt
-    return problems or [_named(section, target, error)]
+def refused(section: str, target: Target, error: Exception) -> Problem:
+    """Return the problem that ``target`` raised ``error`` instead of taking its arguments."""
+    explains = isinstance(error, build.TargetError | DataUnavailable)
+    message = str(error) if explains else f"refused its arguments: {first_line(error)}"
+    return Problem(f"{section}._target_", target.target, message)
 
 
 def first_line(error: Exception) -> str:
     """Return the kind of an error and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _start(section: str, target: Target) -> dict[str, Any]:
-    """Return default arguments, and the given value of a required argument without a default."""
-    examples = usual(section, target.target)
-    start = {}
-    for name, value in target.arguments.items():
-        parameter = _parameters(target).get(name)
-        if name in examples:
-            start[name] = examples[name]
-        elif parameter is not None and parameter.default is parameter.empty:
-            start[name] = value
-    return start
-
-
-def _named(section: str, target: Target, error: Exception) -> Problem:
-    """Return the problem of the argument that ``error`` names first, else of the target."""
-    places = {name: re.search(rf"\b{re.escape(name)}\b", str(error)) for name in target.arguments}
-    found = {name: place.start() for name, place in places.items() if place is not None}
-    if found:
-        return _problem(section, target, min(found, key=lambda name: found[name]), error)
-    message = f"refused its arguments: {first_line(error)}"
-    return Problem(f"{section}._target_", target.target, message)
-
-
-def _problem(section: str, target: Target, name: str, error: Exception) -> Problem:
-    if isinstance(error, DataUnavailable):  # its message names the key and the remedies
-        message = str(error)
-    else:
-        says = str(error) if type(error) is ValueError else first_line(error)
-        message = f"{target.target} refuses it: {says}"
-    return Problem(f"{section}.{name}", target.arguments[name], message)
 
 
 def _parameters(target: Target) -> Mapping[str, inspect.Parameter]:

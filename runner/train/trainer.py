@@ -42,7 +42,6 @@ from runner.train.defaults import (
     warn_of_kept_gradients,
 )
 from runner.train.eval_metrics import EvalMetrics
-from runner.train.forward_order import ForwardOrder
 from runner.train.microbatch_norms import MicrobatchNorms
 from runner.train.passes import Passes
 from runner.train.probe import Probe
@@ -212,7 +211,6 @@ class Trainer:
             self.optimizer,
             self.passes,
             windows,
-            ForwardOrder.of(self.model, criterion, self.optimizer.layout),
             nonfinite,
             max_skips,
             self.booster.dtype,
@@ -253,12 +251,11 @@ class Trainer:
             callbacks.start(self)
             self.model.train()
             started = time.perf_counter()
-            with self.bad_gradients.watching():
-                for window in () if callbacks.ended else self.state.read(self.max_duration):
-                    self._step(window, started)
-                    if callbacks.ended:
-                        break
-                    started = time.perf_counter()
+            for window in () if callbacks.ended else self.state.read(self.max_duration):
+                self._step(window, started)
+                if callbacks.ended:
+                    break
+                started = time.perf_counter()
             self.state.step_schedulers()
             self._between.finish(self)
             summary = meter.summary()

@@ -1,17 +1,24 @@
-"""A checkpoint is whole or it is not there; of several the newest whole one is found."""
+"""A checkpoint is whole, or it is refused and nothing is loaded; the newest whole one is found."""
 
 import ctypes
+import hashlib
 import json
+import os
+import pickle
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
 from runner.checkpoint import folder as checkpoints
 from runner.checkpoint.folder import DamagedCheckpoint
+from tests.checkpoint.test_saver import trainer, weights
 
 
-def save(folder, step, content="x" * 100, **about):
+def write(folder, step, content="x" * 100, **about):
     part = checkpoints.begin(folder, step)
     (part / "a.safetensors").write_text(content)
     (part / "state.pt").write_text("state")
@@ -19,79 +26,91 @@ def save(folder, step, content="x" * 100, **about):
 
 
 def test_a_checkpoint_is_found_and_whole(tmp_path):
-    first, second = save(tmp_path, 9), save(tmp_path, 10)
-    assert (first.name, second.name) == ("step_000000009", "step_000000010")
-    assert checkpoints.found(tmp_path) == [second, first]
-    assert [(one, about["step"]) for one, about in checkpoints.whole(tmp_path)] == [
-        (second, 10),
-        (first, 9),
-    ]
-    assert {one.name for one in tmp_path.iterdir()} == {first.name, second.name}
-
-
-def test_there_may_be_none(tmp_path):
     assert checkpoints.found(tmp_path / "nowhere") == []
     assert list(checkpoints.whole(tmp_path)) == []
+    (tmp_path / "step_000000007").mkdir()
+    with pytest.raises(DamagedCheckpoint, match=r"is no checkpoint: manifest\.json"):
+        checkpoints.manifest_of(tmp_path / "step_000000007")
+    first, second = write(tmp_path, 9), write(tmp_path, 10)
+    assert (first.name, second.name) == ("step_000000009", "step_000000010")
+    whole = [(one, about["step"]) for one, about in checkpoints.whole(tmp_path)]
+    assert whole == [(second, 10), (first, 9)]
 
 
 def test_an_unfinished_write_leaves_the_former_one(tmp_path):
-    former = save(tmp_path, 1)
+    former = write(tmp_path, 1)
     part = checkpoints.begin(tmp_path, 2)
     (part / "a.safetensors").write_text("half")
     assert checkpoints.found(tmp_path) == [former]
-    again = checkpoints.begin(tmp_path, 2)
-    assert list(again.iterdir()) == []
+    assert list(checkpoints.begin(tmp_path, 2).iterdir()) == []
     checkpoints.prune(tmp_path, keep=3, best=None, maximizes=False)
     assert list(tmp_path.iterdir()) == [former]
 
 
-def test_the_same_step_may_be_written_again(tmp_path):
-    save(tmp_path, 1, "old")
-    again = save(tmp_path, 1, "new")
-    assert list(tmp_path.iterdir()) == [again]
-    assert (again / "a.safetensors").read_text() == "new"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems rename twice")
-def test_there_is_no_moment_without_the_checkpoint(tmp_path, monkeypatch):
-    held = save(tmp_path, 1, "old")
+@pytest.mark.parametrize("exchanged", [True, False])
+def test_a_step_is_written_again_without_a_moment_without_it(tmp_path, monkeypatch, exchanged):
+    held = write(tmp_path, 1, "old")
     rename = Path.rename
 
     def watched(path, target):
         moved = rename(path, target)
-        assert list(checkpoints.whole(tmp_path)), f"{path.name} was renamed"
+        assert not exchanged or list(checkpoints.whole(tmp_path)), f"{path.name} was renamed"
         return moved
 
     monkeypatch.setattr(Path, "rename", watched)
-    assert save(tmp_path, 1, "new") == held
+    if not exchanged:  # another system, which renames twice
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    elif sys.platform != "linux":
+        return
+    assert write(tmp_path, 1, "new") == held
+    assert list(tmp_path.iterdir()) == [held]
     assert (held / "a.safetensors").read_text() == "new"
 
 
-def test_where_folders_cannot_be_exchanged_they_are_renamed(tmp_path, monkeypatch):
-    save(tmp_path, 1, "old")
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    again = save(tmp_path, 1, "new")
-    assert list(tmp_path.iterdir()) == [again]
-    assert (again / "a.safetensors").read_text() == "new"
+def test_a_checkpoint_that_was_being_replaced_comes_back(tmp_path):
+    path = write(tmp_path, 1)
+    path.rename(tmp_path / f".{path.name}.former.part")  # the moment between two renames
+    (tmp_path / f".{path.name}.part").mkdir()
+    checkpoints.prune(tmp_path, 2, None, False)
+    assert checkpoints.found(tmp_path) == [path]
+    checkpoints.require_whole(path)
 
 
-def truncate(one):
-    one.write_text(one.read_text()[:-1])
+def test_a_checkpoint_that_is_removed_vanishes_at_once(tmp_path, monkeypatch):
+    def killed(path, **options):
+        if path.exists():
+            raise KeyboardInterrupt
+
+    for step in (1, 2):
+        write(tmp_path, step)
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.prune(tmp_path, 1, None, False)
+    assert [one.name for one in checkpoints.found(tmp_path)] == ["step_000000002"]
+    monkeypatch.undo()
+    checkpoints.prune(tmp_path, 1, None, False)
+    assert [one.name for one in tmp_path.iterdir()] == ["step_000000002"]
 
 
-def flip(one):
-    one.write_text("y" + one.read_text()[1:])
-
-
-def remove(one):
-    one.unlink()
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    for step, loss in enumerate([0.5, 0.2, float("nan"), 0.4, 0.3], 1):
+        write(tmp_path, step, metrics={"eval/loss": loss})
+    for keep, maximizes, steps in [(2, False, [5, 4, 2]), (1, True, [5, 4])]:
+        checkpoints.prune(tmp_path, keep=keep, best="eval/loss", maximizes=maximizes)
+        assert list(map(checkpoints.step_of, checkpoints.found(tmp_path))) == steps
 
 
 @pytest.mark.parametrize(
-    ("damage", "what"), [(truncate, "size"), (flip, "sha256"), (remove, "cannot be read")]
+    ("damage", "what"),
+    [
+        (lambda one: one.write_text(one.read_text()[:-1]), "size"),
+        (lambda one: one.write_text("y" + one.read_text()[1:]), "sha256"),
+        (Path.unlink, "cannot be read"),
+        (lambda one: (one.unlink(), one.mkdir()), ""),
+    ],
 )
 def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_used(tmp_path, damage, what):
-    former, newest = save(tmp_path, 1), save(tmp_path, 2)
+    former, newest = write(tmp_path, 1), write(tmp_path, 2)
     damage(newest / "a.safetensors")
     with pytest.raises(DamagedCheckpoint, match=rf"a\.safetensors.*{what}"):
         checkpoints.require_whole(newest)
@@ -101,8 +120,8 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_used(tmp_path, 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "no JSON object"),
         ("[]", "no JSON object"),
+        ('{"version": 1, "files": ' + "[" * 5000, "no JSON object"),
         ("{}", "no manifest of a checkpoint"),
         ('{"version": 1, "files": []}', "no manifest of a checkpoint"),
         ('{"version": 2, "files": {}}', "later version"),
@@ -110,32 +129,111 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_used(tmp_path, 
         ('{"version": 1, "files": {"../../etc/passwd": {}}}', "passwd', which is no file of"),
         ('{"version": 1, "files": {"..": {}}}', "'..', which is no file of"),
         ('{"version": 1, "files": {"state.pt": {}}}', "holds a.safetensors, which its manifest"),
-        ('{"version": 1, "files": ' + "[" * 5000, "no JSON object"),
     ],
 )
 def test_a_wrong_manifest_is_refused(tmp_path, text, message):
-    checkpoint = save(tmp_path, 1)
+    checkpoint = write(tmp_path, 1)
     (checkpoint / "manifest.json").write_text(text)
     with pytest.raises(DamagedCheckpoint, match=message):
         checkpoints.require_whole(checkpoint)
 
 
-def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
-    (tmp_path / "step_000000001").mkdir()
-    with pytest.raises(DamagedCheckpoint, match=r"is no checkpoint: manifest\.json"):
-        checkpoints.manifest_of(tmp_path / "step_000000001")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    training = trainer(2)
+    training.fit()
+    return training.save(tmp_path_factory.mktemp("made"))
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path):
-    losses = [0.5, 0.2, 0.9, 0.4, 0.3]
-    for step, loss in enumerate(losses, 1):
-        save(tmp_path, step, metrics={"eval/loss": loss})
-    checkpoints.prune(tmp_path, keep=2, best="eval/loss", maximizes=False)
-    steps = [json.loads((one / "manifest.json").read_text())["step"] for one in found(tmp_path)]
-    assert steps == [5, 4, 2]
-    checkpoints.prune(tmp_path, keep=1, best="eval/loss", maximizes=True)
-    assert [one.name for one in found(tmp_path)] == ["step_000000005", "step_000000004"]
+@pytest.fixture
+def checkpoint(made, tmp_path):
+    return shutil.copytree(made, tmp_path / made.name)
 
 
-def found(folder):
-    return checkpoints.found(folder)
+def refused(checkpoint, kind=DamagedCheckpoint, training=None):
+    """Return the message of the refusal; nothing was loaded, and nothing written."""
+    training = training or trainer(2)
+    before = weights(training)
+    files = {one.name: one.read_bytes() for one in checkpoint.iterdir()}
+    with pytest.raises(kind) as error:
+        training.load(checkpoint)
+    assert type(error.value) is kind
+    assert all(torch.equal(value, before[name]) for name, value in weights(training).items())
+    assert {one.name: one.read_bytes() for one in checkpoint.iterdir()} == files
+    training.fit()  # it was not changed, so it can still train
+    return str(error.value)
+
+
+def sign(checkpoint):
+    """Write a manifest that fits the files, as somebody who makes a checkpoint by hand can."""
+    path = checkpoint / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for name in manifest["files"]:
+        data = (checkpoint / name).read_bytes()
+        manifest["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    path.write_text(json.dumps(manifest))
+
+
+def shard(checkpoint):
+    [found] = checkpoint.glob("*.safetensors")
+    return found
+
+
+@pytest.mark.parametrize("name", ["state.pt", "*.safetensors"])
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.99])
+def test_one_bit_is_noticed(checkpoint, name, part):
+    [path] = checkpoint.glob(name)
+    data = bytearray(path.read_bytes())
+    data[int(part * len(data))] ^= 4
+    path.write_bytes(data)
+    message = refused(checkpoint)
+    assert str(path) in message
+    assert "sha256" in message
+
+
+class Code:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_code_is_run(checkpoint, tmp_path):
+    for write in (torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))):
+        write({"progress": Code(tmp_path / "ran")}, checkpoint / "state.pt")
+        sign(checkpoint)
+        assert "state.pt is no state of a training" in refused(checkpoint)
+        assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *([1, 2], {"epoch": 3}, torch.ones(2)),
+        *(("progress", None), ("progress", {"odd": 1}), ("schedulers", 3), ("random", None)),
+        *(("optimizers", 3), ("optimizers", {})),
+    ],
+    ids=str,
+)
+def test_a_state_of_something_else_is_refused(checkpoint, other):
+    if isinstance(other, tuple):
+        state = torch.load(checkpoint / "state.pt", weights_only=True)
+        other = state | {other[0]: other[1]}
+    torch.save(other, checkpoint / "state.pt")
+    sign(checkpoint)
+    assert "no state of a training" in refused(checkpoint)
+
+
+def test_tensors_of_another_program_or_shape_are_refused(checkpoint):
+    other = trainer(2, width=9)
+    assert "shape [8, 6] where it is stored, but [9, 6]" in refused(checkpoint, ValueError, other)
+    safetensors.torch.save_file({"transformer.h.0.attn": torch.ones(3)}, shard(checkpoint))
+    sign(checkpoint)
+    assert "does not hold" in refused(checkpoint, ValueError)
+    for data in (b"", b"\xff" * 64, b'\x08\0\0\0\0\0\0\0{"a": 1}'):
+        shard(checkpoint).write_bytes(data)
+        sign(checkpoint)
+        assert "holds no safetensors that can be read" in refused(checkpoint, ValueError)

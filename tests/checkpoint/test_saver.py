@@ -1,42 +1,58 @@
-"""A training saves the right checkpoints at the right steps, and keeps the right ones."""
+"""A training saves the right checkpoints at the right steps, keeps them, and continues exactly."""
 
 import errno
-import json
-import subprocess
-import sys
+import multiprocessing
+import os
+import random
+import signal
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint import filesystem
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
 from runner import CheckpointSaver, Trainer
 from runner.booster import SinglePlugin
 from runner.checkpoint import folder as checkpoints
 from runner.checkpoint import saver as saver_module
+from runner.clip import build
 from runner.config import disk
 from runner.config.problem import Stopped
-from runner.data.dataset import TensorPairs
+from runner.data.dataset import TensorPairs, collate_pairs
 from tests.distributed.training import Rows
+from tests.ranks import PRELOAD
 
 SAMPLES, BATCH = 40, 4
 """Ten steps an epoch."""
 
 
-def trainer(steps=23, **options):
+def trainer(
+    steps=23, *, width=8, sampler=None, schedule=None, lr=0.1, kind=torch.optim.AdamW, **more
+):
+    """A small training; with a ``sampler`` its loader is torch's own."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3))
     data = TensorPairs(torch.randn(SAMPLES, 6), torch.randint(3, (SAMPLES,)))
+    optimizer = kind(model.parameters(), lr=lr)
     settings = {
-        "optimizers": torch.optim.AdamW(model.parameters(), lr=0.1),
+        "optimizers": optimizer,
+        "schedulers": schedule(optimizer) if schedule else None,
         "eval_dataloader": SinglePlugin().prepare_dataloader(data, BATCH),
         "eval_interval": "3ba",
         "stop": lambda: 0,
     }
-    loader = SinglePlugin().prepare_dataloader(data, BATCH, shuffle=True, seed=3)
-    return Trainer(model, loader, f"{steps}ba", **settings | options)
+    if sampler is None:
+        loader = SinglePlugin().prepare_dataloader(data, BATCH, shuffle=True, seed=3)
+    else:
+        loader = DataLoader(data, BATCH, sampler=sampler, collate_fn=collate_pairs)
+    return Trainer(model, loader, f"{steps}ba", **settings | more)
 
 
 def names(folder):
@@ -44,21 +60,24 @@ def names(folder):
 
 
 def steps_of(folder):
-    return [int(one.name.removeprefix("step_")) for one in reversed(checkpoints.found(folder))]
+    return [checkpoints.step_of(one) for one in reversed(checkpoints.found(folder))]
 
 
-def manifest(checkpoint):
-    return json.loads((checkpoint / "manifest.json").read_text())
+def weights(one):
+    return {name: tensor.clone() for name, tensor in one.booster.state_dict(one.model).items()}
 
 
-@pytest.mark.parametrize("keep", [1, 2, 9])
-@pytest.mark.parametrize("asynchronous", [False, True])
+def same(one, other):
+    ours, theirs = weights(one), weights(other)
+    return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize(("keep", "asynchronous"), [(1, False), (2, True), (9, False), (1, True)])
 def test_the_newest_and_the_best_are_kept(tmp_path, keep, asynchronous):
     rows = Rows()
-    saver = CheckpointSaver(
-        tmp_path, "5ba", keep=keep, best="eval/loss", asynchronous=asynchronous, about={"a": 1}
-    )
-    trainer(saver=saver, sinks=[rows]).fit()
+    options = {"keep": keep, "best": "eval/loss", "asynchronous": asynchronous, "about": {"a": 1}}
+    made = trainer(saver=CheckpointSaver(tmp_path, "5ba", **options), sinks=[rows])
+    made.fit()
     evaluated = {row["train/step"]: row["eval/loss"] for row in rows.rows if "eval/loss" in row}
     last = {
         step: min((step - at, loss) for at, loss in evaluated.items() if at <= step)[1]
@@ -69,11 +88,17 @@ def test_the_newest_and_the_best_are_kept(tmp_path, keep, asynchronous):
     assert names(tmp_path)[0] == "final"
     assert len(names(tmp_path)) == len(steps_of(tmp_path)) + 1  # nothing unfinished
     for step in steps_of(tmp_path):
-        said = checkpoints.require_whole(tmp_path / f"step_{step:09d}")
-        assert said["metrics"]["eval/loss"] == last[step]
-        assert (said["a"], said["step"], said["world_size"]) == (1, step, 1)
+        manifest = checkpoints.require_whole(tmp_path / f"step_{step:09d}")
+        assert manifest["metrics"]["eval/loss"] == last[step]
+        assert (manifest["a"], manifest["step"], manifest["world_size"]) == (1, step, 1)
     final = checkpoints.require_whole(tmp_path / "final")
     assert (final["step"], final["metrics"]["eval/loss"]) == (23, evaluated[23])
+    [file] = (tmp_path / "final").glob("*.safetensors")
+    held, wanted = load_file(file), weights(made)
+    assert held.keys() == wanted.keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in wanted.items())
+    with pytest.raises(ValueError, match="weights alone"):
+        trainer().load(tmp_path / "final")
 
 
 @pytest.mark.parametrize(
@@ -91,65 +116,34 @@ def test_minutes_are_those_of_the_clock(tmp_path, monkeypatch):
     # Threads of other tests read the real clock.
     monkeypatch.setattr(saver_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     trainer(saver=CheckpointSaver(tmp_path, "1min", keep=9, save_final=False)).fit()
-    # Ten seconds a look, and one more for each checkpoint.
+    # The clock is read once after each step, and once for each checkpoint.
     assert steps_of(tmp_path) == [6, 12, 18]
-
-
-def test_nothing_is_saved_where_nothing_is_kept(tmp_path):
     trainer(saver=CheckpointSaver(tmp_path / "none", "5ba", keep=0, save_final=False)).fit()
     assert not (tmp_path / "none").exists()
 
 
-def weights(one):
-    return {name: tensor.clone() for name, tensor in one.booster.state_dict(one.model).items()}
-
-
-def test_the_final_weights_are_those_of_the_end(tmp_path):
-    made = trainer(saver=CheckpointSaver(tmp_path, None))
-    made.fit()
-    wanted = weights(made)
-    from safetensors.torch import load_file
-
-    held = {}
-    for file in (tmp_path / "final").glob("*.safetensors"):
-        held |= load_file(file)
-    assert held.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(held[name], tensor), name
-    with pytest.raises(ValueError, match="weights alone"):
-        trainer().load(tmp_path / "final")
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_training_that_is_asked_to_stop_saves_and_continues_later(tmp_path, asynchronous):
+    def asked(step, **options):
+        made = trainer(stop=lambda: 10 if made.state.progress.step >= step else 0, **options)
+        return made
+
+    assert asked(22, saver=CheckpointSaver(tmp_path / "ended", None)).fit()["steps"] == 23
+    assert names(tmp_path / "ended") == ["final"]
+    without = asked(0)
+    with pytest.raises(Stopped):
+        without.fit()
+    assert without.state.progress.step == 1
     whole = trainer()
     whole.fit()
-    saver = CheckpointSaver(tmp_path, "9ba", asynchronous=asynchronous)
-    stopped = trainer(saver=saver)
-    stopped._between.stop = lambda: 10 if stopped.state.progress.step >= 12 else 0
     with pytest.raises(Stopped) as caught:
-        stopped.fit()
+        asked(12, saver=CheckpointSaver(tmp_path, "9ba", asynchronous=asynchronous)).fit()
     assert caught.value.signal == 10
     assert steps_of(tmp_path) == [9, 13]
     again = trainer()
     again.load(tmp_path / "step_000000013")
     again.fit()
-    for name, tensor in weights(whole).items():
-        assert torch.equal(weights(again)[name], tensor), name
-
-
-def test_a_training_that_has_ended_has_not_stopped(tmp_path):
-    made = trainer(saver=CheckpointSaver(tmp_path, None))
-    made._between.stop = lambda: 15 if made.state.progress.step == 22 else 0
-    assert made.fit()["steps"] == 23
-    assert names(tmp_path) == ["final"]
-
-
-def test_without_a_saver_it_stops_too():
-    made = trainer(stop=lambda: 15)
-    with pytest.raises(Stopped):
-        made.fit()
-    assert made.state.progress.step == 1
+    assert same(again, whole)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -167,84 +161,71 @@ def test_a_full_disk_is_named_and_the_former_checkpoint_stays(tmp_path, monkeypa
     with pytest.raises(OSError, match=f"no checkpoint can be written to {tmp_path}") as caught:
         trainer(saver=saver, sinks=[rows]).fit()
     assert caught.value.errno == errno.ENOSPC
-    assert f"the disk {disk.mount_of(tmp_path)} is full after" in str(caught.value)
+    assert f"the disk {disk.mount_of(tmp_path)} is full" in str(caught.value)
     # An asynchronous write has failed by the next step, or shows at the next checkpoint.
     assert 10 <= len(rows.rows) <= (15 if asynchronous else 10)
     assert names(tmp_path) == ["step_000000005"]
-    again = trainer()
-    again.load(tmp_path / "step_000000005")
-
-
-def test_a_checkpoint_that_does_not_fit_is_not_begun(tmp_path, monkeypatch):
+    trainer().load(tmp_path / "step_000000005")
     usage = namedtuple("usage", "total used free")(1000, 0, 1000)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match=r"needs [\d.]+ kB, but the disk /.* has 1 kB left"):
-        trainer(saver=CheckpointSaver(tmp_path, "5ba")).fit()
-    assert names(tmp_path) == []
+        trainer(saver=CheckpointSaver(tmp_path / "other", "5ba")).fit()
+    assert names(tmp_path / "other") == []
 
 
-def test_checkpoints_of_a_later_step_belong_to_a_course_that_was_left(tmp_path):
+def test_checkpoints_of_another_course(tmp_path):
+    """Those of an earlier training stay; those after the step to go on from are replaced."""
     trainer(20, saver=CheckpointSaver(tmp_path, "5ba", keep=9)).fit()
+    before = sorted(tmp_path.rglob("*"))
     again = trainer(12, saver=CheckpointSaver(tmp_path, "1ba", keep=2))
+    with pytest.raises(ValueError, match="holds step_000000020 of an earlier training"):
+        again.fit()
+    assert again.state.progress.step == 0
+    assert sorted(tmp_path.rglob("*")) == before
     again.load(tmp_path / "step_000000010")
     again.fit()
     assert steps_of(tmp_path) == [11, 12]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from runner import CheckpointSaver
-from runner.checkpoint import folder
-from tests.checkpoint.test_saver import trainer
+# -- a process that is killed while it writes
 
-moment, path = sys.argv[1], Path(sys.argv[2])
-steps = []
+MOMENTS = {
+    "before tensors": (filesystem.FileSystem, "create_stream", False),
+    "inside tensors": (filesystem, "_write_item", False),
+    "after tensors": (filesystem, "_write_files_from_queue", True),
+    "before manifest": (checkpoints, "complete", False),
+    "inside manifest": (checkpoints, "encode", True),
+    "before rename": (Path, "rename", False),
+    "after rename": (Path, "rename", True),
+}
 
-def planted(of, name, after=False):
-    real = getattr(of, name)
+
+def killed_at_the_second_checkpoint(moment, folder, asynchronous):
+    of, name, after = MOMENTS[moment]
+    begun, begin, real = [], checkpoints.begin, getattr(of, name)
+
     def dying(*args, **options):
-        if len(steps) == 2 and not after:
+        if len(begun) == 2 and not after:
             os.kill(os.getpid(), signal.SIGKILL)
         result = real(*args, **options)
-        if len(steps) == 2:
+        if len(begun) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
+
+    checkpoints.begin = lambda *args: (begun.append(args), begin(*args))[1]
     setattr(of, name, dying)
-
-begin = folder.begin
-def counted(*args):
-    steps.append(args)
-    return begin(*args)
-folder.begin = counted
-from torch.distributed.checkpoint import filesystem
-{
-    "before tensors": lambda: planted(filesystem.FileSystem, "create_stream"),
-    "inside tensors": lambda: planted(filesystem, "_write_item"),
-    "after tensors": lambda: planted(filesystem, "_write_files_from_queue", True),
-    "before manifest": lambda: planted(folder, "complete"),
-    "inside manifest": lambda: planted(folder, "encode", True),
-    "before rename": lambda: planted(Path, "rename"),
-    "after rename": lambda: planted(Path, "rename", True),
-}[moment]()
-trainer(saver=CheckpointSaver(path, "5ba", keep=1, asynchronous=sys.argv[3] == "True")).fit()
-"""
+    trainer(saver=CheckpointSaver(folder, "5ba", keep=1, asynchronous=asynchronous)).fit()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(
-    "moment",
-    [
-        *("before tensors", "inside tensors", "after tensors", "before manifest"),
-        *("inside manifest", "before rename", "after rename"),
-    ],
-)
-@pytest.mark.product(every=5)
-def test_a_write_that_is_killed_leaves_the_checkpoint_before_it(tmp_path, moment, asynchronous):
-    root = Path(__file__).resolve().parents[2]
-    words = [sys.executable, "-c", KILLED, moment, str(tmp_path), str(asynchronous)]
-    done = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=120)
-    assert done.returncode == -9, done.stderr
+@pytest.mark.parametrize(("number", "moment"), [*enumerate(MOMENTS)])
+def test_a_write_that_is_killed_leaves_the_checkpoint_before_it(tmp_path, number, moment):
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    process = multiprocessing.get_context("forkserver").Process(
+        target=killed_at_the_second_checkpoint, args=(moment, tmp_path, number % 2 == 1)
+    )
+    process.start()
+    process.join(170)
+    assert process.exitcode == -signal.SIGKILL
     whole = trainer()
     whole.fit()
     newest, _ = next(checkpoints.whole(tmp_path))
@@ -252,64 +233,138 @@ def test_a_write_that_is_killed_leaves_the_checkpoint_before_it(tmp_path, moment
     again = trainer(saver=CheckpointSaver(tmp_path, "5ba", keep=1))
     again.load(newest)
     again.fit()
-    for name, tensor in weights(whole).items():
-        assert torch.equal(weights(again)[name], tensor), name
+    assert same(again, whole)
     assert names(tmp_path) == ["final", "step_000000020"]
 
 
-FULL = """
-import shutil, sys
-from pathlib import Path
-from runner import CheckpointSaver
-from runner.checkpoint import content
-from tests.checkpoint.test_saver import names, trainer
+class Drawn(Sampler):
+    """Draws an order from a generator of its own."""
 
-folder = Path(sys.argv[1])
-asynchronous, moment = sys.argv[2] == "True", sys.argv[3]
-if moment == "while tensors are written":
-    content.require_space = lambda folder, tensors: None
-made = trainer(saver=CheckpointSaver(folder, "5ba", keep=2, asynchronous=asynchronous))
-step = made._step
-def filling(*args):
-    step(*args)
-    if made.state.progress.step == 8:
-        made.saver.wait()
-        free = shutil.disk_usage(folder).free
-        rest = 16384 if moment == "while the state is written" else 0
-        (folder.parent / "other").write_bytes(b"x" * (free - rest))
-made._step = filling
-try:
-    made.fit()
-except OSError as error:
-    print(error.errno, error, names(folder), sep="|")
-trainer().load(folder / "step_000000005")
-"""
+    def __init__(self, generator):
+        self.source = generator
+
+    def __len__(self):
+        return SAMPLES
+
+    def __iter__(self):
+        draw = self.source.random
+        return iter(sorted(range(SAMPLES), key=lambda _: draw()))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+def torchs(seed=1):
+    return torch.Generator().manual_seed(seed)
+
+
+SAMPLERS = {
+    "torch": lambda: RandomSampler(range(SAMPLES), generator=torchs()),
+    "weighted": lambda: WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=torchs()),
+    "numpy": lambda: Drawn(np.random.default_rng(1)),
+    "old numpy": lambda: Drawn(np.random.RandomState(1)),
+    "python": lambda: Drawn(random.Random(1)),
+}
+SCHEDULES = {
+    "multi-step": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 9]),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),
+    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 9)],
+        [4],
+    ),
+    "NumPy's numbers": lambda optimizer: lr_scheduler.LambdaLR(
+        optimizer, lambda step: np.cos(step / 30)
+    ),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize(("sampler", "schedule"), [*zip(SAMPLERS, SCHEDULES, strict=True)])
+def test_generators_of_samplers_and_torchs_schedules_continue(tmp_path, sampler, schedule):
+    def made(steps):
+        options = {"sampler": SAMPLERS[sampler](), "schedule": SCHEDULES[schedule]}
+        return trainer(steps, eval_dataloader=None, **options)
+
+    whole = made(18)
+    whole.fit()
+    first = made(13)
+    first.fit()
+    path = first.save(tmp_path)
+    later = made(18)
+    later.load(path)
+    later.fit()
+    assert same(later, whole)
+
+
+class Stateless:
+    """A schedule with nothing but a step."""
+
+    def __init__(self, optimizer):
+        pass
+
+    def step(self):
+        pass
+
+
+class Odd(lr_scheduler.ConstantLR):
+    """Has an object in its state that only its own code can make."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.path = SimpleNamespace()
+
+
+@pytest.mark.parametrize(("schedule", "why"), [(Odd, "SimpleNamespace"), (Stateless, "state_dict")])
+def test_a_state_that_cannot_be_loaded_again_is_refused_before_a_step(tmp_path, schedule, why):
+    made = trainer(schedule=schedule, saver=CheckpointSaver(tmp_path, "5ba"))
+    with pytest.raises(ValueError, match=why):
+        made.fit()
+    assert made.state.progress.step == 0
+    with pytest.raises(ValueError, match=why):
+        made.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    trainer(3, schedule=schedule).fit()  # without checkpoints it is no fault
+
+
+def half(optimizer):
+    return lr_scheduler.StepLR(optimizer, 5, 0.5)
+
+
+def test_settings_that_are_kept_are_those_of_the_trainer(tmp_path):
+    first = trainer(7, schedule=half, algorithms=build("norm", threshold=2.0))
+    first.fit()
+    path = first.save(tmp_path)
+    for keep, rate, threshold in [((), 0.05, 2.0), (("lr", "threshold"), 0.15, 0.5)]:
+        later = trainer(12, schedule=half, lr=0.3, algorithms=build("norm", threshold=0.5))
+        later.load(path, keep=keep)
+        [group] = later.optimizer.param_groups
+        assert group["lr"] == pytest.approx(rate)
+        assert later.state.mode.threshold == threshold
+        later.fit()
+        assert group["lr"] == pytest.approx(rate / 2)
+    later = trainer(12, schedule=half)
+    later.optimizer.param_groups[0]["weight_decay"] = 0.7
+    later.load(path, keep=["weight_decay"])
+    assert later.optimizer.param_groups[0]["weight_decay"] == 0.7
+    assert later.optimizer.param_groups[0]["lr"] == 0.05
+
+
 @pytest.mark.parametrize(
-    "moment",
-    ["before the write", "while tensors are written", "while the state is written"],
+    ("options", "message"),
+    [
+        ({"kind": torch.optim.SGD}, "the state is that of AdamW, not of SGD"),
+        ({"schedule": half}, "that of 0 schedulers, this run has 1"),
+    ],
 )
-@pytest.mark.product(every=3)
-def test_a_disk_that_fills_up_is_named(tmp_path, asynchronous, moment):
-    mount = ["unshare", "--mount", "sh", "-c"]
-    if subprocess.run([*mount, "mount -t tmpfs none /mnt"], capture_output=True).returncode:
-        pytest.skip("needs the right to mount a file system")
-    root = Path(__file__).resolve().parents[2]
-    script = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
-    home = tmp_path / "checkpoints"
-    words = [sys.executable, "-c", FULL, str(home), str(asynchronous), moment]
-    done = subprocess.run(
-        [*mount, script, str(tmp_path), *words],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    number, message, left = done.stdout.strip().split("|")
-    assert int(number) == errno.ENOSPC
-    assert f"no checkpoint can be written to {home}" in message
-    assert f"the disk {tmp_path} " in message
-    assert left == "['step_000000005']"
+def test_another_optimizer_or_schedule_is_refused_before_anything_is_loaded(
+    tmp_path, options, message
+):
+    first = trainer(7)
+    first.fit()
+    path = first.save(tmp_path)
+    other, untouched = trainer(**options), trainer(**options)
+    with pytest.raises(ValueError, match=message):
+        other.load(path)
+    assert not any(each.state for each in other.optimizer.optimizers)
+    for one in (other, untouched):
+        torch.manual_seed(1)
+        one.fit()
+    assert same(other, untouched)

@@ -1,3 +1,5 @@
+"""Every step reads the same samples, however its batch is split over ranks and microbatches."""
+
 from itertools import chain
 
 import pytest
@@ -6,15 +8,15 @@ from torch.utils.data import DataLoader
 
 from runner.data import EmptyPart, PartitionedBatches, TensorPairs, collate_pairs
 
+LENGTHS = (1, 2, 7, 8, 9, 23, 31, 32, 33, 1437)
+
 
 def sampler_of(length, batch_size, rank=0, world_size=1, *, shuffle=True, drop_last=False, seed=0):
     return PartitionedBatches(length, batch_size, rank, world_size, shuffle, drop_last, seed)
 
 
-def ranks(length, batch_size, world_size, **options):
-    return [
-        sampler_of(length, batch_size, rank, world_size, **options) for rank in range(world_size)
-    ]
+def ranks(length, batch_size, world, **options):
+    return [sampler_of(length, batch_size, rank, world, **options) for rank in range(world)]
 
 
 def real_batches(sampler):
@@ -22,58 +24,39 @@ def real_batches(sampler):
     return [[] if sampler.weightless(m) else list(batch) for m, batch in enumerate(sampler)]
 
 
-def windows(length, batch_size, world_size, steps, epoch=0):
+def steps_of(length, batch_size, world, steps, epoch):
     """The samples of each optimizer step of an epoch, over all ranks and microbatches."""
-    samplers = ranks(length, batch_size, world_size)
+    samplers = ranks(length, batch_size, world)
     for sampler in samplers:
         sampler.set_epoch(epoch)
-    microbatches = [list(chain(*parts)) for parts in zip(*map(real_batches, samplers), strict=True)]
-    return [
-        sorted(chain(*microbatches[start : start + steps]))
-        for start in range(0, len(microbatches), steps)
-    ]
-
-
-LENGTHS = [1, 2, 7, 8, 9, 23, 31, 32, 33, 1437]
+    batches = [list(chain(*parts)) for parts in zip(*map(real_batches, samplers), strict=True)]
+    return [sorted(chain(*batches[at : at + steps])) for at in range(0, len(batches), steps)]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize(
-    ("batch_size", "world_size", "steps"),
-    [(4, 2, 1), (2, 4, 1), (1, 8, 1), (2, 1, 4), (1, 1, 8), (2, 2, 2), (1, 4, 2)],
-)
-def test_a_step_reads_the_same_samples_however_its_batch_is_split(
-    length, batch_size, world_size, steps
-):
+def test_a_step_reads_the_same_samples_however_its_batch_is_split(length):
     for epoch in (0, 3):
-        assert windows(length, batch_size, world_size, steps, epoch) == windows(
-            length, 8, 1, 1, epoch
-        )
+        whole = steps_of(length, 8, 1, 1, epoch)
+        assert sorted(chain(*whole)) == list(range(length))
+        for split in ((4, 2, 1), (2, 4, 1), (1, 8, 1), (2, 1, 4), (1, 1, 8), (2, 2, 2), (1, 4, 2)):
+            assert steps_of(length, *split, epoch) == whole, split
+    # The parts of ranks in a row are the slice of one process, the longer ones first.
+    for world in (2, 3, 5):
+        whole, samplers = list(sampler_of(length, 4 * world)), ranks(length, 4, world)
+        assert {len(sampler) for sampler in samplers} == {len(whole)}
+        for microbatch, batch in enumerate(whole):
+            parts = [real_batches(sampler)[microbatch] for sampler in samplers]
+            assert list(chain(*parts)) == batch
+            assert samplers[0].parts(microbatch) == parts
+            sizes = list(map(len, parts))
+            assert sizes == sorted(sizes, reverse=True)
+            assert sizes[0] - sizes[-1] <= 1
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_the_parts_of_the_ranks_in_a_row_are_the_slice_of_one_process(length, world_size):
-    whole = list(sampler_of(length, 4 * world_size))
-    samplers = ranks(length, 4, world_size)
-    for microbatch, batch in enumerate(whole):
-        parts = [real_batches(sampler)[microbatch] for sampler in samplers]
-        assert list(chain(*parts)) == batch
-        assert samplers[0].parts(microbatch) == parts
-    assert all(len(sampler) == len(whole) for sampler in samplers)
-
-
-def test_parts_are_balanced_with_the_longer_ones_first():
-    # Microbatches of 4 ranks times 4: the last holds 22 - 16 = 6 samples.
-    sampler = sampler_of(22, 4, world_size=4)
-    assert [len(part) for part in sampler.parts(0)] == [4, 4, 4, 4]
-    assert [len(part) for part in sampler.parts(1)] == [2, 2, 1, 1]
-
-
-def test_a_rank_without_a_sample_gets_one_of_the_microbatch_marked_weightless():
+def test_an_empty_part_holds_a_weightless_stand_in():
     samplers = ranks(9, 4, 2)
-    assert samplers[0].parts(1)[1] == []
     batch = list(samplers[1])[1]
+    assert samplers[0].parts(1)[1] == []
     assert isinstance(batch, EmptyPart)
     assert batch.weightless
     assert batch == samplers[0].parts(1)[0]
@@ -81,97 +64,51 @@ def test_a_rank_without_a_sample_gets_one_of_the_microbatch_marked_weightless():
     assert not samplers[1].weightless(0)
 
 
-def test_an_epoch_reads_every_sample_once_and_epochs_differ():
-    sampler = sampler_of(100, 8)
-    orders = []
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        orders.append(list(chain(*sampler)))
-        assert sorted(orders[-1]) == list(range(100))
-    assert orders[0] != orders[1] != orders[2] != orders[0]
-
-
 def test_the_order_is_that_of_seed_and_epoch_alone():
     def order(seed, epoch):
         sampler = sampler_of(100, 8, seed=seed)
-        list(sampler)
+        running = iter(sampler)
+        first = next(running)
         sampler.set_epoch(epoch)
+        assert [first, *running] == list(sampler_of(100, 8, seed=seed))  # it keeps its epoch
         return list(sampler)
 
     assert order(1, 2) == order(1, 2)
-    # Adding the two would make these pairs the same.
-    assert order(0, 1) != order(1, 0)
-    assert order(1, 2) != order(2, 1)
-
-
-def test_without_shuffle_samples_keep_their_order_in_every_epoch():
+    orders = [order(seed, epoch) for seed in range(3) for epoch in range(3)]
+    assert all(orders.count(one) == 1 for one in orders)  # seed and epoch are not just added
     sampler = sampler_of(5, 2, shuffle=False)
     for epoch in range(2):
         sampler.set_epoch(epoch)
         assert list(sampler) == [[0, 1], [2, 3], [4]]
-
-
-@pytest.mark.parametrize(("length", "kept"), [(16, 2), (17, 2), (23, 2), (7, 0), (0, 0)])
-def test_drop_last_leaves_whole_microbatches_only(length, kept):
-    for sampler in ranks(length, 4, 2, drop_last=True):
-        batches = list(sampler)
-        assert len(batches) == len(sampler) == kept
-        assert all(len(batch) == 4 for batch in batches)
-
-
-def test_a_start_skips_microbatches_once_and_leaves_the_length():
-    sampler = sampler_of(50, 8)
-    whole = list(sampler)
-    sampler.set_start(5)
-    assert len(sampler) == 7
-    assert list(sampler) == whole[5:]
-    assert list(sampler) == whole
-    sampler.set_start(7)
-    assert list(sampler) == []
+    for length, kept in ((16, 2), (17, 2), (23, 2), (7, 0), (0, 0)):
+        for sampler in ranks(length, 4, 2, drop_last=True):
+            assert [len(batch) for batch in sampler] == [4] * kept
+            assert len(sampler) == kept
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_starts_there_with_and_without_worker_processes(workers):
+def test_a_start_skips_microbatches_once_and_leaves_the_length(workers):
     data = TensorPairs(torch.arange(50.0), torch.arange(50))
-    loader = DataLoader(data, batch_sampler=sampler_of(50, 8), num_workers=workers)
-    whole = [inputs.tolist() for inputs, _ in loader]
-    loader.batch_sampler.set_start(5)
-    assert [inputs.tolist() for inputs, _ in loader] == whole[5:]
-    assert [inputs.tolist() for inputs, _ in loader] == whole
-
-
-def test_an_iteration_under_way_keeps_its_epoch():
-    sampler = sampler_of(50, 8)
-    whole = list(sampler)
-    running = iter(sampler)
-    first = next(running)
-    sampler.set_epoch(1)
-    assert [first, *running] == whole
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_reads_the_dealt_samples(workers):
-    data = TensorPairs(torch.arange(9.0), torch.arange(9))
-    sampler = sampler_of(9, 4, rank=1, world_size=2)
+    sampler = sampler_of(50, 4, rank=1, world_size=2)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=collate_pairs, num_workers=workers)
-    assert len(loader) == 2
-    assert [targets.tolist() for _, targets in loader] == [list(batch) for batch in sampler]
+    whole = list(map(list, sampler))
+    for start in (0, 5, 7):
+        sampler.set_start(start)
+        assert len(sampler) == len(loader) == 7
+        assert [targets.tolist() for _, targets in loader] == whole[start:]
+    assert [targets.tolist() for _, targets in loader] == whole
 
 
-@pytest.mark.parametrize(
-    ("length", "batch_size", "rank", "world_size"),
-    [(-1, 1, 0, 1), (1, 0, 0, 1), (1, 1, 0, 0), (1, 1, 1, 1), (1, 1, -1, 2)],
-)
-def test_sizes_out_of_range_are_refused(length, batch_size, rank, world_size):
-    with pytest.raises(ValueError, match=r"at least|is not one of"):
-        sampler_of(length, batch_size, rank, world_size)
-
-
-def test_a_microbatch_outside_the_epoch_is_refused():
+def test_wrong_sizes_and_places_are_refused():
+    for sizes in ((-1, 1, 0, 1), (1, 0, 0, 1), (1, 1, 0, 0), (1, 1, 1, 1), (1, 1, -1, 2)):
+        with pytest.raises(ValueError, match=r"at least|is not one of"):
+            sampler_of(*sizes)
     sampler = sampler_of(9, 4)
-    with pytest.raises(IndexError, match="microbatch 3 is not one of 0 to 2"):
-        sampler.parts(3)
-    with pytest.raises(IndexError, match="-1"):
-        sampler.weightless(-1)
+    for method in (sampler.parts, sampler.weightless):
+        for microbatch in (3, -1):
+            with pytest.raises(IndexError, match=f"microbatch {microbatch} is not one of 0 to 2"):
+                method(microbatch)
     with pytest.raises(ValueError, match="microbatch 4 is not one of 0 to 3"):
         sampler.set_start(4)
+    with pytest.raises(ValueError, match="3 inputs do not pair with 2 targets"):
+        TensorPairs(torch.zeros(3, 1), torch.zeros(2))

@@ -26,12 +26,11 @@ def test_a_run_that_only_skips_steps_fails(environment, words, limit):
     assert "train/loss" in json.loads(rows[-1])
     for text in (done.stderr, (folder / "runner.log").read_text()):
         assert text.count(" was skipped: the gradient's norm is") == 1
-        assert "parameters, from " in text
-        assert "microbatch 1 of 1" in text
+        assert "parameters" in text
         assert "Its samples: " in text
         assert text.count("10 steps in a row were skipped, up to step") == 1
         assert f"{limit} steps in a row were skipped" in text
         assert "try a lower learning rate (now" in text
     error = status["error"].splitlines()[-1]
-    assert "the largest weight is" in error
+    assert "the gradient's norm is" in error
     assert "Traceback" not in done.stderr

@@ -1,24 +1,21 @@
-"""Which parameters Muon steps, and that both optimizers are torch's with the given settings."""
+"""Which parameters Muon steps, that both optimizers are torch's, and Adam as HybridAdam."""
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon
+from torch.optim import Adam, AdamW, Muon
 
+from runner import HybridAdam
 from runner.clip.head import head_weights
 from runner.models.gpt import GPT
 from runner.optim.muon import NoHiddenMatrix, hidden_matrices, muon_with_adamw
 
 SHAPE = {"vocabulary": 17, "context": 8, "layers": 2, "heads": 2, "width": 8, "dropout": 0.0}
-INNER = ("attention.query", "attention.key", "attention.value", "attention.out")
-HIDDEN = {
-    f"blocks.{block}.{layer}.weight"
-    for block in range(2)
-    for layer in (*INNER, "mlp.up", "mlp.down")
-}
+INNER = [f"attention.{name}" for name in ("query", "key", "value", "out")] + ["mlp.up", "mlp.down"]
+HIDDEN = {f"blocks.{block}.{layer}.weight" for block in range(2) for layer in INNER}
 
 
-def gpt(tied):
+def gpt(tied=False):
     torch.manual_seed(0)
     return GPT(**SHAPE, tied=tied, bias=True)
 
@@ -39,93 +36,44 @@ class Mixed(nn.Module):
         self.classifier = nn.Linear(4, 3)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_transformer(tied):
-    model = gpt(tied)
-    assert set(hidden_matrices(model, head_weights(model))) == HIDDEN
-
-
-def test_each_kind_of_parameter():
+def test_hidden_matrices_are_those_of_inner_layers():
+    for model in (gpt(), gpt(tied=True)):
+        assert set(hidden_matrices(model, head_weights(model))) == HIDDEN
     model = Mixed()
     heads = head_weights(model)
     found = set(hidden_matrices(model, heads))
     assert found == {"recurrent.weight_ih_l0", "recurrent.weight_hh_l0", "router.weight"}
     assert "classifier.weight" in set(hidden_matrices(model))  # without heads it is a matrix
-    fewer = set(hidden_matrices(model, heads, ["router.*"]))
-    assert fewer == found - {"router.weight"}
-
-
-def test_a_pattern_that_matches_nothing_is_refused():
+    assert set(hidden_matrices(model, heads, ["router.*"])) == found - {"router.weight"}
     with pytest.raises(ValueError, match=r"exclude: ruoter\.\* matches no parameter of: class_emb"):
-        list(hidden_matrices(Mixed(), (), ["ruoter.*"]))
-
-
-def test_a_model_without_a_hidden_matrix_is_refused():
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4, 2))
-    with pytest.raises(NoHiddenMatrix, match="Sequential has no hidden matrix, which Muon is for"):
-        muon_with_adamw(model, heads=["2.weight"])
-
-
-def test_every_parameter_is_stepped_once_and_those_of_a_criterion_by_adamw():
-    model, criterion = gpt(True), nn.Linear(2, 2)
-    optimizers = muon_with_adamw(
-        model,
-        heads=head_weights(model),
-        others=[*criterion.parameters(), model.embed.weight],
-    )
-    assert [type(each) for each in optimizers] == [Muon, AdamW]
-    stepped = [id(p) for each in optimizers for g in each.param_groups for p in g["params"]]
-    assert len(stepped) == len(set(stepped))
-    assert set(stepped) == {id(p) for p in (*model.parameters(), *criterion.parameters())}
-    assert {id(p) for p in optimizers[0].param_groups[0]["params"]} == {
-        id(model.get_parameter(name)) for name in HIDDEN
-    }
-
-
-def test_muon_alone_where_nothing_is_left():
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    [muon] = muon_with_adamw(model)
+        list(hidden_matrices(model, (), ["ruoter.*"]))
+    with pytest.raises(NoHiddenMatrix, match="Sequential has no hidden matrix"):
+        muon_with_adamw(nn.Sequential(nn.Linear(4, 2)), heads=["0.weight"])
+    [muon] = muon_with_adamw(nn.Sequential(nn.Linear(3, 3, bias=False)))
     assert type(muon) is Muon
 
 
+def test_every_parameter_is_stepped_once_and_those_of_a_criterion_by_adamw():
+    model, criterion = gpt(tied=True), nn.Linear(2, 2)
+    others = [*criterion.parameters(), model.embed.weight]
+    optimizers = muon_with_adamw(model, heads=head_weights(model), others=others)
+    muon, adamw = ([id(p) for g in o.param_groups for p in g["params"]] for o in optimizers)
+    assert set(muon) == {id(model.get_parameter(name)) for name in HIDDEN}
+    every = {id(p) for p in (*model.parameters(), *criterion.parameters())}
+    assert sorted(muon + adamw) == sorted(every)
+
+
 def test_steps_are_those_of_torch_with_these_settings():
-    model, other = gpt(False), gpt(False)
-    ours = muon_with_adamw(
-        model,
-        heads=head_weights(model),
-        lr=0.03,
-        momentum=0.8,
-        nesterov=False,
-        weight_decay=0.2,
-        eps=1e-6,
-        ns_steps=3,
-        adjust_lr_fn="match_rms_adamw",
-        adamw_lr=0.004,
-        adamw_betas=(0.7, 0.8),
-        adamw_eps=1e-5,
-        adamw_weight_decay=0.3,
-        fused=False,
-    )
+    model, other = gpt(), gpt()
+    muon = {"lr": 0.03, "momentum": 0.8, "nesterov": False, "weight_decay": 0.2, "eps": 1e-6}
+    muon |= {"ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}
+    adamw = {"lr": 0.004, "betas": (0.7, 0.8), "eps": 1e-5, "weight_decay": 0.3}
+    settings = muon | {f"adamw_{name}": value for name, value in adamw.items()}
+    ours = muon_with_adamw(model, heads=head_weights(model), **settings, fused=False)
     named = dict(other.named_parameters())
     theirs = [
-        Muon(
-            [p for name, p in named.items() if name in HIDDEN],
-            lr=0.03,
-            momentum=0.8,
-            nesterov=False,
-            weight_decay=0.2,
-            eps=1e-6,
-            ns_steps=3,
-            adjust_lr_fn="match_rms_adamw",
-        ),
-        AdamW(
-            [p for name, p in named.items() if name not in HIDDEN],
-            lr=0.004,
-            betas=(0.7, 0.8),
-            eps=1e-5,
-            weight_decay=0.3,
-            fused=False,
-        ),
+        Muon([p for name, p in named.items() if name in HIDDEN], **muon),
+        AdamW([p for name, p in named.items() if name not in HIDDEN], **adamw, fused=False),
     ]
     tokens = torch.arange(32).reshape(4, 8) % 17
     for _ in range(4):
@@ -136,3 +84,23 @@ def test_steps_are_those_of_torch_with_these_settings():
                 optimizer.zero_grad()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, named[name]), name
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adam])
+def test_hybrid_adam_is_torchs_with_the_defaults_of_colossal_ai(kind):
+    plain, weight = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    theirs = kind([plain], lr=0.05, eps=1e-6, weight_decay=0.1, foreach=False)
+    options = {"eps": 1e-6, "weight_decay": 0.1, "adamw_mode": kind is AdamW}
+    ours = HybridAdam([weight], lr=0.05, **options)
+    assert type(ours) is kind
+    for step in range(5):
+        for parameter, optimizer in ((plain, theirs), (weight, ours)):
+            parameter.grad = torch.tensor([1.0, -2.0, 0.1 * step])
+            optimizer.step()
+    torch.testing.assert_close(weight, plain, rtol=1e-6, atol=1e-7)
+    group = HybridAdam([weight]).param_groups[0]
+    wanted = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "fused": True}
+    assert {name: group[name] for name in wanted} == wanted
+    for option in ({"bias_correction": False}, {"nvme_offload_fraction": 0.5}):
+        with pytest.raises(ValueError, match=r"bias_correction=True|LowLevelZeroPlugin"):
+            HybridAdam([weight], **option)

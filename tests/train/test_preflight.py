@@ -1,4 +1,4 @@
-"""What only torch can tell about a request is told before anything is created."""
+"""What only torch can find out about a request is reported before anything is created."""
 
 from functools import partial
 
@@ -6,232 +6,253 @@ import pytest
 import torch
 
 from runner.cli.main import main
-from runner.train import preflight
+from runner.compose.request import request
+from runner.config.folders import options
+from runner.run_folder.status import objective_of
+from runner.train import build, fit, preflight, progress
+from runner.train.job import execute
+from runner.train.known_length import known_length
+from tests.distributed.training import Rows
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 
-LBFGS = ["~optimizer.weight_decay", "~optimizer.nesterov"]
-IN_BACKWARD = [
-    *("clip=value", "clip.when=backward"),
-    *("clip.step_in_backward=true", "clip.nonfinite=error"),
-]
-TEXT = ["model=gpt", "data=text"]
-UNKNOWN = "plugin.tp_plan={blocks.*.mlp.upp:colwise}"
-SEQUENCE = "plugin.sequence_parallel=true"
-TWICE = "plugin.schedule=interleaved_1f1b"
-BARE = ["~data.seed", "~data.test_fraction"]
-REGRESSION = "tests.odd_data.regression"
+ODD = "~data.seed ~data.test_fraction data._target_=tests.odd_data"
+STEP_LR = "scheduler._target_=torch.optim.lr_scheduler.StepLR"
+TEXT = "model=gpt data=text"
+ADAFACTOR = f"{TEXT} optimizer=adafactor plugin.nproc=2"
+LBFGS = "optimizer._target_=torch.optim.LBFGS ~optimizer.momentum"
+TENSOR, PIPELINE = (f"{TEXT} plugin={one} plugin.nproc=2" for one in ("tensor", "pipeline"))
+
 WRONG = [
-    (["model._target_=runner.models.cnn.DigitsCN"], ["model._target_", "DigitsCN"]),
-    (["model._target_=no_such_package.Net"], ["model._target_", "no_such_package"]),
-    (["model._target_=tests.odd_data.Net"], ["'Net' is importable from module 'tests.odd"]),
+    # Targets that do not exist, or are of the wrong kind
+    ("model._target_=runner.models.cnn.DigitsCN", ["model._target_", "DigitsCN"]),
+    ("model._target_=math.sqrt ~model.width ~model.num_classes", ["model._target_"]),
+    ("optimizer._target_=tests.refusing.listed", ["optimizer._target_", "not a torch.optim.Opt"]),
+    # Arguments that a target does not take
+    ("+model.widht=3", ["(1 problem)", "model.widht=3", "did you mean width?", "~model.widht."]),
+    ("model._target_=tests.verify.nets.Single", ["(2 problems)", "model.num_classes=10  "]),
+    (f"{STEP_LR} +scheduler.step_size=3", ["scheduler.eta_min=", "has no such argument"]),
+    (f"{STEP_LR} ~scheduler.eta_min", ["scheduler._target_", "TypeError", "step_size"]),
+    # Values of the wrong kind
+    ("+optimizer.maximize=5", ["optimizer.maximize=5", "must be true or false"]),
+    ("+optimizer.dampening=abc", ["optimizer.dampening=abc", "must be a number"]),
+    (f"{TEXT} data.path=5", ["data.path=5", "must be text or null"]),
+    # Values that a target refuses: its own error, under the key of the section
+    ("data.test_fraction=0", ["data._target_", "ValueError", "between 0 and 1, not 0"]),
+    (f"{TEXT} model.heads=5", ["model._target_", "5 heads do not divide a width of 128"]),
+    ("optimizer._target_=tests.refusing.Optimizer optimizer.lr=-1", ["lr is negative"]),
+    ("scheduler=staircase scheduler.factor=2", ["scheduler._target_", "must lie in (0, 1]"]),
+    ("data=cifar10 data.root=/no/such", ["data._target_", "data.root", "data.download"]),
+    ("+optimizer.dampening=x data.test_fraction=2", ["2 problems", "optimizer.dampening=x"]),
+    ("-m data.test_fraction=0.1,2", ["in the job data.test_fraction=2"]),
+    # Model and data that do not go together
+    ("model=gpt", ["model._target_", "does not take a sample of", "(1x8x8, float32)"]),
+    (f"{TEXT} data.sequence_length=256", ["256 tokens do not fit a context of 128"]),
+    (f"{ODD}.pictures", ["model._target_", "PIL"]),
+    (f"{ODD}.named", ["data._target_", "a dict with the keys 'image', 'label'", "collate_fn"]),
+    (f"{ODD}.nothing", ["data.batch_size", "0 samples"]),
+    (f"{ODD}.endless", ["scheduler._target_", "a stream has epochs of unknown length"]),
+    ("data.drop_last=true data.batch_size=2000", ["data.batch_size=2000", "1437 samples"]),
+    ("train.max_duration=5000tok scheduler=constant", ["train.max_duration=5000tok", "ba"]),
+    # The loss
+    (f"{ODD}.regression loss._target_=torch.nn.NLLLoss", ["loss._target_", "targets [B, 10]"]),
+    (f"{ODD}.numbers", ["loss._target_=null", "such as torch.nn.MSELoss"]),
+    # Metrics of evaluations
     (
-        ["+model.widht=3"],
-        ["(1 problem)", "model.widht=3", "did you mean width?", "Remove it with ~model.widht."],
+        f"{ODD}.regression loss._target_=torch.nn.MSELoss eval.metrics=[f1]",
+        ["eval.metrics=f1", "compares classes", "numbers: mse"],
     ),
+    ("eval.metrics=[mse]", ["eval.metrics=mse", "compares numbers", "f1"]),
+    ("eval.metrics=[acuracy]", ["eval.metrics=acuracy", "did you mean accuracy?"]),
+    ("eval.metrics=[{_target_:torch.nn.ReLU}]", ["not a torchmetrics.Metric"]),
+    ("-m seed=0,1 eval.metrics=[f1] sweep.objective=eval/f2", ["did you mean eval/f1?"]),
+    ("early_stopping.patience=1 early_stopping.metric=eval/acuracy", ["mean eval/accuracy?"]),
+    # Callbacks
+    ("callbacks=[{_target_:tests.train.callbacks.Note}]", ["tests.train.callbacks.Note"]),
+    ("callbacks=[{_target_:collections.Counter}]", ["is no callback"]),
+    # Optimizers that are made from a model, or that step whole parameters
+    ("optimizer=muon", ["(1 problem)", "DigitsCNN has no hidden matrix, which Muon is for"]),
+    (f"{TEXT} optimizer=muon optimizer.exclude=[ruoter.*]", ["optimizer._t", "no parameter of"]),
+    (f"{TEXT} optimizer=muon optimizer.adjust_lr_fn=rms", ["optimizer.adjust_lr_fn=rms"]),
+    (f"{ADAFACTOR} plugin=fsdp", ["(1 problem)", "which plugin=fsdp shards; use plugin=ddp, "]),
+    (f"{ADAFACTOR} plugin=zero plugin.zero_stage=2", ["which plugin=zero shards"]),
+    (f"{ADAFACTOR} plugin=tensor", ["which plugin=tensor shards"]),
+    # The objective of a sweep
+    ("-m seed=1,2 sweep.objective=eval/acc", ["sweep.objective=eval/acc", "mean eval/accuracy?"]),
     (
-        ["model._target_=tests.verify.nets.Single"],
-        ["(2 problems)", "model.num_classes=10  ", "model.width=", "with ~model.num_classes."],
+        f"-m seed=1,2 {ODD}.regression loss._target_=torch.nn.MSELoss "
+        "sweep.objective=eval/accuracy",
+        ["sweep.objective=eval/accuracy", "(it logs eval/loss, train/"],
     ),
-    (["data.test_fraction=0"], ["data.test_fraction=0", "must lie between 0 and 1, not 0"]),
-    (["model._target_=math.sqrt", "~model.width", "~model.num_classes"], ["model._target_"]),
+    # Clipping
+    ("clip=adaptive clip.exclude=[haed.*]", ["clip.exclude", "haed", "matches no parameter"]),
+    ("clip=adaptive clip.units={head.*:[0,1]}", ["names dimension 1 of head.bias"]),
+    ("clip=update optimizer=sgd", ["optimizer._target_", "clip=update needs", "optimizer=adamw"]),
+    # Steps that the loop cannot take
     (
-        ["model=gpt", "data=text", "model.heads=5"],
-        ["model.heads=5", "5 heads do not divide a width of 128"],
+        "clip=value clip.when=backward clip.step_in_backward=true clip.nonfinite=error "
+        "optimizer._target_=tests.refusing.Counting",
+        ["optimizer._target_", "takes other steps one parameter after the other"],
     ),
-    (["model=moe", "data=text", "model.top_k=9"], ["model.top_k=9", "the 8 experts"]),
-    (["model=gpt"], ["model._target_", "does not take a sample of", "digits"]),
-    (["model=gpt"], ["(1x8x8, float32)", "model=gpt goes with data=text;", "digits goes with mod"]),
-    (["data=text"], ["model._target_", "does not take a sample of", "text"]),
+    (f"{LBFGS} ~optimizer.weight_decay ~optimizer.nesterov", ["optimizer._target_", "closure"]),
     (
-        ["data=text", "model=resnet34"],
-        ["resnet34 goes with data=cifar10 data.root=", "data=text goes with model=gpt"],
-    ),
-    (
-        ["data=synthetic", "model=lstm"],
-        ["lstm goes with data=text; ", "data=synthetic data.kind=tokens goes with model=gpt"],
-    ),
-    (
-        ["data._target_=tests.odd_data.named", *BARE],
-        ["data._target_", "a dict with the keys 'image', 'label'", "collate_fn", "loss(outputs, "],
-    ),
-    (
-        ["-m", "seed=1,2", "sweep.objective=eval/acc"],
-        ["sweep.objective=eval/acc", "did you mean eval/accuracy?"],
-    ),
-    (
-        [
-            *("-m", "seed=1,2", f"data._target_={REGRESSION}", *BARE),
-            *("loss._target_=torch.nn.MSELoss", "sweep.objective=eval/accuracy"),
-        ],
-        ["sweep.objective=eval/accuracy  is not logged by this run", "(it logs eval/loss, train/"],
-    ),
-    (
-        ["-m", "seed=1,2", "sweep.objective=clip/threshold", "clip=none"],
-        ["sweep.objective=clip/threshold  is not logged"],
-    ),
-    (["+optimizer.dampening=-1", "optimizer.nesterov=true"], ["optimizer.dampening=-1", "zero"]),
-    (["optimizer=adam", "optimizer.betas=[0.9,1]"], ["optimizer.betas=[0.9,1]", "Invalid beta"]),
-    (["+optimizer.maximize=5"], ["optimizer.maximize=5", "must be true or false"]),
-    (["+optimizer.dampening=abc"], ["optimizer.dampening=abc", "must be a number"]),
-    (["+optimizer.dampening=nan"], ["optimizer.dampening=nan", "must be a number"]),
-    (["scheduler=staircase", "scheduler.factor=2"], ["scheduler.factor=2", "must lie in (0, 1]"]),
-    (
-        ["optimizer._target_=tests.refusing.Optimizer", "optimizer.lr=-1", "optimizer.momentum=-1"],
-        ["(2 problems)", "optimizer.lr=-1", "lr is negative", "optimizer.momentum=-1", "momentum"],
-    ),
-    (["optimizer._target_=torch.optim.SDG"], ["optimizer._target_", "SDG"]),
-    (["+optimizer.betas=[0.9,0.99]"], ["optimizer.betas=[0.9,0.99]", "no such argument"]),
-    (
-        ["optimizer._target_=tests.refusing.listed"],
-        ["optimizer._target_", "listed returned list, not a torch.optim.Optimizer"],
-    ),
-    (
-        ["scheduler._target_=torch.optim.lr_scheduler.StepLR", "~scheduler.eta_min"],
-        ["scheduler._target_", "step_size"],
-    ),
-    (
-        ["scheduler._target_=torch.optim.lr_scheduler.StepLR", "+scheduler.step_size=3"],
-        ["scheduler.eta_min=", "has no such argument", "Remove it with ~scheduler.eta_min."],
-    ),
-    (["data=cifar10", "data.root=/no/such"], ["data.root=/no/such  data.root", "data.download"]),
-    (["data=text", "model=gpt", "data.path=/no/such"], ["data.path=/no/such  data.path", "exist"]),
-    (["data=text", "model=gpt", "data.path=5"], ["data.path=5", "must be text or null"]),
-    (["data._target_=builtins.dict", "~data.seed", "~data.test_fraction"], ["data", "dict"]),
-    (["data.test_fraction=2"], ["data.test_fraction=2", "runner.data.digits.digits refuses it"]),
-    (["clip=adaptive", "clip.exclude=[haed.*]"], ["clip.exclude", "haed", "matches no parameter"]),
-    (["clip=adaptive", "clip.units={haed.*:1}"], ["clip.units={haed.*:1}", "matches no parameter"]),
-    (
-        ["clip=update", "optimizer=sgd"],
-        ["optimizer._target_=torch.optim.SGD", "clip=update needs", "choose optimizer=adamw"],
-    ),
-    (
-        [*IN_BACKWARD, "optimizer._target_=tests.refusing.Counting"],
-        ["optimizer._target_", "Counting takes other steps one parameter after the other"],
-    ),
-    (
-        ["clip=spike", "optimizer=adagrad"],
-        ["optimizer._target_=torch.optim.Adagrad", "clip=spike needs", "Adagrad keeps none"],
-    ),
-    (
-        ["clip=adaptive", "clip.units={head.*:[0,1]}"],
-        ["clip.units={head.*:[0,1]}", "head.* names dimension 1 of head.bias, whose shape is [10]"],
-    ),
-    (
-        ["+optimizer.dampening=x", "data.test_fraction=2"],
-        ["2 problems", "optimizer.dampening=x", "data.test_fraction=2"],
-    ),
-    (["train.max_duration=5000tok", "scheduler=constant"], ["train.max_duration=5000tok", "ba"]),
-    (["eval.interval=5tok"], ["eval.interval=5tok", "no tokens"]),
-    (["data.drop_last=true", "data.batch_size=2000"], ["data.batch_size=2000", "1437 samples"]),
-    (["data._target_=tests.odd_data.pictures", *BARE], ["model._target_", "PIL"]),
-    (
-        ["data._target_=tests.odd_data.endless", *BARE],
-        ["scheduler._target_", "a stream has epochs of unknown length", "give train.max_duration"],
-    ),
-    (["data._target_=tests.odd_data.nothing", *BARE], ["data.batch_size", "0 samples"]),
-    (
-        ["optimizer._target_=torch.optim.LBFGS", "~optimizer.momentum", *LBFGS],
-        ["optimizer._target_", "closure"],
-    ),
-    (
-        ["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau", "~scheduler.eta_min"],
+        "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau ~scheduler.eta_min",
         ["scheduler._target_", "asks for metrics"],
     ),
-    (["-m", "data.test_fraction=0.1,2"], ["refuses it", "in the job data.test_fraction=2"]),
 ]
 WRONG_ON_A_CPU = [
+    ("plugin=tensor plugin.nproc=2", ["plugin.tp_plan", "DigitsCNN has no plan"]),
     (
-        ["plugin=fsdp", "plugin.nproc=4", "plugin.dp_replicate=3"],
-        ["plugin.dp_replicate=3", "4 ranks"],
-    ),
-    (["plugin=tensor", "plugin.nproc=2"], ["plugin.tp_plan", "DigitsCNN has no plan"]),
-    ([*TEXT, "plugin=tensor", "plugin.tp_size=8"], ["plugin.tp_size=8", "4 heads"]),
-    ([*TEXT, "plugin=tensor", "plugin.nproc=2", UNKNOWN], ["matches no module", "blocks.*.mlp.up"]),
-    (
-        [*TEXT, "plugin=tensor", "plugin.nproc=2", SEQUENCE, "data.sequence_length=63"],
+        f"{TENSOR} plugin.sequence_parallel=true data.sequence_length=63",
         ["plugin.sequence_parallel=true", "63", "2 ranks"],
     ),
+    (f"{PIPELINE} model=awd_lstm", ["plugin.pp_size=2", "AWDLSTM cannot be cut"]),
     (
-        ["model=awd_lstm", "data=text", "plugin=pipeline", "plugin.nproc=2"],
-        ["plugin.pp_size=2", "AWDLSTM cannot be cut"],
-    ),
-    (
-        [*TEXT, "plugin=pipeline", "plugin.nproc=4", "model.layers=2", "data.batch_size=16", TWICE],
+        f"{PIPELINE} plugin.nproc=4 model.layers=2 data.batch_size=16 "
+        "plugin.schedule=interleaved_1f1b",
         ["plugin.pp_size=4", "8 stages", "only 5 parts"],
     ),
+    (f"{TEXT} plugin=moe plugin.ep_size=2", ["plugin.ep_size=2", "GPT has no experts"]),
+    ("precision=fp16", ["precision", "fp16", "GPU", "bf16"]),
+    ("device=cuda", ["device=cuda", "cpu"]),
+    ("plugin=ddp plugin.nproc=4096", ["plugin.nproc=4096", "at most"]),
     (
-        [*TEXT, "plugin=pipeline", "plugin.nproc=2", "plugin.split=[block.1]"],
-        ["plugin.split=[block.1]", "blocks.1"],
-    ),
-    ([*TEXT, "plugin=moe", "plugin.ep_size=2"], ["plugin.ep_size=2", "GPT has no experts"]),
-    (["precision=fp16"], ["precision", "fp16", "GPU", "bf16"]),
-    (["device=cuda"], ["device=cuda", "cpu"]),
-    (["plugin=ddp", "plugin.nproc=4096"], ["plugin.nproc=4096", "at most"]),
-    (
-        ["plugin=fsdp", "plugin.nproc=2", "plugin.sync_batchnorm=true", "device=cpu"],
-        ["plugin.sync_batchnorm=true", "SyncBatchNorm computes on GPUs", "has no batch norm layer"],
+        "plugin=fsdp plugin.nproc=2 plugin.sync_batchnorm=true device=cpu",
+        ["plugin.sync_batchnorm=true", "SyncBatchNorm computes on GPUs", "no batch norm layer"],
     ),
 ]
 
 
-def assert_refused(words, said, outputs, capfd):
+@pytest.fixture
+def assert_refused(outputs, capfd):
     """Assert that a request is refused in one message with these parts, and creates nothing."""
-    assert main(words) == 2
-    message = capfd.readouterr().err
-    for part in said:
-        assert part in message
-    assert "Traceback" not in message
-    assert not outputs.exists()
+
+    def check(words, parts):
+        assert main(words.split()) == 2
+        message = capfd.readouterr().err
+        assert [part for part in parts if part not in message] == [], message
+        assert "Traceback" not in message
+        assert not outputs.exists()
+
+    return check
 
 
-@pytest.mark.parametrize(("words", "said"), WRONG, ids=lambda value: " ".join(value)[:50])
-def test_wrong(words, said, outputs, capfd):
-    assert_refused(words, said, outputs, capfd)
-
-
-@CPU_ONLY
-@pytest.mark.parametrize(("words", "said"), WRONG_ON_A_CPU, ids=lambda value: " ".join(value)[:50])
-def test_wrong_on_a_cpu(words, said, outputs, capfd):
-    assert_refused(words, said, outputs, capfd)
-
-
-def test_one_process_under_several_ranks(outputs, monkeypatch, capfd):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    said = ["plugin=single", "2 ranks", "plugin=ddp"]
-    assert_refused(["plugin=single"], said, outputs, capfd)
+@pytest.mark.parametrize(("words", "parts"), WRONG, ids=lambda value: value[:50])
+def test_wrong(words, parts, assert_refused):
+    assert_refused(words, parts)
 
 
 @CPU_ONLY
-def test_ranks_that_the_sizes_do_not_multiply_to(outputs, monkeypatch, capfd):
+@pytest.mark.parametrize(("words", "parts"), WRONG_ON_A_CPU, ids=lambda value: value[:50])
+def test_wrong_on_a_cpu(words, parts, assert_refused):
+    assert_refused(words, parts)
+
+
+@CPU_ONLY
+def test_ranks_that_do_not_fit_the_sizes(assert_refused, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "6")
-    words = ["plugin=hybrid", "plugin.tp_size=2", "plugin.pp_size=2", *TEXT]
-    said = ["(1 problem)", "plugin.nproc=6", "tp_size 2 x pp_size 2 = 4", "start 4 or 8 ranks by"]
-    assert_refused(words, said, outputs, capfd)
-    words = ["plugin=moe", "plugin.ep_size=4", "model=moe", "data=text"]
-    assert_refused(words, ["(1 problem)", "plugin.ep_size=4  4 ranks"], outputs, capfd)
+    assert_refused("plugin=single", ["plugin=single", "6 ranks", "plugin=ddp"])
+    words = f"{TEXT} plugin=hybrid plugin.tp_size=2 plugin.pp_size=2"
+    assert_refused(words, ["(1 problem)", "plugin.nproc=6", "4 or 8 ranks"])
+    assert_refused("plugin=moe plugin.ep_size=4 model=moe data=text", ["plugin.ep_size=4"])
 
 
-def test_the_error_of_a_broken_model_is_its_own(monkeypatch):
-    """A model that the meta device cannot make is left to the real one."""
+def config(words=""):
+    small = ["train.max_duration=1ba", "tracker=none", "device=cpu"]
+    (job,) = request([*small, *words.split()], writes=False).jobs
+    return job.config
+
+
+def test_a_model_that_the_meta_device_cannot_make_is_left_to_the_run(monkeypatch):
+    preflight.check(config("model._target_=tests.refusing.Ramp ~model.width ~model.num_classes"))
 
     def unable(*args, **kwargs):
         raise NotImplementedError("no kernel for the meta device")
 
-    from runner.compose.request import request
-
-    (job,) = request([], multirun=False).jobs
     monkeypatch.setattr(preflight.build, "maker", lambda target: partial(unable))
     with pytest.raises(Exception, match="kernel") as caught:
-        preflight.check(job.config)
+        preflight.check(config())
     assert "model._target_" not in str(caught.value)
 
 
-def test_a_length_that_does_not_fit_is_no_matter_of_other_data(outputs, capfd):
-    words = ["model=gpt", "data=text", "data.sequence_length=256"]
-    assert main(words) == 2
-    message = capfd.readouterr().err
-    assert "256 tokens do not fit a context of 128" in message
-    assert "goes with" not in message
+ALWAYS = {
+    *("eval/loss", "eval/accuracy", "train/loss", "train/lr", "train/samples"),
+    *("grad/norm", "grad/norm_clipped", "grad/norm_mean", "grad/norm_max", "grad/nonfinite"),
+    *("clip/coef", "clip/clipped", "clip/fraction", "clip/ratio", "clip/ratio_total"),
+    *("time/step_s", "throughput/samples_per_s", "wall_s"),
+}
+
+
+def test_the_metrics_that_an_objective_may_name_are_those_of_a_run():
+    rows = Rows()
+    made = config(
+        "model=lstm data=synthetic data.kind=tokens data.samples=8 clip.what_if=[0.5] "
+        "telemetry.per_layer=true"
+    )
+    summary = execute(made, [rows])
+    logged = {key for key in rows.rows[-1] if not key.startswith("grad/norm/")} - {"train/step"}
+    more = {"clip/threshold", "clip/what_if/0.5", "train/tokens"}
+    assert logged | {"wall_s"} == ALWAYS | more
+    names = fit.logged(made, build.make_data(made.data), graded=True)
+    assert sorted(names) == sorted(ALWAYS | more)
+    assert all(objective_of(summary, key) is not None for key in names)
+
+
+def test_a_run_whose_evaluation_lacks_the_objective_ends_there():
+    asked = config("data.batch_size=8 eval.interval=1ba train.max_duration=3ba")
+    sweep = asked.sweep.model_copy(update={"objective": "eval/f1"})
+    rows = Rows()
+    with pytest.raises(ValueError, match=r"sweep.objective=eval/f1 .* eval/loss or eval/accuracy"):
+        execute(asked.model_copy(update={"sweep": sweep}), [rows])
+    assert len(rows.rows) <= 1
+
+
+KNOWN = [
+    "clip=none tracker=none checkpoint=none telemetry.per_layer=true",
+    "data.test_fraction=0.37 data.seed=9 train.max_duration=500sp accumulation=x4",
+    "data.test_fraction=0.9 data.batch_size=7 data.drop_last=true",
+    *(f"optimizer={one}" for one in options("optimizer") if one not in ("lion", "muon")),
+    *(f"scheduler={one}" for one in options("scheduler") if one != "linear_warmup_polynomial"),
+]
+UNKNOWN = [
+    *("optimizer=muon", "model.width=64", "data.seed=4294967296", "optimizer.lr=0"),
+    *("data.test_fraction=0.005", "data.test_fraction=0.999", "~optimizer.nesterov"),
+    *("data.drop_last=true data.batch_size=1438", "plugin=ddp", "precision=bf16"),
+    *("data.num_workers=1", "train.max_duration=10tok scheduler=constant", "device=cuda"),
+    *(words for words, _ in WRONG[::3] if not {"-m", "plugin.nproc=2"} & set(words.split())),
+]
+
+
+@pytest.mark.usefixtures("outputs")
+def test_a_length_that_is_known_without_torch_is_that_of_the_data(monkeypatch):
+    for words in KNOWN:
+        made = request(words.split(), writes=False).jobs[0].config
+        samples = known_length(made)
+        preflight.check(made)
+        data = build.make_data(made.data)
+        assert samples == len(data.train), words
+        assert progress.steps_of(made, samples, 1) == build.steps_of(made, data)
+    jobs = {words: request(words.split(), writes=False).jobs for words in UNKNOWN}
+    assert [words for words, [job] in jobs.items() if known_length(job.config) is not None] == []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert known_length(config()) is None
+
+
+def test_an_open_size_takes_idle_gpus(monkeypatch):
+    for words, counts in {
+        "plugin=single": (1, 1, 1),
+        "plugin=ddp": (1, 8, 6),
+        "plugin=tensor plugin.tp_size=4": (4, 8, 4),
+        "plugin=moe plugin.ep_size=2": (2, 8, 6),
+        "plugin=hybrid plugin.tp_size=2 plugin.pp_size=2": (4, 8, 4),
+    }.items():
+        made = config(f"{words} device=auto")
+        for count, ranks in zip((0, 8, 6), counts, strict=True):
+            monkeypatch.setattr(build.torch.cuda, "device_count", lambda count=count: count)
+            assert build.ranks_of(made) == ranks
+    assert build.ranks_of(config("plugin=hybrid plugin.tp_size=2")) == 2  # on a CPU
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    assert build.ranks_of(made) == 5

@@ -1,0 +1,86 @@
+"""Digits of scikit-learn and synthetic samples."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+from runner.data import IGNORED, DataUnavailable
+from runner.data.digits import digits
+from runner.data.synthetic import SUCCESSORS, synthetic
+
+
+@pytest.mark.parametrize(("fraction", "seed"), [(0.2, 0), (0.006, 1), (0.37, 2**32 - 1)])
+def test_the_digits_and_their_split_are_those_of_scikit_learn_to_the_bit(fraction, seed):
+    bunch, data = load_digits(), digits(test_fraction=fraction, seed=seed)
+    assert (data.items, data.tokens_per_sample) == ("samples", None)
+    split = {"test_size": fraction, "random_state": seed, "stratify": bunch.target}
+    chosen = train_test_split(np.arange(len(bunch.target)), **split)
+    for part, indices in zip((data.train, data.test), chosen, strict=True):
+        images = torch.tensor(bunch.images[indices] / 16, dtype=torch.float32)
+        assert torch.equal(part.inputs, images.unsqueeze(1))
+        assert torch.equal(part.targets, torch.tensor(bunch.target[indices]))
+        batch, targets = part.__getitems__([7, 2, 2])
+        assert torch.equal(batch, part.inputs[[7, 2, 2]])
+        assert targets.tolist() == [part[at][1] for at in (7, 2, 2)]
+
+
+def test_digits_that_cannot_be_made_are_refused(monkeypatch):
+    for fraction in (0.0, 1.0, 0.0001):
+        with pytest.raises(ValueError, match=r"test_fraction|classes"):
+            digits(test_fraction=fraction, seed=0)
+    monkeypatch.setattr("runner.data.digits.find_spec", lambda name: None)
+    with pytest.raises(DataUnavailable, match="pip install scikit-learn") as caught:
+        digits(test_fraction=0.2, seed=0)
+    error = pickle.loads(pickle.dumps(caught.value))  # as a rank sends it
+    assert (type(error), str(error)) == (DataUnavailable, str(caught.value))
+
+
+SIZES = {
+    "kind": "images",
+    "samples": 200,
+    "test_samples": 50,
+    "shape": [3, 4, 5],
+    "num_classes": 7,
+    "sequence_length": 6,
+    "vocabulary": 11,
+    "ignored_fraction": 0.0,
+    "seed": 0,
+}
+
+
+def test_a_token_is_followed_by_few_others_so_the_next_one_can_be_learned():
+    data = synthetic(**{**SIZES, "kind": "tokens", "samples": 2000, "vocabulary": 64})
+    assert (data.items, data.tokens_per_sample) == ("tokens", 6)
+    inputs, targets = data.train.inputs, data.train.targets
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    seen = torch.zeros(64, 64)
+    seen[inputs.flatten(), targets.flatten()] = 1
+    assert 1 < seen.sum(dim=1).max() <= SUCCESSORS
+    # The held-out walks are on the same graph.
+    assert seen[data.test.inputs.flatten(), data.test.targets.flatten()].min() > 0
+
+
+def test_the_seed_decides_every_kind_and_a_share_of_tokens_is_ignored():
+    shapes = {"images": (200, 3, 4, 5), "vectors": (200, 9), "tokens": (200, 6)}
+    for kind, shape in shapes.items():
+        more = {"kind": kind, "shape": [9]} if kind == "vectors" else {"kind": kind}
+        first, again, other = (synthetic(**SIZES | more | {"seed": one}).train for one in (0, 0, 1))
+        assert first.inputs.shape == shape
+        assert torch.equal(first.inputs, again.inputs)
+        assert torch.equal(first.targets, again.targets)
+        assert not torch.equal(first.inputs, other.inputs)
+    ignoring = SIZES | {"kind": "tokens", "samples": 5000, "ignored_fraction": 0.3}
+    ignored = synthetic(**ignoring).train.targets == IGNORED
+    assert float(ignored.float().mean()) == pytest.approx(0.3, abs=0.02)
+    for wrong in (
+        *({"samples": 0}, {"test_samples": 0}, {"num_classes": 0}, {"shape": [3, 0, 5]}),
+        *({"shape": [3]}, {"kind": "sounds"}, {"ignored_fraction": 0.1}),
+        *({"kind": "tokens", "ignored_fraction": value} for value in (1.0, -0.1)),
+        *({"kind": "tokens", name: 0} for name in ("vocabulary", "sequence_length")),
+    ):
+        with pytest.raises(ValueError, match=[*wrong][-1]):
+            synthetic(**SIZES | wrong)

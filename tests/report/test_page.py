@@ -1,211 +1,205 @@
-from __future__ import annotations
+"""The page is one file that agrees with the runs, and so do its tables for other programs."""
 
 import base64
+import csv
 import hashlib
 import json
 import re
 from html import unescape
-from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plotly.offline import get_plotlyjs_version
+from scipy import stats
 
 from runner.cli.report import main
+from runner.config.problem import RequestError
 from runner.report import read_run, write
 from tests.process import python
-from tests.report.examples import NORM, config, rows, sweep, troubled, write_run
+from tests.report.examples import HOSTILE, NORM, cells, config, rows, sweep, troubled, write_run
 
 
-class Table(HTMLParser):
-    """The values of the table of runs: by run, by key."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.keys: list[str] = []
-        self.values: dict[str, dict[str, str]] = {}
-        self._row: list[str] = []
-        self._run: str | None = None
-        self._inside = False
-        self.feed(page)
-
-    def handle_starttag(self, name: str, attributes: list[tuple[str, Any]]) -> None:
-        of = dict(attributes)
-        if name == "table":
-            self._inside = of.get("id") == "runs"
-        if not self._inside:
-            return
-        if name == "th" and "data-key" in of:
-            self.keys.append(of["data-key"])
-        if name == "tr":
-            self._run, self._row = of.get("data-run"), []
-        if name in ("th", "td") and "data-value" in of:
-            self._row.append(of["data-value"])
-
-    def handle_endtag(self, name: str) -> None:
-        if name == "table":
-            self._inside = False
-        if name == "tr" and self._inside and self._run is not None:
-            self.values[self._run] = dict(zip(self.keys, self._row, strict=True))
-
-
-def test_the_table_agrees_with_every_runs_summary_and_the_sweeps_record(tmp_path: Path) -> None:
+def test_the_table_agrees_with_every_runs_summary_and_the_sweeps_record(tmp_path):
     folder = sweep(tmp_path / "s", [*NORM, ("none", None)], steps=100)
-    table = Table(write(folder).read_text()).values
-    record = json.loads((folder / "sweep.json").read_text())
-    assert len(table) == 5
-    for entry in record["runs"]:
-        row = table[str(entry["number"])]
+    page = write(folder, 1).read_text()
+    assert "still running when this page was written, with 1 run left." in page
+    for entry in json.loads((folder / "sweep.json").read_text())["runs"]:
         summary = json.loads((folder / entry["folder"] / "summary.json").read_text())
-        assert float(row["best eval/loss"]) == summary["best"]["eval/loss"] == entry["objective"]
-        assert float(row["final eval/loss"]) == summary["final"]["eval/loss"]
-        assert float(row["clip/ratio_total"]) == summary["clip/ratio_total"]
-        for name in ("p50", "p90", "p99", "max"):
-            assert float(row[f"grad/norm {name}"]) == summary["grad/norm"][name]
-        assert float(row["seconds"]) == summary["wall_s"]
-        assert row["state"] == entry["state"]
+        expected = {"best eval/loss": entry["objective"], "seconds": summary["wall_s"]}
+        expected |= {"final eval/loss": summary["final"]["eval/loss"]}
+        expected |= {f"grad/norm {name}": summary["grad/norm"][name] for name in ("p50", "max")}
+        for key, value in expected.items():
+            assert float(cells(page, key)[entry["folder"]][0]) == value
+        assert cells(page, "state")[entry["folder"]][0] == entry["state"]
 
 
-def test_the_page_is_one_file_that_names_no_other_host(tmp_path: Path) -> None:
+def test_lost_killed_and_planned_runs_show_as_such_and_links_lead_to_files(tmp_path):
+    folder = troubled(tmp_path / "s")
+    page = write(folder).read_text()
+    shown = {run: value for run, (value, _) in cells(page, "state").items()}
+    assert [shown[run] for run in "6789"] == ["finished", "failed", "killed", "not started"]
+    assert cells(page, "final eval/loss")["6"][1] == "NaN"
+    # The loss doubles from step 181 on, and is over twice its start a few steps later.
+    assert 181 <= float(cells(page, "diverged_at")["6"][0]) <= 193
+    assert cells(page, "steps")["8"][0] == "77"
+    for part in ("Run 7 failed at step 120: RuntimeError", "Run 8 was killed at step 77"):
+        assert part in page
+    html = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    links = [unescape(link) for link in re.findall(r'<a [^>]*href="([^"]*)"', html)]
+    places = [f"#{place}" for place in re.findall(r' id="([^"]*)"', html)]
+    assert {"6/metrics.jsonl", "#run-6"} < set(links)
+    assert all(link in places or (folder / link).exists() for link in links)
+
+
+def test_the_page_is_one_file_that_names_no_other_host(tmp_path):
     page = write(sweep(tmp_path / "s", NORM, steps=50)).read_text()
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
-    assert len(scripts) == 2
-    library = resources.files("runner.report").joinpath("plotly/plotly-cartesian.min.js")
-    assert scripts[0] == library.read_text(encoding="utf-8")
+    folder = resources.files("runner.report").joinpath("plotly")
+    script = folder.joinpath("plotly-cartesian.min.js").read_text(encoding="utf-8")
+    assert (len(scripts), scripts[0]) == (2, script)
     # The library has addresses of its own, which the policy forbids; see test_in_browser.
     for outward in ("http://", "https://", "//cdn", "@import", "url(http"):
-        assert outward not in page.replace(scripts[0], "")
+        assert outward not in page.replace(script, "")
     (policy,) = re.findall(r'content="(default-src .*?)"', page)
     hashes = [base64.b64encode(hashlib.sha256(one.encode()).digest()) for one in scripts]
     named = " ".join(f"'sha256-{one.decode()}'" for one in hashes)
     assert "default-src 'none'" in unescape(policy)
     assert f"script-src {named};" in unescape(policy)
-
-
-def test_the_library_is_the_one_that_plotly_expects() -> None:
-    folder = resources.files("runner.report").joinpath("plotly")
+    # It is the library that the installed plotly expects.
     about = json.loads(folder.joinpath("about.json").read_text())
-    script = folder.joinpath("plotly-cartesian.min.js").read_bytes()
     assert about["version"] == get_plotlyjs_version()
-    assert hashlib.sha256(script).hexdigest() == about["sha256"]
-    assert f"plotly.js (cartesian - minified) v{about['version']}".encode() in script[:200]
+    assert hashlib.sha256(script.encode()).hexdigest() == about["sha256"]
+    assert f"plotly.js (cartesian - minified) v{about['version']}" in script[:200]
     assert "MIT License" in folder.joinpath("LICENSE").read_text()
 
 
-def test_links_lead_to_files_that_are_there(tmp_path: Path) -> None:
-    folder = troubled(tmp_path / "s")
-    page = write(folder).read_text()
-    links: list[str] = []
-    places: list[str] = []
-
-    class Links(HTMLParser):
-        def handle_starttag(self, name: str, attributes: list[tuple[str, Any]]) -> None:
-            links.extend(value for key, value in attributes if name == "a" and key == "href")
-            places.extend(f"#{value}" for key, value in attributes if key == "id")
-
-    Links().feed(page)
-    assert {"6/metrics.jsonl", "#run-6"} < set(links)
-    assert all(link in places or (folder / link).exists() for link in links)
-
-
-def test_writing_again_replaces_the_page_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", rows(steps=10), config())
+def test_the_page_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    made = rows(steps=10_000, evaluations=50)
+    folder = write_run(tmp_path / "run", made, config(), state="running", torn=True)
     before = set(folder.iterdir())
-    first = write(folder).read_text()
-    assert write(folder).read_text() == first
-    assert set(folder.iterdir()) - before == {folder / "report.html"}
-
-
-def test_a_page_that_cannot_be_made_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_run(tmp_path / "run", rows(steps=10), config())
     page = write(folder)
+    assert read_run(folder).steps == 10_000
+    assert page.stat().st_size <= 2e6
     old = page.read_text()
+    assert write(folder).read_text() == old
 
-    def refuse(self: Path, target: Path) -> Path:
+    def refuse(self, target):
         raise OSError("no space left")
 
     monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(OSError, match="no space left"):
         write(folder)
     assert page.read_text() == old
-    assert not list(folder.glob(".report*"))
+    assert set(folder.iterdir()) - before == {page}
 
 
-@pytest.mark.parametrize(
-    ("runs", "steps", "megabytes"),
-    [(1, 10_000, 2), (16, 2_000, 4)],
-)
-def test_large_sweeps_stay_within_size(
-    tmp_path: Path, runs: int, steps: int, megabytes: float
-) -> None:
-    made = [json.dumps(row) + "\n" for row in rows(steps=steps, evaluations=50)]
-    for number in range(runs):
-        threshold = 0.1 * (number + 1)
-        folder = write_run(tmp_path / str(number), [], config(clip__threshold=threshold))
-        # The same values a little later each time: random lines without drawing each anew.
-        shift = number * 7
-        moved = [
-            line.replace(f'"train/step": {i + 1 + shift},', f'"train/step": {i + 1},', 1)
-            for i, line in enumerate(made[shift:])
-        ]
-        (folder / "metrics.jsonl").write_text("".join(moved))
-    page = write(tmp_path)
-    assert page.stat().st_size <= megabytes * 1e6
+def test_reading_needs_no_torch_and_no_plotly():
+    code = "import sys, runner.cli.report; print(*{name.split('.')[0] for name in sys.modules})"
+    found = set(python("-c", code).stdout.split())
+    assert "runner" in found
+    assert not found & {"torch", "hydra", "wandb", "omegaconf", "plotly"}
 
 
-def test_reading_needs_neither_torch_nor_the_rest_of_the_project() -> None:
-    code = (
-        "import sys, runner.cli.report;"
-        "print(*{n.split('.')[0] for n in sys.modules}"
-        "& {'torch', 'hydra', 'wandb', 'omegaconf', 'plotly'},"
-        "*(n for n in sys.modules if n.startswith('runner.')"
-        "and n.split('.')[1] not in ('cli', 'config', 'report', 'run_folder')))"
-    )
-    assert python("-c", code).stdout.strip() == ""
-
-
-def test_the_command_writes_the_page_and_prints_where(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_run(tmp_path / "run", rows(steps=10), config())
-    assert main([str(folder)]) == 0
-    assert Path(capsys.readouterr().out.strip()) == folder / "report.html"
-
-
-@pytest.mark.parametrize("name", ["missing", "empty", "file"])
-def test_a_folder_without_runs_is_one_message_and_exit_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("")
-    assert main([str(tmp_path / name)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1
-    assert name in printed.err
-
-
-def test_open_shows_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_where_the_page_is_and_shows_it(tmp_path, capsys, monkeypatch):
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
     folder = write_run(tmp_path / "run", rows(steps=10), config())
-    assert main([str(folder), "--open"]) == 0
+    for more in ([], ["--open"]):
+        assert main([str(folder), *more]) == 0
+        assert Path(capsys.readouterr().out.strip()) == folder / "report.html"
     assert opened == [(folder / "report.html").as_uri()]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for name in ("missing", "empty", "file"):  # no runs: one message and exit code 2
+        assert main([str(tmp_path / name)]) == 2
+        printed = capsys.readouterr()
+        assert (printed.out, len(printed.err.splitlines())) == ("", 1)
+        assert name in printed.err
 
 
-def test_a_report_can_be_made_while_a_run_writes(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", rows(steps=50), config(), state="running", torn=True)
-    assert write(folder).is_file()
-    assert read_run(folder).steps == 50
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A sweep of four thresholds and no clipping with three seeds, and all that is exported."""
+    made = sweep(tmp_path_factory.mktemp("s") / "s", [*NORM, ("none", None)], (0, 1, 2), steps=60)
+    assert main([str(made), "--csv", "--latex", "report.baseline=none", "--json"]) == 0
+    return made
 
 
-def test_a_sweep_that_goes_on_says_how_many_runs_are_left(tmp_path: Path) -> None:
-    folder = sweep(tmp_path, NORM[:1], steps=20)
-    page = write(folder, 1).read_text()
-    assert "still running when this page was written, with 1 run left." in page
-    assert "Sweep · 1 run<" in write(folder).read_text()
-    assert "still running" not in write(folder).read_text()
+def of_csv(folder):
+    with (folder / "report.csv").open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_csv_and_json_hold_all_digits_and_the_differences_that_scipy_finds(folder):
+    table, whole = of_csv(folder), json.loads((folder / "report.json").read_text())
+    files = [folder / str(number) / "summary.json" for number in range(15)]
+    summaries = [json.loads(file.read_text()) for file in files]
+    for row, summary in zip(table, summaries, strict=True):
+        for part in ("best", "final"):
+            assert float(row[f"{part}/eval/loss"]) == summary[part]["eval/loss"]
+        assert float(row["clip/ratio_total"]) == summary["clip/ratio_total"]
+        assert float(row["grad/norm/p90"]) == summary["grad/norm"]["p90"]
+    keys = {key for key in table[0] if "." in key} | {"seed"} & set(table[0])
+    assert keys == {"clip.mode", "clip.threshold", "seed"}  # only what differs
+    assert [row["clip.threshold"] for row in table[::3]] == ["0.1", "0.25", "1.0", "2.0", ""]
+    assert [row["seed"] for row in table[:3]] == ["0", "1", "2"]
+
+    assert (whole["compared_with"], whole["metric"]) == ("none", "eval/loss")
+    scores = [one["best"]["eval/loss"] for one in summaries]
+    for place, one in enumerate(whole["settings"][:4]):
+        assert one["setting"] == whole["runs"][3 * place]["setting"]
+        pair: Any = stats.ttest_rel(scores[3 * place : 3 * place + 3], scores[12:])
+        low, high = pair.confidence_interval(0.95)
+        found = one["difference"]
+        assert (found["low"], found["high"], found["p"]) == pytest.approx((low, high, pair.pvalue))
+        assert found["corrected"] >= found["p"]
+    assert whole["settings"][4]["difference"] is None
+
+
+def test_latex_has_one_row_a_setting(folder):
+    lines = (folder / "report.tex").read_text().splitlines()
+    split = [re.split(r"(?<!\\)&", one.removesuffix(r"\\")) for one in lines if one.endswith(r"\\")]
+    names, *table = [[cell.strip() for cell in cells] for cells in split]
+    delta = r"$\Delta$ to none"
+    assert names == ["clip.mode", "clip.threshold", "seeds", "best eval/loss", delta, "p"]
+    assert [row[1] for row in table] == ["0.1", "0.25", "1.0", "2.0", "none"]
+    assert r"\begin{tabular}{llrrrr}" in lines
+    settings = json.loads((folder / "report.json").read_text())["settings"]
+    for row, one in zip(table, settings, strict=True):
+        assert len(row) == len(names)
+        mean, deviation = row[3].split(r" $\pm$ ")
+        assert float(mean) == pytest.approx(one["mean"], rel=1e-3)
+        assert float(deviation) == pytest.approx(one["sd"], rel=0.05)
+
+
+@pytest.mark.parametrize("made", ["plain", "hostile", "a list first"])
+def test_text_of_a_configuration_stays_text(folder, tmp_path, made):
+    if made == "hostile":
+        folder = troubled(tmp_path / "a_b % & # $ {x} ~ ^ \\")
+        assert main([str(folder), "--latex", "--csv", "--json"]) == 0
+        table = {row["run"]: row for row in of_csv(folder)}
+        assert table["6"]["model.name"] == HOSTILE
+        ended = {"7": "failed", "8": "killed", "9": "not started"}
+        assert {run: row["state"] for run, row in table.items() if int(run) > 6} == ended
+        json.loads((folder / "report.json").read_text(), parse_constant=pytest.fail)
+    elif made == "a list first":
+        folder = tmp_path / "s"
+        for number, betas in enumerate(([0.9, 0.95], [0.9, 0.99])):
+            words = (f"optimizer.betas={betas}",)
+            write_run(folder / str(number), [], config(optimizer__betas=betas), overrides=words)
+        assert main([str(folder), "--latex"]) == 0
+    text = (folder / "report.tex").read_text()
+    body = text.partition("\n")[2]
+    # What LaTeX takes for a command, a comment or an option stands behind a backslash.
+    assert not re.search(r"(?<!\\)[#%]|^\[", body, re.MULTILINE)
+    assert body.count("{") == body.count("}")
+
+
+@pytest.mark.parametrize("word", ["report.baseline=norm 0.26", "report.baselin=none", "clip=norm"])
+def test_a_wrong_baseline_is_refused_before_anything_is_written(tmp_path, word):
+    folder = sweep(tmp_path / "s", NORM, steps=5)
+    with pytest.raises(RequestError, match=r"norm 0\.25|report\.baseline"):
+        main([str(folder), "--csv", word])
+    assert not list(folder.glob("report.*"))

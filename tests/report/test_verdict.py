@@ -1,126 +1,262 @@
-from __future__ import annotations
+"""What the page says of settings, and its differences against scipy's own tests."""
 
-from pathlib import Path
+import json
+import math
+import re
+from html import unescape
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy import stats
 
-from runner.report import read
-from runner.report.advice import THRESHOLD, edge
-from runner.report.findings import Findings, find
+from runner.compose.request import request
+from runner.report import read, write
+from runner.report.findings import find
+from runner.report.statistics import LEVEL, Difference, compare, holm, sign_flips
 from runner.report.verdict import remarks, verdict
-from tests.report.examples import NORM, config, rows, sweep, troubled, write_run
+from tests.report.examples import NORM, REQUEST, cells, config, rows, sweep, write_run
+
+NAN = math.nan
+MAXIMIZE = {"objective": "eval/loss", "direction": "maximize"}
+ACCURACY = {"objective": "eval/accuracy"}
+UNPAIRED = {1.0: [(0, 0.30), (1, 0.32)], 2.0: [(2, 0.31), (3, 0.33)]}
+CLEAR = {0.5: [0.100, 0.200, 0.300], 1.0: [0.151, 0.250, 0.349], None: [0.199, 0.301, 0.400]}
+OPEN = {0.5: [0.10, 0.21, 0.28], 1.0: [0.12, 0.20, 0.30], None: [0.50, 0.62, 0.69]}
 
 
-def made(folder: Path, *runs: tuple[str, float | None, float], **options: Any) -> Findings:
-    """A sweep in which each (mode, threshold, best evaluation loss) is one finished run."""
-    for number, (mode, threshold, loss) in enumerate(runs):
-        lines = rows(mode, threshold, 20, evaluations=0)
-        lines[-1]["eval/loss"] = loss
-        of = config(clip__mode=mode, clip__threshold=threshold, seed=options.get("seed", number))
-        write_run(folder / str(number), lines, of)
+def made(folder, losses, state="finished", **changes):
+    """A sweep of thresholds with the loss of each seed; NaN for a run that diverged.
+
+    The seeds are numbered from 0, or named where the losses are pairs of seed and loss.
+    """
+    number = 0
+    for threshold, of_seeds in losses.items():
+        mode = "norm" if threshold else "none"
+        for seed, loss in enumerate(of_seeds):
+            seed, loss = loss if isinstance(loss, tuple) else (seed, loss)
+            lost = 20 if loss != loss else None
+            lines = rows(mode, threshold, 40, evaluations=0, diverges_at=lost)
+            lines[-1] |= {"eval/loss": 0.01 if lost else loss, "eval/accuracy": loss}
+            of = config(clip__mode=mode, clip__threshold=threshold, seed=seed, **changes)
+            words = (f"clip={mode}", f"clip.threshold={threshold}", f"seed={seed}")
+            write_run(folder / str(number), lines, of, overrides=words, state=state)
+            number += 1
     return find(read(folder))
 
 
-def test_the_best_is_named_with_its_score_and_what_it_is_better_than(tmp_path: Path) -> None:
-    found = made(tmp_path, ("norm", 0.1, 0.5), ("norm", 1.0, 0.3), ("none", None, 0.4))
-    sentence = verdict(found)
-    assert sentence.startswith("clip=norm 1 gave the lowest eval/loss: 0.3, against 0.4 without")
-
-
-def test_no_clipping_can_be_best(tmp_path: Path) -> None:
-    found = made(tmp_path, ("norm", 0.1, 0.5), ("none", None, 0.4))
-    assert verdict(found).startswith("No clipping gave the lowest eval/loss: 0.4, against 0.5 with")
-    assert edge(found, THRESHOLD) is None
-
-
-def test_seeds_are_averaged_and_a_small_lead_is_called_one(tmp_path: Path) -> None:
-    found = made(
-        tmp_path,
-        *(("norm", 1.0, loss) for loss in (0.30, 0.32)),
-        *(("norm", 2.0, loss) for loss in (0.31, 0.33)),
-    )
-    sentence = verdict(found)
-    assert "0.31 ± 0.014 over 2 seeds" in sentence
-    assert "No winner: no difference to the others could be seen." in sentence
-    assert "These 2 seeds show a true difference of 0.08 four times in five" in sentence
-    assert not any("one seed" in note for note in remarks(found))
-
-
-def test_one_seed_a_setting_is_remarked(tmp_path: Path) -> None:
-    found = made(tmp_path, ("norm", 0.1, 0.5), ("norm", 1.0, 0.3), seed=0)
-    assert any("one seed" in note for note in remarks(found))
-
-
-def test_a_diverged_setting_is_never_best(tmp_path: Path) -> None:
-    found = made(tmp_path, ("norm", 1.0, 0.3), ("norm", 2.0, 0.4))
-    lost = rows("norm", 4.0, 60, diverges_at=30, evaluations=0)
-    lost[10]["eval/loss"] = 0.01
-    write_run(tmp_path / "2", lost, config(clip__threshold=4.0))
-    found = find(read(tmp_path))
-    assert verdict(found).startswith("clip=norm 1 ")
-    assert any("diverged in 1 of 3" in note for note in remarks(found))
-
-
-def test_a_run_cut_short_is_not_judged_beside_whole_ones(tmp_path: Path) -> None:
-    made(tmp_path, ("norm", 1.0, 0.3), ("norm", 2.0, 0.4))
-    ahead = rows("norm", 4.0, 10, evaluations=0)
-    ahead[-1]["eval/loss"] = 0.01
-    write_run(tmp_path / "2", ahead, config(clip__threshold=4.0), state="running")
-    assert verdict(find(read(tmp_path))).startswith("clip=norm 1 ")
+def case(losses, *said, winner=None, **changes):
+    return losses, said, winner, changes
 
 
 @pytest.mark.parametrize(
-    ("scores", "warning"),
+    ("losses", "said", "winner", "changes"),
     [
-        ((0.1, 0.2, 0.3), "is the lowest tried"),
-        ((0.3, 0.2, 0.1), "is the highest tried"),
-        ((0.3, 0.1, 0.2), None),
+        case(CLEAR, "wins with", "0.2 ± 0.1 over 3", "95 % interval +0", winner="norm 0.5"),
+        case(OPEN, "gave the lowest", "No winner: no difference to norm 1 could be", "more seed"),
+        # Other seeds are not paired.
+        case(UNPAIRED, "0.31 ± 0.014 over 2", "show a true difference of 0.08 four times in five"),
+        case({0.1: [0.5], 1.0: [0.3]}, "lowest eval/loss: 0.3", "one seed"),
+        case({0.1: [0.5], 1.0: [0.3], None: [0.4]}, "clip=norm 1", "against 0.4 without"),
+        case({0.1: [0.5], None: [0.4]}, "No clipping gave the lowest", "0.4, against 0.5 with"),
+        case({0.5: [0.2, 0.3], 1.0: [0.2, 0.3]}, "norm 0.5 and clip=norm 1 share the lowest"),
+        case(CLEAR, "the highest eval/loss", winner="none", sweep=MAXIMIZE),
+        case({1.0: [0.5], 2.0: [0.9]}, "clip=norm 2 gave the highest", sweep=ACCURACY),
+        # The first setting lacks the seed on which both are bad.
+        case({0.5: [0.2, 0.3, 0.4], 1.0: [0.1, 0.201, 0.299, 9.0]}),
+        case(CLEAR | {None: [0.5]}, "none has a result of one seed"),
+        case({1.0: [1.9, 1.0, 1.1], 2.0: [2.0]}),
+        case({1.0: [0.30, 0.31, 0.20], 2.0: [0.4, 0.42]}, "on the 2 seeds", winner="norm 1"),
+        case({1.0: [(0, 1.0), (0, 1.0), (1, 2.0)], 2.0: [(0, 1.2), (1, 1.7)]}, "1.45", "2 seeds"),
+        case({1.0: [0.3], 2.0: [0.4], 4.0: [NAN]}, "clip=norm 1 gave", "diverged in 1 of 3"),
+        case(CLEAR | {8.0: [0.1, NAN, 0.1]}, winner="norm 0.5"),
+        case({1.0: [0.3, NAN], 2.0: [0.4, NAN]}, "No answer yet: no setting has a finite mean"),
+        case({1.0: [0.3, 0.2, 0.4]}, "One setting, 3 runs: "),
+        case(CLEAR, state="running"),
     ],
 )
-def test_a_best_at_the_edge_is_warned_of(
-    tmp_path: Path, scores: tuple[float, ...], warning: str | None
-) -> None:
-    runs = [("norm", t, s) for t, s in zip((0.1, 1.0, 2.0), scores, strict=True)]
-    sentence = edge(made(tmp_path, *runs), THRESHOLD)
-    assert sentence is None if warning is None else warning in sentence.text
+def test_the_verdict(losses, said, winner, changes, tmp_path):
+    found = made(tmp_path, losses, **changes)
+    assert (found.winner.label if found.winner else None) == winner
+    text = " ".join([verdict(found), *remarks(found)])
+    assert [part for part in said if part not in text] == [], text
+    assert not (winner and "No winner" in text)
 
 
-def test_beyond_the_highest_threshold_lies_no_clipping(tmp_path: Path) -> None:
-    found = made(tmp_path, ("norm", 0.1, 0.3), ("norm", 1.0, 0.1), ("none", None, 0.2))
-    assert edge(found, THRESHOLD) is None
+def test_a_run_cut_short_is_not_judged_beside_whole_ones(tmp_path):
+    found = made(tmp_path, {1.0: [0.3], 2.0: [0.4]})
+    before = found.ratio(found.groups[0])
+    ahead = rows("norm", 4.0, 10, evaluations=0)
+    ahead[-1]["eval/loss"] = 0.01
+    write_run(tmp_path / "2", ahead, config(clip__threshold=4.0), state="running")
+    write_run(tmp_path / "3", rows("norm", 1e-9, 5), config(seed=1), state="killed")
+    found = find(read(tmp_path))
+    assert verdict(found).startswith("clip=norm 1 ")
+    assert found.ratio(found.groups[0]) == before
+    # A threshold without a result closes no range.
+    made(tmp_path / "edge", {0.1: [0.2], 1.0: [0.1]})
+    ended = rows("norm", 4.0, 5, evaluations=0)
+    write_run(tmp_path / "edge" / "2", ended, config(clip__threshold=4.0), state="interrupted")
+    page = write(tmp_path / "edge").read_text()
+    assert "highest with a result" in page
+    links = set(re.findall(r'href="#(setting-\d+)"', page))  # to what a sentence rests on
+    assert set() < links <= set(re.findall(r'id="([^"]+)"', page))
 
 
-def test_a_threshold_without_a_result_closes_no_range(tmp_path: Path) -> None:
-    made(tmp_path, ("norm", 0.1, 0.3), ("norm", 1.0, 0.1))
-    ended = rows("norm", 2.0, 5, evaluations=0)
-    write_run(tmp_path / "2", ended, config(clip__threshold=2.0), state="interrupted")
-    assert "is the highest with a result" in str(edge(find(read(tmp_path)), THRESHOLD))
-
-
-def test_failures_are_named_with_their_cause(tmp_path: Path) -> None:
-    notes = remarks(find(read(troubled(tmp_path / "s"))))
-    assert any(note.startswith("Run 7 failed at step 120: RuntimeError") for note in notes)
-    assert any(note.startswith("Run 8 was killed at step 77") for note in notes)
-    assert any("1 not started" in note for note in notes)
-
-
-def test_nothing_finite_is_no_answer(tmp_path: Path) -> None:
+def test_no_runs_and_runs_without_rows_have_a_page(tmp_path):
+    (tmp_path / "sweep.json").write_text('{"name": "s", "runs": []}')
+    assert "holds no run" in write(tmp_path).read_text()
     for number in range(2):
-        lost = rows(steps=30, diverges_at=10, seed=number)
-        write_run(tmp_path / str(number), lost, config(clip__threshold=number + 1.0))
-    assert verdict(find(read(tmp_path))).startswith("No answer yet: no setting has a finite mean")
+        of = config(seed=number)
+        write_run(tmp_path / str(number), [], of, state="failed", error="no data")
+    assert "no data" in write(tmp_path).read_text()
+    assert "no data" in write(tmp_path / "0").read_text()
 
 
-def test_the_configured_objective_decides(tmp_path: Path) -> None:
-    for number, (loss, accuracy) in enumerate([(0.1, 0.5), (0.2, 0.9)]):
-        lines = rows(steps=10, evaluations=0)
-        lines[-1] |= {"eval/loss": loss, "eval/accuracy": accuracy}
-        of = config(clip__threshold=number + 1.0, sweep={"objective": "eval/accuracy"})
-        write_run(tmp_path / str(number), lines, of)
-    assert verdict(find(read(tmp_path))).startswith("clip=norm 2 gave the highest eval/accuracy")
+def test_the_table_shows_the_differences_to_the_best_or_the_baseline(tmp_path):
+    found = made(tmp_path, OPEN)
+    page = write(tmp_path).read_text()
+    shown = cells(page, "difference")
+    assert float(shown["setting-1"][0]) == pytest.approx(0.01)
+    assert re.fullmatch(r"\+0\.01 \[−0\.\d+, \+0\.\d+\]", shown["setting-1"][1])
+    assert (shown["setting-0"][1], float(cells(page, "p")["setting-1"][0])) == (
+        "–",
+        found.comparisons[1].corrected,
+    )
+    assert "Δ to norm 0.5" in unescape(page)
+    by_name = write(tmp_path, baseline="none").read_text()
+    assert write(tmp_path, baseline="7").read_text() == by_name  # a run of that setting
+    assert "Δ to none" in unescape(by_name)
+    assert float(cells(by_name, "difference")["setting-0"][0]) == pytest.approx(-1.22 / 3)
+    assert "with the baseline, none (difference −0.407" in unescape(by_name)
 
 
-def test_a_sweep_of_seeds_alone_gives_their_mean(tmp_path: Path) -> None:
-    found = find(read(sweep(tmp_path / "s", NORM[:1], seeds=(0, 1, 2), steps=40)))
-    assert verdict(found).startswith("One setting, 3 runs: ")
+def test_the_baseline_may_come_from_the_configuration(tmp_path):
+    found = made(tmp_path / "s", OPEN | {8.0: [0.1, NAN, 0.1]}, report={"baseline": "none"})
+    assert found.baseline.label == "none"
+    assert find(read(tmp_path / "s" / "0")).baseline is None  # one run has nothing to compare
+    # Only a setting that can be compared has a button.
+    buttons = r'aria-label="Compare with ([^"]*)" aria-pressed="(true|false)"'
+    pressed = {"norm 0.5": "false", "norm 1": "false", "none": "true"}
+    assert dict(re.findall(buttons, write(tmp_path / "s").read_text())) == pressed
+    wrong = made(tmp_path / "wrong", OPEN, report={"baseline": "norm 7"})
+    assert any("which has norm 0.5, norm 1, none" in note for note in remarks(wrong))
+
+
+def test_the_command_for_more_seeds_keeps_the_runs_that_are_there(tmp_path):
+    folder = sweep(tmp_path / "sweep", NORM[1:3], seeds=(0, 1), steps=40)
+    found = find(read(folder))
+    [note] = [note for note in remarks(found) if "would decide" in note or "needed" in note]
+    command = unescape(re.findall("<code>(.*)</code>", note)[0]).split()
+    assert command[:4] == ["python", "-m", "runner", "-m"]
+    asked = request(command[4:], multirun=True, writes=False)
+    assert asked.sweep is not None
+    assert asked.sweep.name == json.loads((folder / "sweep.json").read_text())["name"]
+    needed = min(one.needed or 99 for one in found.rivals.values())
+    assert sorted({job.config.seed for job in asked.jobs}) == list(range(needed))
+
+
+def test_a_run_that_never_began_is_of_the_setting_that_was_asked_for(tmp_path):
+    made(tmp_path, {1.0: [0.3], 2.0: [0.4]})
+    planned = [
+        ["clip=norm", f"clip.threshold={t}", f"seed={s}"] for t in (1.0, 2.0) for s in (7, 8)
+    ]
+    about = {"name": "odd", "words": ["-m", "clip=norm", "seed=0,7,8"], **REQUEST, "total": 6}
+    about["runs"] = [
+        {"number": n, "folder": str(n), "overrides": words[-1:], "words": words}
+        | {"config_hash": "0123456789abcdef", "state": "waiting"}
+        for n, words in enumerate(planned, 2)
+    ]
+    (tmp_path / "sweep.json").write_text(json.dumps(about | {"state": "interrupted"}))
+    found = find(read(tmp_path))
+    assert [len(group.runs) for group in found.groups] == [3, 3]
+    assert any("seed=0,1,2,7,8" in note for note in remarks(found))  # for more seeds
+
+
+def scored(means, seeds, random):
+    """Scores of settings: each has its mean, and each seed adds its own to all of them."""
+    of_seed = random.normal(0, 3, seeds)
+    noise = random.normal(0, 1, (len(means), seeds))
+    return [
+        {str(seed): mean + of_seed[seed] + noise[i, seed] for seed in range(seeds)}
+        for i, mean in enumerate(means)
+    ]
+
+
+def best(settings):
+    return int(np.argmin([np.mean(list(one.values())) for one in settings]))
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+@pytest.mark.parametrize("seeds", [2, 3, 8])
+def test_pairs_agree_with_scipy(seeds, chosen):
+    """Against the best, the level of an interval rises with the number of settings."""
+    settings = scored([0.0, 0.1, 0.5, 3.0], seeds, np.random.default_rng(seeds))
+    first = best(settings) if chosen else 0
+    found = compare(settings, first, chosen=chosen)
+    for position, one in found.items():
+        pair = [list(settings[i].values()) for i in (position, first)]
+        expected: Any = stats.ttest_rel(*pair)
+        low, high = expected.confidence_interval(1 - 0.05 * 2 / 4 if chosen else LEVEL)
+        assert (one.low, one.high) == pytest.approx((low, high), rel=1e-9)
+        assert (one.paired, one.seeds) == (True, seeds)
+        if not chosen:
+            assert one.p == pytest.approx(expected.pvalue, rel=1e-9)
+        flipped = stats.permutation_test(
+            (np.subtract(*pair),), np.mean, permutation_type="samples", n_resamples=np.inf
+        )
+        assert one.exact == pytest.approx(flipped.pvalue, rel=1e-12)
+    # A textbook's example: 0.005 x 4, 0.01 x 3, 0.03 x 2, and no value below one before it.
+    values = {0: 0.01, 1: 0.04, 2: 0.03, 3: 0.005}
+    assert holm(values, 4) == pytest.approx({3: 0.02, 0: 0.03, 2: 0.06, 1: 0.06})
+    if not chosen:
+        corrected = holm({i: one.p for i, one in found.items() if one.p is not None}, 3)
+        assert {i: one.corrected for i, one in found.items()} == corrected
+
+
+def test_other_seeds_agree_with_welchs_test_of_scipy():
+    random = np.random.default_rng(0)
+    one = {seed: float(x) for seed, x in enumerate(random.normal(0, 1, 4))}
+    other = {seed + 10: float(x) for seed, x in enumerate(random.normal(1, 3, 7))}
+    found = compare([other, one], 0, chosen=False)[1]
+    expected: Any = stats.ttest_ind(list(one.values()), list(other.values()), equal_var=False)
+    low, high = expected.confidence_interval(LEVEL)
+    assert (found.low, found.high, found.p) == pytest.approx((low, high, expected.pvalue))
+    assert (found.paired, found.seeds, found.exact) == (False, 4, None)
+
+
+def test_the_seeds_that_are_needed_are_the_fewest_with_a_power_of_four_in_five():
+    settings = scored([0.0, 2.0], 4, np.random.default_rng(0))
+    one = compare(settings, 0, chosen=False)[1]
+    assert not one.seen
+    pairs = np.subtract(*(list(setting.values()) for setting in settings[::-1]))
+
+    def power(shift, seeds):
+        size = abs(shift) / pairs.std(ddof=1) * math.sqrt(seeds)
+        return float(stats.nct.sf(stats.t.ppf(0.975, seeds - 1), seeds - 1, size))
+
+    assert power(pairs.mean(), one.needed) >= 0.8 > power(pairs.mean(), one.needed - 1)
+    assert power(one.visible, 4) == pytest.approx(0.8, abs=0.001)
+
+
+A, B = {"0": 1.0, "1": 2.0, "2": 4.0}, {"0": 2.0, "1": 3.5, "2": 4.5}
+
+
+def test_missing_seeds_ties_and_certain_differences():
+    for lost in (A | {"3": math.nan}, {"0": math.inf}, {}):
+        assert compare([A, lost], 0, chosen=False) == compare([lost, A], 0, chosen=False) == {}
+    one = compare([{"0": 1.0}, {"0": 2.0}], 0, chosen=False)
+    assert one == {1: Difference(1.0, 1, paired=True)}
+    whole = compare([A, B], 0, chosen=False)[1]
+    assert compare([A | {"3": 9.0}, B | {"4": -9.0}], 0, chosen=False)[1] == whole
+    two = compare([{"0": 0.0, "1": 0.0}, {"0": 1.0, "1": 1.2}], 0, chosen=False)[1]
+    assert (two.exact, two.needed) == (0.5, 3)
+    same = compare([A, dict(A)], 0, chosen=False)[1]
+    assert (same.value, same.p, same.exact, same.corrected) == (0.0, 1.0, 1.0, 1.0)
+    assert (same.seen, same.visible, same.needed) == (False, 0.0, None)
+    shifted = compare([A, {seed: score + 1 for seed, score in A.items()}], 0, chosen=False)[1]
+    assert (shifted.value, shifted.low, shifted.high, shifted.p) == (1.0, 1.0, 1.0, 0.0)
+    assert shifted.seen
+    # Sums that rounding alone tells apart are equal.
+    assert sign_flips(np.array([0.1, 0.2, 0.3])) == 0.25
+    assert sign_flips(np.array([0.1, 0.2, -0.3])) == 1.0

@@ -1,17 +1,13 @@
 """What the optional measurements of a training should be, in plain PyTorch and float64."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 Gradient = dict[str, Tensor]
@@ -19,7 +15,7 @@ Batch = tuple[Tensor, Tensor]
 IGNORED = -100
 
 
-def cell(model: nn.Module, batch: Batch) -> tuple[float, Gradient]:
+def cell(model, batch):
     """Number of targets of one microbatch that count, and the gradient of their mean loss."""
     inputs, targets = batch
     outputs = model(inputs)
@@ -32,28 +28,24 @@ def cell(model: nn.Module, batch: Batch) -> tuple[float, Gradient]:
     return items, {n: g for n, g in zip(named, found, strict=True) if g is not None}
 
 
-def mean(cells: Sequence[tuple[float, Gradient]]) -> tuple[float, Gradient]:
+def mean(cells):
     """Gradient of the mean loss over all items of several parts."""
     total = sum(n for n, _ in cells)
     return total, {k: sum((n / total) * g[k] for n, g in cells) for k in cells[0][1]}
 
 
-def square(gradient: Gradient) -> float:
+def square(gradient):
     return math.fsum(float(g.double().square().sum()) for g in gradient.values())
 
 
-def away(a: Gradient, b: Gradient) -> float:
+def away(a, b):
     return square({k: a[k] - b[k] for k in a})
 
 
-def noise(ranks: Sequence[Sequence[tuple[float, Gradient]]]) -> dict[str, tuple[float, float]]:
-    """Variance between parts, as an analysis of variance has it, and |G|², of one step.
+def noise(ranks):
+    """The covariance's trace of one item ÷ items of a step, and |G|², by an analysis of variance.
 
-    Args:
-        ranks: the cells of the microbatches of each data-parallel rank that has samples.
-
-    Returns:
-        The covariance's trace of one item ÷ items of the step, and |G|², of each estimate.
+    ``ranks`` are the cells of the microbatches of each data-parallel rank that has samples.
     """
     whole = mean(list(itertools.chain.from_iterable(ranks)))
     of_ranks = [mean(cells) for cells in ranks]
@@ -72,7 +64,7 @@ def noise(ranks: Sequence[Sequence[tuple[float, Gradient]]]) -> dict[str, tuple[
     return found
 
 
-def ratio_and_error(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def ratio_and_error(pairs):
     """Ratio of the means, and its standard error by a first-order expansion."""
     s, q = np.array(pairs, dtype=np.float64).T
     ratio = s.mean() / q.mean()
@@ -80,33 +72,22 @@ def ratio_and_error(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]
     return float(ratio), float(error)
 
 
-def by_value(limit: float) -> Callable[[Gradient], Gradient]:
+def by_value(limit):
     return lambda g: {k: v.clamp(-limit, limit) for k, v in g.items()}
 
 
-def by_norm(limit: float) -> Callable[[Gradient], Gradient]:
+def by_norm(limit):
     return lambda g: {k: v * min(1.0, limit / math.sqrt(square(g))) for k, v in g.items()}
 
 
-def by_tensor(limit: float) -> Callable[[Gradient], Gradient]:
+def by_tensor(limit):
     return lambda g: {k: v * min(1.0, limit / max(float(v.norm()), 1e-300)) for k, v in g.items()}
 
 
-def train(
-    model: nn.Module,
-    steps: Sequence[Sequence[Sequence[Batch]]],
-    clip: Callable[[Gradient], Gradient],
-    rate: float,
-    worst: int,
-) -> tuple[list[dict[str, float]], dict[str, Any]]:
-    """Train a copy of a model by SGD; return the measurements of each step, and of the run.
+def train(model, steps, clip, rate, worst):
+    """Train a copy of a float64 model by SGD; return the measurements of each step, and of the run.
 
-    Args:
-        model: the model, float64.
-        steps: the microbatches of a step, first by step and then by rank.
-        clip: returns the clipped gradient.
-        rate: learning rate.
-        worst: number of parameters with the largest shares to return.
+    ``steps`` are microbatches by step and rank; ``worst`` parameters' shares are returned.
     """
     model = copy.deepcopy(model)
     rows: list[dict[str, float]] = []
@@ -149,7 +130,7 @@ def train(
     return rows, {"clip/longest_streak": max(runs, default=0), **summary}
 
 
-def spike_scores(values: Sequence[float], sigma: float, window: int) -> list[float]:
+def spike_scores(values, sigma, window):
     """Share of spikes after each value; values that are not finite do not count."""
     found, finite, spikes = [], list[float](), 0
     for value in values:

@@ -1,12 +1,8 @@
 """A stand-in for the wandb service on the loopback interface, with faults on demand.
 
-It answers what the real client sends for one run: GraphQL (create or update the run, resume, files
-to upload) and the file stream (rows, summary, exit code), and it keeps what arrived. It proves what
-the client delivers and how it behaves when a server fails; it proves nothing about the real
-service's own rules.
+It answers what the real client sends for a run (GraphQL and the file stream), and keeps what
+arrived. It proves nothing about the real service's own rules.
 """
-
-from __future__ import annotations
 
 import gzip
 import json
@@ -27,11 +23,11 @@ class ArrivedRun:
     exit_code: int | None = None
 
     @property
-    def config(self) -> dict[str, Any]:
-        raw = json.loads(self.created["config"])
-        return {key: item["value"] for key, item in raw.items() if key != "_wandb"}
+    def config(self):
+        items = json.loads(self.created["config"]).items()
+        return {key: item["value"] for key, item in items if key != "_wandb"}
 
-    def history(self) -> list[dict[str, Any]]:
+    def history(self):
         """The rows in the order of their offsets, without wandb's own `_` keys."""
         return [
             {key: value for key, value in self.rows[at].items() if not key.startswith("_")}
@@ -40,7 +36,7 @@ class ArrivedRun:
 
 
 class LoopbackWandb:
-    """The server; `fault` and `answered` say how the next requests fare.
+    """The server.
 
     Args:
         fault: None, an HTTP status such as 401 or 500, or "hang" (accept, never answer).
@@ -48,27 +44,22 @@ class LoopbackWandb:
         only: the fault hits only paths that contain this text.
     """
 
-    def __init__(
-        self, fault: int | str | None = None, *, answered: int = 0, only: str = ""
-    ) -> None:
-        self.fault = fault
-        self.answered = answered
-        self.only = only
+    def __init__(self, fault=None, *, answered=0, only=""):
+        self.fault, self.answered, self.only = fault, answered, only
         self.runs: dict[str, ArrivedRun] = {}
         self.requests: list[str] = []
         self.bodies: list[bytes] = []
+        self.views: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._released = threading.Event()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
         self._http.block_on_close = False  # a thread of a closing client must not hold up a test
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
-        self._thread = threading.Thread(
-            target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        )
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self):
         """Stop listening and free every request that hangs; later connections are refused."""
         if self._thread.is_alive():
             self._released.set()
@@ -76,7 +67,7 @@ class LoopbackWandb:
             self._http.server_close()
             self._thread.join()
 
-    def _fault_for(self, path: str) -> int | str | None:
+    def _fault_for(self, path):
         with self._lock:
             self.requests.append(path)
             if self.only not in path:
@@ -86,7 +77,7 @@ class LoopbackWandb:
                 return None
             return self.fault
 
-    def _graphql(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _graphql(self, body):
         query, given = body.get("query", ""), body.get("variables") or {}
         if "RunResumeStatus" in query:
             return {"data": {"model": self._resume_status(given)}}
@@ -94,48 +85,39 @@ class LoopbackWandb:
             run = self.runs.setdefault(given["name"], ArrivedRun(given["name"]))
             run.created.update({key: value for key, value in given.items() if value is not None})
             entity = {"name": given.get("entity") or "local"}
-            bucket = {
-                "id": f"bucket-{run.id}",
-                "name": run.id,
-                "displayName": given.get("displayName") or run.id,
-                "project": {"name": given.get("project") or "local", "entity": entity},
-            }
+            bucket = {"id": f"bucket-{run.id}", "name": run.id}
+            bucket["displayName"] = given.get("displayName") or run.id
+            bucket["project"] = {"name": given.get("project") or "local", "entity": entity}
             return {"data": {"upsertBucket": {"inserted": True, "bucket": bucket}}}
         if "createRunFiles" in query:
             names = given.get("files") or []
             files = [{"name": n, "uploadUrl": f"{self.url}/upload/{n}"} for n in names]
             return {"data": {"createRunFiles": {"runID": "", "uploadHeaders": [], "files": files}}}
+        if "mutation UpsertView2(" in query:  # a saved workspace
+            self.views.append(given)
+            view = {"id": "view-1", "name": given["name"]}
+            return {"data": {"upsertView": {"view": view, "inserted": True}}}
         if "viewer" in query:
             return {"data": {"viewer": {"id": "1", "entity": "local", "username": "local"}}}
         return {"data": {}}
 
-    def _resume_status(self, given: dict[str, Any]) -> dict[str, Any] | None:
+    def _resume_status(self, given):
         """What a client that resumes asks: how much of the run has arrived."""
         run = self.runs.get(given["name"])
         if run is None:
             return None
         tail = [json.dumps(run.rows[max(run.rows)])] if run.rows else []
-        return {
-            "id": "project",
-            "name": given.get("project") or "local",
-            "entity": {"id": "1", "name": "local"},
-            "bucket": {
-                "id": f"bucket-{run.id}",
-                "name": run.id,
-                "displayName": run.created.get("displayName"),
-                "config": run.created.get("config") or "{}",
-                "summaryMetrics": json.dumps(run.summary),
-                "wandbConfig": json.dumps({"t": 1}),  # it was started
-                "tags": run.created.get("tags") or [],
-                "historyLineCount": len(run.rows),
-                "historyTail": json.dumps(tail),
-                "logLineCount": 0,
-                "eventsLineCount": 0,
-                "eventsTail": "[]",
-            },
-        }
+        bucket = {"id": f"bucket-{run.id}", "name": run.id, "tags": run.created.get("tags") or []}
+        bucket |= {"displayName": run.created.get("displayName"), "eventsTail": "[]"}
+        bucket |= {"config": run.created.get("config") or "{}", "historyTail": json.dumps(tail)}
+        bucket |= {"wandbConfig": json.dumps({"t": 1})}  # it was started
+        bucket |= {"historyLineCount": len(run.rows), "logLineCount": 0, "eventsLineCount": 0}
+        bucket |= {"summaryMetrics": json.dumps(run.summary)}
+        entity = {"id": "1", "name": "local"}
+        project = given.get("project") or "local"
+        return {"id": "project", "name": project, "entity": entity, "bucket": bucket}
 
-    def _file_stream(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _file_stream(self, path, body):
         run_id = path.rstrip("/").split("/")[-2]
         run = self.runs.setdefault(run_id, ArrivedRun(run_id))
         for name, part in (body.get("files") or {}).items():
@@ -148,17 +130,17 @@ class LoopbackWandb:
             run.exit_code = body.get("exitcode")
         return {"exitcode": None, "limits": {}}
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
+    def _handler(self):
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             timeout = 120
 
-            def log_message(self, format: str, *args: Any) -> None:
-                """Keep quiet: a test reads what is recorded, not standard error."""
+            def log_message(self, format, *args):
+                """Keep quiet."""
 
-            def _answer(self, status: int, content: dict[str, Any]) -> None:
+            def _answer(self, status, content):
                 data = json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
@@ -166,7 +148,7 @@ class LoopbackWandb:
                 self.end_headers()
                 self.wfile.write(data)
 
-            def _serve(self) -> None:
+            def _serve(self):
                 raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 fault = server._fault_for(self.path)
                 if fault == "hang":
@@ -188,7 +170,7 @@ class LoopbackWandb:
                         content = {}
                 self._answer(200, content)
 
-            def handle(self) -> None:
+            def handle(self):
                 try:
                     super().handle()
                 except OSError:

@@ -37,7 +37,10 @@ class RecorderProcess(subprocess.Popen[str]):
         # Folders that wandb makes when it is imported: a process that is killed cannot remove them.
         self._scratch = tempfile.mkdtemp(prefix="clip-runner-")
         super().__init__(
-            [sys.executable, "-P", "-W", "ignore", wandb_process.__file__, self._scratch],
+            [
+                *(sys.executable, "-P", "-W", "ignore"),
+                *(wandb_process.__file__, self._scratch, str(os.getpid())),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -1,5 +1,5 @@
 """The process that records runs with wandb, one after the other. It is started by its path,
-with a folder for temporary files.
+with a folder for temporary files and the number of the trainer's process.
 
 It imports only the standard library and wandb, and plotly for figures. It reads JSON lines from
 standard input: of each run the request, the rows or figures, and the end. It answers with JSON
@@ -19,6 +19,7 @@ import json
 import os
 import queue
 import re
+import select
 import shutil
 import signal
 import sys
@@ -297,11 +298,13 @@ def _read(stream: IO[str], inbox: Inbox) -> None:
     inbox.put(None)
 
 
-def _watch(trainer: int, inbox: Inbox) -> None:
+def _watch(trainer: int, stream: IO[str], inbox: Inbox) -> None:
     """End the input when the trainer is gone: a process that it forked may hold the pipe open."""
     while os.getppid() == trainer:
         time.sleep(ORPHAN_SECONDS)
-    time.sleep(ORPHAN_SECONDS)  # time to read its last messages
+    while select.select([stream], [], [], 0)[0]:  # its last messages are not read yet
+        time.sleep(ORPHAN_SECONDS)
+    time.sleep(ORPHAN_SECONDS)
     inbox.put(None)
 
 
@@ -351,7 +354,8 @@ def _remove_scratch() -> None:
 
 def main() -> None:
     """Record the runs of standard input, then exit, even if wandb still works."""
-    trainer = os.getppid()
+    # The trainer may be gone before this process could ask for its parent.
+    trainer = int(sys.argv[2])
     tempfile.tempdir = sys.argv[1]
     atexit.register(_remove_scratch)  # after the exit handlers of wandb
     # A signal to the whole job ends the trainer, which then sends the end of the run.
@@ -361,7 +365,7 @@ def main() -> None:
     # Bounded: a backlog waits with the trainer, which knows what to do about it.
     inbox: Inbox = queue.Queue(MOST_MESSAGES)
     threading.Thread(target=_read, args=(source, inbox), daemon=True).start()
-    threading.Thread(target=_watch, args=(trainer, inbox), daemon=True).start()
+    threading.Thread(target=_watch, args=(trainer, source, inbox), daemon=True).start()
     _begin_client()
     while (request := inbox.get()) is not None:
         if not _record(request, inbox, partial(_send, answers)):

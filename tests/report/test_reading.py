@@ -1,0 +1,145 @@
+"""Folders of runs and sweeps as they are found: finished, lost, torn, damaged, resumed."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from runner.report import NoRunError, read, read_run
+from runner.report.findings import find
+from runner.report.run import Run, flat
+from runner.report.run_metrics import RunMetrics, measure
+from runner.report.series import layers, read_series, what_if
+from runner.run_folder.status import is_alive
+from tests.report.examples import NO_SUCH_PROCESS, NORM, config, rows, sweep, write_run
+
+
+def changed(folder, **status):
+    file = folder / "status.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **status}))
+    return folder
+
+
+def test_the_state_is_what_the_process_and_the_record_say(tmp_path):
+    running = write_run(tmp_path / "run", rows(steps=20), config(), state="running")
+    assert read_run(running).state == "killed"
+    assert read_run(changed(running, pid=os.getpid())).state == "running"
+    assert read_run(changed(running, pid=NO_SUCH_PROCESS, host="elsewhere")).state == "running"
+    for state in ("finished", "failed", "interrupted"):
+        assert read_run(changed(running, state=state)).state == state
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it stays in the table of processes
+    assert not is_alive(ended.pid)
+    ended.wait()
+    folder = write_run(tmp_path / "ended", rows(steps=100), config())
+    assert read_run(folder).seconds == pytest.approx(3.1)
+    (folder / "summary.json").unlink()
+    assert read_run(folder).seconds == pytest.approx(12.5)
+
+
+@pytest.mark.parametrize("name", ["status.json", "summary.json", "config.yaml", "metrics.jsonl"])
+def test_a_missing_or_damaged_file_is_done_without(tmp_path, name):
+    folder = write_run(tmp_path / "run", rows(steps=20), config())
+    for damage in ("", '{"a": ', "\x00\x01", None):
+        (folder / name).unlink() if damage is None else (folder / name).write_text(damage)
+        run = read_run(folder)
+        expected = "unknown" if name == "status.json" else "finished"
+        assert (run.steps, run.state) == (20, expected)
+
+
+def test_the_configuration_is_hydras_or_what_the_overrides_say(tmp_path):
+    one = read(write_run(tmp_path / "run", [], config(), overrides=("seed=3", "a=b c")))
+    assert (one.single, one.command) == (True, "python -m runner seed=3 'a=b c'")
+    with pytest.raises(NoRunError, match="nowhere"):
+        read(tmp_path / "nowhere")
+    folder = write_run(tmp_path / "a", [], config(clip__threshold=0.25))
+    (folder / "config.yaml").rename(folder / ".hydra" / "config.yaml")
+    overrides = ("clip=adaptive", "clip.threshold=0.01")
+    bare = write_run(tmp_path / "b", [], {}, overrides=overrides)
+    found = [(run.mode, run.threshold) for run in map(read_run, (folder, bare))]
+    assert found == [("norm", 0.25), ("adaptive", 0.01)]
+    assert flat({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+
+
+def test_series_pass_over_torn_lines_and_rows_that_a_resume_replaced(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    assert read_series(file) == {}
+    lines = [
+        *(f'{{"train/step": {s}, "train/loss": {i}}}' for i, s in enumerate((1, 2, 3, 2, 3))),
+        *("not json", "[1, 2]", '{"train/loss": 9}', '{"train/step": 4, "train/loss": "high"}'),
+        *('{"train/step": 5, "train/loss": "NaN"}', '{"train/step": 6, "train/loss": "-Infinity"}'),
+        '{"train/step": 7, "train/loss": 6, "eval/loss": 7, "mine": 3, "other": 4}',
+        '{"train/step": 8, "train/lo',
+    ]
+    file.write_text("\n".join(lines))
+    series = read_series(file, frozenset({"mine"}))
+    assert series["train/loss"].steps.tolist() == [1, 2, 3, 5, 6, 7]
+    expected = [0, 3, 4, math.nan, -math.inf, 6]
+    assert series["train/loss"].values == pytest.approx(expected, nan_ok=True)
+    assert series["train/loss"].finite.tolist() == [0, 3, 4, 6]
+    assert (series["eval/loss"].steps.tolist(), series["mine"].values.tolist()) == ([7], [3])
+    assert "other" not in series
+    line = '{"train/step": 1, "grad/norm": 2, "grad/norm/a.weight": 4, "clip/what_if/2.0": 0.1, '
+    file.write_text(line + '"clip/what_if/0.25": 0.8, "clip/what_if/x": 1}')
+    assert list(layers(read_series(file))) == ["a.weight"]
+    assert list(what_if(read_series(file)).items()) == [(0.25, 0.8), (2.0, 0.1)]
+
+
+def test_metrics_are_the_summarys_or_the_same_from_rows(tmp_path):
+    folder = write_run(tmp_path / "run", rows(steps=200), config())
+    metrics = ["eval/loss", "eval/accuracy", "train/loss"]
+    whole = measure(read_run(folder), metrics)
+    (folder / "summary.json").unlink()
+    from_rows = measure(read_run(folder), metrics)
+    for name in ("final", "best", "ratio", "norm", "coef", "skipped"):
+        assert getattr(from_rows, name) == pytest.approx(getattr(whole, name))
+    empty = measure(Run(folder=None, number="0", state="not started"), ["eval/loss"])
+    assert empty == RunMetrics({}, {}, None, {}, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("losses", "state", "step"),
+    [
+        ([2.0, 1.9, math.nan, 1.2], "finished", None),
+        ([2.0, 1.9, 9.0, 1.2], "finished", None),
+        ([*[1.9] * 59, math.nan], "failed", 60),
+        ([*[1.9] * 59, math.nan], "finished", None),  # one lost last batch
+        ([2.0, 1.9, 9.0, math.inf, math.nan], "finished", 3),
+        ([2.0, 2.0, 1.0, 1.0, 4.5, 4.6], "finished", 5),
+        ([math.nan, math.nan], "finished", 1),
+    ],
+)
+def test_divergence_is_a_loss_that_never_comes_back(tmp_path, losses, state, step):
+    lines = rows(steps=len(losses), evaluations=0)
+    for row, loss in zip(lines, losses, strict=True):
+        row["train/loss"] = loss
+    folder = write_run(tmp_path / "run", lines, config(), state=state)
+    [measured] = find(read(folder)).measured.values()
+    assert measured.diverged_at == step
+    assert math.isnan(measured.best["train/loss"]) == all(map(math.isnan, losses))
+
+
+def test_run_folders_are_the_truth_where_the_record_is_stale(tmp_path):
+    folder = sweep(tmp_path / "s", NORM, steps=10)
+    record = json.loads((folder / "sweep.json").read_text())
+    for entry in record["runs"]:
+        entry |= {"state": "running", "error": "old"}
+    shutil.rmtree(folder / "1")
+    (folder / "1").mkdir()  # a run that recorded nothing has its cause from the sweep
+    record["runs"][1] |= {"state": "failed", "error": "out of memory"}
+    (folder / "sweep.json").write_text(json.dumps(record))
+    found = read(folder)
+    assert [run.state for run in found.runs] == ["finished", "failed", "finished", "finished"]
+    assert [run.error for run in found.runs] == [None, "out of memory", None, None]
+    assert found.runs[1].overrides == ("clip=norm", "clip.threshold=0.25")
+    assert found.command == "python -m runner -m clip=norm clip.threshold=0.1,0.25,1.0,2.0"
+    (folder / "sweep.json").write_text("{torn")
+    (folder / "multirun.yaml").write_text("hydra: {overrides: {task: ['clip.threshold=0.1,1']}}")
+    (folder / "2").rename(folder / "10")
+    torn = read(folder)
+    assert [run.number for run in torn.runs if run.steps] == ["0", "3", "10"]
+    assert torn.command == "python -m runner -m clip.threshold=0.1,1"

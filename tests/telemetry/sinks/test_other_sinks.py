@@ -1,0 +1,244 @@
+"""A live bar on a terminal, lines elsewhere, TensorBoard's record; slow work is waited for."""
+
+import errno
+import fcntl
+import io
+import logging
+import math
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from types import SimpleNamespace
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from runner.cli.main import main
+from runner.run_folder.rows import Row
+from runner.telemetry.sinks import progress, tensorboard_sink
+from runner.telemetry.sinks.tensorboard_sink import TensorboardSink
+from runner.telemetry.sinks.terminal import ConsoleHandler, TerminalSink, is_watched
+from tests.process import ROOT
+from tests.terminal import on_a_terminal
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+
+
+def row(step, **more):
+    made: Row = {"train/step": step, "train/loss": 0.123, "grad/norm": 0.456, "time/step_s": 0.04}
+    made |= {"clip/ratio": float(step % 2), "throughput/samples_per_s": 812.4}
+    return made | {key.replace("_", "/", 1): value for key, value in more.items()}
+
+
+def lines(rows, total=None, every=1, summary=None, code=None):
+    """What a stream that is no terminal receives."""
+    stream = io.StringIO()
+    sink = TerminalSink(total, every, "t", stream)
+    for one in rows:
+        sink.write(one)
+    for _ in range(2 if code is not None else 0):
+        sink.close(summary, code)
+    return stream.getvalue().splitlines()
+
+
+SUMMARY = {"final": {"train/loss": 0.1, "eval/loss": 0.0912, "eval/accuracy": 0.975}}
+SUMMARY |= {"grad/norm": {"p50": 0.5, "p90": 1.25, "p99": 3.5}}
+SUMMARY |= {"clip/ratio_total": 0.37, "steps": 450, "wall_s": 12.34}
+LOST = {"grad/norm": {"p50": math.nan}, "final": {"eval/loss": math.inf}}
+CLIPPED = [{"train/step": n, "clip/ratio": float(n <= 3 or n > 15)} for n in range(1, 21)]
+SPARSE = [{"train/step": 1}, {"train/step": 2, "train/loss": math.nan, "grad/norm": math.inf}]
+WHOLE = "step 100/450  loss 0.123  norm 0.456  clipped 0 %  eval 0.0912 / 97.5 %  812 samples/s"
+SPARSE_LINES = """step 1
+step 2  loss nan  norm inf
+t: failed after 2 steps
+eval inf  (loss / accuracy)
+gradient norm  p50 nan"""
+SUMMARY_LINES = """t: finished after 450 steps in 12.3 s
+eval 0.0912 / 97.5 %  (loss / accuracy)
+gradient norm  p50 0.500  p90 1.25  p99 3.50  clipped 37 % of the steps"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        ([row(100, eval_loss=0.0912, eval_accuracy=0.975)], (450,), f"{WHOLE}  eta 0:14"),
+        (CLIPPED, (None, 10), "step 10  clipped 30 %\nstep 20  clipped 50 %"),
+        (SPARSE, (None, 1, LOST, 1), SPARSE_LINES),
+        ([], (450, 1, SUMMARY, 0), SUMMARY_LINES),
+        ([], (100, 1, {"steps": 1}, 130), "t: interrupted after 1 of 100 steps"),
+        ([], (1, 1, None, 143), "t: terminated"),
+        ([], (1, 1, {"guidance": ["word " * 40]}, 0), "t: finished\n" + "word " * 40),
+    ],
+)
+def test_lines_of_a_file(rows, options, expected):
+    assert lines(rows, *options) == expected.split("\n")
+
+
+def test_an_ascii_stream_gets_ascii():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii", errors="strict")
+    TerminalSink(450, 1, "t", stream).close(SUMMARY | {"guidance": ["the largest ‖G‖"]}, 0)
+    assert b"the largest |G|" in raw.getvalue()
+
+
+PROGRAM = """
+import sys
+from runner.telemetry.sinks import terminal
+from runner.telemetry.sinks.terminal import TerminalSink
+terminal.REDRAW_SECONDS = 0
+sink = TerminalSink(30, 10, "my-run", sys.stderr)
+try:
+    for step in range(1, 31):
+        row = {"train/step": step, "train/loss": 0.5, "grad/norm": 1.5, "clip/ratio_total": 0.25,
+               "throughput/samples_per_s": 900.0, "time/step_s": 0.02}
+        if step == 10:
+            row |= {"eval/loss": 0.25, "eval/accuracy": 0.5}
+        sink.write(row)
+        if len(sys.argv) > 1 and step == 15:
+            raise RuntimeError("broke off")
+finally:
+    guidance = {"guidance": ["0123456 " * 40]}
+    sink.close(None if len(sys.argv) > 1 else guidance, len(sys.argv) - 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (20, ["eta"]),
+        (40, ["loss", "eta"]),
+        (60, ["loss", "clipped", "eval 50.0 %", "eta"]),
+        (80, ["|", "loss", "norm", "clipped", "eval 50.0 %", "eta"]),
+        (120, ["|", "loss", "norm", "clipped", "eval 0.250 / 50.0 %", "900 samples/s", "eta"]),
+    ],
+)
+def test_a_terminal_gets_a_live_bar_that_fits_it(columns, shown):
+    seen, code = on_a_terminal([sys.executable, "-c", PROGRAM], ENVIRONMENT, columns)
+    assert code == 0
+    bars = [part for part in seen.split("\r") if "/30" in part and "step" not in part]
+    assert len(bars) >= 30
+    assert max(len(part.strip("\n")) for part in bars) <= columns
+    last = [part for part in bars if part.startswith("30/30")][-1]
+    parts = ["|", "loss", "norm", "clipped", "eval 50.0 %", "eval 0.250 / 50.0 %", "samples/s"]
+    for part in [*parts, "eta 0:00"]:  # the least useful ones are dropped first
+        assert (part in last) == any(part in kept or kept in part for kept in shown), part
+    ended = seen.replace("\r", "").splitlines()
+    assert any(line.startswith("my-run: finished") for line in ended)
+    guidance = [line for line in ended if line.startswith("0123456")]  # breaks between words
+    assert [word for line in guidance for word in line.split()] == ["0123456"] * 40
+    assert columns - 9 < len(guidance[0]) < columns
+
+
+def test_an_exception_leaves_a_readable_traceback_and_a_pipe_gets_no_colours():
+    words = [sys.executable, "-c", PROGRAM, "break"]
+    seen, code = on_a_terminal(words, ENVIRONMENT, 100)
+    ended = [line.split("\r")[-1] for line in seen.split("\n")]
+    assert {"my-run: failed after 15 of 30 steps", "RuntimeError: broke off"} <= set(ended)
+    done = subprocess.run(words[:3], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert (code, done.returncode, "\x1b" in done.stderr) == (1, 0, False)
+    assert len(done.stderr.splitlines()) == 5
+
+
+def test_a_warning_takes_the_place_of_the_bar_on_a_terminal(monkeypatch):
+    record = logging.LogRecord("runner", logging.WARNING, "", 0, "word " * 30, None, None)
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    with os.fdopen(leader, "rb"), os.fdopen(follower, "w") as stream:
+        for term, watched in (("xterm", True), ("dumb", False)):
+            monkeypatch.setenv("TERM", term)
+            assert is_watched(stream) == watched
+        monkeypatch.setenv("TERM", "xterm")
+        ConsoleHandler(stream).handle(record)
+        seen = os.read(leader, 65536).decode()
+    assert seen.startswith("\r\x1b[Kwarning: word word")
+    assert max(len(line) for line in seen.removeprefix("\r\x1b[K").splitlines()) < 60
+    assert ConsoleHandler(io.StringIO()).format(record) == "warning:" + " word" * 30
+    assert not is_watched(io.StringIO())
+
+
+@pytest.mark.parametrize(
+    ("ticks", "ends", "waited"),
+    [
+        pytest.param(lambda now: now // 3, 20.0, 20.0, id="slow"),
+        pytest.param(lambda now: None, 20.0, 20.0, id="queued for a CPU"),
+        pytest.param(lambda now: 1, 20.0, 4.5, id="still"),
+        pytest.param(lambda now: now // 3, 100.0, 60.0, id="too long"),
+    ],
+)
+def test_a_process_is_waited_for_as_long_as_it_works(ticks, ends, waited, monkeypatch):
+    now = 0.0
+
+    def has_ended(seconds):
+        nonlocal now
+        now += seconds
+        return now >= ends
+
+    assert progress.cpu_times(os.getpid())[os.getpid()] is None  # it runs
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(progress, "cpu_times", lambda process: {process: ticks(now)})
+    done = progress.wait_while_working(1, has_ended, stalled=4.0, timeout=60.0)
+    assert (done, now) == (ends == waited, waited)
+
+
+SHORT = ["device=cpu", "train.max_duration=4ba", "eval.interval=2ba", "model.width=4"]
+
+
+def assert_holds(folder, rows):
+    """The scalars are those of ``rows``, in float32, and no others."""
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert tags == {key for row in rows for key in row} - {"train/step"}
+    for tag in tags:
+        wanted = {row["train/step"]: row[tag] for row in rows if tag in row}
+        found = {event.step: event.value for event in events.Scalars(tag)}
+        assert found == pytest.approx(wanted, rel=1e-6, nan_ok=True)
+
+
+def test_a_run_has_every_metric_of_every_row_and_one_that_continues_takes_rows_back(tmp_path):
+    rows = [{"train/step": n, "train/loss": float(n)} for n in range(1, 6)]
+    rows[1] |= {"grad/norm": math.inf, "train/loss": math.nan}
+    first = TensorboardSink(tmp_path)
+    for row in rows:
+        first.write(row)
+    first.close({}, 0)
+    first.close(None, 143)
+    assert_holds(tmp_path, rows)
+    second = TensorboardSink(tmp_path, continued_after=3)
+    again = {"train/step": 4, "train/loss": 40.0}
+    second.write(again)
+    second.close({}, 0)
+    assert_holds(tmp_path, [*rows[:3], again])
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path, caplog, monkeypatch):
+    writers = []
+
+    def full(writer, event):
+        writers.append(writer)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sink = TensorboardSink(tmp_path)
+    monkeypatch.setattr(EventFileWriter, "add_event", full)
+    for step in (1, 2):
+        sink.write({"train/step": step, "train/loss": 1.0})
+    sink.close(None, 0)
+    monkeypatch.undo()
+    writers[0].close()
+    assert ["No space left" in message for message in caplog.messages] == [True]
+
+
+def test_an_unknown_or_missing_tracker_is_refused(outputs, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(tensorboard_sink, "find_spec", lambda name: None)
+    for name, named in (("tensorboard", "clip-runner[tensorboard]"), ("tensorbord", "tensorboard")):
+        assert main([*SHORT, "tracker=none", f"tracker.also=[{name}]"]) == 2
+        message = capsys.readouterr().err
+        assert "tracker.also" in message
+        assert named in message
+    assert not outputs.exists()
+    with pytest.raises(ImportError, match="pip install"):
+        TensorboardSink(tmp_path)

@@ -1,0 +1,361 @@
+"""Rows, measurements and layer norms, of a training and of somebody's own loop."""
+
+import json
+import math
+import random
+from contextlib import nullcontext, suppress
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from runner import GradientMonitor, Trainer, apply_gradient_clipping
+from runner.booster import Booster
+from runner.clip import Decision, build
+from runner.clip.direction import cosine
+from runner.telemetry.meter import Meter
+from runner.telemetry.options import Measurements
+from runner.telemetry.step import StepMetrics
+from tests.distributed.training import Rows
+from tests.on_device import Waits, kept_on_device
+from tests.telemetry import by_hand
+from tests.train.test_trainer import parts
+
+
+def step(number, decision, loss=1.0, layers=None):
+    return StepMetrics(number, loss, decision, 0.1, 8 * number, 0, 0.5, layers)
+
+
+def test_rows_and_summary_do_not_depend_on_when_metrics_reach_the_host():
+    random.seed(0)
+    steps = []
+    for number in range(1, 101):
+        norm = random.choice([math.nan, math.inf, *[random.lognormvariate(0, 3)] * 20])
+        outcome = Decision(norm, norm / 3, 1 / 3, random.random() < 0.3, 0.1, norm, threshold=1.0)
+        steps.append(step(number, outcome, loss=random.choice([math.nan, *[random.random()] * 9])))
+    found = []
+    for every in (1, 7, 1000):
+        rows = Rows()
+        meter = Meter([rows], interval=4, flush_every=every, what_if=[0.5, 2.0])
+        for each in steps:
+            meter.push(each, {"eval/loss": 1.0} if each.step % 50 == 0 else None)
+        found.append(repr((rows.rows, meter.summary(), meter.state_dict())))
+    assert found[0] == found[1] == found[2]
+    assert found[0].count("'train/step'") == 27
+
+
+def test_sums_since_the_last_row_are_those_of_a_plain_loop():
+    norms, rows = [0.1, 0.7, 1e16, 3.0, math.nan, 2.0, 0.3, math.inf, 0.9], Rows()
+    meter = Meter([rows], interval=3, flush_every=7)
+    for number, norm in enumerate(norms, 1):
+        # λ/inf and inf·0, as a device computes them without looking, are not counted as clipped.
+        decision = Decision(norm, math.nan, 0.0, 1.0, 1.0, max_stat=norm, threshold=1.0)
+        meter.push(step(number, decision, loss=norm))
+    meter.flush()
+    for row, part in zip(rows.rows, (norms[:3], norms[3:6], norms[6:]), strict=True):
+        lost = any(map(math.isnan, part))
+        wanted = sum(part) / 3, math.nan if lost else max(part)
+        assert repr((row["grad/norm_mean"], row["grad/norm_max"])) == repr(wanted)
+    assert [row["grad/nonfinite"] for row in rows.rows] == [0, 1, 2]
+    summary = meter.summary()
+    assert summary["best"] == {"train/loss": 0.1}
+    assert summary["clip/ratio_total"] == pytest.approx(7 / 9)
+
+
+def logged(per_layer, norm_type=2.0, **options):
+    """Rows of a short training, and the trainer, which has not run."""
+    model, loader = parts(samples=112)
+    rows = Rows()
+    trainer = Trainer(
+        model,
+        list(loader),
+        "14ba",
+        build("norm", threshold=0.3, norm_type=norm_type),
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1, fused=True),
+        sinks=[rows],
+        log_interval=3,
+        log_flush=4,
+        per_layer=per_layer,
+        **options,
+    )
+    return rows.rows, trainer
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_no_step_waits_for_the_device_and_each_flush_is_one_transfer(norm_type):
+    """Layer norms stay on the device until the flush; only rows that are due have them."""
+    here, trainer = logged(True, norm_type)
+    trainer.fit()
+    plain, trainer = logged(False, norm_type)
+    trainer.fit()
+    rows, trainer = logged(True, norm_type)
+    transfers, tolist = [], torch.Tensor.tolist
+
+    def counted(tensor):
+        if tensor.is_floating_point():  # not the targets of a batch, which are on the host
+            transfers.append(trainer.state.progress.step)
+        return tolist(tensor)
+
+    with kept_on_device(), patch.object(torch.Tensor, "tolist", counted), Waits() as waits:
+        trainer.fit()
+    assert not waits.found
+    assert set(transfers) == {4, 8, 12, 14}
+    assert [row["train/step"] for row in rows] == [3, 6, 9, 12, 14]
+    keys = {f"grad/norm/{name}" for name, _ in trainer.model.unwrap().named_parameters()}
+    for ours, wanted, without in zip(rows, here, plain, strict=True):
+        assert keys == ours.keys() - without.keys() == wanted.keys() - without.keys()
+        norms = [ours[key] for key in keys]
+        assert norms == pytest.approx([wanted[key] for key in keys], rel=1e-6)
+        total = max(norms) if norm_type == math.inf else math.hypot(*norms)
+        assert total == pytest.approx(ours["grad/norm"], rel=1e-6)
+    evaluated, trainer = logged(True, norm_type, eval_dataloader=parts()[1], eval_interval="7ba")
+    trainer.fit()
+    assert [row["train/step"] for row in evaluated if keys < row.keys()] == [3, 6, 7, 9, 12, 14]
+
+
+STEPS = 7
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def loop(model, each, **options):
+    """Call ``each(monitor, loss, rows)`` with the gradients of a step; the rows and the summary."""
+    rows = []
+    monitor = GradientMonitor(model, rows.append, **options)
+    generator = torch.Generator().manual_seed(1)
+    for number in range(1, STEPS + 1):
+        loss = model(torch.randn(3, 4, generator=generator) * number).square().mean()
+        loss.backward()
+        each(monitor, loss, rows)
+        model.zero_grad()
+    return rows, monitor.close()
+
+
+def norm_of(model):
+    return float(get_total_norm([p.grad for p in model.parameters()]))
+
+
+def values(rows, key):
+    return [row[key] for row in rows]
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_torchs_own_clipping_by_the_norm(device):
+    """On an accelerator the host waits for no step, and reads metrics at a flush only."""
+    model, norms, written = make_model(), [], []
+
+    def each(monitor, loss, rows):
+        norms.append(norm_of(model))
+        with Waits() as waits:
+            monitor.measure()
+            norm = clip_grad_norm_(model.parameters(), 1.0)
+            monitor.step(norm, threshold=1.0, loss=loss, lr=0.1, samples=3)
+        assert not (device and waits.found)
+        written.append(len(rows))
+
+    with kept_on_device() if device else nullcontext():
+        rows, summary = loop(model, each, flush=3)
+    assert written == [0, 0, 3, 3, 3, 6, 6]
+    assert values(rows, "grad/norm") == pytest.approx(norms)
+    assert values(rows, "grad/norm_clipped") == pytest.approx([min(n, 1.0) for n in norms])
+    clipped = [int(norm > 1) for norm in norms]
+    assert 0 < sum(clipped) < STEPS
+    assert values(rows, "clip/clipped") == clipped
+    assert values(rows, "train/samples") == [3 * n for n in range(1, STEPS + 1)]
+    assert summary["clip/ratio_total"] == pytest.approx(sum(clipped) / STEPS)
+    assert summary["grad/norm"]["max"] == pytest.approx(max(norms))
+
+
+def test_torchs_own_clipping_by_value_which_returns_nothing():
+    model, before, after = make_model(), [], []
+
+    def each(monitor, loss, rows):
+        before.append(norm_of(model))
+        assert monitor.measure() == pytest.approx(before[-1])
+        clip_grad_value_(model.parameters(), 0.1)
+        after.append(norm_of(model))
+        monitor.step()
+
+    rows, _ = loop(model, each)
+    assert values(rows, "grad/norm") == pytest.approx(before)
+    assert values(rows, "grad/norm_clipped") == pytest.approx(after)
+    assert values(rows, "clip/clipped") == [int(a < b) for a, b in zip(after, before, strict=True)]
+    unknown = {"train/loss", "train/lr", "train/samples", "throughput/samples_per_s"}
+    assert not unknown & rows[0].keys()
+
+
+def test_windows_cover_all_steps_since_the_row_before_and_layer_norms_are_unclipped():
+    model, norms, losses, layers = make_model(), [], [], []
+
+    def each(monitor, loss, rows):
+        norms.append(norm_of(model))
+        losses.append(loss.item())
+        named = model.named_parameters()
+        layers.append({f"grad/norm/{name}": float(p.grad.norm()) for name, p in named})
+        monitor.measure()
+        monitor.step(apply_gradient_clipping(model, "norm", 1.0), loss=loss)
+
+    rows, summary = loop(model, each, interval=3, flush=4, what_if=[2.0], per_layer=True)
+    assert values(rows, "train/step") == [3, 6]
+    for row, at in zip(rows, (slice(0, 3), slice(3, 6)), strict=True):
+        assert row["grad/norm_mean"] == pytest.approx(sum(norms[at]) / 3)
+        assert row["grad/norm_max"] == pytest.approx(max(norms[at]))
+        assert row["clip/ratio"] == pytest.approx(sum(n > 1 for n in norms[at]) / 3)
+        assert row["train/loss"] == pytest.approx(losses[at][-1])
+        wanted = layers[at][-1]
+        assert {key: row[key] for key in wanted} == pytest.approx(wanted)
+    assert summary["steps"] == STEPS
+    assert summary["clip/what_if/2.0"] == pytest.approx(sum(n > 2 for n in norms) / STEPS)
+
+
+def test_rows_are_appended_to_a_file_and_a_loop_that_broke_off_goes_on(tmp_path):
+    file = tmp_path / "new" / "rows.jsonl"
+    model, state = make_model(), None
+    for start in (0, 2):
+        with suppress(KeyError), GradientMonitor(model, file, str(tmp_path), flush=50) as monitor:
+            if state is not None:
+                monitor.load_state_dict(state)
+            for number in range(1, 3):
+                model(torch.full((1, 4), float(start + number))).sum().backward()
+                monitor.step(samples=1)
+                model.zero_grad()
+            state = monitor.state_dict()
+            raise KeyError
+    rows = list(map(json.loads, file.read_text().splitlines()))
+    assert values(rows, "train/step") == values(rows, "train/samples") == [1, 2, 3, 4]
+    assert (tmp_path / "metrics.jsonl").read_text() == file.read_text()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.frozen, self.last = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.unused = nn.Linear(2, 2)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, inputs):
+        return self.last(self.frozen(self.first(inputs).tanh()).tanh())
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(3)
+    return Net().to(dtype)
+
+
+def batches(count, dtype=torch.float64, bad=()):
+    drawn = torch.Generator().manual_seed(4)
+    for number in range(count):
+        inputs = torch.randn(4, 6, generator=drawn, dtype=torch.float64).to(dtype)
+        if number in bad:
+            inputs[1, 2] = math.inf
+        yield inputs, inputs[:, :3].nan_to_num(posinf=0.0).argmax(1)
+
+
+def trained(options, *, mode=("value", 0.02), count=12, bad=(), model=None, **further):
+    """Rows and summary of a training; ``norm_type`` is an option of the mode."""
+    rows, made = Rows(), network() if model is None else model
+    power = {"norm_type": further.pop("norm_type")} if "norm_type" in further else {}
+    settings = {"optimizers": torch.optim.SGD(made.parameters(), lr=0.5), "accumulation_steps": 2}
+    trainer = Trainer(
+        made,
+        list(batches(count, next(made.parameters()).dtype, bad)),
+        f"{count // 2}ba",
+        build(mode[0], threshold=mode[1], **power),
+        measurements=options,
+        sinks=[rows],
+        **settings | further,
+    )
+    return rows.rows, trainer.fit()
+
+
+ALL = Measurements(3, True, True, True, True, spike_sigma=0.3, spike_window=4)
+MODES = {
+    "value": by_hand.by_value(0.02),
+    "per_parameter": by_hand.by_tensor(0.02),
+    "norm": by_hand.by_norm(0.02),
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "bad"),
+    [("value", False, 5), ("value", True, 5), ("per_parameter", True, None), ("norm", True, None)],
+)
+def test_every_measurement_with_frozen_and_unused_parameters_and_a_bad_step(mode, device, bad):
+    """On an accelerator the host waits for no measurement, only to explain a bad step."""
+    model, options = network(), {"mode": (mode, 0.02), "bad": [bad], "per_layer": True}
+    fused = torch.optim.SGD(model.parameters(), lr=0.5, fused=device)
+    with kept_on_device() if device else nullcontext(), Waits() as waits:
+        rows, summary = trained(ALL, model=model, optimizers=fused, **options)
+    assert not (device and bad is None and waits.found)
+    read = list(batches(12))
+    steps = [[read[at : at + 2]] for at in range(0, 12, 2)]
+    good = [number for number in range(6) if bad is None or number != bad // 2]
+    wanted, run = by_hand.train(network(), [steps[number] for number in good], MODES[mode], 0.5, 3)
+    for number, expected in zip(good, wanted, strict=True):
+        row = rows[number]
+        keys = [key for key in expected if "/" in key]
+        assert {key: row.get(key) for key in keys} == pytest.approx(
+            {key: expected[key] for key in keys}, rel=1e-7
+        )
+        unused = {"update/ratio/unused.weight", "update/ratio/unused.bias"}
+        updated = {key for key in row if key.startswith("update/ratio/")}
+        assert updated == unused | {key for key in keys if key.startswith("update/ratio/")}
+        assert {row[key] for key in unused} == {0.0}
+    norms = [row["grad/norm"] for row in rows]
+    if bad is not None:
+        skipped = rows[bad // 2]
+        assert not math.isfinite(norms[bad // 2])
+        assert not [key for key in skipped if key.startswith(("clip/cosine", "grad/share/"))]
+        assert skipped["update/ratio"] == 0.0
+    scale, error, count = run["noise/microbatches"]
+    assert summary["noise/microbatches"] == pytest.approx(
+        {"scale": scale, "error": error, "steps": count}, rel=1e-7
+    )
+    assert count == len(good)
+    found = [row["grad/norm_spike_score"] for row in rows]
+    assert found == by_hand.spike_scores(norms, 0.3, 4)
+
+
+def cosine_of(before, after):
+    b, a = (torch.cat([g.double().flatten() for g in each]) for each in (before, after))
+    return float(b @ a / (b.norm() * a.norm()))
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options", "turns"),
+    [
+        ("value", {"threshold": 0.3}, True),
+        ("adaptive", {"threshold": 0.05, "exclude": []}, True),
+        ("per_parameter", {"threshold": 0.5}, True),
+        ("chain", {"links": [0.5, {"mode": "value", "threshold": 0.02}]}, True),
+        ("chain", {"links": [2.0, {"mode": "per_parameter", "threshold": 0.1}]}, True),
+        ("groups", {"groups": {"first*": 0.1, "*": "none"}}, True),
+        ("none", {}, False),
+        ("norm", {"threshold": 0.5}, False),
+        ("chain", {"links": [0.5]}, False),
+    ],
+)
+def test_the_cosine_of_every_kind_of_mode(name, options, turns, device):
+    """One coefficient keeps the direction exactly; the others turn the gradient."""
+    model = network(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
+    model, wrapped, *_ = Booster().boost(model, optimizer)
+    inputs, targets = next(batches(1, torch.float32))
+    wrapped.backward(30.0 * F.cross_entropy(model(inputs), targets))
+    before = [g.clone() for g in wrapped.layout.gradients()[1]]
+    mode = build(name, **options)
+    mode.bind(wrapped.layout)
+    with kept_on_device() if device else nullcontext():
+        wrapped.clip(mode, fold=True, direction=True)
+    found = cosine(torch.as_tensor(wrapped.direction).tolist())
+    wrapped.step()
+    wanted = cosine_of(before, wrapped.layout.gradients()[1])
+    assert found == (pytest.approx(wanted, abs=1e-7) if turns else 1.0)
+    assert wanted < 0.999 if turns else wanted == pytest.approx(1.0, abs=1e-7)

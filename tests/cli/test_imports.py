@@ -38,14 +38,12 @@ def imported(words, folder, environment, code=0):
         ("--info", 0),
         ("clip=nrom clip.treshold=1", 2),
         ("-m seed=1,2 clip.treshold=1", 2),
-        ("-sc query=bash", 0),
         ("plan", 0),
         ("new demo", 0),
         ("plan recipe=sweep_norm optimizer=adam optimizer.lr=1e-3", 0),
     ],
 )
 def test_what_needs_no_torch_imports_no_heavy_library(words, code, tmp_path, environment):
-    environment["COMP_LINE"] = "clip-runner model=g"  # what a shell gives to be completed
     assert not imported(words, tmp_path, environment, code) & HEAVY
 
 

@@ -450,7 +450,13 @@ def test_help_names_every_command_and_every_flag(fakes, capsys):
     for command in set(COMMANDS) - {"run"}:
         assert f"python -m runner {command} " in out
     known = {name for action in get_args_parser()._actions for name in action.option_strings}
-    unneeded = {"--run", "-r", "--experimental-rerun", "--shell-completion", "-sc"}  # the default; not supported
+    unneeded = {
+        "--run",
+        "-r",
+        "--experimental-rerun",
+        "--shell-completion",
+        "-sc",
+    }  # the default; not supported
     described = set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", out))
     assert known - unneeded | {"--version"} <= described
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.compose.request import request
-from runner.config.bounded_yaml import load_yaml
 from runner.config.check import parse
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError
+from runner.config.yaml_text import load_yaml
 from tests.generated.damage import ODD as ODD_JSON
 from tests.generated.damage import TEXT, replaced
 from tests.generated.limits import examples

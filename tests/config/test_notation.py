@@ -5,11 +5,6 @@ import pytest
 from runner.config.notation import clock, percent, plural, rounded
 
 
-def test_one_is_singular_and_all_else_plural():
-    assert [plural(count, "step") for count in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
-    assert plural(1234, "step", ",") == "1,234 steps"
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -19,25 +14,14 @@ def test_one_is_singular_and_all_else_plural():
         *((math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")),
     ],
 )
-def test_figures_have_three_significant_digits(value, text):
+def test_numbers_have_three_significant_digits(value, text):
     assert rounded(value) == text
 
 
-def test_a_figure_may_have_more_digits():
+def test_counts_shares_and_times_as_they_are_printed():
     assert [rounded(x, 4) for x in (12.345, 0.000012345, 100.0)] == ["12.35", "1.234e-5", "100"]
-
-
-def test_a_share_never_reads_as_none_or_all_unless_it_is():
-    assert [percent(x) for x in (0, 1, 0.0001, 0.9999, 0.992, 0.034, 0.5)] == [
-        "0 %",
-        "100 %",
-        "under 0.1 %",
-        "over 99.9 %",
-        "99.2 %",
-        "3.4 %",
-        "50 %",
-    ]
-
-
-def test_a_duration_shows_hours_only_where_there_are_any():
+    assert [plural(count, "step") for count in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+    assert plural(1234, "step", ",") == "1,234 steps"
+    shares = {0: "0 %", 1: "100 %", 0.0001: "under 0.1 %", 0.9999: "over 99.9 %", 0.992: "99.2 %"}
+    assert {share: percent(share) for share in shares} == shares
     assert [clock(x) for x in (0, 59.6, 61, 3725)] == ["0:00", "1:00", "1:01", "1:02:05"]

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from runner import Trainer
-from runner.checkpoint import export
 from runner.cli.main import main
 from runner.data import collate_pairs
 from runner.run_folder import files
@@ -18,6 +17,7 @@ from tests.distributed.training import network, tokens
 
 STEPS = {2: 3.0, 4: 1.0, 6: 2.0}
 """Steps of the checkpoints, with their held-out losses."""
+OBJECTIVE = "sweep: {objective: eval/loss, direction: null}\n"
 
 
 class Weighted(nn.Module):
@@ -31,11 +31,12 @@ class Weighted(nn.Module):
         return nn.functional.cross_entropy(outputs.flatten(0, 1) * self.scale, targets.flatten())
 
 
-def trainer(steps, criterion=None):
+def trained_for(steps, criterion=None):
     # Embedding and head are one tensor.
-    model = network("tokens")
     loader = DataLoader(tokens(8), 4, collate_fn=collate_pairs)
-    return Trainer(model, loader, f"{steps}ba", criterion=criterion)
+    training = Trainer(network("tokens"), loader, f"{steps}ba", criterion=criterion)
+    training.fit()
+    return training
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +45,12 @@ def trained(tmp_path_factory):
     run = tmp_path_factory.mktemp("runs") / "run"
     weights = {}
     for step, loss in STEPS.items():
-        training = trainer(step)
-        training.fit()
+        training = trained_for(step)
         about = {"metrics": {"eval/loss": loss}, "config_hash": "0123456789abcdef"}
         training.save(run / "checkpoints", about)
         state = training.model.unwrap().state_dict()
         weights[step] = {name: tensor.clone() for name, tensor in state.items()}
-    (run / files.CONFIG).write_text("sweep: {objective: eval/loss, direction: null}\n")
+    (run / files.CONFIG).write_text(OBJECTIVE)
     return run, weights
 
 
@@ -68,90 +68,84 @@ def loaded(file):
     return model.state_dict()
 
 
+def equal(file, weights):
+    torch.testing.assert_close(loaded(file), weights, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
-    ("asked", "step"), [(None, 6), ("last", 6), ("best", 4), ("2", 2), ("000004", 4)]
+    ("asked", "step", "name"),
+    [
+        (None, 6, "model.safetensors"),
+        ("last", 6, "model.pt"),
+        ("best", 4, "model.safetensors"),
+        ("2", 2, "model.pt"),
+        ("000004", 4, "model.safetensors"),
+    ],
 )
-@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
 def test_a_plain_model_loads_the_file(trained, run, name, asked, step, tmp_path, capsys):
     which = [] if asked is None else ["--checkpoint", asked]
-    assert main(["export", str(run), "--output", str(tmp_path / name), *which]) == 0
-    torch.testing.assert_close(loaded(tmp_path / name), trained[1][step], rtol=0, atol=0)
+    file = tmp_path / name
+    assert main(["export", str(run), "--output", str(file), *which]) == 0
+    equal(file, trained[1][step])
     said = capsys.readouterr()
-    assert said.out.splitlines()[-1] == str(tmp_path / name)
+    assert said.out.splitlines()[-1] == str(file)
     assert f"step {step}" in said.out
     assert said.err == ""
     assert not list(tmp_path.glob(".*")), "a part of a file is left"
+    if name == "model.safetensors":
+        with safetensors.safe_open(file, "pt") as opened:
+            about = {"format": "pt", "run": "run", "config": "0123456789abcdef"}
+            assert opened.metadata() == about | {"step": str(step)}
 
 
-def test_the_header_says_which_run_and_step(run):
-    assert main(["export", str(run)]) == 0
-    with safetensors.safe_open(run / "model.safetensors", "pt") as file:
-        assert file.metadata() == {
-            "format": "pt",
-            "run": "run",
-            "step": "6",
-            "config": "0123456789abcdef",
-        }
-
-
-def test_torch_format_keeps_tied_tensors_tied(run):
-    assert main(["export", str(run), "--format", "torch"]) == 0
+def test_final_weights_come_first_and_torchs_format_keeps_tied_tensors_tied(trained, run):
+    shutil.copytree(run / "checkpoints/step_000000002", run / "checkpoints/final")
+    for which in ([], ["--checkpoint", "final"]):
+        assert main(["export", str(run), "--force", "--format", "torch", *which]) == 0
+        equal(run / "model.pt", trained[1][2])
     held = torch.load(run / "model.pt", weights_only=True)
     assert held["head.weight"].data_ptr() == held["embed.weight"].data_ptr()
 
 
-def test_final_weights_come_first_and_have_a_name(trained, run):
-    shutil.copytree(run / "checkpoints/step_000000002", run / "checkpoints/final")
-    for which in ([], ["--checkpoint", "final"]):
-        assert main(["export", str(run), "--force", *which]) == 0
-        torch.testing.assert_close(loaded(run / "model.safetensors"), trained[1][2])
-
-
 def test_parameters_of_a_criterion_are_left_out(tmp_path, capsys):
-    training = trainer(2, Weighted())
-    training.fit()
-    training.save(tmp_path / "checkpoints")
+    trained_for(2, Weighted()).save(tmp_path / "checkpoints")
     assert main(["export", str(tmp_path)]) == 0
     loaded(tmp_path / "model.safetensors")
     assert "without 1 tensor of the criterion" in capsys.readouterr().out
 
 
-def test_a_file_that_exists_is_kept_unless_forced(trained, run, capsys):
+def test_a_file_that_exists_is_kept_unless_forced_and_on_a_full_disk(run, capsys, monkeypatch):
+    def full(*args):
+        raise safetensors.SafetensorError("I/O error: No space left on device")
+
     file = run / "model.safetensors"
     file.write_text("mine")
     assert main(["export", str(run)]) == 2
     assert "exists; --force replaces it" in capsys.readouterr().err
-    assert file.read_text() == "mine"
-    assert main(["export", str(run), "--force"]) == 0
-    loaded(file)
-
-
-def test_a_full_disk_leaves_the_former_file(run, capsys, monkeypatch):
-    file = run / "model.safetensors"
-    file.write_text("mine")
-
-    def full(*args):
-        raise safetensors.SafetensorError("I/O error: No space left on device")
-
-    monkeypatch.setattr(export.safetensors.torch, "save_file", full)
-    assert main(["export", str(run), "--force"]) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(safetensors.torch, "save_file", full)
+        assert main(["export", str(run), "--force"]) == 1
     assert f"{file} cannot be written" in capsys.readouterr().err
     assert file.read_text() == "mine"
     assert not list(run.glob(".*"))
+    assert main(["export", str(run), "--force"]) == 0
+    loaded(file)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["missing"], "there is no such folder"),
-        (["empty"], "holds no checkpoint"),
-        (["sweep"], "is a sweep; name one of its runs"),
-        (["run", "--checkpoint", "5"], "has no checkpoint 5  (there are: 2, 4, 6)"),
-        (["run", "--checkpoint", "final"], "has no checkpoint final"),
-        (["run", "--output", "no/model.pt"], "there is no folder"),
-        (["run", "--output", "empty"], "is a folder; name a file"),
-        (["run", "--checkpoint", "newest"], "must be a number of optimizer steps"),
-        (["run", "--format", "onnx"], "invalid choice"),
+        ("missing", "there is no such folder"),
+        ("empty", "holds no checkpoint"),
+        ("sweep", "is a sweep; name one of its runs"),
+        ("run --checkpoint 5", "has no checkpoint 5  (there are: 2, 4, 6)"),
+        ("run --checkpoint final", "has no checkpoint final"),
+        ("run --output no/model.pt", "there is no folder"),
+        ("run --output empty", "is a folder; name a file"),
+        ("run --checkpoint newest", "must be a number of optimizer steps"),
+        ("run --format onnx", "invalid choice"),
+        ("other --checkpoint best", "no checkpoint best with eval/accuracy"),
+        ("bare --checkpoint best", files.CONFIG),
     ],
 )
 def test_what_cannot_be_exported_is_refused(run, words, message, tmp_path, capsys, monkeypatch):
@@ -159,35 +153,29 @@ def test_what_cannot_be_exported_is_refused(run, words, message, tmp_path, capsy
     (tmp_path / "empty").mkdir()
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / files.SWEEP).write_text("{}")
-    assert main(["export", *words]) == 2
+    for name in ("other", "bare"):
+        shutil.copytree(run, tmp_path / name)
+    (tmp_path / "other" / files.CONFIG).write_text(OBJECTIVE.replace("loss", "accuracy"))
+    (tmp_path / "bare" / files.CONFIG).unlink()
+    assert main(["export", *words.split()]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.rglob("model*"))
 
 
-def test_best_needs_the_metric_of_the_run(run, capsys):
-    (run / files.CONFIG).write_text("sweep: {objective: eval/accuracy, direction: null}\n")
-    assert main(["export", str(run), "--checkpoint", "best"]) == 2
-    assert "no checkpoint best with eval/accuracy" in capsys.readouterr().err
-    (run / files.CONFIG).unlink()
-    assert main(["export", str(run), "--checkpoint", "best"]) == 2
-    assert files.CONFIG in capsys.readouterr().err
-
-
-def damage(checkpoint):
-    shard = next(checkpoint.glob("*.safetensors"))
-    content = bytearray(shard.read_bytes())
-    content[-10] ^= 1
-    shard.write_bytes(content)
-
-
 def test_a_damaged_checkpoint_is_named(trained, run, capsys):
-    damage(run / "checkpoints/step_000000006")
+    def damage(step):
+        shard = next((run / f"checkpoints/step_00000000{step}").glob("*.safetensors"))
+        content = bytearray(shard.read_bytes())
+        content[-10] ^= 1
+        shard.write_bytes(content)
+
+    damage(6)
     assert main(["export", str(run), "--checkpoint", "6"]) == 1
     assert "sha256 is not that of the manifest" in capsys.readouterr().err
     assert not list(run.glob("model*"))
     # Without a name, the newest whole one is exported.
     assert main(["export", str(run)]) == 0
-    torch.testing.assert_close(loaded(run / "model.safetensors"), trained[1][4])
-    for step in (2, 4):
-        damage(run / f"checkpoints/step_00000000{step}")
+    equal(run / "model.safetensors", trained[1][4])
+    damage(2)
+    damage(4)
     assert main(["export", str(run), "--force"]) == 1

@@ -146,15 +146,17 @@ def test_a_folder_of_datasets_trains_as_readme_shows(python_says, tmp_path):
     assert "eval/accuracy" in summary["final"]
 
 
+def interpreter(minor):
+    """The newest interpreter of a minor version that is at hand."""
+    managed = sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python3.{minor}"))
+    return managed[-1] if managed else shutil.which(f"python3.{minor}")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("minor", [11, 12, 13])
-def test_it_installs_and_trains_under_each_python(minor, wheel, tmp_path):
+@pytest.mark.parametrize("interpreter", filter(None, map(interpreter, (11, 12, 13))), ids=str)
+def test_it_installs_and_trains_under_each_python(interpreter, wheel, tmp_path):
     """Installs torch from the configured package index, which takes minutes."""
-    managed = sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python3.{minor}"))
-    interpreter = managed[-1] if managed else shutil.which(f"python3.{minor}")
-    if interpreter is None:
-        pytest.skip(f"there is no Python 3.{minor}")
     home = tmp_path / "venv"
     ended([str(interpreter), "-m", "venv", str(home)])
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RUNNER_OUTPUTS")}

@@ -13,10 +13,9 @@ import yaml
 from hydra._internal.utils import get_args_parser
 
 import runner
-from runner.cli import main as cli
 from runner.cli.main import COMMANDS, main
 from runner.run_folder.claim import claimed
-from tests.mode_names import LISTED, NAMES
+from tests.mode_names import LISTED
 from tests.process import ROOT
 
 TINY = [
@@ -60,24 +59,35 @@ def mine(outputs, capsys):
     return words, outputs / "sweeps" / "mine"
 
 
-def test_a_sweep_runs_every_job_in_its_own_folder_as_one_group(mine):
-    configs = [yaml.safe_load((mine[1] / run / "config.yaml").read_text()) for run in "01"]
-    assert [config["seed"] for config in configs] == [1, 2]
-    assert [(one["tracker"]["group"], one["tracker"]["tags"]) for one in configs] == [
-        ("mine", ["mine"])
-    ] * 2
-    assert (mine[1] / "multirun.yaml").is_file()
+def test_a_sweep_runs_every_job_in_its_own_folder_as_one_group_and_a_plan_says_so(mine, capsys):
+    words, sweep = mine
+    for seed, run in ((1, "0"), (2, "1")):
+        config = yaml.safe_load((sweep / run / "config.yaml").read_text())
+        found = (config["seed"], config["tracker"]["group"], config["tracker"]["tags"])
+        assert found == (seed, "mine", ["mine"])
+    shutil.rmtree(sweep / "0")
+    assert main(["plan", *words]) == 0
+    out = capsys.readouterr().out
+    assert "1    seed=2  1      done" in out
+    assert "1 of 2 to run, 1 step, in" in out
 
 
-def test_a_sweep_keeps_a_group_and_tags_that_were_typed_and_keys_of_the_listed_models(outputs):
-    words = ["model=gpt,lstm", "model.layers=1", "data=text", "data.max_bytes=4096"]
-    words += ["data.batch_size=2", "tracker.group=ours", "tracker.tags=[a,b]"]
-    assert main(["-m", *words, "device=cpu", "tracker=none", "train.max_duration=1ba"]) == 0
-    files = sorted(outputs.glob("sweeps/*/*/config.yaml"))
-    for config in map(yaml.safe_load, (file.read_text() for file in files)):
-        assert config["model"]["layers"] == 1
-        assert (config["tracker"]["group"], config["tracker"]["tags"]) == ("ours", ["a", "b"])
-    assert len(files) == 2
+def test_a_plan_lists_every_run_and_creates_nothing(outputs, capsys):
+    words = ["plugin=single,ddp", "clip=norm,adaptive", "tracker=none", "train.max_duration=7ba"]
+    assert main(["plan", "-m", *words]) == 0
+    header, *rows, summary = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert header == ["run", "also", "differs", "steps", "state"]
+    assert rows == [
+        [str(number), f"plugin={plugin}", f"clip={mode}", f"clip.threshold={threshold}"]
+        + ["7", "to", "run"]
+        for number, (plugin, mode, threshold) in enumerate(
+            (plugin, *clip)
+            for plugin in ("single", "ddp")
+            for clip in (("norm", "1.0"), ("adaptive", "0.01"))
+        )
+    ]
+    assert " ".join(summary).startswith("4 of 4 to run, 28 steps, in")
+    assert not outputs.exists()
 
 
 FOLDERS = ["../..", "..", ".", "", "{home}/victim", "0/../../../../victim", "0/below", "earlier"]
@@ -121,15 +131,6 @@ def test_the_second_run_in_a_folder_is_refused(outputs, tmp_path, capsys):
     assert main([f"hydra.run.dir={folder}", *TINY]) == 0
 
 
-def test_ranks_of_an_outer_launcher_start_no_sweep(outputs, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["-m", "seed=1,2"]) == 2
-    assert "without torchrun" in capsys.readouterr().err
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert main(["-m", "seed=1,2", *TINY]) == 0
-
-
 @pytest.mark.usefixtures("outputs")
 @pytest.mark.parametrize(
     ("words", "said"),
@@ -138,13 +139,8 @@ def test_ranks_of_an_outer_launcher_start_no_sweep(outputs, monkeypatch, capsys)
         (["clip.threshold=1", "seed=1", "clip.threshold=2"], ["clip.threshold=2 holds, since"]),
         (["seed=1", "++seed=2", "seed=3"], ["seed is given 3 times: seed=3 holds"]),
         (["-m", "seed=1,2", "seed=3,4"], ["seed is given 2 times: seed=3,4 holds"]),
-        (["clip=value", "clip=value"], []),
-        (["plugin=single"], []),
-        (["plugin=ddp", "plugin.nproc=1"], []),
-        *(
-            ([f"plugin={name}"], [f"plugin={name} runs on one rank: plugin.nproc is not given"])
-            for name in ("ddp", "fsdp", "zero", "moe", "hybrid")
-        ),
+        (["clip=value", "clip=value", "plugin=ddp", "plugin.nproc=1"], []),
+        (["plugin=hybrid"], ["plugin=hybrid runs on one rank: plugin.nproc is not given"]),
         (["-m", "plugin=ddp,fsdp", "seed=1,2"], ["=ddp runs on one rank", "=fsdp runs on one"]),
     ],
 )
@@ -170,19 +166,6 @@ def test_help_names_every_group_key_recipe_command_flag_and_exit_code(capsys):
     unneeded = {"--run", "-r", "--experimental-rerun", "--shell-completion", "-sc"}
     described = set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", out))
     assert known - unneeded | {"--version"} <= described
-
-
-def test_help_lists_the_options_of_another_folder(capsys, tmp_path):
-    for name, text in {"model/mine": "_target_: package.Mine\n", "clip/gentle": "a: 1\n"}.items():
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / f"{name}.yaml").write_text(text)
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "torn.yaml").write_text("# torn: $x.\na: {")
-    assert main(["--config-dir", str(tmp_path), "--help"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"^  model .*\bgpt, .*\bmine\b", out, re.MULTILINE)
-    assert f"  {', '.join(sorted([*NAMES, 'gentle']))}\n" in out
-    assert "torn.yaml cannot be read: line" in out
 
 
 def test_the_configuration_and_the_version_can_be_printed(outputs, capsys, monkeypatch):
@@ -223,11 +206,3 @@ def test_a_reader_that_leaves_early_is_no_error(words, unbuffered):
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_words_come_from_the_command_line_by_default(outputs, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["prog", "--cfg", "job", "seed=4"])
-    for name in ("listen", "ignore"):
-        monkeypatch.setattr(cli.signals, name, lambda: None)
-    assert cli.start() == 0
-    assert yaml.safe_load(capsys.readouterr().out)["seed"] == 4

@@ -1,18 +1,15 @@
 """``python -m runner verify`` from its words to its last line, its file and its exit code."""
 
 import json
-import os
 
 import pytest
 
 from runner.cli.main import main
 from runner.cli.verify import FILE, checked
-from runner.verify.table import exception_only
 from tests.process import python
 from tests.verify import faulty_plugins
 from tests.verify.requests import IMAGES, TOKENS, net
 
-STACK = "Traceback (most recent call last):\n  File x\n    y\n"
 ONE_RANK = [*TOKENS, "plugin=ddp", "plugin.nproc=1"]
 
 
@@ -71,19 +68,6 @@ def test_a_wrong_layout_ends_with_the_worst_parameters_and_exit_code_1(outputs, 
         assert one["placed"] == "whole on 2 ranks"
 
 
-def test_its_exit_code_is_that_of_the_comparison_though_nobody_reads_on(
-    outputs, monkeypatch, planted
-):
-    planted("SeesReplicasThatAreNotThere")
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w") as closed:
-        monkeypatch.setattr("sys.stdout", closed)
-        assert main(["verify", *ONE_RANK]) == 1
-    found = written(outputs)
-    assert (found["ok"], found["error"]) == (False, None)
-
-
 def test_a_layout_that_does_not_add_up_ends_with_exit_code_1(outputs, capsys, planted):
     planted("ChecksItsLayout")
     assert main(["verify", *ONE_RANK]) == 1
@@ -134,17 +118,3 @@ def test_its_folder_is_the_one_that_is_given_and_is_not_written_twice(outputs, t
     assert main(["verify", *words]) == 2
     assert "holds an earlier verification" in capsys.readouterr().err
     assert not outputs.exists()
-
-
-@pytest.mark.parametrize(
-    ("traceback", "said"),
-    [
-        (f"{STACK}ValueError: one\ntwo\n", "ValueError: one\ntwo"),
-        (f"{STACK}a.b.Error: one\n  more", "a.b.Error: one\n  more"),
-        (f"{STACK}KeyError: 1\n\nDuring that:\n\n{STACK}AssertionError", "AssertionError"),
-        ("Signal 9 (SIGKILL) received", "Signal 9 (SIGKILL) received"),
-        ("", "no reason was given"),
-    ],
-)
-def test_an_error_is_told_without_its_traceback(traceback, said):
-    assert exception_only(traceback) == said

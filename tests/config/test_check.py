@@ -22,22 +22,16 @@ WRONG = {
     "clip.nonfinite": ["raise"],
     "accumulation.steps": [0, 1.0, True, "4"],
     "precision.name": ["fp8"],
-    "precision.initial_scale": [-1],
     "plugin.name": ["dpp"],
     "plugin.nproc": [0],
     "plugin.find_unused_parameters": [1],
     "plugin.dp_size": [0],
     "plugin.tp_size": ["2"],
     "plugin.pp_size": [1.5],
-    "plugin.ep_size": [True],
     "plugin.zero_stage": [4, -1],
-    "plugin.sequence_parallel": ["yes"],
     "plugin.schedule": ["1f1B", None],
-    "plugin.num_microbatches": [0],
     "plugin.split": ["blocks.1"],
     "plugin.param_dtype": ["fp32"],
-    "plugin.cpu_offload": [1],
-    "plugin.dp_replicate": [0],
     "plugin.tp_plan": [3, ["colwise"]],
     "data.batch_size": [0],
     "data.num_workers": [-1],
@@ -50,16 +44,12 @@ WRONG = {
     "train.max_duration": [3, "3 epochs"],
     "eval.interval": ["0ep"],
     "log.interval": [0],
-    "log.flush": [0],
     "telemetry.per_layer": ["on"],
-    "telemetry.probe": [-1],
-    "launch.timeout": [0],
     "sweep.name": ["a/b", ".."],
     "seed": [-1, 1.5, True, 2**32, "0", None],
     "verify.steps": [0],
     "verify.dtype": ["bf16"],
     "verify.tolerance": [0],
-    "verify.lr": [0],
     "verify.modes": ["norm", [], ["nrom"]],
 }
 RIGHT = {
@@ -97,16 +87,13 @@ def test_the_default_configuration_becomes_typed_frozen_and_travels_between_proc
     with pytest.raises(ValidationError, match="frozen"):
         config.clip.threshold = 2.0
     assert pickle.loads(pickle.dumps(config)) == config
-
-
-def test_targets_keep_their_keys_and_the_runner_its_own():
-    given = {"_target_": "torch.optim.SGD", "lr": 0.1, "deep": {"er": [1, 2]}}
-    config = parse(changed(plain(), "optimizer", given))
-    assert config.optimizer.mapping() == given
-    assert config.optimizer.arguments == {"lr": 0.1, "deep": {"er": [1, 2]}}
     own = {"batch_size", "num_workers", "drop_last", "_target_"}
     assert not own & config.data.arguments.keys()
-    assert "test_fraction" in config.data.arguments
+    given = {"_target_": "torch.optim.SGD", "lr": 0.1, "deep": {"er": [1, 2]}}
+    optimizer = parse(changed(plain(), "optimizer", given)).optimizer
+    assert optimizer.mapping() == given
+    assert (config.verify.bound, optimizer.arguments["lr"]) == (1e-9, 0.1)
+    assert parse(changed(plain(), "verify.dtype", "float32")).verify.bound == 1e-5
 
 
 def test_every_problem_is_reported_at_once():
@@ -208,10 +195,3 @@ def test_a_batch_must_fill_the_pipeline(words, parts):
     if parts is not None:
         said = problems(changed(found, "data.batch_size", parts - 1))
         assert f"must be {parts} or more" in said["data.batch_size"]
-
-
-def test_the_tolerance_of_a_comparison_follows_its_numbers():
-    found = plain()
-    assert parse(found).verify.bound == 1e-9
-    assert parse(changed(found, "verify.dtype", "float32")).verify.bound == 1e-5
-    assert parse(changed(found, "verify.tolerance", 1e-3)).verify.bound == 1e-3

@@ -17,7 +17,7 @@ from runner.config.folders import find, options
 from runner.config.modes import NAMES, built_in, options_of
 from runner.config.plugin_section import USES
 from runner.config.yaml_file import read_yaml
-from tests.config.composed import changed, job, plain
+from tests.config.composed import changed, plain
 
 FILES = sorted(find("conf").glob("*/*.yaml"))
 OPEN = ["model", "data", "optimizer", "scheduler"]
@@ -90,19 +90,6 @@ def test_a_plugin_shows_the_keys_that_it_uses_each_with_a_comment(plugin):
     assert all("#" in line for line in values if not line.startswith("name:"))
 
 
-def test_what_options_of_a_group_share_is_given_once():
-    shared = yaml.safe_load((find("conf") / "plugin_keys.yaml").read_text())
-    asked = {key: shared[key] for key in shared if key not in ("name", "nproc", "nnodes")}
-    assert asked == {key: use.neutral for key, use in USES.items()}
-    shared = yaml.safe_load((find("conf") / "data_keys.yaml").read_text())
-    assert shared == {"num_workers": 0, "drop_last": False}
-    for option in options("data"):
-        assert (
-            not shared.items() & {key: written("data", option).get(key) for key in shared}.items()
-        )
-        assert chosen("data", option).keys() >= shared.keys()
-
-
 def wrong_values(example):
     """Values of which no option can make use where its file has ``example``."""
     anything = ["abc", "1e-3x", None, {"a": 1}]
@@ -157,35 +144,3 @@ def test_what_no_file_has_is_left_to_the_target():
     assert misfit([1, 8, 8], [3]) is None
     for example in (None, -1, []):
         assert misfit(example, object()) is None
-
-
-@pytest.mark.parametrize(
-    "option", [one for one in options("optimizer") if one not in ("lion", "muon")]
-)
-def test_torch_takes_the_keys_of_an_optimizer(option):
-    import torch
-
-    target = job(f"optimizer={option}").config.optimizer
-    parameter = torch.nn.Parameter(torch.ones(2))
-    cls = getattr(torch.optim, target.target.removeprefix("torch.optim."))
-    optimizer = cls([parameter], **target.arguments)
-    parameter.grad = torch.ones(2)
-    optimizer.step()
-    assert (parameter < 1).all()
-
-
-def test_the_index_gives_the_promised_defaults():
-    found = plain()
-    assert found["train"] == {"max_duration": "15ep"}
-    assert found["eval"] == {"interval": "1ep", "metrics": []}
-    assert found["log"] == {"interval": 1, "flush": 50}
-    checkpoint = {"interval": "10min", "keep": 2, "keep_best": True, "save_final": True}
-    assert found["checkpoint"] == {**checkpoint, "asynchronous": "auto"}
-    off = {"spike_sigma": 6.0, "spike_window": 128}
-    assert {key: value for key, value in found["telemetry"].items() if value} == off
-    assert found["launch"] == {"timeout": 600, "max_restarts": 0}
-    verify = {"steps": 4, "dtype": "float64", "tolerance": None, "lr": 0.1, "modes": None}
-    assert found["verify"] == verify
-    assert (found["seed"], found["device"], found["recipe"]) == (0, "auto", "none")
-    assert chosen("clip", "adaptive")["eps"] == 1e-3
-    assert job("scheduler=constant").config.scheduler.target.endswith("ConstantLR")

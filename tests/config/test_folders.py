@@ -64,14 +64,6 @@ def test_no_shared_memory_or_too_long_a_temporary_folder_is_a_problem_of_several
         assert keys(*words) == [word.partition("=")[0] for word in words[:1]]
 
 
-def test_the_longest_temporary_folder_has_room_for_sockets(environment):
-    with tempfile.TemporaryDirectory(prefix="sockets-") as short:
-        folder = Path(short) / ("d" * (scratch.LONGEST - len(short) - 1))
-        folder.mkdir()
-        words = ["-m", "runner", *RANKS, "device=cpu", "tracker=none", "train.max_duration=2ba"]
-        python(*words, env={**environment, "TMPDIR": str(folder)})
-
-
 def test_no_folder_for_temporary_files_is_one_message(tmp_path, environment):
     code = """
 import sys, tempfile

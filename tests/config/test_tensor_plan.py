@@ -13,8 +13,8 @@ TYPED = "{blocks.*.up:colwise,blocks.*.down:rowwise}"
 TEXT = "# mine\nblocks.*.up: colwise\nblocks.*.down: rowwise\n"
 
 
-def job(plan, plugin="tensor"):
-    [only] = request([f"plugin={plugin}", f"plugin.tp_plan={plan}"], writes=False).jobs
+def job(plan):
+    [only] = request(["plugin=tensor", f"plugin.tp_plan={plan}"], writes=False).jobs
     return only
 
 
@@ -56,15 +56,12 @@ def test_of_a_file_the_content_goes_on(file, monkeypatch):
     [
         ("", ["must hold one pattern at least"]),
         ("- a\n- b\n", ["must hold patterns of module names with their styles"]),
-        ("3\n", ["must hold patterns of module names with their styles"]),
         ("1: colwise\n", ["1 is no pattern"]),
         ("a: colwise\na: rowwise\n", ["duplicate key"]),
         ("a: {b: colwise}\n", ["a has the unknown style {b:colwise}"]),
         ("a: row\nb: null\n", ["did you mean rowwise?", "b has the unknown style null"]),
         ("a: column\n", ["did you mean colwise?", "(styles: colwise, rowwise, colwise_rep, "]),
         ("a: [colwise\n", ["cannot be read: line"]),
-        ("a: ${b\n", ["cannot be read"]),
-        ("\x00", ["cannot be read"]),
         (b"\xff\xfe\xfa", ["cannot be read"]),
         (None, ["there is no file"]),
     ],
@@ -80,8 +77,3 @@ def test_a_file_that_holds_no_plan_is_named(file, text, parts):
     assert problem.key == "plugin.tp_plan"
     for part in [str(file), *parts]:
         assert part in problem.message
-
-
-def test_a_file_that_nobody_reads_is_refused_with_its_option(file):
-    with pytest.raises(RequestError, match="plugin=tensor or plugin=hybrid has tensor"):
-        job(file, "ddp")

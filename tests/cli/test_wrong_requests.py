@@ -32,9 +32,7 @@ OPTIONS = [
             "adafactor, adagrad, adam, adamw, lion, muon, rmsprop, sgd",
         ],
     ),
-    ("clip= plugin=tp", ["clip=''", LISTED, "plugin=tp", "tensor?"]),
     ("clip=[norm,value]", ["clip=[norm,value]", LISTED]),
-    ("+clip=norm", ["+clip=norm", "leave out the +"]),
     ("~clip", ["~clip", LISTED]),
     ("recipe=cifar10_resnet43", ["cifar10_resnet34?", "accumulate_4"]),
     ("-m hydra/launcher=slurm seed=1,2", ["hydra/launcher=slurm", "basic"]),
@@ -60,7 +58,6 @@ VALUES = [
         ],
     ),
     ("clip=adaptive clip.exclude=head", ["clip.exclude=head", "auto", "[a,b]"]),
-    ("clip.mode=nrom verify.modes=[norm,valeu]", ["clip.mode=nrom", "norm?", LISTED, "valeu"]),
     ("train=5", ["train=5", "max_duration"]),
     ("plugin=tensor plugin.tp_plan={up:colwse}", ["tp_plan={up:colwse}", "colwise?"]),
     ("plugin=tensor plugin.tp_plan=/no/plan.yaml", ["there is no file /no/plan.yaml"]),
@@ -91,7 +88,6 @@ VALUES = [
     ("tracker.project=a\0b", ["tracker.project=", "no character of a text"]),
     ("tracker.project=a\udcffb", ["tracker.project=", "no character of a text"]),
     ("clip=adaptive clip.exclude=[a,[choice(1,2)]]", ["clip.exclude=", "inside a list"]),
-    ("clip.what_if={a:range(3)}", ["clip.what_if=", "inside a list"]),
 ]
 COMBINATIONS = [
     ("clip=none clip.threshold=1", ["clip.threshold=1", "clip=none"]),
@@ -104,7 +100,6 @@ COMBINATIONS = [
         "telemetry.worst_layers=2 clip.norm_type=inf",
         ["worst_layers=2", "clip.norm_type=2, not inf"],
     ),
-    ("telemetry.noise_scale=true", ["telemetry.noise_scale=true", "accumulation.steps=2"]),
     (
         "telemetry.noise_scale=true plugin=tensor plugin.nproc=2 model=gpt data=text",
         ["telemetry.noise_scale=true", "ddp, fsdp or zero, not plugin=tensor"],
@@ -114,8 +109,6 @@ COMBINATIONS = [
         (f"clip.when=backward {words}", ["(1 problem)", *parts])
         for words, parts in [
             ("clip=norm", ["clip.when=", "needs the whole gradient", "use step", "per_parameter"]),
-            ("clip=percentile", ["clip.when=", "needs the whole gradient"]),
-            ("clip=zscore", ["clip.when=", "needs the whole gradient"]),
             ("clip=schedule", ["clip.when=", "sets the threshold of another mode"]),
             ("clip=chain clip.links=[{mode:value,threshold:1.0}]", ["clip.when=", "clip.links"]),
             ("clip=groups clip.groups={*.weight:0.1}", ["clip.when=", "modes in clip.groups"]),
@@ -156,7 +149,6 @@ SWEEPS = [
     ("clip=glob(*)", ["clip=glob(*)", "add -m"]),
     ("sweep.zip=[clip.threshold,seed]", ["sweep.zip=[clip.threshold,seed]", "add -m"]),
     ("sweep.name=mine seed=1", ["sweep.name=mine", "goes with a sweep", "add -m"]),
-    ("sweep.objective=eval/accuracy", ["sweep.objective=eval/accuracy", "add -m"]),
     ("hydra.sweep.dir=/tmp/x", ["hydra.sweep.dir=/tmp/x", "add -m"]),
     (
         "hydra/sweeper=optuna hydra.sweeper.n_trials=8 hydra/launcher=basic",
@@ -168,7 +160,6 @@ SWEEPS = [
         ["(1 problem)", "tp_size=2", "in the job plugin=ddp"],
     ),
     ("-m recipe=glob(zz*)", ["recipe=glob(zz*)", "accumulate_4"]),
-    ("-m seed=range(3,3)", ["seed=range(3,3)", "at least one value"]),
     ("-m clip.threshold=interval(0,1)", ["=interval(0,1)", "range(start,stop,step)"]),
     ("-m seed=1,range(0,3)", ["seed=", "inside a list"]),
     ("-m hydra.job.num=1,2", ["hydra.job.num=1,2", "cannot be swept"]),
@@ -184,12 +175,9 @@ SWEEPS = [
         (f"-m clip.threshold={values}", ["sweep.max_jobs=10000", "clip.threshold alone"])
         for values in ("range(0,1e9)", "shuffle(range(0,1e9))", "range(1,2,1e-30)")
     ),
-    ("-m clip.threshold=range(0,1e999)", ["sweep.max_jobs=10000"]),
-    ("-m clip.threshold=range(0,1,0)", ["clip.threshold="]),
     ("-m seed=range(0,300) clip.threshold=range(1,400)", ["119,700 runs", "clip.threshold 399"]),
     ("-m seed=range(0,9) sweep.max_jobs=8", ["sweep.max_jobs=8", "seed alone"]),
     ("-m seed=1,2 sweep.zip=${nowhere}", ["sweep.zip="]),
-    ("-m seed=1,2 sweep.max_jobs=${nowhere}", ["sweep.max_jobs="]),
     ("-m seed=1,2 sweep.name=a,b", ["all runs of a sweep share it"]),
     ("-m seed=1,2 clip.threshold=1,2,3 sweep.zip=[seed,clip.threshold]", ["clip.threshold has 3"]),
     ("-m seed=1,2 sweep.zip=[seed,clip.threshold]", ["no list is given for clip.threshold"]),
@@ -210,9 +198,7 @@ COMMANDS = [
     ("calibrate recipe=sweep_norm", ["a calibration is of one run"]),
     ("calibrate calibrate.steps=10 calibrate.warmup_steps=10", ["must leave some"]),
     ("calibrate clip.what_if=[0.1,-1]", ["must be a list of finite numbers greater than 0"]),
-    ("calibrate clip.what_if=0.1", ["must be a list of finite numbers greater than 0"]),
     ("verify -m seed=1,2", ["--multirun  does not go with a verification"]),
-    ("verify recipe=sweep_norm", ["a verification is of one run"]),
     ("verify verify.steps=0 clip.treshold=1", ["an integer of at least 1", "clip.threshold?"]),
     ("verify model=gpt data=digits", ["does not take a sample"]),
     ("verify model=resnet18 device=cpu", ["does not take a sample of"]),
@@ -256,7 +242,7 @@ raise SystemExit(code)
 """
 
 
-@pytest.mark.parametrize(("words", "parts"), [OPTIONS[0], SWEEPS[7], COMMANDS[0]])
+@pytest.mark.parametrize(("words", "parts"), [OPTIONS[0], SWEEPS[6], COMMANDS[0]])
 def test_a_process_refuses_it_without_torch(words, parts, tmp_path, environment):
     done = python("-c", PROGRAM, *words.split(), code=2, cwd=tmp_path, env=environment)
     assert all(part in done.stderr for part in parts)

@@ -7,7 +7,6 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from runner.compose import resolvers
 from runner.compose.composer import Composer, Source
 from runner.compose.request import request
 from runner.config.problem import RequestError
@@ -54,55 +53,18 @@ def test_what_is_composed_is_what_hydra_composes():
         assert composer.loader.list_groups(group) == hydras.list_groups(group)
 
 
-@pytest.mark.parametrize(
-    ("words", "merges"),
-    [
-        ("clip=nrom seed=2 clip.treshold=1 accumulation.steps=0 log.flush=7", 1),
-        ("recipe=gpt clip.treshold=1 seed=3", 1),
-        ("-m clip.threshold=1,2 sed=3 log.flush=7 train.max_duration=3ba", 1),
-        ("-m seed=range(0,12) clip.threshold=-1", 1),
-        ("-m seed=range(0,20) clip=norm,value", 2),  # the default is one of the listed options
-    ],
-)
-def test_files_are_merged_once_for_each_choice_of_options(words, merges, monkeypatch):
-    found = []
-    merge = ConfigLoaderImpl._compose_config_from_defaults_list
-
-    def count(self, defaults, repo):
-        found.append(defaults)
-        return merge(self, defaults, repo)
-
-    monkeypatch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", count)
-    given = words.removeprefix("-m ")
-    try:
-        request(given.split(), multirun=given != words)
-    except RequestError:
-        assert merges == 1
-    assert len(found) == merges
-
-
 def test_a_job_is_typed_and_plain_and_its_references_are_resolved(tmp_path):
     job = one("clip=adaptive", "clip.threshold=0.02", "seed=7", "model.width=${seed}")
     assert job.config.clip.mode == job.plain["clip"]["mode"] == "adaptive"
     assert job.plain["model"]["width"] == 7
+    tracker = one("tracker.project=${runner.first:${tracker.group},x}${runner.id:}").config.tracker
+    assert re.fullmatch("x[0-9a-f]{6}", tracker.project)
     assert type(job.plain["optimizer"]) is dict
     assert "hydra" not in job.plain
     assert one("tracker.group=${hydra:job.name}").config.tracker.group == "runner"
     assert one("+optimizer.maximize=true").config.optimizer.arguments["maximize"] is True
     assert "nesterov" not in one("~optimizer.nesterov").config.optimizer.arguments
     assert list(tmp_path.iterdir()) == []
-
-
-def test_resolvers(monkeypatch, tmp_path):
-    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path))
-    for _ in range(2):
-        resolvers.register()
-    names = {"a": "${runner.id:}", "b": "${runner.id:}", "c": "${runner.outputs:}"}
-    names |= {"n": None, "x": "x", "d": "${runner.first:${n},${x}}"}
-    first, second = OmegaConf.create(names), OmegaConf.create({**names, "n": "y"})
-    assert re.fullmatch("[0-9a-f]{6}", first.a)
-    assert first.a == first.b != second.a
-    assert (first.c, first.d, second.d) == (str(tmp_path), "x", "y")
 
 
 @pytest.mark.parametrize(

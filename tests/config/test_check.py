@@ -8,7 +8,6 @@ from pydantic import ValidationError
 
 from runner.config.check import examine, owned_keys, parse
 from runner.config.duration import Duration
-from runner.config.plugin_section import pipeline_microbatches
 from runner.config.problem import unknown_key
 from tests.config.composed import changed, plain, problems
 
@@ -154,44 +153,3 @@ def test_recorded_runs_may_be_older_than_some_keys():
         del found["clip"][key]
     clip = parse(found).clip
     assert (clip.when, clip.step_in_backward, clip.flat_gradients) == ("step", False, False)
-
-
-STEPS = ["clip.step_in_backward=true", "clip.nonfinite=error"]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *([f"clip={mode}", *STEPS] for mode in ("none", "value", "adaptive", "per_parameter")),
-        *([f"clip={mode}", "optimizer=adamw", *STEPS] for mode in ("update", "spike")),
-        *(["clip=value", f"plugin={plugin}", "plugin.nproc=2"] for plugin in ("ddp", "fsdp")),
-        ["clip=adagc", "clip.flat_gradients=auto"],
-    ],
-    ids=" ".join,
-)
-def test_what_goes_with_clipping_in_the_backward_pass(words):
-    clip = parse(plain("clip.when=backward", *words)).clip
-    assert (clip.when, clip.step_in_backward) == ("backward", STEPS[0] in words)
-
-
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        ("plugin=single", None),
-        ("plugin=tensor plugin.tp_size=2", None),
-        ("plugin=hybrid plugin.num_microbatches=8", None),
-        ("plugin=hybrid plugin.pp_size=2 plugin.num_microbatches=8", 8),
-        ("plugin=hybrid plugin.pp_size=2", 2),
-        ("plugin=pipeline", None),
-        ("plugin=pipeline plugin.num_microbatches=8", 8),
-        ("plugin=pipeline plugin.nproc=4", 4),
-        ("plugin=pipeline plugin.pp_size=2 plugin.schedule=zero_bubble", 4),
-    ],
-)
-def test_a_batch_must_fill_the_pipeline(words, parts):
-    found = plain(*words.split())
-    assert pipeline_microbatches(parse(found).plugin) == parts
-    assert parse(changed(found, "data.batch_size", parts or 1))
-    if parts is not None:
-        said = problems(changed(found, "data.batch_size", parts - 1))
-        assert f"must be {parts} or more" in said["data.batch_size"]

@@ -105,24 +105,3 @@ def test_what_cannot_stand_together_is_named_with_a_way_out(name, given, key, sa
     found = problems(asked(name, **given))
     assert list(found) == [f"plugin.{key}"]
     assert said in found[f"plugin.{key}"]
-
-
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        ("zero", {"zero_stage": 3, **NO_RESHARD}),
-        ("zero", {"zero_stage": 2, "param_dtype": "bf16", "cpu_offload": True}),
-        ("tensor", {"sequence_parallel": True}),
-        ("pipeline", {**STAGES_4, "schedule": "gpipe"}),
-        ("pipeline", {"num_microbatches": 3}),
-        ("pipeline", {**ROUNDS, "num_microbatches": 6}),
-        ("pipeline", {"pp_size": 2, "split": ["blocks.1"]}),
-        ("hybrid", {**AXES, "zero_stage": 1, "nproc": 8}),
-        ("hybrid", {"dp_size": 4, "ep_size": 2, "nproc": 4}),
-        ("hybrid", {"zero_stage": 2, "param_dtype": "bf16", "cpu_offload": True}),
-        ("hybrid", {"zero_stage": 3, **NO_RESHARD, "tp_size": 2}),
-    ],
-)
-def test_what_goes_together(name, given):
-    plugin = parse(asked(name, **given)).plugin
-    assert {key: getattr(plugin, key) for key in given} == given

@@ -42,7 +42,6 @@ SCHEDULES = {
     "inception": {"stairs": 100 // 2, "factor": 0.94},
 }
 BATCHES = {"nf_resnet_brock": 1024, "nf_resnet_thakur": 128, "gated_conv": 8}
-THRESHOLDS = [0.25, 0.5, 1.0, 2.0]
 # Mode, threshold, samples of a microbatch, and microbatches of a step of each run.
 SWEPT = {
     "sweep_lr_and_threshold": [("norm", one, 32, 1) for one in [0.25, 1.0, 100.0] * 4],
@@ -52,10 +51,14 @@ SWEPT = {
     "sweep_norm": [("norm", one, 32, 1) for one in (0.1, 0.25, 1.0, 2.0)],
     "sweep_value": [("value", one, 32, 1) for one in (0.01, 0.03, 0.1, 0.3)],
     "sweep_accumulation": [("norm", 1.0, 64 // steps, steps) for steps in (1, 2, 4, 8)],
-}
-COMPARED = {
-    "sweep_methods": set(NAMES) - {"chain", "groups"},
-    "sweep_methods_resnet": set(NAMES) - {"chain", "groups", "update", "spike"},
+    "nanochat_thresholds": [
+        (mode, one, 8, 1)
+        for mode, one in (
+            *(("norm", one) for one in (0.25, 0.5, 1.0, 2.0)),
+            *(("value", 0.01), ("none", None)),
+        )
+        for _ in range(3)
+    ],
 }
 
 
@@ -126,20 +129,6 @@ def test_a_recipe_is_what_was_published(name):
         assert found.data.arguments["augment"] is True
 
 
-@pytest.mark.parametrize("name", ["nf_resnet_brock", "nf_resnet_thakur"])
-def test_adaptive_recipes_leave_the_last_linear_weight_out(name):
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("timm")
-    from runner.clip import Layout
-    from runner.train import build
-
-    [found] = jobs(f"recipe={name}")
-    assert (found.clip.exclude, found.clip.eps) == ("auto", 1e-3)
-    with torch.device("meta"):
-        model = build.maker(found.model)()
-    assert Layout.of_model(model).heads == ("head.fc.weight",)
-
-
 @pytest.mark.parametrize("name", SWEPT)
 def test_a_sweep_runs_the_thresholds_of_the_literature(name):
     found = jobs(f"recipe={name}")
@@ -150,44 +139,14 @@ def test_a_sweep_runs_the_thresholds_of_the_literature(name):
     assert {one.recipe for one in jobs(*words_of(header(name)["small"]))} == {name}
 
 
-def test_nanochats_thresholds_run_with_three_seeds_each():
-    found = jobs("recipe=nanochat_thresholds")
-    clips = [*(("norm", threshold) for threshold in THRESHOLDS), ("value", 0.01), ("none", None)]
-    assert [(one.clip.mode, one.clip.threshold, one.seed) for one in found] == [
-        (*clip, seed) for clip in clips for seed in range(3)
-    ]
-
-
-@pytest.mark.parametrize("name", ["sweep_methods", "sweep_methods_resnet"])
-@pytest.mark.product(every=2)
-def test_methods_are_compared_with_equal_budgets(name):
-    found = jobs(f"recipe={name}")
+def test_methods_are_compared_with_equal_budgets():
+    found = jobs("recipe=sweep_methods")
     settings = Counter((one.clip.mode, one.optimizer.arguments["lr"]) for one in found)
-    assert {mode for mode, _ in settings} == COMPARED[name]
+    assert {mode for mode, _ in settings} == set(NAMES) - {"chain", "groups"}
     rates = sorted({rate for _, rate in settings})
     assert rates[1] == 2 * rates[0]
     assert set(settings.values()) == {3}
     assert len({one.train.max_duration for one in found}) == 1
-
-
-def finite(file, steps):
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["train/step"] for row in rows] == list(range(1, steps + 1))
-    assert all(math.isfinite(row["train/loss"]) for row in rows)
-    assert all(math.isfinite(row["grad/norm"]) for row in rows)
-    return math.isfinite(rows[-1]["eval/loss"])
-
-
-@pytest.mark.parametrize("name", COMPARED)
-@pytest.mark.slow
-def test_every_method_of_a_comparison_runs(name, outputs):
-    rate = min(one.optimizer.arguments["lr"] for one in jobs(f"recipe={name}"))
-    words = [f"recipe={name}", "seed=0", "train.max_duration=3ba", "tracker=none", "device=cpu"]
-    words.append(f"optimizer.lr={rate}")
-    done = python("-m", "runner", *words, cwd=find("recipes").parent, timeout=240)
-    rows = list((outputs / "sweeps").glob("*/*/metrics.jsonl"))
-    assert len(rows) == len(COMPARED[name]), done.stderr
-    assert all(finite(file, 3) for file in rows)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -197,5 +156,8 @@ def test_it_runs_twenty_steps_to_the_end(name, outputs):
     assert "train.max_duration=20ba" in words
     home = find("recipes").parent
     python("-m", "runner", *words, "tracker=none", "device=cpu", cwd=home)
-    [folder] = (outputs / "runs").iterdir()
-    assert finite(folder / "metrics.jsonl", 20)
+    [file] = outputs.glob("runs/*/metrics.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["train/step"] for row in rows] == list(range(1, 21))
+    assert all(math.isfinite(row[key]) for row in rows for key in ("train/loss", "grad/norm"))
+    assert math.isfinite(rows[-1]["eval/loss"])

@@ -72,7 +72,6 @@ def test_an_ordinary_model_is_given_a_threshold_that_publications_study(outputs,
 @pytest.mark.parametrize(
     "words",
     [
-        ["clip=none", "calibrate.steps=5"],
         ["recipe=awd_lstm", "clip.threshold=3", "clip.norm_type=1", "data.batch_size=2"],
         ["+optimizer.foreach=false", "clip.what_if=[1]"],
     ],

@@ -117,6 +117,9 @@ def test_keys_files_and_folders_exist():
         if found and text.split(".")[0] in sections:
             ending = (".py", ".sh", ".yaml", ".json", ".md", ".html", "._target_")
             assert found[0] in known or found[0].endswith(ending), text
+    shown = {words[0] for words in commands(README) if words}
+    inline = {text.split()[3] for text in quoted(README) if text.startswith("python -m runner ")}
+    assert set(COMMANDS) - {"run"} <= shown | inline
     values = {value for value in vars(keys).values() if isinstance(value, str)}
     named = [key for row in rows("key of a row") for key in quoted(row[0])]
     assert {re.sub(r"<.*>", "", key) for key in named} <= values
@@ -145,12 +148,6 @@ def test_commands_in_documents_are_requests_that_can_be_run(name, tmp_path, monk
             source = Source(extra=tmp_path / "demo" / given.pop(place + 1))
             given.pop(place)
         assert request(given, multirun="-m" in words, source=source, writes=False).jobs, words
-
-
-def test_readme_names_every_command():
-    shown = {words[0] for words in commands(README) if words}
-    inline = {text.split()[3] for text in quoted(README) if text.startswith("python -m runner ")}
-    assert set(COMMANDS) - {"run"} <= shown | inline
 
 
 def test_the_model_and_data_of_readme_train(tmp_path, outputs):

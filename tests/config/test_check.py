@@ -117,11 +117,11 @@ def test_every_problem_is_reported_at_once():
         assert part in said[key]
 
 
-@pytest.mark.parametrize("value", [None, 5, "x", [], "absent"])
-def test_a_section_must_be_one(value):
-    found = changed(plain(), "clip", value)
-    if value == "absent":
-        del found["clip"]
+def test_a_section_must_be_one():
+    for value in (None, 5, "x", []):
+        found = changed(plain(), "clip", value)
+        assert "mode, threshold, norm_type" in problems(found)["clip"]
+    del found["clip"]
     assert "mode, threshold, norm_type" in problems(found)["clip"]
 
 

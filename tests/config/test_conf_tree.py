@@ -15,7 +15,6 @@ from runner.config.arguments import misfit, usual
 from runner.config.check import examine
 from runner.config.folders import find, options
 from runner.config.modes import NAMES, built_in, options_of
-from runner.config.plugin_section import USES
 from runner.config.yaml_file import read_yaml
 from tests.config.composed import changed, plain
 
@@ -79,15 +78,6 @@ def test_files_open_with_their_purpose_and_are_read_as_hydra_reads_them():
         assert file.parent.name == "hydra" or "\n# python -m runner" in text, file
     for file in [*FILES, *sorted(find("recipes").glob("*.yaml"))]:
         assert read_yaml(file) == OmegaConf.to_container(OmegaConf.load(file)), file
-
-
-@pytest.mark.parametrize("plugin", options("plugin"))
-def test_a_plugin_shows_the_keys_that_it_uses_each_with_a_comment(plugin):
-    shown = written("plugin", plugin).keys() - {"defaults", "name", "nproc", "nnodes"}
-    assert shown == {key for key, use in USES.items() if plugin in use.options}
-    text = (find("conf") / "plugin" / f"{plugin}.yaml").read_text()
-    values = text.partition("_self_\n")[2].strip().splitlines()
-    assert all("#" in line for line in values if not line.startswith("name:"))
 
 
 def wrong_values(example):

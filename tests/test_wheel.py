@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -71,7 +70,8 @@ def python_says(wheel, tmp_path):
     site = next(home.glob("lib/python3*/site-packages"))
     zipfile.ZipFile(wheel).extractall(site)
     # What the wheel depends on is borrowed; the checkout is not among it.
-    (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    borrowed = [path for path in sys.path if path.endswith("-packages")]
+    (site / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RUNNER_OUTPUTS")}
     kept |= {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
 

@@ -57,8 +57,11 @@ def test_a_job_is_typed_and_plain_and_its_references_are_resolved(tmp_path):
     job = one("clip=adaptive", "clip.threshold=0.02", "seed=7", "model.width=${seed}")
     assert job.config.clip.mode == job.plain["clip"]["mode"] == "adaptive"
     assert job.plain["model"]["width"] == 7
-    tracker = one("tracker.project=${runner.first:${tracker.group},x}${runner.id:}").config.tracker
-    assert re.fullmatch("x[0-9a-f]{6}", tracker.project)
+    words = ["tracker.project=${runner.first:${tracker.group},x}", "tracker.group=${runner.id:}"]
+    ids = [one(*words).config.tracker.group for _ in range(2)]
+    assert all(re.fullmatch("[0-9a-f]{6}", each) for each in ids)
+    assert ids[0] != ids[1]
+    assert one(words[0]).config.tracker.project == "x"
     assert type(job.plain["optimizer"]) is dict
     assert "hydra" not in job.plain
     assert one("tracker.group=${hydra:job.name}").config.tracker.group == "runner"

@@ -154,7 +154,7 @@ def interpreter(minor):
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("interpreter", filter(None, map(interpreter, (11, 12, 13))), ids=str)
+@pytest.mark.parametrize("interpreter", [*filter(None, map(interpreter, (11, 12, 13)))], ids=str)
 def test_it_installs_and_trains_under_each_python(interpreter, wheel, tmp_path):
     """Installs torch from the configured package index, which takes minutes."""
     home = tmp_path / "venv"

@@ -7,6 +7,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from runner.compose import resolvers
 from runner.compose.composer import Composer, Source
 from runner.compose.request import request
 from runner.config.problem import RequestError
@@ -57,17 +58,24 @@ def test_a_job_is_typed_and_plain_and_its_references_are_resolved(tmp_path):
     job = one("clip=adaptive", "clip.threshold=0.02", "seed=7", "model.width=${seed}")
     assert job.config.clip.mode == job.plain["clip"]["mode"] == "adaptive"
     assert job.plain["model"]["width"] == 7
-    words = ["tracker.project=${runner.first:${tracker.group},x}", "tracker.group=${runner.id:}"]
-    ids = [one(*words).config.tracker.group for _ in range(2)]
-    assert all(re.fullmatch("[0-9a-f]{6}", each) for each in ids)
-    assert ids[0] != ids[1]
-    assert one(words[0]).config.tracker.project == "x"
     assert type(job.plain["optimizer"]) is dict
     assert "hydra" not in job.plain
     assert one("tracker.group=${hydra:job.name}").config.tracker.group == "runner"
     assert one("+optimizer.maximize=true").config.optimizer.arguments["maximize"] is True
     assert "nesterov" not in one("~optimizer.nesterov").config.optimizer.arguments
     assert list(tmp_path.iterdir()) == []
+
+
+def test_resolvers(monkeypatch, tmp_path):
+    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path))
+    for _ in range(2):
+        resolvers.register()
+    names = {"a": "${runner.id:}", "b": "${runner.id:}", "c": "${runner.outputs:}"}
+    names |= {"n": None, "x": "x", "d": "${runner.first:${n},${x}}"}
+    first, second = OmegaConf.create(names), OmegaConf.create({**names, "n": "y"})
+    assert re.fullmatch("[0-9a-f]{6}", first.a)
+    assert first.a == first.b != second.a
+    assert (first.c, first.d, second.d) == (str(tmp_path), "x", "y")
 
 
 @pytest.mark.parametrize(

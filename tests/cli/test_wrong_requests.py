@@ -225,7 +225,8 @@ def test_a_wrong_request_is_refused_in_one_message(
         assert part in said.err
     assert "Traceback" not in said.err
     assert said.out == ""
-    assert "+" in words or "+" not in said.err  # it is never the advice for a key of ours
+    if words == KEYS[0][0]:  # a plus is never the advice for a key of ours
+        assert "+" not in said.err
     assert list(tmp_path.iterdir()) == []
     head, *lines = said.err.splitlines()
     if lines:

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runner.config.bounded_file import read_bounded
 from runner.run_folder import files
 from runner.run_folder.strict_json import decode, encode, number
 
@@ -99,7 +98,7 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / files.MANIFEST
     try:
-        manifest = decode(read_bounded(path))
+        manifest = decode(path.read_bytes())
     except OSError as error:
         raise DamagedCheckpoint(
             f"{checkpoint} is no checkpoint: {path.name}: {error.strerror}"

@@ -51,11 +51,6 @@ def main(words: Sequence[str]) -> int:
     args = read(words)
     if args.help or args.cfg is not None or args.info is not None:
         return _show(args)
-    if args.shell_completion:
-        from runner.cli import complete
-        from runner.cli.main import COMMANDS
-
-        return complete.main(args.overrides, COMMANDS)
     if args.hydra_help:
         return answer(args, Composer(source_of(args)))
     wanted = request(
@@ -307,6 +302,8 @@ def _flag_problems(args: argparse.Namespace) -> list[Problem]:
     if args.experimental_rerun is not None:
         message = f"is not supported; the overrides of a run are in its {files.OVERRIDES}"
         problems.append(Problem("--experimental-rerun", args.experimental_rerun, message))
+    if args.shell_completion:
+        problems.append(Problem("--shell-completion", NOTHING, "is not supported"))
     for name in ("config_dir", "config_path"):
         folder = getattr(args, name)
         if folder is not None and not os.path.isdir(folder):

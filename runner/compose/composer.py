@@ -32,7 +32,6 @@ from runner.compose import recipes, resolvers
 from runner.compose.launchers import LAUNCHERS
 from runner.compose.loader import Loader
 from runner.compose.parsing import parse
-from runner.compose.references import require_bounds
 from runner.config.clip_section import Clip
 from runner.config.folders import CONFIG_NAME, find, obstacle, outputs
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
@@ -127,14 +126,11 @@ class Composer:
         """Compose ``given``.
 
         Raises:
-            RequestError: references make a value too long.
             Exception: what Hydra and OmegaConf raise for overrides that are wrong.
         """
-        config = self.hydra.compose_config(
+        return self.hydra.compose_config(
             self.source.name, list(given), RunMode.RUN, from_shell=False
         )
-        require_bounds(config)
-        return config
 
     def composed(self, overrides: Iterable[Override]) -> DictConfig | None:
         """Compose the overrides that list no values; None where that fails."""
@@ -147,8 +143,6 @@ class Composer:
     def _attempt(self, given: tuple[str, ...]) -> DictConfig | None:
         try:
             return self.compose(given)
-        except RequestError:
-            raise
         except Exception:  # overrides make Hydra raise ValueError, AssertionError and more
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 traceback.print_exc()

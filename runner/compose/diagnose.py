@@ -14,7 +14,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose.composer import Composer, plain_word, reason
 from runner.compose.launchers import RAY
-from runner.compose.references import look_up
 from runner.config.check import keys_of, leaves
 from runner.config.clip_section import choices_with
 from runner.config.problem import NOTHING, Problem, did_you_mean, unknown_key
@@ -139,18 +138,30 @@ def _wrong_choice(override: Override, loader: ConfigLoader) -> Problem | None:
 def _wrong_value(override: Override, base: dict[str, Any]) -> Problem | None:
     key: str = override.key_or_group
     value = NOTHING if override.is_delete() else override.value()
-    exists, content = look_up(base, key)
+    exists, content = _look_up(base, key)
     if override.is_delete() or not (override.is_add() or override.is_force_add()):
         if not exists:
             return _unknown(override, key, value, base)
         if isinstance(content, dict):  # clip={threshold:0.1}
             for leaf, leaf_value in leaves(key, value):
-                if not look_up(base, leaf)[0]:
+                if not _look_up(base, leaf)[0]:
                     return _unknown(override, leaf, leaf_value, base)
         return None
     if override.is_add() and exists and content is not None and not isinstance(value, dict | list):
         return Problem(override.get_key_element(), value, f"exists already; write {key}=VALUE")
     return None
+
+
+def _look_up(node: Any, key: str) -> tuple[bool, Any]:
+    """Return whether a dotted key exists in plain containers, and what it holds."""
+    for part in key.replace("[", ".").replace("]", "").split("."):
+        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, dict) and part in node:
+            node = node[part]
+        else:
+            return False, None
+    return True, node
 
 
 def _unknown(override: Override, key: str, value: Any, base: dict[str, Any]) -> Problem:

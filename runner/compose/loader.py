@@ -106,7 +106,7 @@ class _Repository(ConfigRepository):
         return self._loaded[config_path]
 
     def _read(self, source: ConfigSource, config_path: str) -> ConfigResult | None:
-        """Read a file by libyaml, within bounds; None if it holds neither keys nor a list."""
+        """Read a file by libyaml; None if it holds neither keys nor a list."""
         file = Path(source.path, source._normalize_file_name(config_path))
         text, _, config = read_text_and_config(file)
         if config is None:

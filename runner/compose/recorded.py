@@ -15,7 +15,6 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.compose import diagnose
 from runner.compose.composer import Composer, Source, plain_config, plain_word, reason
 from runner.compose.jobs import Job
-from runner.compose.references import require_bounds
 from runner.config.check import examine, leaves
 from runner.config.identity import ENVIRONMENT, NOT_HASHED
 from runner.config.problem import NOTHING, Problem, RequestError
@@ -55,7 +54,6 @@ def recorded(file: Path, given: Sequence[str], source: Source | None = None) -> 
             problem = _wrong(override, config, composer) or _apply(override, config, composer)
             problems += [problem] if problem else []
         try:
-            require_bounds(config)
             plain = plain_config(config)
         except OmegaConfBaseException:
             raise RequestError([*problems, *diagnose.unresolved(config, "")]) from None

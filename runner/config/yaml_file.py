@@ -9,9 +9,8 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.bounded_file import read_bounded
-from runner.config.bounded_yaml import load_yaml
 from runner.config.values import Refusal
+from runner.config.yaml_text import load_yaml
 
 
 def read_yaml(file: Path) -> Any:
@@ -33,7 +32,7 @@ def read_text_and_config(file: Path) -> tuple[str, Any, DictConfig | ListConfig 
         Refusal: see :func:`read_yaml`.
     """
     try:
-        text = read_bounded(file).decode("utf-8")
+        text = file.read_text(encoding="utf-8")
         content = load_yaml(text)
         content = {} if content is None else content
         held = isinstance(content, dict | list)
@@ -47,6 +46,6 @@ def read_text_and_config(file: Path) -> tuple[str, Any, DictConfig | ListConfig 
         reason = f"{place}{error.problem}"
     except OSError as error:
         reason = error.strerror or str(error)
-    except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         reason = str(error).partition("\n")[0]
     raise Refusal(f"{file} cannot be read: {reason}")

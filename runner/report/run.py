@@ -11,9 +11,8 @@ from typing import Any
 
 import yaml
 
-from runner.config.bounded_file import read_bounded
-from runner.config.bounded_yaml import load_yaml
 from runner.config.modes import ModeInfo, info_of
+from runner.config.yaml_text import load_yaml
 from runner.report.series import EMPTY, Series, drawn, read_series
 from runner.run_folder import files, keys
 from runner.run_folder.status import elapsed, state_of
@@ -144,7 +143,7 @@ def read_run(folder: Path) -> Run:
 def read_yaml(path: Path) -> object:
     """Return the content of a YAML file; None if it is missing or damaged."""
     try:
-        return load_yaml(read_bounded(path).decode("utf-8"))
+        return load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
 

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runner.config.bounded_file import read_bounded
 from runner.run_folder.atomic import write_text
 
 _NUMBERS = (int, float)
@@ -86,7 +85,7 @@ def write_object(path: Path, value: dict[str, Any]) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if the file is missing or damaged."""
     try:
-        return decode(read_bounded(path))
+        return decode(path.read_bytes())
     except (OSError, ValueError):
         return {}
 

@@ -12,7 +12,6 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from runner.config.bounded_file import read_bounded
 from runner.config.secrets import masked_words
 from runner.run_folder import files
 from runner.run_folder.strict_json import write_object
@@ -114,7 +113,7 @@ class SweepRecord:
         """
         path = folder / files.SWEEP
         try:
-            record = _reader().validate_json(read_bounded(path))
+            record = _reader().validate_json(path.read_bytes())
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -1,12 +1,17 @@
-"""``python -m runner evaluate``: the run's own last evaluation, from its folder alone."""
+"""``evaluate`` gives the run's own evaluations, and ``export`` a file that a plain model loads."""
 
 import json
 import shutil
 
 import pytest
+import safetensors.torch
+import torch
+from torch.nn.functional import cross_entropy
 
 from runner.cli.main import main
+from runner.compose.recorded import recorded
 from runner.run_folder import files
+from runner.train import build
 from tests.process import python
 
 SHORT = [
@@ -18,6 +23,7 @@ GPT = [
     *("model=gpt", "model.layers=2", "model.width=16", "model.heads=2", "model.context=16"),
     *("data.kind=tokens", "data.sequence_length=16", "data.vocabulary=256"),
 ]
+pytestmark = pytest.mark.xdist_group("evaluate")  # it trains once
 
 
 def train(folder, *words):
@@ -25,21 +31,19 @@ def train(folder, *words):
     return folder
 
 
-pytestmark = pytest.mark.xdist_group("evaluate")  # it trains once
-
-
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """A run of one process, with batch norm."""
+    """A run of one process, with batch norm and a criterion that is trained."""
     folder = tmp_path_factory.mktemp("runs") / "single"
-    return train(folder, "model=resnet18", "data.shape=[3,8,8]", "checkpoint.interval=2ba")
+    words = ["model=resnet18", "data.shape=[3,8,8]", "checkpoint.interval=2ba"]
+    return train(folder, *words, "loss._target_=tests.verify.nets.Tempered")
 
 
 @pytest.fixture(scope="module")
 def fsdp(tmp_path_factory):
     """A run of two local ranks that each hold a half of the model, whose embedding is tied."""
     folder = tmp_path_factory.mktemp("runs") / "fsdp"
-    return train(folder, *GPT, "plugin=fsdp", "plugin.nproc=2")
+    return train(folder, *GPT, "plugin=fsdp", "plugin.nproc=2", "checkpoint.interval=3ba")
 
 
 def last(run):
@@ -48,18 +52,10 @@ def last(run):
     return {key: value for key, value in rows[-1].items() if key.startswith("eval/")}
 
 
-def contents(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
-def evaluated(capsys, *words, code=0):
+def evaluated(capsys, *words):
     """What ``evaluate`` prints: values by key, and the line above them."""
     capsys.readouterr()
-    assert main(["evaluate", *map(str, words)]) == code
+    assert main(["evaluate", *map(str, words)]) == 0
     said = capsys.readouterr()
     assert said.err == ""
     head, *lines = said.out.splitlines()
@@ -67,26 +63,20 @@ def evaluated(capsys, *words, code=0):
     return {key: float(value) for key, value in values.items()}, head
 
 
-def test_one_process_gives_the_last_evaluation_to_the_bit_and_writes_nothing(
-    single, capsys, outputs
-):
-    before = contents(single)
+def test_it_gives_the_last_evaluation_to_the_bit_and_writes_nothing(single, fsdp, capsys, outputs):
+    before = {path: path.is_file() and path.read_bytes() for path in single.rglob("*")}
     values, head = evaluated(capsys, single)
     assert values == last(single)
     assert head.startswith(str(single / "checkpoints/final"))
     assert head.endswith("step 7; plugin=single on 1 rank")
-    assert contents(single) == before
-    assert not outputs.exists()
-
-
-def test_local_ranks_give_the_last_evaluation(fsdp, capsys, outputs):
+    assert {path: path.is_file() and path.read_bytes() for path in single.rglob("*")} == before
     values, head = evaluated(capsys, fsdp)
     assert values == last(fsdp)
     assert head.endswith("plugin=fsdp on 2 ranks")
-    for words in (["plugin=single"], ["plugin=single", "data.batch_size=5"]):
-        values, head = evaluated(capsys, fsdp, *words)
-        assert values == pytest.approx(last(fsdp), rel=1e-6)
-        assert head.endswith("plugin=single on 1 rank")
+    values, head = evaluated(capsys, fsdp, "plugin=single", "data.batch_size=5")
+    assert values == pytest.approx(last(fsdp), rel=1e-6)
+    assert head.endswith("plugin=single on 1 rank")
+    assert not outputs.exists()
 
 
 def test_other_checkpoints_and_other_data(single, capsys, outputs, tmp_path):
@@ -94,58 +84,63 @@ def test_other_checkpoints_and_other_data(single, capsys, outputs, tmp_path):
     newest, head = evaluated(capsys, single, "--checkpoint", "last")
     assert head.split(", ")[1].startswith("step 6;")
     assert newest != final == last(single)
-    other, _ = evaluated(capsys, single, "data.seed=9")
-    assert other.keys() == final.keys()
-    assert other != final
     replaced, _ = evaluated(capsys, single, "data=synthetic", "data.shape=[3,16,16]")
     assert replaced.keys() == final.keys()
     file = tmp_path / "result.json"
-    values, _ = evaluated(capsys, single, "data.seed=9", "--output", file)
+    other, _ = evaluated(capsys, single, "data.seed=9", "--output", file)
+    assert other.keys() == final.keys()
+    assert other != final
     written = json.loads(file.read_text())
-    assert values == other == {key: written[key] for key in other}
+    assert other == {key: written[key] for key in other}
     assert (written["step"], written["overrides"]) == (7, ["data.seed=9"])
     assert written["checkpoint"] == str(single / "checkpoints/final")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "RUN  is missing: name the folder of a run"),
-        (["{run}", "{run}"], "one run at a time"),
-        (["missing"], "there is no such folder"),
-        (["empty"], "there is no file"),
-        (["bare"], "holds no checkpoint"),
-        (["{run}", "data.batch=4"], "unknown key; did you mean data.batch_size?"),
-        (["{run}", "data.batch_size=0"], "must be an integer of at least 1"),
-        (["{run}", "data=digit"], "unknown option; did you mean digits?"),
-        (["{run}", "data.seed=1,2"], "must be one value"),
-        (["{run}", "recipe=gpt"], "goes with a run"),
-        (["{run}", "hydra.run.dir=x"], "goes with a run"),
-        (["{run}", "data.batch_size=4=", "~model._target_"], "model._target_"),
-        (["{run}", "-m"], "unknown flag"),
-        (["{run}", "--checkpoint", "newest"], "must be a number of optimizer steps"),
-        (["{run}", "--checkpoint", "5"], "has no checkpoint 5  (there are:"),
-        (["{run}", "--output", "no/result.json"], "there is no folder no"),
-        (["{run}", "data=digits"], "does not take a sample of"),
-    ],
-)
+WRONG = [
+    ("export missing", "there is no such folder"),
+    ("export sweep", "is a sweep; name one of its runs"),
+    ("export {run} --checkpoint 5", "has no checkpoint 5  (there are:"),
+    ("export {run} --output no/model.pt", "there is no folder"),
+    ("export {run} --output bare", "is a folder; name a file"),
+    ("export {run} --format onnx", "invalid choice"),
+    ("export bare", "holds no checkpoint"),
+    ("evaluate {run} {run}", "one run at a time"),
+    ("evaluate missing", "there is no such folder"),
+    ("evaluate bare", "holds no checkpoint"),
+    ("evaluate {run} data.batch=4", "unknown key; did you mean data.batch_size?"),
+    ("evaluate {run} data=digit", "unknown option; did you mean digits?"),
+    ("evaluate {run} data.seed=1,2", "must be one value"),
+    ("evaluate {run} recipe=gpt", "goes with a run"),
+    ("evaluate {run} data.batch_size=4= ~model._target_", "model._target_"),
+    ("evaluate {run} --checkpoint newest", "must be a number of optimizer steps"),
+    ("evaluate {run} --checkpoint 5", "has no checkpoint 5  (there are:"),
+    ("evaluate {run} --output no/result.json", "there is no folder no"),
+    ("evaluate {run} data=digits", "does not take a sample of"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG)
 def test_wrong_requests_are_refused(single, words, message, outputs, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "bare").mkdir()
+    for name in ("bare", "sweep"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "sweep" / files.SWEEP).write_text("{}")
     shutil.copy(single / files.CONFIG, tmp_path / "bare")
-    assert main(["evaluate", *(word.format(run=single) for word in words)]) == 2
+    assert main(words.format(run=single).split()) == 2
     assert message in capsys.readouterr().err
     assert not outputs.exists()
 
 
-def test_damage_and_another_model_end_with_one_line(single, tmp_path, capsys, outputs):
+def test_damage_another_model_and_no_data_end_with_one_line(single, tmp_path, capsys, outputs):
     run = tmp_path / "run"
     shutil.copytree(single, run)
     assert main(["evaluate", str(run), "model=resnet34", "model.num_classes=10"]) == 1
     said = capsys.readouterr().err
     assert "does not hold" in said
     assert "Traceback" not in said
+    stream = ["data=own", "data.train._target_=tests.verify.nets.Images", "+data.train.channels=3"]
+    assert main(["evaluate", str(run), *stream, "sweep.objective=train/loss"]) == 1
+    assert "there is no held-out data to evaluate on" in capsys.readouterr().err
     shard = next((run / "checkpoints/final").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-7])
     assert main(["evaluate", str(run)]) == 1
@@ -153,28 +148,75 @@ def test_damage_and_another_model_end_with_one_line(single, tmp_path, capsys, ou
     assert main(["evaluate", str(run), "--checkpoint", "last"]) == 0
 
 
-def test_the_model_file_of_a_run_is_what_it_evaluates(fsdp, tmp_path, outputs):
-    """Export a sharded run, and evaluate the file with a plain model."""
-    import torch
-    from safetensors.torch import load_file
-    from torch.nn.functional import cross_entropy
-
-    from runner.compose.recorded import recorded
-    from runner.train import build
-
-    file = tmp_path / "model.safetensors"
-    assert main(["export", str(fsdp), "--output", str(file)]) == 0
-    config = recorded(fsdp / files.CONFIG, []).config
+def loss_of(file, run):
+    """The held-out loss of an exported file, by a plain model."""
+    config = recorded(run / files.CONFIG, []).config
     model = build.maker(config.model)().eval()
-    model.load_state_dict(load_file(file), strict=True)
+    read = safetensors.torch.load_file if file.suffix == ".safetensors" else torch.load
+    model.load_state_dict(read(file), strict=True)
     held_out = build.make_data(config.data).test
     inputs, targets = held_out.__getitems__(range(len(held_out)))
     with torch.no_grad():
-        loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item()
-    assert loss == pytest.approx(last(fsdp)["eval/loss"], rel=1e-6)
+        return cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item()
 
 
-def test_a_run_without_held_out_data_says_so(single, capsys):
-    stream = ["data=own", "data.train._target_=tests.verify.nets.Images", "+data.train.channels=3"]
-    assert main(["evaluate", str(single), *stream, "sweep.objective=train/loss"]) == 1
-    assert "there is no held-out data to evaluate on" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("asked", "step", "name"),
+    [
+        ("", 7, "model.safetensors"),
+        ("--checkpoint final", 7, "model.pt"),
+        ("--checkpoint last", 6, "model.safetensors"),
+        ("--checkpoint best", None, "model.safetensors"),
+        ("--checkpoint 000003", 3, "model.pt"),
+    ],
+)
+def test_a_plain_model_loads_the_exported_file(fsdp, asked, step, name, tmp_path, capsys):
+    rows = [json.loads(line) for line in (fsdp / files.ROWS).read_text().splitlines()]
+    losses = {row["train/step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
+    step = step or min((3, 6), key=losses.__getitem__)
+    file = tmp_path / name
+    assert main(["export", str(fsdp), "--output", str(file), *asked.split()]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1] == str(file)
+    assert f"step {step}" in said.out
+    assert not list(tmp_path.glob(".*")), "a part of a file is left"
+    assert loss_of(file, fsdp) == pytest.approx(losses[step], rel=1e-6)
+    if name == "model.safetensors":
+        with safetensors.safe_open(file, "pt") as opened:
+            assert {"format": "pt", "run": "fsdp", "step": str(step)}.items() <= (
+                opened.metadata().items()
+            )
+
+
+def test_a_file_that_exists_is_kept_unless_forced_and_on_a_full_disk(
+    single, tmp_path, capsys, monkeypatch
+):
+    def full(*args):
+        raise safetensors.SafetensorError("I/O error: No space left on device")
+
+    file = tmp_path / "model.safetensors"
+    file.write_text("mine")
+    words = ["export", str(single), "--output", str(file)]
+    assert main(words) == 2
+    assert "exists; --force replaces it" in capsys.readouterr().err
+    with monkeypatch.context() as patched:
+        patched.setattr(safetensors.torch, "save_file", full)
+        assert main([*words, "--force"]) == 1
+    assert f"{file} cannot be written" in capsys.readouterr().err
+    assert file.read_text() == "mine"
+    assert not list(tmp_path.glob(".*"))
+    assert main([*words, "--force"]) == 0
+    assert "without 1 tensor of the criterion" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_is_not_exported(fsdp, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(fsdp, run)
+    for name in ("final", "step_000000006"):
+        shard = next((run / "checkpoints" / name).glob("*.safetensors"))
+        content = bytearray(shard.read_bytes())
+        content[-10] ^= 1
+        shard.write_bytes(content)
+    assert main(["export", str(run), "--checkpoint", "6"]) == 1
+    assert "sha256 is not that of the manifest" in capsys.readouterr().err
+    assert not list(run.glob("model*"))

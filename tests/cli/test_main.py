@@ -1,4 +1,4 @@
-"""What a person sees before anything heavy is imported, and when Ctrl-C is typed at any stage."""
+"""What a terminal or a pipe shows, what is imported for it, and Ctrl-C at any stage."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ from tests.process import python
 from tests.terminal import on_a_terminal
 
 SHORT = ["tracker=none", "train.max_duration=3ba", "device=cpu"]
-LONG = ["tracker=none", "train.max_duration=100000ba", "device=cpu"]
+RANKS = ["plugin=ddp", "plugin.nproc=2"]
 READING = "clip-runner: reading the configuration ...\n"
 IMPORTING = "clip-runner: importing torch, then checking model and data ...\n"
 
@@ -34,31 +34,17 @@ def test_a_terminal_is_told_at_once_what_is_being_done(environment):
     assert seen.index(IMPORTING) < seen.index("import torch")
     (folder,) = Path(environment["RUNNER_OUTPUTS"], "runs").iterdir()
     assert seen.splitlines()[-1] == str(folder / "report.html")
-
-
-@pytest.mark.parametrize("words", [["--version"], ["--cfg", "job"], ["clip=norms"]])
-def test_words_that_are_answered_at_once_announce_no_import(environment, words):
-    seen, _ = on_a_terminal([sys.executable, "-m", "runner", *words], environment)
-    assert IMPORTING not in seen
-    assert (READING in seen) == (words == ["clip=norms"])
-
-
-def test_a_pipe_is_told_only_what_happened(environment):
-    done = python("-m", "runner", *SHORT, env=environment)
-    (folder,) = Path(environment["RUNNER_OUTPUTS"], "runs").iterdir()
-    assert done.stdout == f"{folder / 'report.html'}\n"
-    first, second, *_ = done.stderr.splitlines()
-    assert first.startswith("step 3/3  loss ")
-    assert re.fullmatch(rf"{folder.name}: finished after 3 steps in \d+\.\d s", second)
+    for words in (["--cfg", "job"], ["clip=norms"]):  # answered at once, without torch
+        seen, _ = on_a_terminal([sys.executable, "-m", "runner", *words], environment)
+        assert IMPORTING not in seen
+        assert (READING in seen) == (words == ["clip=norms"])
 
 
 @pytest.mark.parametrize(
     ("at", "words"),
     [
-        ("import hydra", SHORT),
-        ("import torch", SHORT),
-        ("import torch", [*SHORT, "plugin=ddp", "plugin.nproc=2"]),
-        ("import torch.nn", [*SHORT, "plugin=ddp", "plugin.nproc=2"]),  # its fork server too
+        ("import hydra", ["plan", *SHORT]),
+        ("import torch.nn", [*SHORT, *RANKS]),  # its fork server too
         ("import runner.train.job", SHORT),
     ],
 )
@@ -77,20 +63,13 @@ def test_ctrl_c_before_training_ends_in_one_sentence(environment, at, words):
         assert lines == ["interrupted"], seen
 
 
-def test_ctrl_c_while_a_plan_imports_ends_in_one_word(environment):
-    command = [sys.executable, "-c", TRACED, "plan", *SHORT]
-    seen, code = on_a_terminal(command, environment, interrupt=lambda seen: "import hydra" in seen)
-    assert code == 130, seen
-    told = seen.partition("^C")[2].splitlines()
-    assert [line for line in told if line and not line.startswith("import ")] == ["interrupted"]
-
-
-@pytest.mark.parametrize("words", [[], ["plugin=ddp", "plugin.nproc=2"]])
-def test_ctrl_c_while_training_ends_in_one_sentence_and_the_report(environment, words):
-    command = [sys.executable, "-m", "runner", *LONG, *words]
+def test_ctrl_c_while_ranks_train_ends_in_one_sentence_and_the_report(environment):
+    words = ["tracker=none", "train.max_duration=100000ba", "device=cpu", *RANKS]
     trains = re.compile(r"[1-9]\d*/100000 ")
     seen, code = on_a_terminal(
-        command, environment, interrupt=lambda seen: bool(trains.search(seen))
+        [sys.executable, "-m", "runner", *words],
+        environment,
+        interrupt=lambda seen: bool(trains.search(seen)),
     )
     assert code == 130, seen
     (folder,) = Path(environment["RUNNER_OUTPUTS"], "runs").iterdir()
@@ -102,6 +81,30 @@ def test_ctrl_c_while_training_ends_in_one_sentence_and_the_report(environment, 
     assert "[" not in seen.partition("^C")[2]
 
 
-def test_a_command_that_is_misspelled_is_named(environment):
-    done = python("-m", "runner", "calibrte", "seed=1", env=environment, code=2)
-    assert done.stderr == "clip-runner: calibrte is no command: did you mean calibrate?\n"
+PROGRAM = """
+import json, sys
+from runner.cli.main import main
+codes = [main(words.split()) for words in sys.argv[1:]]
+print(json.dumps(codes), *sorted({name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
+"""
+UNUSED = {"torchvision", "sklearn", "scipy", "pandas", "wandb", "optuna"}
+
+
+def test_an_answer_imports_no_library_that_it_does_not_need(tmp_path, environment):
+    wrong = ["clip=nrom clip.treshold=1", "-m seed=1,2 clip.treshold=1"]
+    right = ["--help", "--cfg job", "--info", "plan", "new demo", "plan recipe=sweep_norm"]
+    done = python("-c", PROGRAM, *right, *wrong, cwd=tmp_path, env=environment)
+    codes, names = done.stderr.splitlines()[-1].split("] ")
+    assert codes == "[0, 0, 0, 0, 0, 0, 2, 2"
+    assert not {*names.split()} & (UNUSED | {"torch", "numpy", "asyncio"})
+
+
+def test_a_run_imports_what_it_uses_and_tells_a_pipe_only_what_happened(tmp_path, environment):
+    done = python("-c", PROGRAM, " ".join(SHORT), cwd=tmp_path, env=environment)
+    (folder,) = Path(environment["RUNNER_OUTPUTS"], "runs").iterdir()
+    assert done.stdout == f"{folder / 'report.html'}\n"
+    first, second, *_, last = done.stderr.splitlines()
+    assert first.startswith("step 3/3  loss ")
+    assert re.fullmatch(rf"{folder.name}: finished after 3 steps in \d+\.\d s", second)
+    assert "torch" in last.split()
+    assert not UNUSED & {*last.split()}

@@ -6,34 +6,23 @@ import sys
 
 import pytest
 
-from runner.cli import main as cli
+from runner.cli.main import main
 from tests.process import python
 
 WRITTEN = {
-    "demo.py",
-    "test_demo.py",
-    "conf/model/demo.yaml",
-    "conf/data/demo.yaml",
+    *("demo.py", "test_demo.py", "conf/model/demo.yaml", "conf/data/demo.yaml"),
     "conf/recipe/demo.yaml",
 }
 
 
-def files(folder):
-    return {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()}
-
-
-@pytest.fixture
-def demo(tmp_path, monkeypatch, capsys):
-    """The folder and what the command printed."""
+def test_the_folder_trains_as_it_is_and_its_own_test_passes(
+    tmp_path, environment, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["new", "demo"]) == 0
-    assert files(tmp_path / "demo") == WRITTEN
-    return tmp_path / "demo", capsys.readouterr().out
-
-
-def test_the_folder_trains_as_it_is(demo, tmp_path, environment):
-    folder, said = demo
-    home, train, test = said.partition("\n\n")[2].splitlines()
+    assert main(["new", "demo"]) == 0
+    folder = tmp_path / "demo"
+    assert {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()} == WRITTEN
+    home, train, test = capsys.readouterr().out.partition("\n\n")[2].splitlines()
     assert (home, test) == ("cd demo", "python -m pytest")
     words = train.split()[1:]
     assert words == ["-m", "runner", "--config-dir", "conf", "recipe=demo"]
@@ -42,11 +31,10 @@ def test_the_folder_trains_as_it_is(demo, tmp_path, environment):
     found = json.loads(summary.read_text())
     assert found["final"]["eval/accuracy"] > 0.9
     assert 0 < found["clip/ratio_total"] < 1
-
-
-def test_its_own_test_passes(demo, environment):
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    assert "3 passed" in python(*words, cwd=demo[0], env=environment).stdout
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    assert "3 passed" in python(*tests, cwd=folder, env=environment).stdout
+    lint = ["ruff", "check", "--isolated", "--select", "E,F,W,I,UP,B", "--line-length", "100", "."]
+    subprocess.run([sys.executable, "-m", *lint], cwd=folder, check=True, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -69,28 +57,10 @@ def test_its_own_test_passes(demo, environment):
 )
 def test_a_name_that_cannot_be_used_is_refused(name, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    assert cli.main(["new", name]) == 2
-    assert expected in capsys.readouterr().err
-    assert [one.name for one in tmp_path.iterdir()] == ["there"]
-
-
-def test_a_name_in_this_folder_alone_is_free(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "there").mkdir()
     (tmp_path / "mine.py").write_text("")
-    assert cli.main(["new", "mine"]) == 0
-    assert (tmp_path / "mine" / "mine.py").is_file()
-    assert capsys.readouterr().out.endswith("python -m pytest\n")
-
-
-def test_the_code_has_no_lint(demo):
-    words = ["check", "--isolated", "--select", "E,F,W,I,UP,B", "--line-length", "100", "."]
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", *words],
-        cwd=demo[0],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout
+    assert main(["new", name]) == 2
+    assert expected in capsys.readouterr().err
+    assert {one.name for one in tmp_path.iterdir()} == {"there", "mine.py"}
+    assert main(["new", "mine"]) == 0  # a module of this folder alone takes no name

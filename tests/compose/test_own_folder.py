@@ -10,16 +10,24 @@ from runner.config.problem import RequestError
 FILES = {
     "model/mine.yaml": "_target_: own.Net\nwidth: 16\n",
     "data/mine.yaml": "_target_: own.points\nbatch_size: 20\n",
+    "clip/gentle.yaml": "defaults: [norm]\nthreshold: 0.7\n",
     "recipe/mine.yaml": (
         "# mine: a trial of my own.\n"
         "defaults:\n  - override /model: mine\n  - override /data: mine\n"
-        "model: {width: 8}\noptimizer: {lr: 0.3}\nseed: 5\n"
+        "  - override /clip: value\n  - override /optimizer: sgd\n"
+        "model: {width: 8}\noptimizer: {lr: 0.3}\nclip: {threshold: 0.125}\nseed: 5\n"
     ),
     # As Hydra's own documentation writes such a file.
     "recipe/spelled.yaml": (
         "# @package _global_\ndefaults:\n  - override /clip: value\nrecipe: spelled\nseed: 6\n"
     ),
     "recipe/many.yaml": "hydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n",
+    "recipe/gpt.yaml": "# gpt: another one.\nseed: 9\n",
+    "recipe/wrong.yaml": "defaults: [{override /model: mien}]\n",
+    "recipe/torn.yaml": "clip: {threshold: 1\n",
+    "recipe/listed.yaml": "- a\n- b\n",
+    "recipe/odd.yaml": "clip:\n  treshold: 1\n",
+    "model/torn.yaml": "_target_: {",
 }
 
 
@@ -37,72 +45,74 @@ def job(own, *words):
     return only.config
 
 
-def test_files_give_only_what_differs(own):
-    config = job(own, "model=mine", "data=mine")
-    assert (config.data.batch_size, config.data.num_workers, config.data.drop_last) == (
-        20,
-        0,
-        False,
-    )
-    assert config.data.arguments == {}
+def test_files_give_only_what_differs_and_take_the_place_of_ours(own):
+    config = job(own, "model=mine", "data=mine", "data.num_workers=2", "clip=gentle")
+    data = config.data
+    assert (data.batch_size, data.num_workers, data.drop_last, data.arguments) == (20, 2, False, {})
     assert config.model.arguments == {"width": 16}
-    assert job(own, "data=mine", "data.num_workers=2").data.num_workers == 2
+    assert (config.clip.threshold, config.clip.norm_type) == (0.7, 2)
+    assert (job(own, "recipe=gpt").seed, job(Source(), "recipe=gpt").seed) == (9, 0)
+    # hydra.searchpath finds such files too, as they are now.
+    (own.extra / "clip" / "gentle.yaml").write_text("defaults: [norm]\nthreshold: 0.8\n")
+    path = f"hydra.searchpath=[{own.extra.as_uri()}]"
+    assert job(None, path, "clip=gentle").clip.threshold == 0.8
 
 
-def test_a_recipe_is_one_like_ours(own):
+def test_overrides_beat_the_recipe_which_beats_the_defaults(own):
     config = job(own, "recipe=mine")
     assert (config.recipe, config.seed, config.optimizer.arguments["lr"]) == ("mine", 5, 0.3)
     assert (config.model.target, config.model.arguments) == ("own.Net", {"width": 8})
-    # Values of a recipe belong to the options that it chooses; overrides take precedence.
-    assert job(own, "recipe=mine", "model=gpt").model.arguments["width"] != 8
-    assert job(own, "recipe=mine", "seed=7", "model.width=4").model.arguments == {"width": 4}
-    assert job(own, "recipe=gpt").recipe == "gpt"
-
-
-def test_a_recipe_may_spell_out_its_package_and_name(own):
+    assert (config.clip.mode, config.clip.threshold) == ("value", 0.125)
+    config = job(own, "recipe=mine", "seed=7", "model.width=4", "clip.threshold=2")
+    assert (config.seed, config.model.arguments, config.clip.threshold) == (7, {"width": 4}, 2)
+    # Values of a recipe for a group belong to the option that it chooses.
+    config = job(own, "recipe=mine", "optimizer=adamw", "model=gpt")
+    assert config.optimizer.arguments["lr"] == job(own, "optimizer=adamw").optimizer.arguments["lr"]
+    assert config.model.arguments["width"] != 8
+    assert config.clip.threshold == 0.125
     config = job(own, "recipe=spelled")
     assert (config.recipe, config.seed, config.clip.mode) == ("spelled", 6, "value")
 
 
-def test_recipes_are_swept_over(own):
-    found = request(["recipe=mine,none"], multirun=True, source=own, writes=False)
-    assert [one.config.seed for one in found.jobs] == [5, 0]
-    found = request(["recipe=many"], source=own, writes=False)
-    assert [one.config.seed for one in found.jobs] == [1, 2]
-
-
-def test_a_file_takes_the_place_of_ours_with_its_name(own):
-    (own.extra / "recipe" / "gpt.yaml").write_text("# gpt: another one.\nseed: 9\n")
-    assert job(own, "recipe=gpt").seed == 9
-    assert job(Source(), "recipe=gpt").seed == 0
-    assert "  gpt                      another one.\n" in help_text([], own)
+def test_recipes_are_swept_over_and_may_be_sweeps(own):
+    words = ["recipe=mine,none", "clip=none,norm,value"]
+    found = request(words, multirun=True, source=own, writes=False)
+    thresholds = [one.config.clip.threshold for one in found.jobs]
+    assert thresholds == [None, 1.0, 0.125, None, 1.0, 0.5]
+    assert [one.config.seed for one in found.jobs] == [5, 5, 5, 0, 0, 0]
+    found = request(["recipe=many", "clip=none,norm"], source=own, writes=False)
+    assert [one.config.seed for one in found.jobs] == [1, 1, 2, 2]
 
 
 def test_help_lists_recipes_with_their_purposes(own):
     text = help_text([], own)
     assert "  mine                     a trial of my own.\n" in text
+    assert "  gpt                      another one.\n" in text
     assert "  spelled\n" in text
     assert "a trial of my own" not in help_text([])
 
 
 @pytest.mark.parametrize(
-    ("word", "expected"),
+    ("words", "expected"),
     [
         ("model=mien", r"model=mien  unknown option; did you mean mine\?"),
+        ("clip=gentel", r"did you mean gentle\?"),
         ("recipe=mien", r"recipe=mien  unknown option; did you mean mine\?"),
-        ("recipe=spelld", r"did you mean spelled\?"),
-        (
-            "recipe=wrong",
-            r"recipe=wrong  chooses model/mien, which .*did you mean mine\? .*awd_lstm",
-        ),
-        ("recipe=torn", r"recipe=torn .*recipe/torn\.yaml cannot be read: line"),
-        ("model.wdith=3", r"model\.wdith=3  unknown key; did you mean model\.width\?"),
+        ("recipe=wrong", r"recipe=wrong  chooses model/mien.*did you mean mine\? .*awd_lstm"),
+        ("recipe=torn seed=-1", r"(?s)seed=-1 .*recipe=torn .*torn\.yaml cannot be read: line"),
+        ("recipe=listed", r"listed\.yaml cannot be read"),
+        ("recipe=odd", r"did you mean clip\.threshold"),
+        ("model=torn", r"model=torn .*torn\.yaml cannot be read: line 2"),
+        ("model=mine model.wdith=3", r"model\.wdith=3  .*did you mean model\.width\?"),
     ],
 )
-def test_mistakes_are_named_with_the_nearest_name(own, word, expected):
-    (own.extra / "recipe" / "wrong.yaml").write_text("defaults: [{override /model: mien}]\n")
-    (own.extra / "recipe" / "torn.yaml").write_text("clip: {threshold: 1\n")
-    words = [word] if word.startswith(("model=", "recipe=")) else ["model=mine", word]
+def test_mistakes_are_named_with_the_nearest_name(own, words, expected):
     with pytest.raises(RequestError, match=expected):
-        request(words, source=own, writes=False)
-    assert job(own, "recipe=mine").seed == 5
+        request(words.split(), source=own, writes=False)
+
+
+def test_an_index_at_fault_is_not_blamed_on_the_words(tmp_path):
+    (tmp_path / "config.yaml").write_text("defaults:\n  - clip: norm\n  - _self_\n")
+    with pytest.raises(RequestError, match=r"clip/norm") as error:
+        request(["seed=1"], source=Source(path=tmp_path))
+    assert [problem.key for problem in error.value.problems] == ["configuration"]

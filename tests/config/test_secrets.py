@@ -16,15 +16,10 @@ def _knows_nothing(monkeypatch):
     monkeypatch.setattr(secrets, "_values", {})
 
 
-@pytest.mark.parametrize("name", SECRET.split())
-def test_a_name_says_that_it_is_a_secret(name):
-    assert is_secret(name)
-    assert is_secret(f"model.{name}")
-
-
-@pytest.mark.parametrize("name", OPEN.split())
-def test_a_name_that_is_no_secret(name):
-    assert not is_secret(name)
+def test_a_name_says_whether_it_is_a_secret():
+    names = SECRET.split() + OPEN.split()
+    assert [name for name in names if is_secret(name)] == SECRET.split()
+    assert all(is_secret(f"model.{name}") for name in SECRET.split())
 
 
 @pytest.mark.parametrize(
@@ -33,7 +28,6 @@ def test_a_name_that_is_no_secret(name):
         ("model.api_key=abc", "model.api_key=***"),
         ("++model.api_key='a b'", "++model.api_key=***"),
         ("model.token=a,b", "model.token=***"),
-        ("model.token=12345678", "model.token=***"),
         ("+model={api_key:abc,width:3}", "+model=***"),
         ("model.token='${oc.env:ANY}'", "model.token='${oc.env:ANY}'"),
         ("model.token='${oc.env:ANY,abc}'", "model.token=${oc.env:ANY,***}"),
@@ -70,9 +64,6 @@ def test_a_message_quotes_no_secret():
     )
     assert hide("abcdef on machine-of-mine", values=False).endswith(" on machine-of-mine")
     assert hide("not secret") == "not secret"
-
-
-def test_short_texts_are_left_in_messages():
-    secrets.learn_secrets({"token": "the"})
+    secrets.learn_secrets({"token": "the"})  # short texts are left
     secrets.learn_environment({"MODE": "norm", "API_KEY": "is"})
     assert hide("the norm is 3") == "the norm is 3"

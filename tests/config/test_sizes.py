@@ -1,16 +1,17 @@
-"""How ranks are dealt to the axes of a plugin."""
+"""How ranks are divided among the axes of a plugin."""
 
 import pytest
 
-from runner.compose.request import request
-from runner.config.folders import options
+from runner.config.check import parse
 from runner.config.sizes import SizeError, least_ranks, may_grow, sizes
+from tests.config.composed import plain
+
+AXES = {"dp_size": 2, "tp_size": 2, "pp_size": 2}
+TP_PP = {"tp_size": 2, "pp_size": 2}
 
 
-@pytest.fixture(scope="module")
-def plugins():
-    found = request([f"plugin={','.join(options('plugin'))}"], multirun=True, writes=False)
-    return {job.config.plugin.name: job.config.plugin for job in found.jobs}
+def plugin(name, given):
+    return parse(plain(f"plugin={name}")).plugin.model_copy(update=given)
 
 
 @pytest.mark.parametrize(
@@ -28,57 +29,14 @@ def plugins():
         ("pipeline", {"pp_size": 4}, 8, (2, 1, 4, 1)),
         ("moe", {}, 4, (4, 1, 1, 4)),
         ("moe", {"ep_size": 2}, 4, (4, 1, 1, 2)),
-        ("moe", {"dp_size": 4}, 4, (4, 1, 1, 4)),
         ("hybrid", {}, 2, (2, 1, 1, 1)),
-        ("hybrid", {"tp_size": 2, "pp_size": 2}, 8, (2, 2, 2, 1)),
-        ("hybrid", {"dp_size": 2, "tp_size": 2, "pp_size": 2}, 8, (2, 2, 2, 1)),
+        ("hybrid", TP_PP, 8, (2, 2, 2, 1)),
+        ("hybrid", AXES, 8, (2, 2, 2, 1)),
         ("hybrid", {"tp_size": 2, "ep_size": 4}, 8, (4, 2, 1, 4)),
     ],
 )
-def test_what_is_left_open_takes_the_ranks_that_are_left(plugins, name, given, ranks, dealt):
-    found = sizes(plugins[name].model_copy(update=given), ranks)
-    assert found == dealt
-    assert found.dp * found.tp * found.pp == ranks
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "ranks", "key", "said"),
-    [
-        ("single", {}, 2, "nproc", "plugin=single is one process, not 2 ranks; plugin=ddp"),
-        (
-            "hybrid",
-            {"dp_size": 2, "tp_size": 2, "pp_size": 2},
-            6,
-            "nproc",
-            "6 ranks are not dp_size 2 x tp_size 2 x pp_size 2 = 8: give plugin.nproc=8, or leave",
-        ),
-        ("tensor", {"dp_size": 1, "tp_size": 2}, 4, "nproc", "4 ranks are not tp_size 2: give"),
-        (
-            "hybrid",
-            {"tp_size": 2, "pp_size": 2},
-            6,
-            "nproc",
-            "6 ranks are no multiple of tp_size 2 x pp_size 2 = 4: give plugin.nproc=4 or 8",
-        ),
-        ("tensor", {"tp_size": 4}, 2, "nproc", "no multiple of tp_size 4: give plugin.nproc=4,"),
-        ("pipeline", {"dp_size": 2}, 3, "nproc", "no multiple of dp_size 2: give plugin.nproc=2 "),
-        (
-            "moe",
-            {"ep_size": 4},
-            6,
-            "ep_size",
-            "4 ranks cannot share the experts of 6 data-parallel ranks evenly: give "
-            "plugin.ep_size=1, 2, 3 or 6, or another plugin.dp_size",
-        ),
-        ("hybrid", {"tp_size": 2, "ep_size": 2}, 2, "ep_size", "of 1 data-parallel ranks"),
-    ],
-)
-def test_sizes_that_do_not_go_say_the_numbers_and_a_way_out(plugins, name, given, ranks, key, said):
-    with pytest.raises(SizeError) as error:
-        sizes(plugins[name].model_copy(update=given), ranks)
-    assert isinstance(error.value, ValueError)
-    assert error.value.key == key
-    assert said in str(error.value)
+def test_what_is_left_open_takes_the_ranks_that_are_left(name, given, ranks, dealt):
+    assert sizes(plugin(name, given), ranks) == dealt
 
 
 @pytest.mark.parametrize(
@@ -87,76 +45,58 @@ def test_sizes_that_do_not_go_say_the_numbers_and_a_way_out(plugins, name, given
         ("single", {}, 1, False),
         ("ddp", {}, 1, True),
         ("ddp", {"nproc": 3}, 3, False),
-        ("tensor", {}, 1, True),
-        ("tensor", {"tp_size": 2}, 2, True),
         ("tensor", {"tp_size": 2, "dp_size": 3}, 6, False),
         ("pipeline", {"dp_size": 2}, 2, True),
         ("moe", {"ep_size": 4}, 4, True),
         ("moe", {"ep_size": 2, "dp_size": 4}, 4, False),
-        ("moe", {"dp_size": 4}, 4, False),
-        ("hybrid", {"tp_size": 2, "pp_size": 2}, 4, True),
         ("hybrid", {"tp_size": 2, "ep_size": 2}, 4, True),
-        ("hybrid", {"dp_size": 2, "tp_size": 2, "pp_size": 2}, 8, False),
-        ("hybrid", {"dp_size": 2, "tp_size": 2, "nproc": 8}, 8, False),
+        ("hybrid", AXES, 8, False),
+        # Machines have equal numbers of ranks.
+        ("ddp", {"nnodes": 2}, 2, True),
+        ("ddp", {"nnodes": 2, "nproc": 4}, 8, False),
+        ("tensor", {"nnodes": 3, "tp_size": 2}, 6, True),
+        ("pipeline", {"nnodes": 2, "pp_size": 4}, 4, True),
+        ("moe", {"nnodes": 2, "ep_size": 3}, 6, True),
     ],
 )
-def test_the_ranks_that_are_asked_for(plugins, name, given, least, grows):
-    plugin = plugins[name].model_copy(update=given)
-    assert least_ranks(plugin) == least
-    assert may_grow(plugin) is grows
-    if plugin.nproc is None:  # what the sizes ask for is never refused
-        assert sizes(plugin, least)
+def test_the_ranks_that_are_asked_for(name, given, least, grows):
+    asked = plugin(name, given)
+    assert (least_ranks(asked), may_grow(asked)) == (least, grows)
+    if asked.nproc is None:  # what the sizes ask for is never refused
+        assert sizes(asked, least)
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "ranks"),
+    ("name", "given", "ranks", "key", "message"),
     [
-        ("ddp", {"nnodes": 2}, 2),
-        ("ddp", {"nnodes": 2, "nproc": 4}, 8),
-        ("tensor", {"nnodes": 2, "tp_size": 2}, 4),
-        ("tensor", {"nnodes": 3, "tp_size": 2}, 6),
-        ("hybrid", {"nnodes": 2, "tp_size": 2, "pp_size": 2}, 4),
-        ("pipeline", {"nnodes": 2, "pp_size": 4}, 4),
-        ("moe", {"nnodes": 2, "ep_size": 3}, 6),
-    ],
-)
-def test_machines_have_equal_numbers_of_ranks(plugins, name, given, ranks):
-    plugin = plugins[name].model_copy(update=given)
-    assert least_ranks(plugin) == ranks
-    assert sizes(plugin, ranks)
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "started", "key", "message"),
-    [
+        ("single", {}, 2, "nproc", "plugin=single is one process, not 2 ranks; plugin=ddp"),
+        ("hybrid", AXES, 6, "nproc", "x pp_size 2 = 8: give plugin.nproc=8, or leave"),
+        ("tensor", {"dp_size": 1, "tp_size": 2}, 4, "nproc", "4 ranks are not tp_size 2: give"),
+        ("hybrid", TP_PP, 6, "nproc", "x pp_size 2 = 4: give plugin.nproc=4 or 8"),
+        ("tensor", {"tp_size": 4}, 2, "nproc", "no multiple of tp_size 4: give plugin.nproc=4,"),
+        ("moe", {"ep_size": 4}, 6, "ep_size", "give plugin.ep_size=1, 2, 3 or 6, or another"),
+        ("hybrid", {"tp_size": 2, "ep_size": 2}, 2, "ep_size", "of 1 data-parallel ranks"),
+        # Of several machines; three numbers: of ranks started, on a machine, and of machines.
+        ("tensor", {"nnodes": 2}, 4, "tp_size", "give 1 or 2"),
+        ("pipeline", {"nnodes": 2, "pp_size": 3, "dp_size": 1}, 4, "nproc", "plugin.nnodes"),
         ("tensor", {}, (4, 2, 2), "tp_size", "4 do not divide the 2 ranks of a machine"),
-        ("tensor", {"tp_size": None, "nnodes": 2}, None, "tp_size", "give 1 or 2"),
         ("hybrid", {"tp_size": 3}, (6, 2, 3), "tp_size", "(plugin.nnodes=3): give 1 or 2"),
-        (
-            "pipeline",
-            {"nnodes": 2, "pp_size": 3, "dp_size": 1},
-            None,
-            "nproc",
-            "another plugin.nnodes",
-        ),
         ("ddp", {"nnodes": 3}, (4, 2, 2), "nnodes", "2 machines started ranks: give 2, or leave"),
         ("ddp", {"nnodes": 2, "nproc": 3}, (4, 2, 2), "nproc", "this machine has 2 ranks: give 2"),
     ],
 )
-def test_ranks_of_several_machines_that_do_not_fit(
-    plugins, monkeypatch, name, given, started, key, message
+def test_sizes_that_do_not_fit_say_the_numbers_and_a_way_out(
+    monkeypatch, name, given, ranks, key, message
 ):
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+    variables = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    for variable in ("RANK", *variables):
         monkeypatch.delenv(variable, raising=False)
-    if started is not None:
-        world, local, nodes = map(str, started)
+    started = isinstance(ranks, tuple)
+    if started:
         monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("WORLD_SIZE", world)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-        monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
-    plugin = plugins[name].model_copy(update=given)
-    ranks = int(started[0]) if started else 4
+        for variable, value in zip(variables, ranks, strict=True):
+            monkeypatch.setenv(variable, str(value))
     with pytest.raises(SizeError) as error:
-        sizes(plugin, ranks, started=started is not None)
+        sizes(plugin(name, given), ranks[0] if started else ranks, started=started)
     assert error.value.key == key
     assert message in str(error.value)

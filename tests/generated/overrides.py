@@ -17,8 +17,9 @@ HYDRA = [
     *("hydra.sweeper.params", "hydra.sweeper.n_trials", "hydra.sweeper.max_batch_size"),
     *("hydra/sweeper", "hydra/launcher", "hydra.mode", "hydra.searchpath", "hydra.output_subdir"),
     *("hydra.help.template", "hydra.verbose", "hydra.job.chdir", "hydra", "hydra/recipe"),
+    *("model.width", "optimizer.lr", "optimizer.betas", "data.shape", "scheduler.eta_min"),
 ]
-ARGUMENTS = ["model.width", "optimizer.lr", "optimizer.betas", "data.shape", "scheduler.eta_min"]
+ENDS = ["[0]", ".0", ".", "..a", "@x", "@_global_", "/x", "." + "a." * 50, "[", "]", "[a]", ":"]
 
 # Any character: controls, NUL, right-to-left marks, beyond the basic plane, lone surrogates.
 ANY_TEXT = st.text(st.characters(), max_size=12)
@@ -26,89 +27,53 @@ PRINTED = st.text(st.characters(codec="ascii", min_codepoint=32), max_size=12)
 LONG = st.sampled_from(
     ["x" * 300, "猫" * 100, "9" * 400, "9" * 5000, "[" * 2000, "a." * 500, "${" * 200 + "}" * 200]
 )
-
+ODD = Path(__file__).with_name("odd_values.txt").read_text(encoding="utf-8").splitlines()
+KNOWN, GROUP = st.sampled_from(KEYS), st.sampled_from(GROUPS)
+NAMES = st.sampled_from([*OPTIONS, *RECIPES])
 KEY = st.one_of(
-    st.sampled_from(KEYS),
-    st.sampled_from(KEYS),
-    st.sampled_from(GROUPS),
-    st.sampled_from(ARGUMENTS),
-    st.sampled_from(HYDRA),
-    st.builds(lambda key, at: key[:at] + key[at + 1 :], st.sampled_from(KEYS), st.integers(0, 9)),
-    st.builds(lambda group, key: f"{group}.{key}", st.sampled_from(GROUPS), PRINTED),
-    st.builds(lambda group, key: f"{group}@{key}", st.sampled_from(GROUPS), PRINTED),
+    *(KNOWN, KNOWN, GROUP, st.sampled_from(HYDRA), PRINTED, ANY_TEXT, LONG),
+    st.builds(lambda key, at: key[:at] + key[at + 1 :], KNOWN, st.integers(0, 9)),
     st.builds(
-        lambda key, rest: f"{key}{rest}",
-        st.sampled_from(KEYS),
-        st.sampled_from(
-            [
-                "[0]",
-                ".0",
-                ".",
-                "..a",
-                "@x",
-                "@_global_",
-                "/x",
-                "." + "a." * 50,
-                "[",
-                "]",
-                "[a]",
-                ":",
-            ]
-        ),
+        lambda group, sign, key: f"{group}{sign}{key}", GROUP, st.sampled_from(".@"), PRINTED
     ),
-    PRINTED,
-    ANY_TEXT,
-    LONG,
+    st.builds(lambda key, rest: f"{key}{rest}", KNOWN, st.sampled_from(ENDS)),
 )
-
 NUMBERS = st.one_of(
     st.integers(-3, 10).map(str), st.integers(-(10**30), 10**30).map(str), st.floats().map(str)
 )
-
-ODD = Path(__file__).with_name("odd_values.txt").read_text(encoding="utf-8").splitlines()
-
-NAMES = st.sampled_from([*OPTIONS, *RECIPES])
-
-REFERENCES = st.sampled_from(KEYS).map(lambda key: f"${{{key}}}")
-
-QUOTED = st.one_of(
-    st.builds(lambda quote, text: f"{quote}{text}{quote}", st.sampled_from("'\""), ANY_TEXT),
-    st.builds(lambda quote, text: f"{quote}{text}", st.sampled_from("'\""), PRINTED),
+QUOTED = st.builds(
+    lambda quote, text, end: f"{quote}{text}{end}", st.sampled_from("'\""), ANY_TEXT, st.just("'")
 )
-
-PLAIN = st.one_of(st.sampled_from(ODD), NUMBERS, NAMES, REFERENCES, QUOTED, PRINTED, ANY_TEXT, LONG)
+PLAIN = st.one_of(
+    *(st.sampled_from(ODD), NUMBERS, NAMES, QUOTED, PRINTED, ANY_TEXT, LONG),
+    KNOWN.map(lambda key: f"${{{key}}}"),
+)
+FUNCTIONS = [
+    *("choice", "range", "interval", "glob", "sort", "shuffle", "tag", "int", "float", "str"),
+    *("bool", "extend_list", "nowhere", ""),
+]
 
 
 def _inside(parts):
     several = st.lists(parts, max_size=3).map(",".join)
     pairs = st.lists(st.builds(lambda k, v: f"{k}:{v}", PLAIN, parts), max_size=3).map(",".join)
-    functions = ["choice", "range", "interval", "glob", "sort", "shuffle", "tag", "int", "float"]
-    functions += ["str", "bool", "extend_list", "nowhere", ""]
     return st.one_of(
-        several.map(lambda text: f"[{text}]"),
-        pairs.map(lambda text: f"{{{text}}}"),
         several,
-        st.builds(lambda name, text: f"{name}({text})", st.sampled_from(functions), several),
+        several.map(lambda text: f"[{text}]"),
         several.map(lambda text: f"[{text}"),
         several.map(lambda text: f"range({text},step=0.5)"),
+        pairs.map(lambda text: f"{{{text}}}"),
+        st.builds(lambda name, text: f"{name}({text})", st.sampled_from(FUNCTIONS), several),
     )
 
 
 VALUE = st.one_of(PLAIN, st.recursive(PLAIN, _inside, max_leaves=6))
-
+SIGNS = st.sampled_from(["", "", "", "", "+", "++", "~"])
+FLAGS = ["-m", "--multirun", "--cfg", "-c", "--info", "-x", "--", "-", "=", "", " "]
 OVERRIDE = st.one_of(
-    st.builds(
-        lambda sign, key, value: f"{sign}{key}={value}",
-        st.sampled_from(["", "", "", "", "+", "++", "~"]),
-        KEY,
-        VALUE,
-    ),
-    st.builds(lambda key: f"~{key}", KEY),
-    st.builds(lambda group, option: f"{group}={option}", st.sampled_from(GROUPS), NAMES),
-    KEY,
-    st.sampled_from(["-m", "--multirun", "--cfg", "-c", "--info", "-x", "--", "-", "=", "", " "]),
-    PRINTED,
-    ANY_TEXT,
+    st.builds(lambda sign, key, value: f"{sign}{key}={value}", SIGNS, KEY, VALUE),
+    st.builds(lambda group, option: f"{group}={option}", GROUP, NAMES),
+    *(KEY.map(lambda key: f"~{key}"), KEY, st.sampled_from(FLAGS), PRINTED, ANY_TEXT),
 )
 
 # Most of what is typed is right: then what one odd override does is not hidden by others.
@@ -119,7 +84,6 @@ RIGHT = [
     *("accumulation=x4", "train.max_duration=2ba", "sweep.name=mine", "-m seed=1,2", "-m"),
     *("-m clip.threshold=1,2 seed=1,2", "-m hydra/sweeper=optuna", "scheduler=cosine"),
 ]
-
 REQUEST = st.one_of(
     st.lists(OVERRIDE, min_size=1, max_size=4),
     st.builds(

@@ -1,38 +1,44 @@
 """Whatever is typed: a request that can be run, or one message that says why it cannot."""
 
+import os
+
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 
 from runner.cli import run
 from runner.compose.request import request
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError
 from runner.run_folder.earlier import earlier_record
-from tests.generated.limits import examples
 from tests.generated.overrides import REQUEST
 
-# Each of a sweep's runs is checked: fewer runs, so that an example does not take minutes.
-FEW = "sweep.max_jobs=6"
+EXAMPLES = os.environ.get("RUNNER_TESTS_EXAMPLES")
 
 
 def asked(words):
     """What the command does before it imports torch."""
     try:
         flags = run.read(words)
-        source = run.source_of(flags)
-        given = {"multirun": flags.multirun, "source": source, "earlier": earlier_record}
-        return request(flags.overrides, **given)
+        given = {"multirun": flags.multirun, "source": run.source_of(flags)}
+        return request(flags.overrides, earlier=earlier_record, **given)
     except RequestError as error:
         return error
 
 
 @pytest.mark.usefixtures("outputs")
 @pytest.mark.timeout(0)
-@examples()
+@settings(
+    max_examples=int(EXAMPLES or 24),
+    deadline=None,  # the clock of a busy machine tells nothing
+    database=None,
+    derandomize=EXAMPLES is None,  # the gate runs the same examples every day
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
 @given(words=REQUEST)
 def test_a_request_runs_or_is_refused_in_one_message(tmp_path, words):
-    if not any("sweep" in word for word in words):
-        words = [*words, FEW] if "-m" in words or "--multirun" in words else words
+    if {"-m", "--multirun"} & {*words} and not any("sweep" in word for word in words):
+        words = [*words, "sweep.max_jobs=6"]  # so that an example does not take minutes
     before = list(tmp_path.rglob("*"))
     outcome = asked(words)
     if isinstance(outcome, RequestError):
@@ -40,6 +46,5 @@ def test_a_request_runs_or_is_refused_in_one_message(tmp_path, words):
         assert all(problem.message for problem in outcome.problems)
     else:
         assert outcome.jobs
-        for job in outcome.jobs:
-            assert len(config_hash(job.plain)) == 16
+        assert all(len(config_hash(job.plain)) == 16 for job in outcome.jobs)
     assert list(tmp_path.rglob("*")) == before

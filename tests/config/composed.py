@@ -1,0 +1,41 @@
+"""Composed configurations, each made once, and what is wrong with one."""
+
+import copy
+from functools import cache
+
+import pytest
+
+from runner.compose.request import request
+from runner.config.check import parse
+from runner.config.problem import RequestError
+
+
+@cache
+def _job(words):
+    return request(words, writes=False).jobs[0]
+
+
+def job(*words):
+    return _job(words)
+
+
+def plain(*words):
+    """A copy of the plain configuration of a request, to change."""
+    return copy.deepcopy(_job(words).plain)
+
+
+def changed(found, key, value):
+    """``found`` with another value of a dotted key."""
+    *sections, last = key.split(".")
+    section = found
+    for name in sections:
+        section = section[name]
+    section[last] = value
+    return found
+
+
+def problems(found):
+    """The message of each key that is wrong."""
+    with pytest.raises(RequestError) as error:
+        parse(found)
+    return {problem.key: problem.message for problem in error.value.problems}

@@ -1,0 +1,94 @@
+"""Section ``plugin``: what goes with which option, each wrong request with a way out."""
+
+import pytest
+
+from runner.config.check import examine, parse
+from runner.config.folders import options
+from runner.config.plugin_section import USES
+from tests.config.composed import plain, problems
+
+SPECIAL = {"tp_plan": {"head": "colwise"}, "schedule": "gpipe", "split": ["blocks.1"]}
+SPECIAL |= {"param_dtype": "bf16", "zero_stage": 1}
+ASKED = {
+    key: SPECIAL.get(key, not use.neutral if isinstance(use.neutral, bool) else 2)
+    for key, use in USES.items()
+}
+"""A value of each key that asks for something."""
+
+
+def asked(name, **given):
+    found = plain(f"plugin={name}")
+    found["plugin"] |= given
+    return found
+
+
+@pytest.mark.parametrize("name", options("plugin"))
+def test_a_key_that_nothing_uses_names_the_plugins_that_do(name):
+    for key, use in USES.items():
+        found = {one.key: one.message for one in examine(asked(name, **{key: ASKED[key]}))[1]}
+        if name in use.options:
+            assert "has no meaning under" not in str(found)
+            continue
+        assert list(found) == [f"plugin.{key}"]
+        said = found[f"plugin.{key}"]
+        assert f"has no meaning under plugin={name}" in said
+        if key == "dp_size":
+            assert said.endswith("plugin.nproc=2") or "plugin=ddp plugin.nproc=2" in said
+        else:
+            assert all(f"plugin={option}" in said for option in use.options)
+
+
+def test_every_key_that_nothing_uses_is_named_at_once():
+    found = problems(asked("single", nproc=2, tp_size=2, split=["a"]))
+    assert found.keys() == {"plugin.nproc", "plugin.tp_size", "plugin.split"}
+    assert parse(asked("single", dp_size=1, nproc=1)).plugin.dp_size == 1
+    foreign = {"name": "mine", "tp_size": 2, "cpu_offload": True}
+    plugin = parse(asked("single")).plugin.model_copy(update=foreign)
+    assert list(plugin.conflicts()) == []  # a plugin of somebody else is not judged
+
+
+STAGES_4 = {"pp_size": 4, "num_microbatches": 3}
+ROUNDS = {"pp_size": 2, "schedule": "interleaved_1f1b"}
+AXES = {"dp_size": 2, "tp_size": 2, "pp_size": 2}
+NO_RESHARD = {"reshard_after_forward": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "key", "said"),
+    [
+        ("zero", {"zero_stage": 0}, "zero_stage", "1, 2 or 3"),
+        ("zero", NO_RESHARD, "reshard_after_forward", "zero_stage=1"),
+        ("zero", {"zero_stage": 2, **NO_RESHARD}, "reshard_after_forward", "zero_stage=2; stage 3"),
+        ("zero", {"param_dtype": "fp16"}, "param_dtype", "stages 2 and 3"),
+        ("zero", {"cpu_offload": True}, "cpu_offload", "stages 2 and 3"),
+        ("hybrid", {"zero_stage": 1, "cpu_offload": True}, "cpu_offload", "zero_stage=1; stages 2"),
+        ("hybrid", {"param_dtype": "bf16"}, "param_dtype", "zero_stage=0; stages 2 and 3"),
+        ("hybrid", NO_RESHARD, "reshard_after_forward", "stage 3 shards"),
+        ("hybrid", {"tp_size": None}, "tp_size", "all ranks for plugin=tensor"),
+        ("hybrid", {"pp_size": None}, "pp_size", "all ranks for plugin=pipeline"),
+        ("hybrid", {"ep_size": None}, "ep_size", "all ranks for plugin=moe"),
+        ("pipeline", {"tp_size": None}, "tp_size", "has no meaning under plugin=pipeline"),
+        (
+            "hybrid",
+            {"nproc": 6, **AXES},
+            "nproc",
+            "6 ranks are not dp_size 2 x tp_size 2 x pp_size",
+        ),
+        ("hybrid", {"dp_size": 3, "ep_size": 2}, "ep_size", "3 data-parallel ranks"),
+        ("tensor", {"tp_size": 1, "sequence_parallel": True}, "sequence_parallel", "2 or more"),
+        ("hybrid", {"sequence_parallel": True}, "sequence_parallel", "plugin.tp_size"),
+        ("pipeline", STAGES_4, "num_microbatches", "give 4 or more, or plugin.schedule=gpipe"),
+        ("pipeline", {**ROUNDS, "num_microbatches": 5}, "num_microbatches", "give 4 or 6"),
+        ("pipeline", {"pp_size": 2, "split": ["a", "b"]}, "split", "must name 1 of them"),
+        (
+            "pipeline",
+            {"pp_size": 2, "split": ["a"], "schedule": "zero_bubble"},
+            "split",
+            "is 4 stages, so it must name 3",
+        ),
+    ],
+)
+def test_what_cannot_stand_together_is_named_with_a_way_out(name, given, key, said):
+    found = problems(asked(name, **given))
+    assert list(found) == [f"plugin.{key}"]
+    assert said in found[f"plugin.{key}"]

@@ -2,9 +2,9 @@
 
     python -m tests.mutants --count 60 --seed 1
 
-Works on a copy of the checkout. Tests of the changed file's folder run first, then the others that a
-gate runs, until one fails. A run that hangs counts as noticed. Prints each change that no test
-noticed, and the share of those that were.
+Works on a copy of the checkout. Tests of the changed file's folder run first, then the others of
+the gate, until one fails. A run that hangs counts as noticed. Prints each change with the test that
+noticed it, and the number of those that were.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ def is_noticed(copy: Path, room: str) -> tuple[bool, str]:
         except subprocess.TimeoutExpired:
             return True, "hangs"
         if done.returncode:
-            failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERR"))]
-            return True, failed[0][:120] if failed else done.stdout[-200:]
+            lines = done.stdout.splitlines()
+            failed = [line[:120] for line in lines if line.startswith(("FAILED", "ERROR"))]
+            return True, failed[0] if failed else done.stdout[-200:]
     return False, ""
 
 

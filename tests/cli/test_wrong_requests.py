@@ -94,7 +94,6 @@ COMBINATIONS = [
     ("clip.threshold=null", ["clip.threshold=null", "clip=norm needs"]),
     ("plugin=single plugin.nproc=2", ["plugin.nproc=2", "plugin=ddp"]),
     ("plugin=ddp plugin.tp_size=2", ["plugin.tp_size=2", "plugin=ddp", "plugin=tensor or"]),
-    ("plugin=fsdp clip.flat_gradients=true", ["use auto, plugin=single or plugin=ddp"]),
     ("plugin=pipeline plugin.pp_size=4 data.batch_size=2", ["must be 4 or more"]),
     (
         "telemetry.worst_layers=2 clip.norm_type=inf",
@@ -125,7 +124,6 @@ COMBINATIONS = [
             ("clip=value precision=fp16", ["precision=", "an overflow leaves out a whole step"]),
             ("clip=value clip.nonfinite=ignore", ["clip.nonfinite=", "use error, skip or clip.wh"]),
             ("clip=value clip.step_in_backward=true", ["clip.nonfinite=", "cannot be taken back"]),
-            ("clip=value clip.flat_gradients=true", ["clip.flat_gradients=", "use false or clip"]),
             ("clip=value clip.skip=sigma", ["clip.skip", "known after the backward pass"]),
             ("clip=update optimizer=adamw", ["clip.step_in_backward=", "limits the step itself"]),
         ]

@@ -55,7 +55,6 @@ RIGHT = {
     "clip.threshold": [1, 2.5],
     "clip.norm_type": [1, 2, "inf", math.inf],
     "clip.units": [None, {"w": 1}, {"*.w": [0, 1], "b": [], "v": -1}],
-    "clip.flat_gradients": ["auto", False],
     "plugin.dp_size": [None, 2],
     "seed": [0, 2**32 - 1],
     "train.max_duration": ["3ep", "500ba", "100_000sp", "9tok"],

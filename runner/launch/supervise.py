@@ -34,13 +34,11 @@ from runner.launch.restarts import (
     train_again,
 )
 from runner.launch.resume import ANEW, Start
-from runner.launch.stalled import counted, refusal
 from runner.run_folder import files, keys
 from runner.run_folder.log_file import LogFile
 from runner.run_folder.provenance import provenance
 from runner.run_folder.rows import JsonlSink, Row, cut, last_step
 from runner.run_folder.status import WANDB_STEP, Record, objective_of
-from runner.run_folder.strict_json import read_object
 from runner.telemetry.guidance import sentences
 from runner.telemetry.run_log import RunLog
 from runner.telemetry.sinks import recorder_process
@@ -182,8 +180,7 @@ def run(
     made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
     stop.requested()  # a signal is noted from here on, so that it is recorded
     rows = folder / files.ROWS
-    counts = counted(read_object(folder / files.STATUS), start.step)
-    resumed = start.status(last_step(rows)) | counts
+    resumed = start.status(last_step(rows))
     record.begin(plain, config_hash(plain), run_id, resumed)
     cut(rows, start.step if start.former else 0)
     shown: list[Sink] = [_Steps(record), RunLog(folder, words, made_with)]
@@ -226,8 +223,7 @@ def run(
 
     logging.captureWarnings(True)  # and so in runner.log
     with signals.last_words(write_last):
-        refused = refusal(counts)
-        ended = Failure("failed", 1, refused) if refused else attempt(show_and_train)
+        ended = attempt(show_and_train)
         logging.captureWarnings(False)
         # The status first: closing wandb may take seconds.
         summary: dict[str, Any] | None = None

@@ -9,7 +9,6 @@ import pytest
 from runner.cli.main import main
 from runner.compose.request import request
 from runner.config.cores import cores
-from runner.launch import stalled
 from runner.sweep.share import divided
 
 pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
@@ -126,50 +125,6 @@ def test_a_missing_package_names_its_extra(outputs, monkeypatch, capsys, launche
     assert f"hydra/launcher={launcher}" in printed
     assert f"pip install 'clip-runner[{extra}]'" in printed
     assert not outputs.exists()
-
-
-@pytest.fixture
-def job(monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def test_a_job_that_takes_no_step_is_not_started_forever(job, monkeypatch):
-    status, refused = {"slurm_job_id": "7"}, []
-    for step in (0, 40, 40, 80, 80, 80):
-        counts = stalled.counted(status, step)
-        status |= counts
-        refused.append(stalled.refusal(counts) is not None)
-    assert refused == [False, False, False, False, False, True]
-    assert "step 80" in stalled.refusal(counts)
-    assert "--time" in stalled.refusal(counts)
-    monkeypatch.delenv("SLURM_RESTART_COUNT")  # the user has started it
-    assert stalled.refusal(stalled.counted(status, 80)) is None
-
-
-def test_such_a_run_fails_and_says_so(command, tmp_path):
-    words = [
-        "tracker=none",
-        "device=cpu",
-        "train.max_duration=4ba",
-        f"hydra.run.dir={tmp_path}/one",
-    ]
-    command.environment |= {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"}
-    folder = tmp_path / "one"
-    command(*words)
-    status = json.loads((folder / "status.json").read_text())
-    assert (status["state"], status["began_at"], status["stalls"]) == ("finished", 0, 0)
-    (folder / "summary.json").unlink()
-    for file in sorted((folder / "checkpoints").rglob("*"), reverse=True):
-        file.rmdir() if file.is_dir() else file.unlink()
-    (folder / "status.json").write_text(json.dumps({**status, "state": "interrupted", "stalls": 1}))
-    _, printed = command(*words, code=1)
-    assert "job 7 was queued again, but its last 2 starts took no step" in printed
-    status = json.loads((folder / "status.json").read_text())
-    assert (status["state"], status["stalls"]) == ("failed", 2)
-    assert "hydra.launcher.timeout_min" in status["error"]
 
 
 @pytest.mark.slow

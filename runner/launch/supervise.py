@@ -23,16 +23,10 @@ from runner.config.schema import RunConfig
 from runner.config.secrets import hidden
 from runner.launch import signals
 from runner.launch.allocator import keep_freed_memory
-from runner.launch.failure import Failure, RankFailed, attempt, may_be_lost_peer
+from runner.launch.failure import Failure, attempt, may_be_lost_peer
 from runner.launch.local_ranks import Work, train_on_local_ranks
 from runner.launch.page import write_page
-from runner.launch.restarts import (
-    Onward,
-    elastic_failures,
-    elastic_warnings,
-    repeated,
-    train_again,
-)
+from runner.launch.restarts import Onward, elastic_warnings, train_again
 from runner.launch.resume import ANEW, Start
 from runner.run_folder import files, keys
 from runner.run_folder.log_file import LogFile
@@ -204,12 +198,6 @@ def run(
         def attempt_from(checkpoint: Path | None) -> dict[str, Any]:
             return train(config, folder, takes, resume=checkpoint)
 
-        failures = elastic_failures(start)
-        if failures:
-            record.restarted(failures)
-            if why := repeated(failures):
-                former = start.former
-                raise RankFailed(former.get("rank") or 0, f"{why}\n{former.get('error')}")
         trained = train_again(attempt_from, again, start, folder, record)
         trained[keys.WALL_SECONDS] += start.seconds
         trained |= {"guidance": sentences(trained.get("remarks", ()), swept)} | made_with

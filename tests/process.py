@@ -44,8 +44,22 @@ def python(
     return done
 
 
+def environment_at(home: Path) -> dict[str, str]:
+    """Return environment variables of a command whose runs go to ``home / "outputs"``."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RUNNER_"))}
+    return kept | {
+        "PYTHONPATH": str(ROOT),
+        "RUNNER_OUTPUTS": str(home / "outputs"),
+        "HOME": str(home),
+        "WANDB_ERROR_REPORTING": "false",
+    }
+
+
 def wait_for(
-    happened: Callable[[], object], limit: float = 120, shown: Callable[[], object] = str
+    happened: Callable[[], object],
+    limit: float = 120,
+    shown: Callable[[], object] = str,
+    pause: float = 0.05,
 ) -> None:
     """Wait until something happened; the message of a failure has what ``shown`` returns.
 
@@ -54,7 +68,7 @@ def wait_for(
     until = time.monotonic() + limit
     while not happened():
         assert time.monotonic() < until, shown()
-        time.sleep(0.05)
+        time.sleep(pause)
 
 
 def killed(*words: str, when: Callable[[], bool], env: Mapping[str, str]) -> None:

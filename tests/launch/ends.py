@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,23 +13,44 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from runner.run_folder.strict_json import read_object
 from tests.process import wait_for
 
 PRIVATE = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"']
 """A command whose /dev/shm is the folder that follows."""
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "runner")
+
+
+def only_run(home: Path | str) -> Path:
+    (folder,) = Path(home, "runs").iterdir()
+    return folder
+
+
+def read(folder: Path, name: str = "status.json") -> Any:
+    return json.loads((folder / name).read_text())
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Rows that are complete, without times."""
+    lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+    timed = ("time/", "throughput/")
+    return [
+        {key: one for key, one in json.loads(line).items() if not key.startswith(timed)}
+        for line in lines
+    ]
+
+
+def faulty(fault: str, *at: int, rank: int = 1) -> list[str]:
+    """Overrides for the fault in these steps, one in each attempt; step 8 by default."""
+    model = ["model._target_=tests.faulty.Faulty", f"+model.fault={fault}"]
+    return [*model, f"+model.rank={rank}", f"+model.at=[{','.join(map(str, at or [8]))}]"]
+
 
 @dataclass
 class Started:
-    """A command that was started.
-
-    Attributes:
-        process: its process, the first of a session of its own.
-        home: folder of everything that it writes but temporary files: outputs, shared memory.
-        temporary: folder of its temporary files.
-    """
+    """A command that was started, the first process of a session; ``home`` has its outputs."""
 
     process: subprocess.Popen[bytes]
     home: Path
@@ -41,21 +63,18 @@ class Started:
 
     @property
     def folder(self) -> Path:
-        """The folder of its only run."""
-        (folder,) = (self.home / "outputs" / "runs").iterdir()
-        return folder
+        return only_run(self.home / "outputs")
 
     @property
-    def status(self) -> dict[str, object]:
-        """The status of its only run."""
-        return read_object(self.folder / "status.json")
+    def status(self) -> dict[str, Any]:
+        return read(self.folder)
 
-    def wait_for(self, happened: Callable[[], bool]) -> None:
+    def wait_for(self, happened: Callable[[], object]) -> None:
         """Wait until something happened, while the command runs."""
 
         def seen() -> bool:
             ended = self.process.poll() is not None
-            now = happened()
+            now = bool(happened())
             assert now or not ended, self.printed
             return now
 
@@ -65,71 +84,67 @@ class Started:
         """Wait until the command handles signals, which is the first thing that it does."""
 
         def caught() -> bool:
-            for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
-                if line.startswith("SigCgt:"):
-                    return bool(int(line.split()[1], 16) & 1 << (signal.SIGUSR1 - 1))
-            return False
+            text = Path(f"/proc/{self.process.pid}/status").read_text()
+            mask = text.partition("SigCgt:")[2].split()[0]
+            return bool(int(mask, 16) & 1 << (signal.SIGUSR1 - 1))
 
         self.wait_for(caught)
 
     def wait_for_rows(self, at_least: int = 1) -> None:
-        """Wait until the run has written so many rows."""
-
         def written() -> bool:
             files = list(self.home.glob("outputs/**/metrics.jsonl"))
             return bool(files) and files[-1].read_bytes().count(b"\n") >= at_least
 
         self.wait_for(written)
 
+    def wait_for_fault(self) -> None:
+        self.wait_for((self.home / "outputs" / "struck").exists)
+
+    def ends(self, code: int) -> None:
+        """Wait for the end of the command, which leaves nothing behind."""
+        assert self.process.wait(120) == code, self.printed
+        assert "Traceback" not in self.printed, self.printed
+        assert not self.left()
+
     def processes(self) -> list[int]:
         """Return the processes that the command started, and itself; zombies do not count."""
         mark = f"RUNNER_OUTPUTS={self.home / 'outputs'}".encode()
         found = []
         for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if mark in (process / "environ").read_bytes().split(b"\0"):
-                    state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-                    if state not in "ZX":
-                        found.append(int(process.name))
-            except OSError:
-                continue
+            with suppress(OSError):
+                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+                if mark in (process / "environ").read_bytes().split(b"\0") and state not in "ZX":
+                    found.append(int(process.name))
         return found
 
     def ranks(self) -> list[int]:
         """Return the processes of local ranks, by rank: children of the fork server."""
-
-        def forked(pid: int) -> bool:
-            return b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-        def parent(pid: int) -> int:
-            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
         server, *_ = (
-            pid for pid in self.processes() if parent(pid) == self.process.pid and forked(pid)
+            pid
+            for pid in children(self.process.pid)
+            if b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
-        return sorted(pid for pid in self.processes() if parent(pid) == server)
+        return sorted(children(server))
 
     def left(self, files: bool = True) -> list[str]:
-        """Return what the command leaves behind: processes, and files unless ``files`` is false.
+        """Return what the command leaves behind; what ends of itself is waited for."""
 
-        What ends of itself is waited for.
-        """
+        def left() -> list[str]:
+            kept = [*(self.home / "shm").iterdir(), *self.temporary.iterdir()] if files else []
+            # torch keeps a cache there on purpose.
+            names = [str(file) for file in kept if "torchinductor" not in file.name]
+            return [*map(str, self.processes()), *names]
+
         with suppress(AssertionError):
-            wait_for(lambda: not self._left(files))
-        return self._left(files)
-
-    def _left(self, files: bool) -> list[str]:
-        orphans = [f"process {pid}: {_command(pid)}" for pid in self.processes()]
-        kept = [*(self.home / "shm").iterdir(), *self.temporary.iterdir()] if files else []
-        # torch keeps a cache there on purpose.
-        return orphans + [str(file) for file in kept if "torchinductor" not in file.name]
+            wait_for(lambda: not left())
+        return left()
 
 
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")[:200]
-    except OSError:
-        return "it has just ended"
+def children(pid: int) -> list[int]:
+    """Return the processes that a process started."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout
+    parents = (line.split() for line in listed.splitlines())
+    return [int(child) for child, parent in parents if parent == str(pid)]
 
 
 def kill(pid: int) -> None:

@@ -66,45 +66,28 @@ class Started:
         return only_run(self.home / "outputs")
 
     @property
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Any:
         return read(self.folder)
 
     def wait_for(self, happened: Callable[[], object]) -> None:
         """Wait until something happened, while the command runs."""
+        wait_for(lambda: happened() or self.process.poll() is not None, shown=lambda: self.printed)
+        assert happened(), self.printed
 
-        def seen() -> bool:
-            ended = self.process.poll() is not None
-            now = bool(happened())
-            assert now or not ended, self.printed
-            return now
+    def handles_signals(self) -> bool:
+        mask = Path(f"/proc/{self.process.pid}/status").read_text().partition("SigCgt:")[2]
+        return bool(int(mask.split()[0], 16) & 1 << (signal.SIGUSR1 - 1))
 
-        wait_for(seen, shown=lambda: self.printed)
-
-    def wait_for_handlers(self) -> None:
-        """Wait until the command handles signals, which is the first thing that it does."""
-
-        def caught() -> bool:
-            text = Path(f"/proc/{self.process.pid}/status").read_text()
-            mask = text.partition("SigCgt:")[2].split()[0]
-            return bool(int(mask, 16) & 1 << (signal.SIGUSR1 - 1))
-
-        self.wait_for(caught)
-
-    def wait_for_rows(self, at_least: int = 1) -> None:
-        def written() -> bool:
-            files = list(self.home.glob("outputs/**/metrics.jsonl"))
-            return bool(files) and files[-1].read_bytes().count(b"\n") >= at_least
-
-        self.wait_for(written)
-
-    def wait_for_fault(self) -> None:
-        self.wait_for((self.home / "outputs" / "struck").exists)
+    def wait_for_rows(self, count: int = 1) -> None:
+        files = self.home.glob
+        self.wait_for(lambda: any(files("outputs/runs/*/metrics.jsonl")))
+        self.wait_for(lambda: len(rows_of(self.folder)) >= count)
 
     def ends(self, code: int) -> None:
         """Wait for the end of the command, which leaves nothing behind."""
         assert self.process.wait(120) == code, self.printed
         assert "Traceback" not in self.printed, self.printed
-        assert not self.left()
+        self.leaves_nothing()
 
     def processes(self) -> list[int]:
         """Return the processes that the command started, and itself; zombies do not count."""
@@ -119,15 +102,12 @@ class Started:
 
     def ranks(self) -> list[int]:
         """Return the processes of local ranks, by rank: children of the fork server."""
-        server, *_ = (
-            pid
-            for pid in children(self.process.pid)
-            if b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
+        below = {pid: Path(f"/proc/{pid}/cmdline") for pid in children(self.process.pid)}
+        [server] = (pid for pid, file in below.items() if "forkserver" in file.read_text())
         return sorted(children(server))
 
-    def left(self, files: bool = True) -> list[str]:
-        """Return what the command leaves behind; what ends of itself is waited for."""
+    def leaves_nothing(self, files: bool = True) -> None:
+        """Wait until no process, and no temporary file, is left of the command."""
 
         def left() -> list[str]:
             kept = [*(self.home / "shm").iterdir(), *self.temporary.iterdir()] if files else []
@@ -135,9 +115,7 @@ class Started:
             names = [str(file) for file in kept if "torchinductor" not in file.name]
             return [*map(str, self.processes()), *names]
 
-        with suppress(AssertionError):
-            wait_for(lambda: not left())
-        return left()
+        wait_for(lambda: not left(), shown=left)
 
 
 def children(pid: int) -> list[int]:
@@ -160,21 +138,17 @@ def started(
     before: Sequence[str] = ("-m", "runner"),
     ignored: Sequence[int] = (),
 ) -> Iterator[Started]:
-    """Start a command with folders of its own, on the CPU; its processes are killed at the end.
+    """Start ``python <before> <words>``, which ignores some signals; kill its processes at the end.
 
-    Args:
-        environment: environment variables, with the folder for outputs.
-        words: overrides.
-        before: arguments of Python before the overrides.
-        ignored: signals that it finds ignored, as ``nohup`` has it.
+    It runs on the CPU, with folders of its own for temporary files and shared memory.
     """
     home = Path(environment["RUNNER_OUTPUTS"]).parent
     (home / "shm").mkdir(exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix="ends-"))  # short enough for the names of sockets
     command = [sys.executable, *before, "device=cpu", *words]
-    probe = [*PRIVATE, str(home / "shm"), "true"]
-    if shutil.which("unshare") and subprocess.run(probe, capture_output=True).returncode == 0:
-        command = [*PRIVATE, str(home / "shm"), *command]
+    private = [*PRIVATE, str(home / "shm")]
+    if subprocess.run([*private, "true"], capture_output=True).returncode == 0:  # as root
+        command = [*private, *command]
 
     def signals() -> None:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):

@@ -9,16 +9,9 @@ from runner.models.cnn import DigitsCNN
 
 
 class Secretive(DigitsCNN):
-    """DigitsCNN with arguments that a user would not want to see in a record.
+    """DigitsCNN with arguments that a user would not want to see in a record."""
 
-    Args:
-        num_classes: number of classes.
-        width: number of channels.
-        fails: whether the first forward pass raises.
-        others: the secrets, under any names.
-    """
-
-    def __init__(self, num_classes: int, width: int, fails: bool = False, **others: object) -> None:
+    def __init__(self, num_classes: int, width: int, fails: bool = False, **others: object):
         super().__init__(num_classes=num_classes, width=width)
         self.fails, self.others = fails, others
 

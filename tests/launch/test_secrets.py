@@ -18,15 +18,11 @@ SMALL = ["device=cpu", "data.batch_size=32", "train.max_duration=3ba", "tracker.
 
 
 def leaks(planted, folder: Path, *texts: str):
-    """Where a planted secret stands: files with their bytes, names, and what was printed."""
-    found = [f"printed: {text}" for text in texts if any(one in text for one in planted.all)]
-    files = [one for one in folder.rglob("*") if one.is_file()]
-    assert files
-    for file in files:
-        content = file.read_bytes()
-        for one in planted.all:
-            if one in str(file) or one.encode() in content:
-                found.append(f"{file}: {one}")
+    """Where a planted secret stands: in files, their names, and what was printed."""
+    found = [text for text in texts if any(one in text for one in planted.all)]
+    for file in folder.rglob("*"):
+        content = str(file).encode() + (file.read_bytes() if file.is_file() else b"")
+        found += [file for one in planted.all if one.encode() in content]
     return found
 
 
@@ -64,7 +60,7 @@ def test_values_are_read_anew_for_an_evaluation(single, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HF_TOKEN", "another one")
     given = ["model.api_key=again", "model.options={credential:again,size:3}"]
-    given += ["model.access_token=again"]
+    given += ["model.access_token=again", "model.copied=again"]
     config = single.folder / "config.yaml"
     assert recorded(config, given).config.model.arguments["direct"] == "another one"
     with pytest.raises(RequestError, match=r"model\.api_key  is a secret, .*: give it again"):
@@ -72,18 +68,6 @@ def test_values_are_read_anew_for_an_evaluation(single, monkeypatch):
     monkeypatch.delenv("PLAIN_VALUE")
     with pytest.raises(RequestError, match=r"model\.plain=.*'PLAIN_VALUE' not found"):
         recorded(config, given)
-
-
-@pytest.mark.parametrize("command", ["verify", "calibrate"])
-@pytest.mark.slow
-def test_a_comparison_or_a_calibration_leaves_no_secret(environment, command):
-    planted = Planted()
-    words = [*planted.words, *SMALL, "verify.steps=1", "calibrate.steps=2"]
-    python("-m", "runner", command, *words, env=environment | planted.variables)
-    outputs = Path(environment["RUNNER_OUTPUTS"])
-    (file,) = outputs.glob(f"*/*/{command}.json")
-    assert leaks(planted, outputs) == []
-    assert "+model.api_key=***" in read(file.parent, file.name)["words"]
 
 
 def test_a_secret_is_no_part_of_a_configuration_but_another_value_is(outputs, monkeypatch):

@@ -63,12 +63,8 @@ def test_a_follower_yields_what_was_written_before_the_end_and_names_a_wrong_lin
     stopped = threading.Event()
     stopped.set()
     assert list(follow(path, stopped)) == []
-    path.write_text("".join(f'{{"train/step": {step}}}\n' for step in range(1000)))
-    assert len(list(follow(path, stopped))) == 1000
-    before = path.stat().st_size
-    with path.open("a") as file:
-        file.write('{"train/step": 2}\n{"train/ste\n')
-    rows = follow(path, stopped, start=before)  # the rows before that are left out
+    path.write_text('{"train/step": 1}\n{"train/step": 2}\n{"train/ste\n')
+    rows = follow(path, stopped, start=18)  # without the first one
     assert next(rows) == {"train/step": 2}
     with pytest.raises(ValueError, match="line 1 column"):
         next(rows)

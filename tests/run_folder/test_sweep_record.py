@@ -34,10 +34,8 @@ def test_a_record_reads_back_and_is_changed_as_a_whole(record, tmp_path):
     [
         ({"runs": [1]}, "runs.0"),
         ({"words": "seed=1"}, "words"),
-        ({"total": None}, "total"),
         ({"number": -1}, "runs.0.number"),
         ({"number": 1}, "two runs have one number"),
-        ({"folder": 3}, "runs.0.folder"),
         ({"objective": "low"}, "runs.0.objective"),
         ({"colour": "red"}, "runs.0.colour"),
     ],

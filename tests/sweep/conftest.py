@@ -7,8 +7,9 @@ import pytest
 from tests.launch.ends import read, rows_of
 from tests.process import environment_at, wait_for
 
-SMALL = ["device=cpu", "data.batch_size=16", "train.max_duration=6ba", "log.flush=1"]
-PLAIN = ["-m", "plugin=single,ddp", "clip=norm", "clip.threshold=0.1,1", *SMALL]
+SMALL = ["device=cpu", "data.batch_size=16", "log.flush=1"]
+SIX = [*SMALL, "train.max_duration=6ba"]
+PLAIN = ["-m", "plugin=single,ddp", "clip=norm", "clip.threshold=0.1,1", *SIX]
 
 
 class Command:

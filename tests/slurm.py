@@ -44,9 +44,9 @@ SlurmdSpoolDir={home}/spool.%n
 SlurmctldLogFile={home}/slurmctld.log
 SlurmdLogFile={home}/%n.log
 MailProg=/bin/true
-NodeName=DEFAULT NodeHostname={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=4000
-NodeName=n1 Port={ports[1]}
-NodeName=n2 Port={ports[2]}
+NodeName=DEFAULT CPUs=2 RealMemory=4000
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]}
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]}
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 

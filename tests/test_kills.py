@@ -26,13 +26,8 @@ DDP = ["plugin=ddp", "plugin.nproc=2"]
 
 def killed(run, command, environment, moment):
     """Start a run, and kill it once ``moment()``; return False if it came to its end before."""
-    with subprocess.Popen(
-        [sys.executable, *command],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as started:
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, *command], env=environment, **pipes) as started:
         wait_for(lambda: moment() or started.poll() is not None, pause=0.0005)
         started.kill()
         said = started.stderr.read()

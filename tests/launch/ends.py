@@ -17,9 +17,6 @@ from typing import Any
 
 from tests.process import wait_for
 
-PRIVATE = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"']
-"""A command whose /dev/shm is the folder that follows."""
-
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "runner")
 
 
@@ -58,7 +55,6 @@ class Started:
 
     @property
     def printed(self) -> str:
-        """The end of what it printed so far, on both streams."""
         return (self.home / "printed").read_text(errors="replace")[-4000:]
 
     @property
@@ -146,7 +142,8 @@ def started(
     (home / "shm").mkdir(exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix="ends-"))  # short enough for the names of sockets
     command = [sys.executable, *before, "device=cpu", *words]
-    private = [*PRIVATE, str(home / "shm")]
+    private = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"']
+    private += [str(home / "shm")]
     if subprocess.run([*private, "true"], capture_output=True).returncode == 0:  # as root
         command = [*private, *command]
 

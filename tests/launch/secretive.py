@@ -30,8 +30,6 @@ RECORDED = {
     "plain": "${oc.env:PLAIN_VALUE}",
     "longer": "https://user:${oc.env:PART}@host/x",
     "password": "${oc.env:UNDER_KEY}",
-    "indirect": "${model.plain}",
-    "twice": "${oc.env:${oc.env:WHICH}}",
     "access_token": "${oc.env:NOT_SET,***}",
     "api_key": "***",
     "copied": "Bearer ***",
@@ -44,19 +42,16 @@ class Planted:
     """Secrets in the environment and in overrides, and the overrides that use them."""
 
     def __init__(self) -> None:
-        names = ("HF_TOKEN", "PLAIN_VALUE", "PART", "UNDER_KEY", "NAMED")
+        names = ("HF_TOKEN", "PLAIN_VALUE", "PART", "UNDER_KEY")
         self.variables = {name: secrets.token_hex(12) for name in names}
         self.typed, default, nested = (secrets.token_hex(12) for _ in range(3))
         self.all = [*self.variables.values(), self.typed, default, nested]
-        self.variables |= {"WHICH": "NAMED", "PYTHONUNBUFFERED": "1"}
         self.words = [
             "model._target_=tests.launch.secretive.Secretive",
             "+model.direct='${oc.env:HF_TOKEN}'",
             "+model.plain='${oc.env:PLAIN_VALUE}'",
             "+model.longer='https://user:${oc.env:PART}@host/x'",
             "+model.password='${oc.env:UNDER_KEY}'",
-            "+model.indirect='${model.plain}'",
-            "+model.twice='${oc.env:${oc.env:WHICH}}'",
             f"+model.access_token='${{oc.env:NOT_SET,{default}}}'",
             f"+model.api_key={self.typed}",
             "+model.copied='Bearer ${model.api_key}'",

@@ -1,7 +1,6 @@
 """How a run ends: a rank fails, dies or hangs, SIGKILL, or a signal asks it to stop."""
 
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from tests.process import inspected, wait_for
 SINGLE = ["tracker=none", "plugin=single"]
 DDP, FSDP = (["tracker=none", f"plugin={name}", "plugin.nproc=2"] for name in ("ddp", "fsdp"))
 LONG = ["train.max_duration=10000000ba", "log.flush=5"]
-SAVING = [*LONG, "train.max_duration=30ba", "checkpoint.interval=5ba"]
-SAVING += ["checkpoint.asynchronous=false", "log.flush=1"]
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 143}
 LOST = "rank 1 hangs or was killed: the others lost the connection, or waited for more"
 slow = pytest.mark.slow
@@ -28,7 +25,6 @@ slow = pytest.mark.slow
         (SINGLE, "memory", 0, "can't allocate memory"),
         (DDP, "raise", 1, "RuntimeError: planted fault"),
         (DDP, "die", 1, "rank 1 exited with code 4; it printed last: no licence is left"),
-        pytest.param(DDP, "kill", 0, "rank 0 was ended by SIGKILL", marks=slow),
         pytest.param(DDP, "exit_0", 1, "rank 1 exited with code 0", marks=slow),
     ],
 )
@@ -42,7 +38,7 @@ def test_a_rank_that_fails_ends_the_run(environment, ranks, fault, rank, cause):
         assert cause in status["error"]
         assert fault == "memory" or cause in run.printed
         for key in ("data.batch_size", "accumulation.steps", "plugin="):
-            assert (key in run.printed) == (fault in ("memory", "kill"))
+            assert (key in run.printed) == (fault == "memory")
         assert "failed with exit code 1" in (run.folder / "runner.log").read_text()
         # The rows before the fault are not lost, though they were not due yet.
         if ranks == SINGLE:
@@ -55,19 +51,18 @@ def test_a_rank_that_fails_ends_the_run(environment, ranks, fault, rank, cause):
 @pytest.mark.parametrize(
     ("ranks", "fault", "where"),
     [
-        (DDP, "hang", "rank 1 hangs: it is in forward|fail ("),
+        (DDP, "hang", "rank 1 hangs: it is in "),
         pytest.param(DDP, "halt", "rank 1 hangs: its process is stopped (SIGSTOP)", marks=slow),
-        pytest.param(FSDP, "hang", "rank 1 hangs: it is in forward|fail (", marks=slow),
+        pytest.param(FSDP, "hang", "rank 1 hangs: it is in ", marks=slow),
         pytest.param(DDP, "apart", "the ranks wait for each other since more than", marks=slow),
     ],
 )
 def test_a_rank_that_hangs_is_named(environment, ranks, fault, where):
-    with started(environment, [*ranks, *LONG, *faulty(fault), "launch.timeout=6"]) as run:
+    with started(environment, [*ranks, *LONG, *faulty(fault), "launch.timeout=15"]) as run:
         run.ends(1)
         assert run.status["state"] == "failed"
-        where = re.escape(where).replace(r"forward\|fail", "(forward|fail)")
-        assert re.search(where, run.status["error"])
-        assert re.search(where, run.printed)
+        assert where in run.status["error"]
+        assert where in run.printed
         assert fault == "apart" or run.status["rank"] == 1
 
 
@@ -132,15 +127,10 @@ def test_a_signal_ends_the_run_after_its_step(environment, tmp_path, ranks, numb
 def test_a_run_that_does_not_end_is_ended(environment, ranks, again, seconds, why):
     words = [*ranks, *LONG, *faulty("hang", rank=0), f"shutdown.timeout={seconds}"]
     with started(environment, words) as run:
-
-        def has_ended():
-            if again and run.process.poll() is None:
-                run.process.terminate()
-            return run.process.poll() is not None
-
         run.wait_for((run.home / "outputs" / "struck").exists)
         run.process.terminate()
-        wait_for(has_ended)
+        if again:
+            wait_for(lambda: run.process.poll() is not None or run.process.terminate())
         run.ends(143)
         assert (run.status["state"], run.status["exit_code"]) == ("interrupted", 143)
         assert run.status["error"].endswith(why)
@@ -225,7 +215,13 @@ def test_a_run_that_only_skips_steps_fails(environment):
 
 
 def test_an_error_that_repeats_without_progress_is_not_tried_again(environment):
-    words = [*DDP, *SAVING, *faulty("kill", 8, 8, 8), "launch.max_restarts=4"]
+    words = [
+        *DDP,
+        *LONG,
+        "checkpoint.interval=5ba",
+        *faulty("kill", 8, 8, 8),
+        "launch.max_restarts=4",
+    ]
     with started(environment, words) as run:
         run.ends(1)
         assert (run.status["state"], run.status["rank"]) == ("failed", 1)
@@ -237,8 +233,8 @@ def test_an_error_that_repeats_without_progress_is_not_tried_again(environment):
 
 @pytest.mark.parametrize("fault", ["kill", pytest.param("hang", marks=slow)])
 def test_a_rank_of_torchrun_that_is_lost_is_named(environment, fault):
-    words = ["plugin=ddp", *LONG, *faulty(fault), "tracker=none"]
-    words += ["launch.timeout=6", "shutdown.timeout=4"]
+    words = ["plugin=ddp", *LONG, *faulty(fault), "tracker=none", "shutdown.timeout=4"]
+    words += ["launch.timeout=15"] if fault == "hang" else []
     with started(environment, words, TORCHRUN) as run:
         run.wait_for((run.home / "outputs" / "struck").exists)
         assert run.process.wait(120) == 1, run.printed
@@ -250,7 +246,7 @@ def test_a_rank_of_torchrun_that_is_lost_is_named(environment, fault):
 
 def test_an_interrupt_of_torchrun_stops_its_ranks_after_a_checkpoint(environment):
     """Each rank gets the signal twice: from the terminal, and from torchrun."""
-    with started(environment, ["plugin=ddp", *LONG, "tracker=none"], TORCHRUN) as run:
+    with started(environment, ["plugin=ddp", "tracker=none", *LONG], TORCHRUN) as run:
         run.wait_for_rows(5)
         os.killpg(run.process.pid, signal.SIGINT)
         run.process.wait(120)

@@ -59,8 +59,7 @@ def test_values_are_read_anew_for_an_evaluation(single, monkeypatch):
     for name, value in single.planted.variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HF_TOKEN", "another one")
-    given = ["model.api_key=again", "model.options={credential:again,size:3}"]
-    given += ["model.access_token=again", "model.copied=again"]
+    given = [f"model.{name}=again" for name in ("api_key", "access_token", "copied", "options")]
     config = single.folder / "config.yaml"
     assert recorded(config, given).config.model.arguments["direct"] == "another one"
     with pytest.raises(RequestError, match=r"model\.api_key  is a secret, .*: give it again"):

@@ -26,13 +26,8 @@ with claimed(Path(sys.argv[1])):
 
 
 def test_the_second_is_told_who_holds_the_folder_until_that_one_is_killed(tmp_path):
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command, pipes = [sys.executable, "-c", HOLD, str(tmp_path)], {"stdin": -1, "stdout": -1}
+    holder = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
     try:
         assert holder.stdout.readline() == "held\n"
         who = f"process {holder.pid} on {socket.gethostname()}"
@@ -47,10 +42,8 @@ def test_the_second_is_told_who_holds_the_folder_until_that_one_is_killed(tmp_pa
     assert not (tmp_path / ".run.json").exists()
 
 
-def test_a_process_of_another_host_holds_a_folder_while_it_gives_signs_of_life(
-    tmp_path, monkeypatch
-):
-    """This host does not see its lock."""
+def test_a_process_of_another_host_holds_a_folder_while_it_lives(tmp_path, monkeypatch):
+    """This host does not see its lock, but its signs of life."""
     monkeypatch.setattr(claim, "BEAT", 0.02)
     monkeypatch.setattr(claim, "SILENCE", 120.0)
     file, ended = tmp_path / ".run.json", threading.Event()

@@ -18,16 +18,20 @@ def test_a_record_is_not_written_over(tmp_path):
 
 RUN = ["config.yaml", "status.json", "metrics.jsonl", "summary.json", "report.html", "runner.log"]
 SWEEP = ["sweep.json", "multirun.yaml", "report.html", ".sweep.lock", ".sweep.json.lock"]
-FOLDERS = [".hydra", "checkpoints", "wandb"]
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "request_hash"),
-    [(name, "file", None) for name in RUN]
-    + [(name, "file", "0123") for name in SWEEP]
-    + [(name, "folder", None) for name in FOLDERS]
-    + [("earlier", "folder", "0123")],
+    ("kind", "names", "request_hash"),
+    [
+        ("file", RUN, None),
+        ("file", SWEEP, "0123"),
+        ("folder", [".hydra", "checkpoints", "wandb"], None),
+        ("folder", ["earlier"], "0123"),
+    ],
 )
-def test_what_is_in_the_way_is_named(tmp_path, name, kind, request_hash):
-    (tmp_path / name).touch() if kind == "folder" else (tmp_path / name).mkdir()
-    assert f"{tmp_path / name} is not a {kind}" in earlier_record(tmp_path, request_hash)
+def test_what_is_in_the_way_is_named(tmp_path, kind, names, request_hash):
+    for name in names:
+        file = tmp_path / name
+        file.touch() if kind == "folder" else file.mkdir()
+        assert f"{file} is not a {kind}" in earlier_record(tmp_path, request_hash)
+        file.unlink() if kind == "folder" else file.rmdir()

@@ -9,7 +9,6 @@ import threading
 import pytest
 
 from runner.run_folder.rows import JsonlSink, cut, follow, last_step, read_rows
-from tests.process import wait_for
 
 
 @pytest.fixture
@@ -70,30 +69,25 @@ def test_a_follower_yields_what_was_written_before_the_end_and_names_a_wrong_lin
         next(rows)
 
 
+class Writer(threading.Event):
+    """Writes to a file each time that its follower waits, and sets itself at the end."""
+
+    def __init__(self, path, chunks):
+        super().__init__()
+        self.path, self.chunks = path, chunks
+
+    def wait(self, timeout=None):
+        with self.path.open("a") as file:
+            file.write(self.chunks.pop(0))
+        if not self.chunks:
+            self.set()
+        return self.is_set()
+
+
 def test_following_yields_rows_as_they_come_and_keeps_half_lines(path):
-    stopped, rows, polls = threading.Event(), [], []
-    wait = stopped.wait
-    stopped.wait = lambda seconds: polls.append(1) or wait(seconds)  # after each look at the file
-
-    def looks_again():
-        seen = len(polls)
-        wait_for(lambda: len(polls) > seen + 1)
-
-    follower = threading.Thread(
-        target=lambda: [rows.append(row) for row in follow(path, stopped, poll=0.01)]
-    )
-    follower.start()
-    looks_again()
-    with path.open("w") as file:
-        file.write('{"train/step": 1}\n{"train/st')
-        file.flush()
-        wait_for(lambda: len(rows) == 1)
-        looks_again()
-        assert len(rows) == 1
-        file.write('ep": 2}\n')
-        file.flush()
-        wait_for(lambda: len(rows) == 2)
-        file.write('{"train/step": 3}\n{"train/step": 4')
-    stopped.set()
-    follower.join(timeout=120)
-    assert [row["train/step"] for row in rows] == [1, 2, 3]
+    chunks = ['{"train/step": 1}\n{"train/st', "", 'ep": 2}\n', '{"train/step": 3}\n{"train/ste']
+    rows = follow(path, Writer(path, chunks))
+    for step, left in ((1, 3), (2, 1), (3, 0)):
+        assert next(rows) == {"train/step": step}
+        assert len(chunks) == left
+    assert list(rows) == []

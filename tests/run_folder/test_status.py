@@ -81,3 +81,13 @@ def test_a_reader_never_sees_half_a_file_and_a_failed_write_keeps_the_old_one(tm
         write_text(path, "\ud800")
     assert path.read_text() in texts
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("eval/loss", 0.2), ("grad/norm", 3.0), ("steps", 9.0), ("nothing", None), ("lost", math.inf)],
+)
+def test_an_objective_is_the_best_where_there_is_one(key, value):
+    final = {"eval/loss": 0.4, "grad/norm": 3.0, "lost": "Infinity"}
+    summary = {"best": {"eval/loss": 0.2}, "final": final, "steps": 9}
+    assert module.objective_of(summary, key) == value

@@ -30,27 +30,18 @@ def test_a_record_reads_back_and_is_changed_as_a_whole(record, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "place"),
+    ("old", "new", "place"),
     [
-        ({"runs": [1]}, "runs.0"),
-        ({"words": "seed=1"}, "words"),
-        ({"number": -1}, "runs.0.number"),
-        ({"number": 1}, "two runs have one number"),
-        ({"objective": "low"}, "runs.0.objective"),
-        ({"colour": "red"}, "runs.0.colour"),
+        ('"runs": [', '"runs": [1, ', "runs.0"),
+        ('"number": 0', '"number": -1', "runs.0.number"),
+        ('"number": 0', '"number": 1', "two runs have one number"),
+        ('"objective": "Infinity"', '"objective": "low"', "runs.0.objective"),
+        ('"number"', '"colour"', "runs.0.number"),
+        ("{", "", "sweep.json"),
     ],
 )
-def test_a_damaged_record_names_what_is_wrong(record, tmp_path, change, place):
+def test_a_damaged_record_names_what_is_wrong(record, tmp_path, old, new, place):
     file = tmp_path / "sweep.json"
-    content = json.loads(file.read_text())
-    (content if change.keys() <= content.keys() - {"objective"} else content["runs"][0]).update(
-        change
-    )
-    file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=place) as error:
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(ValueError, match=place):
         SweepRecord.read(tmp_path)
-    assert "\n" not in str(error.value)
-    for text in ("", "[]"):
-        file.write_text(text)
-        with pytest.raises(ValueError):  # noqa: PT011
-            SweepRecord.read(tmp_path)

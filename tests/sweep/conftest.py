@@ -28,14 +28,9 @@ class Command:
         return ["model._target_=tests.sweep.nets.Net", f"+model.marks={self.marks}", number]
 
     def start(self, *words, before=("-m", "runner")):
-        return subprocess.Popen(
-            [sys.executable, *before, *words],
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, *before, *words]
+        return subprocess.Popen(command, env=self.environment, start_new_session=True, **pipes)
 
     def __call__(self, *words, code=0, before=("-m", "runner"), limit=300):
         """What it says, on stdout and on stderr."""

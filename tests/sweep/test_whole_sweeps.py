@@ -42,8 +42,6 @@ def test_a_finished_sweep_has_its_record_and_is_not_run_again(plain):
     for one, two in ((0, 2), (1, 3)):  # under both plugins
         losses = [record["runs"][number]["objective"] for number in (one, two)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    assert (plain.folder / "multirun.yaml").is_file()
-    assert (plain.folder / "3" / ".hydra" / "overrides.yaml").is_file()
     page = (plain.folder / "report.html").stat()
     assert page.st_size > 10_000
     words = [*PLAIN, "tracker.mode=offline", "sweep.name=mine"]
@@ -59,14 +57,10 @@ def test_a_sweep_that_wandb_tracks_is_a_run_there_with_the_figures_of_the_page(p
     records = inspected(file)
     (run,) = records["run"]
     assert (run["job_type"], run["run_group"], run["display_name"]) == ("sweep", "mine", "mine")
-    media = file.parent / "files" / "media" / "plotly"
-    figures = {
-        path.relative_to(media).as_posix(): json.loads(path.read_text(), parse_constant=pytest.fail)
-        for path in media.rglob("*.json")
-    }
-    names = {name.split("_")[0] for name in figures}
-    assert {"sweep/loss", "sweep/eval-loss", "sweep/norm-norm", "sweep/histogram"} <= names
-    (loss,) = (one for name, one in figures.items() if name.startswith("sweep/loss_"))
+    files = [*file.parent.glob("files/media/plotly/sweep/*.json")]
+    names = {file.name.split("_")[0]: file.read_text() for file in files}
+    assert {"loss", "eval-loss", "norm-norm", "histogram"} <= names.keys()
+    loss = json.loads(names["loss"], parse_constant=pytest.fail)
     wanted = [row["train/loss"] for row in rows_of(plain.folder / "0")]
     curves = [[value for value in trace["y"] if value is not None] for trace in loss["data"]]
     assert any(curve == pytest.approx(wanted) for curve in curves)
@@ -90,7 +84,7 @@ def test_joblib_runs_several_at_once_with_the_same_results(plain, command):
 
 
 def test_a_killed_sweep_is_finished_by_the_same_command(command):
-    words = ["-m", "seed=1,2,3", *QUIET, "train.max_duration=150ba", "checkpoint.interval=10ba"]
+    words = ["-m", "seed=1,2,3", *QUIET, "train.max_duration=300ba", "checkpoint.interval=10ba"]
     started = command.start(*words)
     command.until(lambda: any(command.sweeps.glob("*/1/checkpoints/step_*")), started)
     os.killpg(started.pid, signal.SIGKILL)
@@ -109,7 +103,7 @@ def test_a_killed_sweep_is_finished_by_the_same_command(command):
     assert f"continuing after step {step} from {command.folder / '1'}" in err
     assert status["started"] == before[1]["started"]
     steps = [row["train/step"] for row in rows_of(command.folder / "1")]
-    assert steps == list(range(1, 151))
+    assert steps == list(range(1, 301))
 
 
 def test_failures_are_told_at_once_counted_and_tried_again(command):
@@ -185,17 +179,3 @@ def test_a_search_learns_from_runs_that_went_well(command):
     assert override.startswith("clip.threshold=")
     _, err = command(*words, code=1, before=("-c", WITHOUT_TORCH))  # it came to its end
     assert begun(err) == []
-
-
-def test_runs_leave_to_their_sweep_what_it_varies(command):
-    """Every step is clipped: a run of its own would advise on the threshold and the rate."""
-    words = [*QUIET, "train.max_duration=55ba"]
-    _, err = command("-m", "clip.threshold=0.001,0.002", *words)
-    assert "optimizer.lr" not in err
-    assert "raise clip.threshold" not in err
-    summary = read(command.folder / "0", "summary.json")
-    assert [remark["topic"] for remark in summary["remarks"]] == ["limits"]
-    assert summary["guidance"] == []
-    page = (command.folder / "report.html").read_text()
-    assert "this sweep varied only clip.threshold: vary optimizer.lr as well" in page
-    assert "lower optimizer.lr" not in page

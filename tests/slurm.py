@@ -1,8 +1,8 @@
 """A real Slurm on this machine for one test: munged, slurmctld and a slurmd for each node.
 
 It needs root and Debian's packages slurm-wlm and munge; a test that asks for it is skipped where
-they are missing. The nodes n1, n2 are names: both are this machine, so that ranks of several nodes
-find each other at 127.0.0.1. There is no accounting database: ``sacct`` fails.
+they are missing. The nodes n1 and n2 are both this machine, so that ranks find each other at
+127.0.0.1. There is no accounting database: ``sacct`` fails.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class Slurm:
         return done.stdout.strip()
 
     def job(self, number: str) -> str:
-        """What ``scontrol`` says of a job, or of a task of an array (``3_0``)."""
         return self("scontrol", "show", "job", number)
 
     def restart(self, number: str) -> None:

@@ -180,7 +180,6 @@ def test_a_run_may_save_and_print_nothing(environment):
     assert read(folder)["state"] == "finished"
     assert not (folder / "checkpoints").exists()
     assert "Traceback" not in (folder / "runner.log").read_text()
-    # Numbers that are not finite are strict JSON.
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert rows[-1]["grad/nonfinite"] > 0

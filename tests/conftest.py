@@ -3,11 +3,10 @@
 import os
 import signal
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.process import environment_at
 
 # Tests and their ranks run beside one another: more threads than cores would slow all of them.
 # Read when torch is imported, here and in the processes that tests start.
@@ -55,13 +54,7 @@ def outputs(tmp_path, monkeypatch):
 @pytest.fixture
 def environment(tmp_path):
     """Environment of a command whose runs go to a folder of their own."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RUNNER_"))}
-    return kept | {
-        "PYTHONPATH": str(ROOT),
-        "RUNNER_OUTPUTS": str(tmp_path / "outputs"),
-        "HOME": str(tmp_path),
-        "WANDB_ERROR_REPORTING": "false",
-    }
+    return environment_at(tmp_path)
 
 
 @pytest.fixture

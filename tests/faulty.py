@@ -6,80 +6,73 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from runner.data import Data
-from runner.data.digits import digits
 from runner.models.cnn import DigitsCNN
 from runner.train import stop
 
 
 class Faulty(DigitsCNN):
-    """Raises, dies or hangs on one rank, in its n-th forward pass.
+    """Fails on one rank, at one microbatch in each attempt; a checkpoint keeps the count of them.
 
-    Args:
-        fault: ``raise``, ``kill`` (SIGKILL to itself), ``exit``, ``exit_0``, ``exit_none``,
-            ``die`` (at once, as C code does), ``hang``, ``loop``, ``halt`` (SIGSTOP to itself),
-            ``late`` (raises after a signal), ``apart`` (waits for a message that nobody sends),
-            ``memory``, ``slow`` (each forward pass of all ranks), ``none``, or ``warn`` (all
-            ranks).
-        rank: where.
-        at: in which forward pass.
+    ``die`` ends at once, as C code does; ``halt`` is SIGSTOP; ``late`` raises after a signal;
+    ``apart`` waits for a message that nobody sends; ``warn`` is on all ranks. ``at`` has the
+    microbatch of the first attempt, of the second, and so on; later ones do not fail.
     """
 
-    def __init__(
-        self, num_classes: int, width: int, fault: str = "raise", rank: int = 0, at: int = 5
-    ) -> None:
-        super().__init__(num_classes=num_classes, width=width)
-        self.fault, self.rank, self.at, self.seen = fault, rank, at, 0
+    def __init__(self, fault: str, rank: int, at: Sequence[int], **options: int) -> None:
+        super().__init__(**options)
+        self.fault, self.rank, self.at = fault, rank, list(at)
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.seen += images.device.type != "meta"
-        if self.fault == "slow" and images.device.type != "meta":
-            time.sleep(0.2)
-        if self.seen == self.at and self.fault == "warn":
-            rank = os.environ.get("RANK", 0)
-            logging.getLogger("tests.faulty").warning("planted warning of rank %s", rank)
-            warnings.warn("planted Python warning", stacklevel=1)
-        elif self.seen == self.at and int(os.environ.get("RANK", 0)) == self.rank:
-            Path(os.environ["RUNNER_OUTPUTS"], "struck").touch()  # its time is that of the fault
-            match self.fault:
-                case "raise":
-                    raise RuntimeError("planted fault")
-                case "late":
-                    while not stop.requested():
-                        time.sleep(0.01)
-                    raise RuntimeError("planted fault")
-                case "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                case "exit":
-                    sys.exit(3)
-                case "exit_0":
-                    sys.exit(0)
-                case "exit_none":
-                    sys.exit()
-                case "die":
-                    print("no licence is left", file=sys.stderr)
-                    os._exit(4)
-                case "hang":
-                    time.sleep(600)
-                case "loop":
-                    while True:
-                        pass
-                case "halt":
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                case "apart":
-                    torch.distributed.recv(torch.zeros(1), src=1 - self.rank)
-                case "memory":
-                    torch.empty(2**50)
+        if self.training and images.device.type != "meta" and self.fault != "none":
+            self.step += 1
+            rank = int(os.environ.get("RANK", 0))
+            if self.fault == "warn" and int(self.step) == self.at[0]:
+                logging.getLogger("tests.faulty").warning("planted warning of rank %s", rank)
+                warnings.warn("planted Python warning", stacklevel=1)
+            elif self.fault != "warn" and rank == self.rank:
+                struck = Path(os.environ["RUNNER_OUTPUTS"], "struck")
+                before = len(struck.read_text()) if struck.exists() else 0
+                if self.at[before:][:1] == [int(self.step)]:
+                    with struck.open("a") as file:
+                        file.write("x")
+                    self.fail()
         return super().forward(images)
 
+    def fail(self) -> None:
+        match self.fault:
+            case "raise":
+                raise RuntimeError("planted fault")
+            case "late":
+                while not stop.requested():
+                    time.sleep(0.01)
+                raise RuntimeError("planted fault")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit_0":
+                sys.exit(0)
+            case "die":
+                print("no licence is left", file=sys.stderr)
+                os._exit(4)
+            case "hang":
+                time.sleep(600)
+            case "halt":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "apart":
+                torch.distributed.recv(torch.zeros(1), src=1 - self.rank)
+            case "memory":
+                torch.empty(2**50)
 
-def slow_data(test_fraction: float, seed: int, seconds: float = 6.0) -> Data:
-    """The digits, after some seconds."""
+
+def slow_data(test_fraction: float, seed: int) -> Data:
+    """Read data until a test sends a signal."""
     Path(os.environ["RUNNER_OUTPUTS"]).mkdir(exist_ok=True)
     Path(os.environ["RUNNER_OUTPUTS"], "reads").touch()
-    time.sleep(seconds)
-    return digits(test_fraction, seed)
+    time.sleep(600)
+    raise TimeoutError

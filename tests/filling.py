@@ -20,17 +20,10 @@ def fill(folder: Path) -> None:
 
 
 class Filling(DigitsCNN):
-    """Fills the disk ``$FILLED`` in forward pass ``at`` of a training, frees it in pass ``until``.
+    """Fills the disk ``$FILLED``, if there is one, in pass ``at`` and frees it in ``until``."""
 
-    An empty ``$FILLED`` fills nothing.
-
-    Args:
-        at: 0 for never.
-        until: 0 for never.
-    """
-
-    def __init__(self, num_classes: int, width: int, at: int = 0, until: int = 0) -> None:
-        super().__init__(num_classes=num_classes, width=width)
+    def __init__(self, at: int = 0, until: int = 0, **options: int) -> None:
+        super().__init__(**options)
         self.at, self.until, self.seen = at, until, 0
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

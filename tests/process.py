@@ -1,5 +1,6 @@
 """Python in a process of its own, as a user starts it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,18 +19,10 @@ def python(
     timeout: float = 170,
     cwd: Path | None = None,
 ) -> Any:
-    """Run ``python <words>`` to its end, and assert its exit code.
+    """Run ``python <words>`` to its end, and return it with what it printed.
 
-    Args:
-        words: arguments of Python.
-        code: exit code that it must have.
-        env: all its environment variables; by default those of this process, and the checkout on
-            ``PYTHONPATH``.
-        timeout: seconds after which it is killed.
-        cwd: folder that it runs in.
-
-    Returns:
-        The ended process, with what it printed as text in ``stdout`` and ``stderr``.
+    It must exit with ``code`` within ``timeout`` seconds. ``env`` are all its environment
+    variables; by default those of this process, and the checkout on ``PYTHONPATH``.
     """
     done = subprocess.run(
         [sys.executable, *words],
@@ -44,8 +37,22 @@ def python(
     return done
 
 
+def environment_at(home: Path) -> dict[str, str]:
+    """Return environment variables of a command whose runs go to ``home / "outputs"``."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RUNNER_"))}
+    return kept | {
+        "PYTHONPATH": str(ROOT),
+        "RUNNER_OUTPUTS": str(home / "outputs"),
+        "HOME": str(home),
+        "WANDB_ERROR_REPORTING": "false",
+    }
+
+
 def wait_for(
-    happened: Callable[[], object], limit: float = 120, shown: Callable[[], object] = str
+    happened: Callable[[], object],
+    limit: float = 120,
+    shown: Callable[[], object] = str,
+    pause: float = 0.05,
 ) -> None:
     """Wait until something happened; the message of a failure has what ``shown`` returns.
 
@@ -54,23 +61,24 @@ def wait_for(
     until = time.monotonic() + limit
     while not happened():
         assert time.monotonic() < until, shown()
-        time.sleep(0.05)
+        time.sleep(pause)
+
+
+def inspected(file: Path) -> dict[str, list[Any]]:
+    """Return the records that wandb's own reader finds in a file, by their kind."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    records: dict[str, list[Any]] = {}
+    for record in map(json.loads, said.stdout.splitlines()):
+        records.setdefault(record["type"], []).append(record.get(record["type"]))
+    return records
 
 
 def killed(*words: str, when: Callable[[], bool], env: Mapping[str, str]) -> None:
     """Run ``python <words>`` until ``when`` is true, and kill it."""
-    started = subprocess.Popen(
-        [sys.executable, *words],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-    def happened() -> bool:
-        assert started.poll() is None, started.communicate()
-        return when()
-
-    wait_for(happened)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    started = subprocess.Popen([sys.executable, *words], env=env, text=True, **pipes)
+    wait_for(lambda: when() or started.poll() is not None)
+    assert started.poll() is None, started.communicate()
     started.kill()
     started.communicate(timeout=120)

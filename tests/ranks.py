@@ -34,14 +34,10 @@ def run_ranks(
     timeout: float = 170,
     backend: str = "gloo",
 ) -> list[Any]:
-    """What ``body(*args)`` returns on each of ``world`` ranks, which share a process group.
+    """Return what ``body(*args)`` returns on each of ``world`` ranks, which share a process group.
 
-    Args:
-        body: importable by name.
-        world: ranks.
-        args: picklable.
-        timeout: seconds after which every rank dumps its stacks and the test fails.
-        backend: backend of the process group; with nccl each rank has a GPU of its own.
+    ``body`` is importable by name, and ``args`` are picklable. After ``timeout`` seconds every rank
+    dumps its stacks and the test fails. With the backend nccl each rank has a GPU of its own.
 
     Raises:
         AssertionError: with the traceback of the first rank that failed.
@@ -81,16 +77,8 @@ def _collect(ends: list[Connection], deadline: float) -> list[Any]:
     return results
 
 
-def _rank(
-    connection: Connection,
-    store: str,
-    rank: int,
-    world: int,
-    timeout: float,
-    backend: str,
-    body: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+def _rank(connection: Connection, store: str, rank: int, world: int, *job: Any) -> None:
+    timeout, backend, body, args = job
     faulthandler.enable(file=sys.__stderr__)  # a rank that crashes shows where
     faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -21,17 +21,10 @@ def on_a_terminal(
     interrupt: Callable[[str], bool] = lambda seen: False,
     limit: float = 150,
 ) -> tuple[str, int]:
-    """Run a command as the foreground job of a terminal of its own.
+    """Run a command as the foreground job of a terminal, for at most ``limit`` seconds.
 
-    Args:
-        words: the command and its arguments.
-        environment: environment variables of the command.
-        columns: width of the terminal.
-        interrupt: told what was written so far; once it is true, Ctrl-C is typed.
-        limit: seconds until the command is killed.
-
-    Returns:
-        What it wrote, as text without colours, and its exit code.
+    Ctrl-C is typed once ``interrupt`` returns true for what was written so far. Returns what was
+    written, as text without colours, and the exit code.
     """
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))

@@ -127,19 +127,11 @@ def elastic_agent() -> str | None:
     return f"{socket.gethostname()}-{os.getppid()}" if elastic_job() else None
 
 
-def was_restarted(agent: object) -> bool:
-    """Return whether torchrun has started the ranks before.
-
-    A torchrun counts how often ranks of its own failed, not how often it started them.
-
-    Args:
-        agent: :func:`elastic_agent` of the first rank in an earlier attempt, if there was one.
-    """
-    return restarts() > 0 or agent == (elastic_agent() or "")
-
-
 def restarts() -> int:
-    """Return how often torchrun started ranks again after one of this machine failed."""
+    """Return how often torchrun started ranks again after one of this machine failed.
+
+    A torchrun does not count failures of ranks on other machines.
+    """
     return _number("TORCHELASTIC_RESTART_COUNT") or 0
 
 

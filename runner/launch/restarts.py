@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from runner.config import disk
-from runner.config.environment import OWN_STORE, restarts_may_fail, was_restarted
+from runner.config.environment import OWN_STORE, restarts_may_fail
 from runner.config.secrets import hide
 from runner.launch.failure import RankFailed
 from runner.launch.resume import Start, newest
 from runner.run_folder import files, keys
 from runner.run_folder.rows import Row, cut, last_step
-from runner.run_folder.status import ELASTIC_AGENT, RESTARTS, Record
+from runner.run_folder.status import Record
 from runner.telemetry.sinks.sink import Sink
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def train_again(
             if len(failures) >= allowed:
                 why = f"not started again: launch.max_restarts={allowed} is used up"
             failures.append({"rank": failed.rank, "error": error, "reached": reached, "step": step})
-            if why := repeated(failures) or why:
+            if why := _repeated(failures) or why:
                 raise RankFailed(failed.rank, f"{why}\n{failed.error}") from None
             checkpoint = found.checkpoint or start.checkpoint
             cut(folder / files.ROWS, step)
@@ -76,7 +76,7 @@ def train_again(
             )
 
 
-def repeated(failures: Sequence[Mapping[str, Any]]) -> str | None:
+def _repeated(failures: Sequence[Mapping[str, Any]]) -> str | None:
     """Return why a run does not start again: its last failure repeats the one before.
 
     None if it does not: the error is another one, or the run came further.
@@ -91,23 +91,6 @@ def repeated(failures: Sequence[Mapping[str, Any]]) -> str | None:
         return None
     step = now["reached"]
     return f"not started again: this error came twice, and both times after step {step}"
-
-
-def elastic_failures(start: Start) -> list[dict[str, Any]]:
-    """Return the failures after which torchrun started this run again, the last one included.
-
-    Args:
-        start: where the run goes on, with the status of the attempt before.
-    """
-    former = start.former
-    if not former or not was_restarted(former.get(ELASTIC_AGENT)):
-        return []
-    error = str(former.get("error") or "the first rank was killed").splitlines()[-1]
-    found = {"rank": former.get("rank") or 0, "error": error, "reached": former.get("step") or 0}
-    failures = [*former.get(RESTARTS, ())]
-    if not repeated(failures):
-        failures.append({**found, "step": start.step})
-    return failures
 
 
 def elastic_warnings() -> Iterator[str]:

@@ -14,9 +14,9 @@ from runner.checkpoint.folder import DamagedCheckpoint, found, require_whole, wh
 from runner.config.environment import (
     elastic_agent,
     elastic_job,
+    restarts,
     slurm_job,
     was_requeued,
-    was_restarted,
 )
 from runner.config.folders import outputs
 from runner.config.identity import config_hash
@@ -163,7 +163,7 @@ def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
     """
     again = {SLURM_JOB: slurm_job()} if was_requeued() else {}
     again |= {ELASTIC_AGENT: elastic_agent()} if elastic_agent() else {}
-    again |= {ELASTIC_JOB: elastic_job()} if was_restarted(None) else {}
+    again |= {ELASTIC_JOB: elastic_job()} if restarts() else {}
     if not again or (folder / files.STATUS).exists():
         return None
     for other in _beside(folder):

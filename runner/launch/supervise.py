@@ -23,24 +23,16 @@ from runner.config.schema import RunConfig
 from runner.config.secrets import hidden
 from runner.launch import signals
 from runner.launch.allocator import keep_freed_memory
-from runner.launch.failure import Failure, RankFailed, attempt, may_be_lost_peer
+from runner.launch.failure import Failure, attempt, may_be_lost_peer
 from runner.launch.local_ranks import Work, train_on_local_ranks
 from runner.launch.page import write_page
-from runner.launch.restarts import (
-    Onward,
-    elastic_failures,
-    elastic_warnings,
-    repeated,
-    train_again,
-)
+from runner.launch.restarts import Onward, elastic_warnings, train_again
 from runner.launch.resume import ANEW, Start
-from runner.launch.stalled import counted, refusal
 from runner.run_folder import files, keys
 from runner.run_folder.log_file import LogFile
 from runner.run_folder.provenance import provenance
 from runner.run_folder.rows import JsonlSink, Row, cut, last_step
 from runner.run_folder.status import WANDB_STEP, Record, objective_of
-from runner.run_folder.strict_json import read_object
 from runner.telemetry.guidance import sentences
 from runner.telemetry.run_log import RunLog
 from runner.telemetry.sinks import recorder_process
@@ -182,8 +174,7 @@ def run(
     made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
     stop.requested()  # a signal is noted from here on, so that it is recorded
     rows = folder / files.ROWS
-    counts = counted(read_object(folder / files.STATUS), start.step)
-    resumed = start.status(last_step(rows)) | counts
+    resumed = start.status(last_step(rows))
     record.begin(plain, config_hash(plain), run_id, resumed)
     cut(rows, start.step if start.former else 0)
     shown: list[Sink] = [_Steps(record), RunLog(folder, words, made_with)]
@@ -207,12 +198,6 @@ def run(
         def attempt_from(checkpoint: Path | None) -> dict[str, Any]:
             return train(config, folder, takes, resume=checkpoint)
 
-        failures = elastic_failures(start)
-        if failures:
-            record.restarted(failures)
-            if why := repeated(failures):
-                former = start.former
-                raise RankFailed(former.get("rank") or 0, f"{why}\n{former.get('error')}")
         trained = train_again(attempt_from, again, start, folder, record)
         trained[keys.WALL_SECONDS] += start.seconds
         trained |= {"guidance": sentences(trained.get("remarks", ()), swept)} | made_with
@@ -226,8 +211,7 @@ def run(
 
     logging.captureWarnings(True)  # and so in runner.log
     with signals.last_words(write_last):
-        refused = refusal(counts)
-        ended = Failure("failed", 1, refused) if refused else attempt(show_and_train)
+        ended = attempt(show_and_train)
         logging.captureWarnings(False)
         # The status first: closing wandb may take seconds.
         summary: dict[str, Any] | None = None

@@ -1,7 +1,7 @@
 """Run the runs of a sweep in other processes: several at once on this machine, or as jobs of Slurm.
 
-Hydra's launchers for joblib and submitit compose and run each job. What is added here: cores and
-GPUs are divided, a signal reaches the runs, and a job of Slurm that is queued again is waited for.
+Hydra's launchers for joblib and submitit compose and run each job. What is added here: the cores
+are divided, a signal reaches the runs, and a job of Slurm that is queued again is waited for.
 The results of the runs are in the record of the sweep, not in what a launcher hands back.
 """
 
@@ -120,12 +120,11 @@ def by_slurm(theirs: Any, words: Words, first: int, options: Options) -> Sequenc
     return _returned(sweep, numbers)
 
 
-def enter(target: str, sweep: Path) -> None:
+def enter(target: str) -> None:
     """Prepare a process that a launcher started for its runs; later calls change nothing.
 
     Args:
         target: class of the launcher.
-        sweep: folder of the sweep.
     """
     place = where(target)
     if place == "here" or _Entered.done:
@@ -139,7 +138,7 @@ def enter(target: str, sweep: Path) -> None:
             os.setpgid(0, 0)  # the terminal reaches the command alone, which passes signals on
         watch = threading.Thread(target=_watch, args=(int(command),), daemon=True, name="command")
         watch.start()
-    take(sweep)
+    take()
 
 
 class _Entered:

@@ -60,7 +60,7 @@ def run_job(config: DictConfig) -> float | None:
     """
     settings = HydraConfig.get()
     folder = Path(settings.sweep.dir)
-    enter(settings.launcher._target_, folder)
+    enter(settings.launcher._target_)
     try:
         if message := disk.shortage(folder):
             return _stop(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,23 +13,41 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from runner.run_folder.strict_json import read_object
 from tests.process import wait_for
 
-PRIVATE = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"']
-"""A command whose /dev/shm is the folder that follows."""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "runner")
+
+
+def only_run(home: Path | str) -> Path:
+    (folder,) = Path(home, "runs").iterdir()
+    return folder
+
+
+def read(folder: Path, name: str = "status.json") -> Any:
+    return json.loads((folder / name).read_text())
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Rows that are complete, without times."""
+    lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+    timed = ("time/", "throughput/")
+    return [
+        {key: one for key, one in json.loads(line).items() if not key.startswith(timed)}
+        for line in lines
+    ]
+
+
+def faulty(fault: str, *at: int, rank: int = 1) -> list[str]:
+    """Overrides for the fault in these steps, one in each attempt; step 8 by default."""
+    model = ["model._target_=tests.faulty.Faulty", f"+model.fault={fault}"]
+    return [*model, f"+model.rank={rank}", f"+model.at=[{','.join(map(str, at or [8]))}]"]
 
 
 @dataclass
 class Started:
-    """A command that was started.
-
-    Attributes:
-        process: its process, the first of a session of its own.
-        home: folder of everything that it writes but temporary files: outputs, shared memory.
-        temporary: folder of its temporary files.
-    """
+    """A command that was started, the first process of a session; ``home`` has its outputs."""
 
     process: subprocess.Popen[bytes]
     home: Path
@@ -36,100 +55,70 @@ class Started:
 
     @property
     def printed(self) -> str:
-        """The end of what it printed so far, on both streams."""
         return (self.home / "printed").read_text(errors="replace")[-4000:]
 
     @property
     def folder(self) -> Path:
-        """The folder of its only run."""
-        (folder,) = (self.home / "outputs" / "runs").iterdir()
-        return folder
+        return only_run(self.home / "outputs")
 
     @property
-    def status(self) -> dict[str, object]:
-        """The status of its only run."""
-        return read_object(self.folder / "status.json")
+    def status(self) -> Any:
+        return read(self.folder)
 
-    def wait_for(self, happened: Callable[[], bool]) -> None:
+    def wait_for(self, happened: Callable[[], object]) -> None:
         """Wait until something happened, while the command runs."""
+        wait_for(lambda: happened() or self.process.poll() is not None, shown=lambda: self.printed)
+        assert happened(), self.printed
 
-        def seen() -> bool:
-            ended = self.process.poll() is not None
-            now = happened()
-            assert now or not ended, self.printed
-            return now
+    def handles_signals(self) -> bool:
+        mask = Path(f"/proc/{self.process.pid}/status").read_text().partition("SigCgt:")[2]
+        return bool(int(mask.split()[0], 16) & 1 << (signal.SIGUSR1 - 1))
 
-        wait_for(seen, shown=lambda: self.printed)
+    def wait_for_rows(self, count: int = 1) -> None:
+        files = self.home.glob
+        self.wait_for(lambda: any(files("outputs/runs/*/metrics.jsonl")))
+        self.wait_for(lambda: len(rows_of(self.folder)) >= count)
 
-    def wait_for_handlers(self) -> None:
-        """Wait until the command handles signals, which is the first thing that it does."""
-
-        def caught() -> bool:
-            for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
-                if line.startswith("SigCgt:"):
-                    return bool(int(line.split()[1], 16) & 1 << (signal.SIGUSR1 - 1))
-            return False
-
-        self.wait_for(caught)
-
-    def wait_for_rows(self, at_least: int = 1) -> None:
-        """Wait until the run has written so many rows."""
-
-        def written() -> bool:
-            files = list(self.home.glob("outputs/**/metrics.jsonl"))
-            return bool(files) and files[-1].read_bytes().count(b"\n") >= at_least
-
-        self.wait_for(written)
+    def ends(self, code: int) -> None:
+        """Wait for the end of the command, which leaves nothing behind."""
+        assert self.process.wait(120) == code, self.printed
+        assert "Traceback" not in self.printed, self.printed
+        self.leaves_nothing()
 
     def processes(self) -> list[int]:
         """Return the processes that the command started, and itself; zombies do not count."""
         mark = f"RUNNER_OUTPUTS={self.home / 'outputs'}".encode()
         found = []
         for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if mark in (process / "environ").read_bytes().split(b"\0"):
-                    state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-                    if state not in "ZX":
-                        found.append(int(process.name))
-            except OSError:
-                continue
+            with suppress(OSError):
+                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+                if mark in (process / "environ").read_bytes().split(b"\0") and state not in "ZX":
+                    found.append(int(process.name))
         return found
 
     def ranks(self) -> list[int]:
         """Return the processes of local ranks, by rank: children of the fork server."""
+        below = {pid: Path(f"/proc/{pid}/cmdline") for pid in children(self.process.pid)}
+        [server] = (pid for pid, file in below.items() if "forkserver" in file.read_text())
+        return sorted(children(server))
 
-        def forked(pid: int) -> bool:
-            return b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    def leaves_nothing(self, files: bool = True) -> None:
+        """Wait until no process, and no temporary file, is left of the command."""
 
-        def parent(pid: int) -> int:
-            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        def left() -> list[str]:
+            kept = [*(self.home / "shm").iterdir(), *self.temporary.iterdir()] if files else []
+            # torch keeps a cache there on purpose.
+            names = [str(file) for file in kept if "torchinductor" not in file.name]
+            return [*map(str, self.processes()), *names]
 
-        server, *_ = (
-            pid for pid in self.processes() if parent(pid) == self.process.pid and forked(pid)
-        )
-        return sorted(pid for pid in self.processes() if parent(pid) == server)
-
-    def left(self, files: bool = True) -> list[str]:
-        """Return what the command leaves behind: processes, and files unless ``files`` is false.
-
-        What ends of itself is waited for.
-        """
-        with suppress(AssertionError):
-            wait_for(lambda: not self._left(files))
-        return self._left(files)
-
-    def _left(self, files: bool) -> list[str]:
-        orphans = [f"process {pid}: {_command(pid)}" for pid in self.processes()]
-        kept = [*(self.home / "shm").iterdir(), *self.temporary.iterdir()] if files else []
-        # torch keeps a cache there on purpose.
-        return orphans + [str(file) for file in kept if "torchinductor" not in file.name]
+        wait_for(lambda: not left(), shown=left)
 
 
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")[:200]
-    except OSError:
-        return "it has just ended"
+def children(pid: int) -> list[int]:
+    """Return the processes that a process started."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout
+    parents = (line.split() for line in listed.splitlines())
+    return [int(child) for child, parent in parents if parent == str(pid)]
 
 
 def kill(pid: int) -> None:
@@ -145,21 +134,18 @@ def started(
     before: Sequence[str] = ("-m", "runner"),
     ignored: Sequence[int] = (),
 ) -> Iterator[Started]:
-    """Start a command with folders of its own, on the CPU; its processes are killed at the end.
+    """Start ``python <before> <words>``, which ignores some signals; kill its processes at the end.
 
-    Args:
-        environment: environment variables, with the folder for outputs.
-        words: overrides.
-        before: arguments of Python before the overrides.
-        ignored: signals that it finds ignored, as ``nohup`` has it.
+    It runs on the CPU, with folders of its own for temporary files and shared memory.
     """
     home = Path(environment["RUNNER_OUTPUTS"]).parent
     (home / "shm").mkdir(exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix="ends-"))  # short enough for the names of sockets
     command = [sys.executable, *before, "device=cpu", *words]
-    probe = [*PRIVATE, str(home / "shm"), "true"]
-    if shutil.which("unshare") and subprocess.run(probe, capture_output=True).returncode == 0:
-        command = [*PRIVATE, str(home / "shm"), *command]
+    private = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"']
+    private += [str(home / "shm")]
+    if subprocess.run([*private, "true"], capture_output=True).returncode == 0:  # as root
+        command = [*private, *command]
 
     def signals() -> None:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):

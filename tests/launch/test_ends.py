@@ -1,389 +1,253 @@
-"""How a run ends: by a rank that dies or hangs, by SIGKILL, or by a signal that asks it to stop."""
+"""How a run ends: a rank fails, dies or hangs, SIGKILL, or a signal asks it to stop."""
 
-import json
 import os
-import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from runner.run_folder.status import state_of
-from tests.launch import random_moments
-from tests.launch.ends import started
+from tests.launch.ends import TORCHRUN, faulty, kill, read, rows_of, started
+from tests.process import inspected, wait_for
 
-RANKS = {
-    "ddp 2": ["plugin=ddp", "plugin.nproc=2"],
-    "ddp 4": ["plugin=ddp", "plugin.nproc=4"],
-    "fsdp 2": ["plugin=fsdp", "plugin.nproc=2"],
-    "fsdp 4": ["plugin=fsdp", "plugin.nproc=4"],
-    "hybrid 2": ["plugin=hybrid", "plugin.nproc=2", "plugin.tp_size=2", "model=gpt", "data=text"],
-    "hybrid 4": ["plugin=hybrid", "plugin.nproc=4", "plugin.tp_size=2", "model=gpt", "data=text"],
-}
-# The faulty model is not cut into pieces.
-WHOLE = RANKS | {
-    "hybrid 2": ["plugin=hybrid", "plugin.nproc=2", "plugin.zero_stage=2"],
-    "hybrid 4": ["plugin=hybrid", "plugin.nproc=4", "plugin.zero_stage=3"],
-}
+SINGLE = ["tracker=none", "plugin=single"]
+DDP, FSDP = (["tracker=none", f"plugin={name}", "plugin.nproc=2"] for name in ("ddp", "fsdp"))
 LONG = ["train.max_duration=10000000ba", "log.flush=5"]
-TIMEOUT = 6
+CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 143}
+LOST = "rank 1 hangs or was killed: the others lost the connection, or waited for more"
+slow = pytest.mark.slow
 
 
-def faulty(fault, rank=1, at=8):
-    model = ["model._target_=tests.faulty.Faulty", f"+model.fault={fault}"]
-    return [*model, f"+model.rank={rank}", f"+model.at={at}"]
-
-
-def struck(run):
-    return (run.home / "outputs" / "struck").stat().st_mtime
-
-
-@pytest.mark.parametrize("ranks", WHOLE)
 @pytest.mark.parametrize(
-    ("fault", "where"),
+    ("ranks", "fault", "rank", "cause"),
     [
-        ("hang", "rank 1 hangs: it is in forward ("),
-        ("loop", "rank 1 hangs: it is in forward ("),
-        ("halt", "rank 1 hangs: its process is stopped (SIGSTOP)"),
+        (SINGLE, "raise", 0, "RuntimeError: planted fault"),
+        (SINGLE, "memory", 0, "can't allocate memory"),
+        (DDP, "raise", 1, "RuntimeError: planted fault"),
+        (DDP, "die", 1, "rank 1 exited with code 4; it printed last: no licence is left"),
+        pytest.param(DDP, "exit_0", 1, "rank 1 exited with code 0", marks=slow),
     ],
 )
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_named(environment, ranks, fault, where):
-    words = [*WHOLE[ranks], *LONG, *faulty(fault), f"launch.timeout={TIMEOUT}"]
+def test_a_rank_that_fails_ends_the_run(environment, ranks, fault, rank, cause):
+    tracked = ranks == SINGLE and fault == "raise"
+    words = [*ranks, *LONG, *faulty(fault, rank=rank), *(["tracker=wandb"] if tracked else [])]
     with started(environment, words) as run:
-        run.wait_for((run.home / "outputs" / "struck").exists)
-        assert run.process.wait(120) == 1, run.printed
-        taken = time.time() - struck(run)
+        run.ends(1)
         status = run.status
-        assert (status["state"], status["rank"]) == ("failed", 1), status["error"]
-        assert where in status["error"], status["error"]
-        assert where in run.printed
-        assert "Traceback" not in run.printed
-        assert not run.left()
-        assert taken < TIMEOUT + 15
-
-
-@pytest.mark.slow
-def test_ranks_that_wait_in_different_collectives_end(environment):
-    """The message says where each of them waits."""
-    words = [*RANKS["ddp 2"], *LONG, *faulty("apart"), f"launch.timeout={TIMEOUT}", "tracker=none"]
-    with started(environment, words) as run:
-        run.wait_for((run.home / "outputs" / "struck").exists)
-        assert run.process.wait(120) == 1, run.printed
-        error = str(run.status["error"])
-        places = r"rank 0: \w+ \(.+/runner/\S+:\d+\); rank 1: forward \(.+/tests/faulty.py:\d+\)"
-        since = f"the ranks wait for each other since more than launch.timeout={TIMEOUT} s"
-        assert re.fullmatch(rf"{since} \({places}\)", error), error
-        assert error in run.printed
-        assert not run.left()
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("victim", ["rank 0", "rank 1", "launcher"])
-@pytest.mark.product(every=18)
-def test_sigkill_of_one_process_ends_all(environment, ranks, victim):
-    with started(environment, [*RANKS[ranks], *LONG]) as run:
-        run.wait_for_rows()
-        if victim == "launcher":
-            run.process.kill()
-            assert not run.left()
-            return
-        number = int(victim[-1])
-        os.kill(run.ranks()[number], signal.SIGKILL)
-        assert run.process.wait(120) == 1, run.printed
-        assert (run.status["state"], run.status["rank"]) == ("failed", number)
-        assert f"rank {number} was ended by SIGKILL" in run.printed
-        assert "data.batch_size" in run.printed
-        assert not run.left()
-
-
-def test_sigkill_in_place_is_seen_from_the_record(environment):
-    with started(environment, LONG) as run:
-        run.wait_for_rows()
-        run.process.kill()
-        run.process.wait()
-        assert state_of(run.status) == "killed"
-        assert not run.left()
-
-
-SINGLE = {"single": ["plugin=single"]}
-CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 143}
-
-
-def rows(run):
-    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize("ranks", SINGLE | RANKS)
-@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
-@pytest.mark.product(every=14)
-def test_a_signal_ends_the_run_after_its_step(environment, ranks, number):
-    with started(environment, [*(SINGLE | RANKS)[ranks], *LONG]) as run:
-        run.wait_for_rows(10)
-        run.process.send_signal(number)
-        assert run.process.wait(120) == CODES[number], run.printed
-        status = run.status
-        assert (status["state"], status["exit_code"]) == ("interrupted", CODES[number])
-        assert [row["train/step"] for row in rows(run)] == [*range(1, len(rows(run)) + 1)]
-        assert "Traceback" not in run.printed
-        assert not run.left()
-
-
-@pytest.mark.parametrize("to", ["all", "rank 1"])
-@pytest.mark.product(every=2)
-def test_a_signal_to_ranks_stops_the_run(environment, to):
-    """As a terminal and Slurm send it: to every process; or as somebody does: to one rank."""
-    with started(environment, [*RANKS["ddp 2"], *LONG]) as run:
-        run.wait_for_rows(5)
-        if to == "all":
-            os.killpg(run.process.pid, signal.SIGTERM)
-        else:
-            os.kill(run.ranks()[1], signal.SIGTERM)
-        assert run.process.wait(120) == 143, run.printed
-        assert (run.status["state"], run.status["exit_code"]) == ("interrupted", 143)
-        assert "Traceback" not in run.printed
-
-
-@pytest.mark.parametrize("ranks", ["single", "ddp 2"])
-@pytest.mark.parametrize("signals", [1, 2])
-@pytest.mark.product(every=4)
-def test_a_run_that_does_not_end_is_ended(environment, ranks, signals):
-    """By a second signal at once, otherwise after shutdown.timeout."""
-    words = [*(SINGLE | RANKS)[ranks], *LONG, *faulty("hang", rank=0)]
-    words.append(f"shutdown.timeout={4 if signals == 1 else 60}")
-    with started(environment, words) as run:
-        run.wait_for((run.home / "outputs" / "struck").exists)
-        run.process.send_signal(signal.SIGTERM)
-        if signals == 2:
-            time.sleep(1.5)
-            run.process.send_signal(signal.SIGTERM)
-        assert run.process.wait(120) == 143, run.printed
-        assert (run.status["state"], run.status["exit_code"]) == ("interrupted", 143)
-        why = "it had not ended after 4 s" if signals == 1 else "a second signal"
-        assert str(run.status["error"]).endswith(why)
-        assert not run.left()
-
-
-@pytest.mark.slow
-def test_a_wandb_that_hangs_takes_no_longer_than_the_time_to_end(environment):
-    """Its process is stopped; without a signal it would be waited for longer."""
-    timeout = 8
-    with started(environment, [*LONG, f"shutdown.timeout={timeout}"]) as run:
-        run.wait_for_rows(5)
-        [recorder] = [
-            pid
-            for pid in run.processes()
-            if "wandb_process" in Path(f"/proc/{pid}/cmdline").read_text()
-        ]
-        os.kill(recorder, signal.SIGSTOP)
-        run.process.terminate()
-        assert run.process.wait(120) == 143, run.printed
-        assert "wandb did not end in time (shutdown.timeout)" in run.printed
-        assert str(run.folder / "report.html") in run.printed
-        assert "it had not ended" not in run.printed
-        assert run.status["error"] == "terminated by SIGTERM"
-        assert not run.left()
-
-
-@pytest.mark.parametrize("ranks", ["single", "ddp 2"])
-@pytest.mark.product(every=2)
-def test_an_error_after_a_signal_is_no_stop(environment, ranks):
-    words = [*(SINGLE | RANKS)[ranks], *LONG, *faulty("late", rank=int(ranks != "single"))]
-    words.append("shutdown.timeout=120")
-    with started(environment, words) as run:
-        run.wait_for((run.home / "outputs" / "struck").exists)
-        run.process.terminate()
-        assert run.process.wait(120) == 1, run.printed
-        status = run.status
-        assert (status["state"], status["exit_code"]) == ("failed", 1)
-        assert status["rank"] == int(ranks != "single")
-        assert str(status["error"]).endswith("RuntimeError: planted fault")
-        assert not run.left()
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
-@pytest.mark.product(every=2)
-def test_an_ignored_signal_remains_ignored(environment, number):
-    with started(environment, [*RANKS["ddp 2"], *LONG], ignored=[number]) as run:
-        run.wait_for_rows(5)
-        os.killpg(run.process.pid, number)
-        written = len(rows(run))
-        run.wait_for_rows(written + 20)
-        run.process.terminate()
-        assert run.process.wait(120) == 143, run.printed
-
-
-@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
-@pytest.mark.parametrize("ranks", ["single", "ddp 2"])
-@pytest.mark.parametrize("at", ["the first import", "torch", "data"])
-@pytest.mark.product(every=4)
-def test_a_signal_before_the_training(environment, number, ranks, at):
-    words = [*(SINGLE | RANKS)[ranks], *LONG, "data._target_=tests.faulty.slow_data"]
-    with started(environment, words) as run:
-        run.wait_for_handlers()
-        if at == "torch":
-            library = "libtorch_cpu"
-            run.wait_for(lambda: library in Path(f"/proc/{run.process.pid}/maps").read_text())
-        if at == "data":
-            run.wait_for((run.home / "outputs" / "reads").exists)
-        run.process.send_signal(number)
-        assert run.process.wait(120) == CODES[number], run.printed
-        assert "Traceback" not in run.printed
-        for status in run.home.glob("outputs/runs/*/status.json"):
-            assert json.loads(status.read_text())["exit_code"] == CODES[number]
-        assert not run.left()
-
-
-# Interrupts itself in the code of a string, as the methods of a dataclass are, at an import.
-IN_A_STRING = """
-import importlib.abc, runpy, sys
-
-class AtImport(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == {at!r}:
-            exec("import os; os.kill(os.getpid(), 2)")
-
-sys.meta_path.insert(0, AtImport())
-runpy.run_module("runner", run_name="__main__", alter_sys=True)
-"""
-
-
-@pytest.mark.parametrize("at", ["runner.cli.main", "runner.cli.run"])
-def test_an_interrupt_in_the_code_of_a_string_keeps_its_exit_code(environment, tmp_path, at):
-    (tmp_path / "in_a_string.py").write_text(IN_A_STRING.format(at=at))
-    environment["PYTHONPATH"] += f":{tmp_path}"
-    with started(environment, LONG, before=("-m", "in_a_string")) as run:
-        assert run.process.wait(120) == 130, run.printed
-        assert "Traceback" not in run.printed
-
-
-# A torch whose import never ends.
-SLOW_TORCH = """
-import os, pathlib, sys, time
-
-if "forkserver" in str(sys.orig_argv):
-    pathlib.Path(os.environ["HOME"], "imports").touch()
-while True:
-    time.sleep(0.1)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda one: one.name)
-def test_nothing_is_left_of_a_run_that_ends_while_its_fork_server_imports(
-    environment, tmp_path, number
-):
-    (tmp_path / "torch.py").write_text(SLOW_TORCH)
-    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
-    with started(environment, ["plugin=ddp", "plugin.nproc=2"]) as run:
-        run.wait_for((tmp_path / "imports").exists)
-        run.process.send_signal(number)
-        assert run.process.wait(120) == (130 if number == signal.SIGINT else -signal.SIGKILL)
-        assert "Traceback" not in run.printed
-        assert not run.left()
-
-
-@pytest.mark.parametrize("ranks", ["single", "ddp 2"])
-@pytest.mark.product(every=2)
-def test_memory_that_runs_out_names_what_to_change(environment, ranks):
-    words = [*(SINGLE | RANKS)[ranks], *faulty("memory", rank=0), "tracker=none"]
-    with started(environment, words) as run:
-        assert run.process.wait(120) == 1, run.printed
+        assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 1, rank)
+        assert cause in status["error"]
+        assert fault == "memory" or cause in run.printed
         for key in ("data.batch_size", "accumulation.steps", "plugin="):
-            assert key in run.printed.splitlines()[-1] + run.printed.splitlines()[-2]
-            assert key in run.status["error"]
-        assert "can't allocate memory" in run.status["error"]
+            assert (key in run.printed) == (fault == "memory")
+        assert "failed with exit code 1" in (run.folder / "runner.log").read_text()
+        # The rows before the fault are not lost, though they were not due yet.
+        if ranks == SINGLE:
+            assert [row["train/step"] for row in rows_of(run.folder)] == [*range(1, 8)]
+        if tracked:
+            (file,) = run.folder.glob("wandb/offline-run-*/*.wandb")
+            assert inspected(file)["exit"][0]["exit_code"] == 1
 
 
-def test_a_sweep_is_interrupted_as_a_whole(environment):
-    words = ["-m", "seed=1,2", "sweep.name=mine", *LONG, "tracker=none"]
-    with started(environment, words) as run:
-        run.wait_for_rows(5)
-        run.process.terminate()
-        assert run.process.wait(120) == 143, run.printed
-        sweep = json.loads((run.home / "outputs/sweeps/mine/sweep.json").read_text())
-        assert sweep["state"] == "interrupted"
-        assert [one["state"] for one in sweep["runs"]] == ["interrupted", "waiting"]
-        assert sweep["runs"][0]["exit_code"] == 143
-        assert "Traceback" not in run.printed
+@pytest.mark.parametrize(
+    ("ranks", "fault", "where"),
+    [
+        (DDP, "hang", "rank 1 hangs: it is in "),
+        pytest.param(DDP, "halt", "rank 1 hangs: its process is stopped (SIGSTOP)", marks=slow),
+        pytest.param(FSDP, "hang", "rank 1 hangs: it is in ", marks=slow),
+        pytest.param(DDP, "apart", "the ranks wait for each other since more than", marks=slow),
+    ],
+)
+def test_a_rank_that_hangs_is_named(environment, ranks, fault, where):
+    with started(environment, [*ranks, *LONG, *faulty(fault), "launch.timeout=15"]) as run:
+        run.ends(1)
+        assert run.status["state"] == "failed"
+        assert where in run.status["error"]
+        assert where in run.printed
+        assert fault == "apart" or run.status["rank"] == 1
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "2>&1 | head -1"])
-@pytest.mark.product(every=4)
-def test_a_stream_that_is_closed_changes_nothing(environment, closed):
-    words = "tracker=none device=cpu train.max_duration=3ba clip.threshold=0.5"
-    command = f"set -o pipefail; {sys.executable} -m runner {words} {closed}"
-    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    (folder,) = Path(environment["RUNNER_OUTPUTS"], "runs").iterdir()
-    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
-    text = (folder / "runner.log").read_text() + (folder / "metrics.jsonl").read_text()
-    assert "report.html" not in text
+@pytest.mark.parametrize("victim", ["rank 1", "launcher", "in place"])
+def test_sigkill_of_one_process_ends_all(environment, victim):
+    with started(environment, [*(SINGLE if victim == "in place" else DDP), *LONG]) as run:
+        run.wait_for_rows()
+        if victim == "rank 1":
+            kill(run.ranks()[1])
+            run.ends(1)
+            assert (run.status["state"], run.status["rank"]) == ("failed", 1)
+            assert "rank 1 was ended by SIGKILL" in run.status["error"]
+        else:
+            kill(run.process.pid)
+            run.ends(-signal.SIGKILL)
+            assert state_of(run.status) == "killed"
 
 
-@pytest.mark.parametrize(("number", "asked"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-@pytest.mark.product(every=2)
-def test_slurm_is_asked_to_start_a_pre_empted_job_again(environment, tmp_path, number, asked):
-    """After the record is complete: Slurm ends the job that it requeues."""
+@pytest.mark.parametrize(
+    ("ranks", "number", "to"),
+    [
+        (SINGLE, signal.SIGINT, "launcher"),
+        (SINGLE, signal.SIGUSR1, "launcher"),
+        (DDP, signal.SIGTERM, "all"),
+        (DDP, signal.SIGHUP, "launcher"),
+        pytest.param(DDP, signal.SIGTERM, "rank 1", marks=slow),
+    ],
+)
+def test_a_signal_ends_the_run_after_its_step(environment, tmp_path, ranks, number, to):
+    """With a checkpoint; Slurm is asked to start the job again after SIGUSR1 alone."""
     program, told = tmp_path / "bin" / "scontrol", tmp_path / "told"
     program.parent.mkdir()
-    program.write_text(
-        f'#!/bin/sh\necho "$@" > {told}\ncat $RUNNER_OUTPUTS/runs/*/status.json >> {told}\n'
-    )
+    text = f'#!/bin/sh\necho "$@" > {told}\ncat $RUNNER_OUTPUTS/runs/*/status.json >> {told}\n'
+    program.write_text(text)
     program.chmod(0o755)
     slurm = {"SLURM_JOB_ID": "7", "PATH": f"{program.parent}:{environment['PATH']}"}
-    with started(environment | slurm, [*LONG, "tracker=none"]) as run:
-        run.wait_for_rows()
-        run.process.send_signal(number)
-        assert run.process.wait(120) == 143, run.printed
-    assert told.exists() == asked
-    if asked:
+    with started(environment | slurm, [*ranks, *LONG]) as run:
+        run.wait_for_rows(10)
+        if to == "all":
+            os.killpg(run.process.pid, number)
+        else:
+            os.kill(run.process.pid if to == "launcher" else run.ranks()[1], number)
+        run.ends(CODES[number])
+        status, rows = run.status, rows_of(run.folder)
+        assert (status["state"], status["exit_code"]) == ("interrupted", CODES[number])
+        assert [row["train/step"] for row in rows] == [*range(1, len(rows) + 1)]
+        [saved] = (run.folder / "checkpoints").glob("step_*")
+        assert saved.name == f"step_{len(rows):09d}"
+    assert told.exists() == (number == signal.SIGUSR1)
+    if told.exists():  # after the record is complete
         assert told.read_text().startswith("requeue 7\n")
         assert '"state": "interrupted"' in told.read_text()
 
 
-@pytest.mark.parametrize("plugin", random_moments.PLUGINS)
-@pytest.mark.slow
-def test_runs_that_end_at_random_moments(plugin, capsys):
-    """More of them: ``python -m tests.launch.random_moments``."""
-    failed = random_moments.moments(3, 29, [plugin])
-    assert not failed, capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("ranks", "again", "seconds", "why"),
+    [
+        (SINGLE, False, 4, "it had not ended after 4 s"),
+        (DDP, True, 600, "a second signal"),
+    ],
+)
+def test_a_run_that_does_not_end_is_ended(environment, ranks, again, seconds, why):
+    words = [*ranks, *LONG, *faulty("hang", rank=0), f"shutdown.timeout={seconds}"]
+    with started(environment, words) as run:
+        run.wait_for((run.home / "outputs" / "struck").exists)
+        run.process.terminate()
+        if again:
+            wait_for(lambda: run.process.poll() is not None or run.process.terminate())
+        run.ends(143)
+        assert (run.status["state"], run.status["exit_code"]) == ("interrupted", 143)
+        assert run.status["error"].endswith(why)
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "runner")
+def test_an_error_after_a_signal_is_no_stop(environment):
+    words = [*SINGLE, *LONG, *faulty("late", rank=0), "shutdown.timeout=120"]
+    with started(environment, words) as run:
+        run.wait_for((run.home / "outputs" / "struck").exists)
+        run.process.terminate()
+        run.ends(1)
+        assert (run.status["state"], run.status["exit_code"]) == ("failed", 1)
+        assert run.status["error"].endswith("RuntimeError: planted fault")
+
+
+def test_an_ignored_signal_remains_ignored(environment):
+    with started(environment, [*DDP, *LONG], ignored=[signal.SIGHUP]) as run:
+        run.wait_for_rows(5)
+        os.killpg(run.process.pid, signal.SIGHUP)
+        run.wait_for_rows(len(rows_of(run.folder)) + 20)
+        run.process.terminate()
+        run.ends(143)
 
 
 @pytest.mark.parametrize(
-    ("fault", "why"),
+    ("ranks", "number", "at"),
     [
-        ("hang", "rank 1 hangs or was killed: the others lost the connection, or waited for more"),
-        ("kill", "rank 1 hangs or was killed: the others lost the connection, or waited for more"),
-        ("raise", "RuntimeError: planted fault"),
+        (SINGLE, signal.SIGTERM, "the first import"),
+        (SINGLE, signal.SIGINT, "torch"),
+        (DDP, signal.SIGHUP, "data"),
+        pytest.param(DDP, signal.SIGINT, "torch", marks=slow),
     ],
 )
-@pytest.mark.slow
-def test_a_rank_of_torchrun_that_fails_is_named(environment, fault, why):
-    words = ["plugin=ddp", *LONG, *faulty(fault), f"launch.timeout={TIMEOUT}", "tracker=none"]
-    with started(environment, [*words, "shutdown.timeout=4"], TORCHRUN) as run:
+def test_a_signal_before_the_training(environment, ranks, number, at):
+    words = [*ranks, *LONG, "data._target_=tests.faulty.slow_data"]
+    with started(environment, words) as run:
+        run.wait_for(run.handles_signals)
+        if at == "torch":
+            maps = Path(f"/proc/{run.process.pid}/maps")
+            run.wait_for(lambda: "libtorch_cpu" in maps.read_text())
+        if at == "data":
+            run.wait_for((run.home / "outputs" / "reads").exists)
+        run.process.send_signal(number)
+        run.ends(CODES[number])
+        for status in run.home.glob("outputs/runs/*/status.json"):
+            assert read(status.parent)["exit_code"] == CODES[number]
+
+
+# A torch whose import never ends.
+SLOW_TORCH = """
+import os, pathlib, signal, sys
+if "forkserver" in str(sys.orig_argv):
+    pathlib.Path(os.environ["HOME"], "imports").touch()
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda one: one.name)
+def test_nothing_is_left_of_a_run_whose_fork_server_imports(environment, tmp_path, number):
+    (tmp_path / "torch.py").write_text(SLOW_TORCH)
+    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
+    with started(environment, DDP) as run:
+        run.wait_for((tmp_path / "imports").exists)
+        run.process.send_signal(number)
+        run.ends(130 if number == signal.SIGINT else -signal.SIGKILL)
+
+
+def test_a_run_that_only_skips_steps_fails(environment):
+    words = [*DDP, "optimizer.lr=1e6", "clip=value", "clip.max_skips=12", "log.flush=1"]
+    with started(environment, [*words, "train.max_duration=120ba"]) as run:
+        run.ends(1)
+        assert (run.status["state"], run.status["exit_code"]) == ("failed", 1)
+        assert run.status["step"] < 120
+        assert rows_of(run.folder)[-1]["grad/nonfinite"] == 12
+        for text in (run.printed, (run.folder / "runner.log").read_text()):
+            assert text.count(" was skipped: the gradient's norm is") == 1
+            for part in ("parameters, from ", "microbatch 1 of 1", "Its samples: ", "12 steps in"):
+                assert part in text
+
+
+def test_an_error_that_repeats_without_progress_is_not_tried_again(environment):
+    words = [
+        *DDP,
+        *LONG,
+        "checkpoint.interval=5ba",
+        *faulty("kill", 8, 8, 8),
+        "launch.max_restarts=4",
+    ]
+    with started(environment, words) as run:
+        run.ends(1)
+        assert (run.status["state"], run.status["rank"]) == ("failed", 1)
+        assert len(run.status["restarts"]) == 1
+        why = "not started again: this error came twice, and both times after step 7\n"
+        assert run.status["error"].startswith(why)
+        assert "rank 1 was ended by SIGKILL" in run.status["error"]
+
+
+@pytest.mark.parametrize("fault", ["kill", pytest.param("hang", marks=slow)])
+def test_a_rank_of_torchrun_that_is_lost_is_named(environment, fault):
+    words = ["plugin=ddp", *LONG, *faulty(fault), "tracker=none", "shutdown.timeout=4"]
+    words += ["launch.timeout=15"] if fault == "hang" else []
+    with started(environment, words, TORCHRUN) as run:
         run.wait_for((run.home / "outputs" / "struck").exists)
         assert run.process.wait(120) == 1, run.printed
-        status = run.status
-        assert (status["state"], status["rank"]) == ("failed", 1), status["error"]
-        assert why in str(status["error"]).splitlines()[-1]
-        assert why in run.printed
-        assert not run.left(files=False)
+        assert (run.status["state"], run.status["rank"]) == ("failed", 1)
+        assert LOST in run.status["error"].splitlines()[-1]
+        assert LOST in run.printed
+        run.leaves_nothing(files=False)
 
 
-@pytest.mark.slow
 def test_an_interrupt_of_torchrun_stops_its_ranks_after_a_checkpoint(environment):
     """Each rank gets the signal twice: from the terminal, and from torchrun."""
-    with started(environment, ["plugin=ddp", *LONG, "tracker=none"], TORCHRUN) as run:
+    with started(environment, ["plugin=ddp", "tracker=none", *LONG], TORCHRUN) as run:
         run.wait_for_rows(5)
         os.killpg(run.process.pid, signal.SIGINT)
         run.process.wait(120)
         assert (run.status["state"], run.status["exit_code"]) == ("interrupted", 130)
         assert list((run.folder / "checkpoints").glob("step_*"))
-        assert not run.left(files=False)
+        run.leaves_nothing(files=False)

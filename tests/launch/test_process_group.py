@@ -1,46 +1,40 @@
-"""Joining and leaving the ranks that somebody else started."""
+"""Joining ranks that somebody else started, and telling a lost one from an error of the user."""
 
-import atexit
-import sys
-import threading
-from types import SimpleNamespace
+import os
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from runner import launch_from_torch
-from runner.launch import process_group
+from runner.clip.exchange import start_gather
+from runner.launch.failure import may_be_lost_peer
 from runner.launch.rank import join
+from tests.process import wait_for
+from tests.ranks import run_ranks
 
 
-def test_threads_that_wait_for_the_interpreter_run_before_it_ends(monkeypatch):
-    """Otherwise one rank in twenty aborts: "terminate called without an active exception"."""
-    around = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
-    for name, value in around.items():
-        monkeypatch.setenv(name, str(value))
-    at_exit = []
-    monkeypatch.setattr(atexit, "register", at_exit.append)
-    launch_from_torch(backend="gloo", verbose=False)
-    process_group.leave()
-    collective, ran = threading.Event(), []
-    thread = threading.Thread(target=lambda: ran.append(collective.wait()))
-    thread.start()
-    # However busy the machine is, the pause is long enough.
-    pause = SimpleNamespace(sleep=lambda seconds: thread.join(120))
-    monkeypatch.setattr(process_group, "time", pause)
-    often = sys.getswitchinterval()
-    sys.setswitchinterval(100)  # nothing but a pause lets the thread run
-    try:
-        collective.set()
-        assert not ran
-        for function in reversed(at_exit):
-            function()
-        assert ran
-    finally:
-        sys.setswitchinterval(often)
-        thread.join()
+def lose_the_other(begun):
+    if dist.get_rank():
+        wait_for(begun.exists)
+        os._exit(0)
+    wait = start_gather(torch.ones(1), None)
+    begun.touch()
+    with pytest.raises(RuntimeError) as lost:
+        wait()
+    assert may_be_lost_peer(lost.value)
+    assert not may_be_lost_peer(RuntimeError("in a model"))
+
+
+def test_a_rank_that_waits_for_an_exchange_knows_that_it_lost_another(tmp_path):
+    with pytest.raises(AssertionError, match=r"^rank 1 died$"):
+        run_ranks(lose_the_other, 2, tmp_path / "begun")
 
 
 def test_a_rank_that_cannot_find_the_others(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RuntimeError, match=r"RANK.* not set.*torchrun"):
+        launch_from_torch()
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -48,9 +42,3 @@ def test_a_rank_that_cannot_find_the_others(monkeypatch, capsys):
     told = capsys.readouterr().err
     assert told.count("Traceback") == 1
     assert "(MASTER_ADDR, MASTER_PORT not set)" in told
-
-
-def test_an_environment_without_ranks(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(RuntimeError, match=r"RANK.* not set.*torchrun"):
-        launch_from_torch()

@@ -1,57 +1,78 @@
-"""A job that Slurm pre-empts and starts again goes on where it was: a real Slurm of one node."""
+"""Runs over the two nodes of a real Slurm, by the script that README shows."""
 
-import json
-import subprocess
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.process import wait_for
+from tests.launch.ends import faulty, only_run, read, rows_of
+from tests.process import ROOT, python, wait_for
 from tests.slurm import running
 
-pytestmark = pytest.mark.slow
-
-JOB = """#!/bin/sh
-#SBATCH --requeue --open-mode=append --output={home}/printed -n1 --mem=1000
-srun {command}
-"""
+pytestmark = pytest.mark.xdist_group("slurm")
+WORDS = ["device=cpu", "plugin=ddp", "tracker=none", "eval.interval=20ba", "log.flush=1"]
+WORDS += ["checkpoint.interval=5ba", "checkpoint.asynchronous=false"]
 
 
 @pytest.fixture
 def slurm(tmp_path, environment):
-    with running(tmp_path / "slurm", environment, nodes=("n1",)) as slurm:
+    path = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    with running(tmp_path / "slurm", environment | {"PATH": path}) as slurm:
         yield slurm
 
 
-@pytest.mark.parametrize("plugin", [["plugin=single"], ["plugin=ddp", "plugin.nproc=2"]])
-def test_a_job_that_is_pre_empted_goes_on_in_its_folder(slurm, environment, tmp_path, plugin):
-    words = ["device=cpu", "tracker=none", "train.max_duration=200ba", "log.flush=5", *plugin]
-    command = [sys.executable, "-m", "runner", *words]
-    whole = environment | {"RUNNER_OUTPUTS": str(tmp_path / "whole")}
-    subprocess.run(command, env=whole, check=True, timeout=200)
-    script, printed = tmp_path / "job.sh", tmp_path / "printed"
-    script.write_text(JOB.format(home=tmp_path, command=" ".join(command)))
+@pytest.fixture
+def job(slurm, tmp_path):
+    """Start a job on two nodes; return its number, and a function that waits for its status."""
+    outputs, printed = Path(slurm.environment["RUNNER_OUTPUTS"]), tmp_path / "printed"
 
-    def rows(outputs):
-        found = [*outputs.glob("runs/*/metrics.jsonl")]
-        lines = found[0].read_text().split("\n")[:-1] if len(found) == 1 else []
-        timed = ("time/", "throughput/")
-        return [
-            {key: value for key, value in json.loads(line).items() if not key.startswith(timed)}
-            for line in lines
-        ]
+    def status(wanted):
+        def found():
+            return any(wanted(read(file.parent)) for file in outputs.glob("runs/*/status.json"))
 
-    def shown():
-        return printed.read_text() if printed.exists() else "nothing"
+        wait_for(found, 240, lambda: printed.read_text() if printed.exists() else "nothing")
+        return read(only_run(outputs))
 
-    outputs = Path(environment["RUNNER_OUTPUTS"])
-    job = slurm("sbatch", "--parsable", str(script))
-    wait_for(lambda: len(rows(outputs)) > 20, shown=shown)
-    slurm("scancel", "--signal=USR1", job)
-    wait_for(lambda: "Restarts=1" in slurm.job(job), shown=shown)
-    slurm.restart(job)
-    [status] = outputs.glob("runs/*/status.json")
-    wait_for(lambda: json.loads(status.read_text())["state"] == "finished", shown=shown)
-    assert len(json.loads(status.read_text())["resumed"]) == 1
-    assert rows(outputs) == rows(tmp_path / "whole")
+    def start(*words):
+        script, readme = tmp_path / "train.sh", (ROOT / "README.md").read_text(encoding="utf-8")
+        (text,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", readme, re.DOTALL)
+        script.write_text(text)
+        command = ["sbatch", "--parsable", f"--output={printed}", str(script), *words]
+        return slurm(*command, "plugin.nproc=1"), status
+
+    return start
+
+
+def assert_is_one_machine(environment, tmp_path, *words):
+    words = [*words, "plugin.nproc=2", f"hydra.run.dir={tmp_path / 'one'}"]
+    python("-m", "runner", *words, env=environment)
+    assert rows_of(only_run(environment["RUNNER_OUTPUTS"])) == rows_of(tmp_path / "one")
+
+
+def test_a_job_on_two_nodes_that_is_pre_empted_goes_on(slurm, job, environment, tmp_path):
+    words = [*WORDS, "train.max_duration=200ba"]
+    number, status = job(*words)
+    status(lambda now: now["step"] > 5)
+    slurm("scancel", "--signal=USR1", number)
+    slurm.restart(number)
+    assert len(status(lambda now: now["state"] == "finished")["resumed"]) == 1
+    wait_for(lambda: not [*Path(environment["RUNNER_OUTPUTS"]).glob("meetings*")])
+    assert_is_one_machine(environment, tmp_path, *words)
+
+
+@pytest.mark.slow
+def test_a_node_that_hangs_ends_the_run_and_is_named(job):
+    _, status = job(*WORDS, "launch.timeout=20", *faulty("halt"))
+    ended = status(lambda now: now["state"] != "running")
+    assert (ended["state"], ended["exit_code"]) == ("failed", 1)
+    assert (ended["rank"], ended["node"]) == (1, "n2"), ended
+    assert "rank 1 on n2 hangs or was killed" in ended["error"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_restarts_all_nodes(job, environment, tmp_path):
+    words = [*WORDS, "train.max_duration=40ba", *faulty("kill", 8, 22)]
+    _, status = job(*words, "launch.max_restarts=3")
+    assert status(lambda now: now["state"] == "finished")["resumed"] == [5, 20]
+    assert_is_one_machine(environment, tmp_path, *words)

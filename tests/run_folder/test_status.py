@@ -1,13 +1,9 @@
 """A run folder says at any moment what was asked and how it stands."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading
 from datetime import datetime
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -16,126 +12,62 @@ from runner.run_folder import status as module
 from runner.run_folder.atomic import write_text
 from runner.run_folder.status import Record
 
-CONFIG: dict[str, Any] = {
-    "seed": 0,
-    "clip": {"mode": "norm", "threshold": 0.25, "norm_type": math.inf, "exclude": ["head.*"]},
-    "model": {"_target_": "torch.nn.Linear", "bias": None},
-    "tracker": {"mode": "auto"},
-    "log": {"interval": 1},
-}
-STATUS = {
-    "state",
-    "exit_code",
-    "error",
-    "rank",
-    "config_hash",
-    "started",
-    "ended",
-    "step",
-    "wandb_run_id",
-    "pid",
-    "host",
-    "wall_s",
-}
+CONFIG = {"seed": 0, "clip": {"norm_type": math.inf, "exclude": ["head.*"]}, "model": None}
 
 
-def _status(folder: Path) -> dict[str, Any]:
-    status: dict[str, Any] = json.loads((folder / "status.json").read_text())
-    assert set(status) == STATUS
-    return status
+def read(folder, name="status.json"):
+    return json.loads((folder / name).read_text())
 
 
-def test_the_files_of_a_run_that_finishes(tmp_path: Path) -> None:
+def test_the_files_of_a_run_from_its_beginning_to_its_end(tmp_path):
     record = Record(tmp_path)
+    assert not module.is_unfinished(tmp_path)
     record.begin(CONFIG, "abc", "run1")
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == CONFIG
-    begun = _status(tmp_path)
-    assert begun["state"] == "running"
+    begun = read(tmp_path)
+    assert (begun["state"], begun["ended"]) == ("running", None)
     assert (begun["config_hash"], begun["wandb_run_id"]) == ("abc", "run1")
-    assert begun["ended"] is None
-
     record.progress(7)
-    record.summary({"final": {"train/loss": math.nan}, "steps": 7})
     record.end("finished", 0, None, None)
-    ended = _status(tmp_path)
+    assert module.is_unfinished(tmp_path)  # until its summary is there
+    record.summary({"final": {"train/loss": math.nan}, "steps": 7})
+    assert not module.is_unfinished(tmp_path)
+    ended = read(tmp_path)
+    assert ended.keys() == begun.keys()
     assert (ended["state"], ended["exit_code"], ended["step"]) == ("finished", 0, 7)
     started, end = (datetime.fromisoformat(ended[key]) for key in ("started", "ended"))
     assert started.utcoffset() is not None
     assert started <= end
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary == {"final": {"train/loss": "NaN"}, "steps": 7}
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "config.yaml",
-        "status.json",
-        "summary.json",
-    ]
-
-
-def test_a_failed_run_names_rank_and_error(tmp_path: Path) -> None:
-    record = Record(tmp_path)
-    record.begin(CONFIG, "abc", None)
-    record.progress(12)
+    assert read(tmp_path, "summary.json") == {"final": {"train/loss": "NaN"}, "steps": 7}
+    names = ["config.yaml", "status.json", "summary.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
     record.end("failed", 1, "Traceback ...\nValueError: λ", 3)
-    status = _status(tmp_path)
-    assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 1, 3)
-    assert status["error"].endswith("ValueError: λ")
-    assert status["step"] == 12
+    assert module.is_unfinished(tmp_path)
+    assert (read(tmp_path)["rank"], read(tmp_path)["error"][-1]) == (3, "λ")
 
 
-def test_progress_writes_at_most_once_a_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_written_once_a_second_and_a_continued_run_adds_its_time(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
-    record = Record(tmp_path)
-    record.begin(CONFIG, "abc", None)
-    for step in range(1, 50):
-        now += 0.015
-        record.progress(step)
-    assert _status(tmp_path)["step"] == 0
-    now += 0.5
-    record.progress(50)
-    assert _status(tmp_path)["step"] == 50
-
-
-def test_a_continued_run_keeps_its_start_and_adds_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     resumed = {"started": "2026-01-01T00:00:00+00:00", "step": 30, "resumed": [30], "wall_s": 100.0}
-    now = 5.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
     record = Record(tmp_path)
     record.begin(CONFIG, "abc", "run1", resumed)
-    now += 7
+    assert read(tmp_path).items() >= resumed.items()
+    for step, seconds, written in ((31, 0.7, 30), (32, 0.2, 30), (33, 0.2, 33)):
+        now += seconds
+        record.progress(step)
+        assert read(tmp_path)["step"] == written
     record.end("finished", 0, None, None)
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert status["wall_s"] == 107
-    assert {key: status[key] for key in ("started", "step", "resumed")} == {
-        key: resumed[key] for key in ("started", "step", "resumed")
-    }
-    assert module.elapsed(status) == status["wall_s"]  # not the years since it was started
+    assert read(tmp_path)["wall_s"] == pytest.approx(101.1)
+    assert module.elapsed(read(tmp_path)) == pytest.approx(101.1)
 
 
-def test_a_run_is_unfinished_until_its_summary_is_there(tmp_path: Path) -> None:
-    assert not module.is_unfinished(tmp_path)
-    record = Record(tmp_path)
-    record.begin(CONFIG, "abc", None)
-    assert module.is_unfinished(tmp_path)
-    record.end("finished", 0, None, None)
-    assert module.is_unfinished(tmp_path)
-    record.summary({"steps": 1})
-    assert not module.is_unfinished(tmp_path)
-    record.end("failed", 1, "x", 0)
-    assert module.is_unfinished(tmp_path)
-
-
-def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "status.json"
+def test_a_reader_never_sees_half_a_file_and_a_failed_write_keeps_the_old_one(tmp_path):
+    path, done = tmp_path / "status.json", threading.Event()
     texts = [json.dumps({"fill": str(i) * 200_000}) for i in range(2)]
     write_text(path, texts[0])
-    done = threading.Event()
 
-    def write() -> None:
+    def write():
         for i in range(200):
             write_text(path, texts[i % 2])
         done.set()
@@ -145,12 +77,17 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     while not done.is_set():
         assert path.read_text() in texts
     writer.join()
-
-
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    write_text(path, "old")
     with pytest.raises(UnicodeEncodeError):
         write_text(path, "\ud800")
-    assert path.read_text() == "old"
+    assert path.read_text() in texts
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("eval/loss", 0.2), ("grad/norm", 3.0), ("steps", 9.0), ("nothing", None), ("lost", math.inf)],
+)
+def test_an_objective_is_the_best_where_there_is_one(key, value):
+    final = {"eval/loss": 0.4, "grad/norm": 3.0, "lost": "Infinity"}
+    summary = {"best": {"eval/loss": 0.2}, "final": final, "steps": 9}
+    assert module.objective_of(summary, key) == value

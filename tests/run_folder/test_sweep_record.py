@@ -7,82 +7,41 @@ import pytest
 from runner.run_folder.sweep_record import Entry, SweepRecord, changed
 
 
-def record(**changes):
+@pytest.fixture
+def record(tmp_path):
     entries = [Entry(0, "0", ["seed=1"], ["seed=1"], "aa"), Entry(1, "1", ["seed=2"], [], "bb")]
-    content = {"name": "mine", "words": ["-m", "seed=1,2"], "request": "cc", "keys": ["seed"]}
+    content = {"name": "NaN", "words": ["-m", "seed=1,2"], "request": "cc", "keys": ["seed"]}
     content |= {"objective": "eval/loss", "maximizes": False, "max_failures": None, "total": 2}
-    return SweepRecord(**{**content, "entries": entries, **changes})
-
-
-def test_a_record_reads_back(tmp_path):
-    made = record()
-    made.entries[0].objective = 0.25
+    made = SweepRecord(**content, entries=entries)
+    made.entries[0].objective = math.inf
     made.write(tmp_path)
-    assert SweepRecord.read(tmp_path) == made
-    assert [run["number"] for run in json.loads((tmp_path / "sweep.json").read_text())["runs"]] == [
-        0,
-        1,
-    ]
+    return made
 
 
-def test_numbers_that_are_not_finite_are_strict_json(tmp_path):
-    made = record()
-    made.entries[0].objective = math.nan
-    made.entries[1].objective = math.inf
-    made.write(tmp_path)
+def test_a_record_reads_back_and_is_changed_as_a_whole(record, tmp_path):
+    assert SweepRecord.read(tmp_path) == record
     json.loads((tmp_path / "sweep.json").read_text(), parse_constant=pytest.fail)
-    read = SweepRecord.read(tmp_path)
-    assert math.isnan(read.entries[0].objective)
-    assert read.entries[1].objective == math.inf
-
-
-def test_a_change_is_written_whole(tmp_path):
-    record().write(tmp_path)
     with changed(tmp_path) as held:
         held.of(1).state = "failed"
-    assert SweepRecord.read(tmp_path).of(1).state == "failed"
     with suppress(KeyError), changed(tmp_path) as held:
         held.of(1).state = "finished"
         held.of(2)
     assert SweepRecord.read(tmp_path).of(1).state == "failed"
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"runs": [{}]}', '{"name": "mine"}'])
-def test_what_is_no_record_is_refused(tmp_path, text):
-    (tmp_path / "sweep.json").write_text(text)
-    with pytest.raises(ValueError):  # noqa: PT011
-        SweepRecord.read(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("change", "place"),
+    ("old", "new", "place"),
     [
-        ({"runs": [1]}, "runs.0"),
-        ({"runs": None}, "runs"),
-        ({"words": "seed=1"}, "words"),
-        ({"total": None}, "total"),
-        ({"number": None}, "runs.0.number"),
-        ({"number": -1}, "runs.0.number"),
-        ({"number": 1}, "two runs have one number"),
-        ({"folder": 3}, "runs.0.folder"),
-        ({"objective": "low"}, "runs.0.objective"),
-        ({"colour": "red"}, "runs.0.colour"),
+        ('"runs": [', '"runs": [1, ', "runs.0"),
+        ('"number": 0', '"number": -1', "runs.0.number"),
+        ('"number": 0', '"number": 1', "two runs have one number"),
+        ('"objective": "Infinity"', '"objective": "low"', "runs.0.objective"),
+        ('"number"', '"colour"', "runs.0.number"),
+        ("{", "", "sweep.json"),
     ],
 )
-def test_a_damaged_record_names_what_is_wrong(tmp_path, change, place):
-    record().write(tmp_path)
+def test_a_damaged_record_names_what_is_wrong(record, tmp_path, old, new, place):
     file = tmp_path / "sweep.json"
-    content = json.loads(file.read_text())
-    if change.keys() <= {"runs", "words", "total"}:
-        content |= change
-    else:
-        content["runs"][0] |= change
-    file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=place) as error:
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(ValueError, match=place):
         SweepRecord.read(tmp_path)
-    assert "\n" not in str(error.value)
-
-
-def test_a_name_that_reads_like_a_number_stays_a_name(tmp_path):
-    record(name="NaN").write(tmp_path)
-    assert SweepRecord.read(tmp_path).name == "NaN"

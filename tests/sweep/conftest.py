@@ -1,34 +1,51 @@
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.launch.ends import read, rows_of
+from tests.process import environment_at, wait_for
+
+SMALL = ["device=cpu", "data.batch_size=16", "log.flush=1"]
+SIX = [*SMALL, "train.max_duration=6ba"]
+PLAIN = ["-m", "plugin=single,ddp", "clip=norm", "clip.threshold=0.1,1", *SIX]
+
 
 class Command:
-    """The command as a user types it, with outputs of its own."""
+    """The command as a user types it, with outputs of its own, and the marks of its networks."""
 
     def __init__(self, environment: dict[str, str]):
         self.sweeps = Path(environment["RUNNER_OUTPUTS"]) / "sweeps"
         self.environment = environment
+        self.marks = self.sweeps.parent.parent / "marks"
+        self.marks.mkdir()
+
+    def net(self, number: str, **faults: str) -> list[str]:
+        """Overrides for networks with numbers of their own, and faults by number."""
+        for one, fault in faults.items():
+            (self.marks / one.strip("n")).write_text(fault)
+        return ["model._target_=tests.sweep.nets.Net", f"+model.marks={self.marks}", number]
 
     def start(self, *words, before=("-m", "runner")):
-        return subprocess.Popen(
-            [sys.executable, *before, *words],
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, *before, *words]
+        return subprocess.Popen(command, env=self.environment, start_new_session=True, **pipes)
 
-    def __call__(self, *words, code=0, before=("-m", "runner"), limit=150):
+    def __call__(self, *words, code=0, before=("-m", "runner"), limit=300):
         """What it says, on stdout and on stderr."""
         started = self.start(*words, before=before)
         out, err = started.communicate(timeout=limit)
         assert started.returncode == code, out + err
         return out, err
+
+    def until(self, happened, started):
+        wait_for(lambda: happened() or started.poll() is not None)
+        assert started.poll() is None, started.communicate()
+
+    def has_rows(self, number):
+        files = self.sweeps.glob(f"*/{number}/metrics.jsonl")
+        return any(file.stat().st_size for file in files)
 
     @property
     def folder(self) -> Path:
@@ -36,7 +53,7 @@ class Command:
         return folder
 
     def record(self):
-        return json.loads((self.folder / "sweep.json").read_text())
+        return read(self.folder, "sweep.json")
 
     def states(self):
         return [run["state"] for run in self.record()["runs"]]
@@ -45,3 +62,19 @@ class Command:
 @pytest.fixture
 def command(environment):
     return Command(environment)
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory):
+    """A finished sweep of four runs that wandb records: what it printed is ``said``."""
+    command = Command(environment_at(tmp_path_factory.mktemp("plain")))
+    command.said = command(*PLAIN, "tracker.mode=offline", "sweep.name=mine")
+    return command
+
+
+def results(folder):
+    """What a sweep came to: for each run its overrides, its state, its values and its rows."""
+    record = read(folder, "sweep.json")
+    assert record["state"] == "finished"
+    kept = ("number", "folder", "overrides", "state", "exit_code", "objective", "clip_ratio")
+    return [[run[key] for key in kept] + rows_of(folder / run["folder"]) for run in record["runs"]]

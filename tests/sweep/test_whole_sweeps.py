@@ -7,37 +7,19 @@ import signal
 
 import pytest
 
-from tests.process import wait_for
+from tests.launch.ends import read, rows_of
+from tests.process import inspected
+from tests.sweep.conftest import PLAIN, SMALL, results
 
-SMALL = ["tracker=none", "data.batch_size=16", "eval.interval=100ba"]
-SIX = [*SMALL, "train.max_duration=6ba"]
-FLAKY = ["model._target_=tests.sweep.flaky.Flaky"]
+pytestmark = pytest.mark.xdist_group("sweep")
+QUIET = [*SMALL, "tracker=none"]
+SHORT = [*QUIET, "train.max_duration=6ba"]
 
 # Runs the command, and fails where it had to import torch.
-WITHOUT_TORCH = (
-    "import sys; from runner.cli.main import main; code = main(sys.argv[1:]); "
-    "sys.exit(99 if 'torch' in sys.modules else code)"
-)
-
-# Runs the command where no page can be written.
-WITHOUT_PAGES = """
-import sys
-import runner.report
-from runner.cli.main import main
-def write(folder, left=0):
-    raise OSError("no space left")
-runner.report.write = write
-sys.exit(main(sys.argv[1:]))
+WITHOUT_TORCH = """
+import sys; from runner.cli.main import main
+code = main(sys.argv[1:]); sys.exit(99 if "torch" in sys.modules else code)
 """
-
-
-def until(true, process):
-    wait_for(lambda: true() or process.poll() is not None)
-    assert process.poll() is None, process.communicate()
-
-
-def has_rows(command, number):
-    return any(file.stat().st_size for file in command.sweeps.glob(f"*/{number}/metrics.jsonl"))
 
 
 def begun(err):
@@ -45,210 +27,152 @@ def begun(err):
     return [int(number) for number in re.findall(r"\((\d+) of \d+\)(?!.*failed)", err)]
 
 
-def read(folder, name):
-    return json.loads((folder / name).read_text())
+def test_a_finished_sweep_has_its_record_and_is_not_run_again(plain):
+    (out, err), record = plain.said, plain.record()
+    assert begun(err) == [1, 2, 3, 4], err
+    assert "best so far" in err
+    assert plain.states() == ["finished"] * 4
+    assert record["state"] == "finished"
+    assert record["words"][: len(PLAIN)] == PLAIN
+    for run in record["runs"]:
+        folder = plain.folder / run["folder"]
+        assert run["objective"] == read(folder, "summary.json")["best"]["eval/loss"]
+        assert f"{run['objective']:.4g}" in out
+        assert run["config_hash"] == read(folder)["config_hash"]
+    for one, two in ((0, 2), (1, 3)):  # under both plugins
+        losses = [record["runs"][number]["objective"] for number in (one, two)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    page = (plain.folder / "report.html").stat()
+    assert page.st_size > 10_000
+    words = [*PLAIN, "tracker.mode=offline", "sweep.name=mine"]
+    again, err = plain(*words, before=("-c", WITHOUT_TORCH))
+    assert err == "4 of 4 runs are done already: nothing to run\n"
+    assert again == out
+    assert (plain.folder / "report.html").stat().st_mtime_ns > page.st_mtime_ns
+    assert plain.record()["runs"] == record["runs"]
+
+
+def test_a_sweep_that_wandb_tracks_is_a_run_there_with_the_figures_of_the_page(plain):
+    (file,) = plain.folder.glob("wandb/offline-run-*/*.wandb")
+    records = inspected(file)
+    (run,) = records["run"]
+    assert (run["job_type"], run["run_group"], run["display_name"]) == ("sweep", "mine", "mine")
+    files = [*file.parent.glob("files/media/plotly/sweep/*.json")]
+    names = {file.name.split("_")[0]: file.read_text() for file in files}
+    assert {"loss", "eval-loss", "norm-norm", "histogram"} <= names.keys()
+    loss = json.loads(names["loss"], parse_constant=pytest.fail)
+    wanted = [row["train/loss"] for row in rows_of(plain.folder / "0")]
+    curves = [[value for value in trace["y"] if value is not None] for trace in loss["data"]]
+    assert any(curve == pytest.approx(wanted) for curve in curves)
+    summary = {key: one for update in records["summary"] for key, one in update["update"].items()}
+    best = min(run["objective"] for run in plain.record()["runs"])
+    assert json.loads(str(summary["best/eval/loss"])) == pytest.approx(best)
+
+
+def test_joblib_runs_several_at_once_with_the_same_results(plain, command):
+    """Each run waits for another one before its first step."""
+    command.environment["RUNNER_CORES"] = "2"
+    net = command.net("+model.number=${hydra:job.num}", n0="meet", n1="meet")
+    words = [*PLAIN, "tracker=none", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    _, printed = command(*words, *net)
+    for number in range(4):
+        assert re.search(rf"^run {number} \(", printed, re.M)
+        assert re.search(rf"^run {number}: finished after 6 steps", printed, re.M)
+    assert results(command.folder) == results(plain.folder)
+    _, printed = command(*words, *net)
+    assert "4 of 4 runs are done already: nothing to run" in printed
 
 
 def test_a_killed_sweep_is_finished_by_the_same_command(command):
-    words = ["recipe=sweep_norm", *SMALL, "train.max_duration=150ba", "log.flush=1"]
+    words = ["-m", "seed=1,2,3", *QUIET, "train.max_duration=300ba", "checkpoint.interval=10ba"]
     started = command.start(*words)
-    until(lambda: has_rows(command, 2), started)
+    command.until(lambda: any(command.sweeps.glob("*/1/checkpoints/step_*")), started)
     os.killpg(started.pid, signal.SIGKILL)
     started.communicate()
-    assert command.states() == ["finished", "finished", "running", "waiting"]
-    assert read(command.folder / "2", "status.json")["state"] == "running"
-    before = read(command.folder / "0", "status.json")
+    assert command.states() == ["finished", "running", "waiting"]
+    before = [read(command.folder / name) for name in "01"]
+    assert before[1]["state"] == "running"
 
-    out, err = command(*words)
-    assert err.startswith("2 of 4 runs are done already: 2 to go\n")
-    assert begun(err) == [3, 4], err
-    assert "best so far" in err
-    assert command.states() == ["finished"] * 4
-    assert read(command.folder / "0", "status.json") == before
-    rows = (command.folder / "2" / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(row)["train/step"] for row in rows]
-    assert steps == list(range(1, 151))  # nothing of the run that was killed
-    assert read(command.folder / "earlier" / "2-1", "status.json")["state"] == "running"
-
-    record = command.record()
-    assert record["state"] == "finished"
-    assert record["words"] == words
-    for run in record["runs"]:
-        summary = read(command.folder / run["folder"], "summary.json")
-        assert run["objective"] == summary["best"]["eval/loss"]
-        assert f"{run['objective']:.4g}" in out
-        assert (
-            run["config_hash"] == read(command.folder / run["folder"], "status.json")["config_hash"]
-        )
-    assert (command.folder / "report.html").stat().st_size > 10_000
-    assert (command.folder / "multirun.yaml").is_file()
-    assert (command.folder / "3" / ".hydra" / "overrides.yaml").is_file()
-
-    page = (command.folder / "report.html").stat().st_mtime_ns
-    again, err = command(*words, before=("-c", WITHOUT_TORCH))
-    assert err == "4 of 4 runs are done already: nothing to run\n"
-    assert begun(err) == []
-    assert again == out
-    assert (command.folder / "report.html").stat().st_mtime_ns > page
-    assert command.record()["runs"] == record["runs"]
+    _, err = command(*words)
+    assert err.startswith("1 of 3 runs is done already: 2 to go\n")
+    assert begun(err) == [2, 3], err
+    assert command.states() == ["finished"] * 3
+    assert read(command.folder / "0") == before[0]
+    status = read(command.folder / "1")
+    [step] = status["resumed"]
+    assert f"continuing after step {step} from {command.folder / '1'}" in err
+    assert status["started"] == before[1]["started"]
+    steps = [row["train/step"] for row in rows_of(command.folder / "1")]
+    assert steps == list(range(1, 301))
 
 
 def test_failures_are_told_at_once_counted_and_tried_again(command):
-    words = ["-m", "+model.trial=0,1,2", "+model.fails=1", *FLAKY, *SIX]
+    """A run that was killed without a checkpoint leaves its record in ``earlier``."""
+    words = ["-m", *command.net("+model.number=0,1,2", n1="raise"), *SHORT]
     out, err = command(*words, "sweep.max_failures=0", code=1)
     assert begun(err) == [1, 2], err
     failures = [line for line in err.splitlines() if "planted fault" in line]
-    assert failures == ["run 1 (2 of 3): +model.trial=1   failed: RuntimeError: planted fault"]
+    assert failures == ["run 1 (2 of 3): +model.number=1   failed: ValueError: planted fault"]
     assert command.states() == ["finished", "failed", "waiting"]
-    assert re.search(r"^1 .*failed .*RuntimeError: planted fault$", out, re.M)
-
-    out, err = command(*words, code=1)  # another limit is the same sweep
-    assert begun(err) == [2, 3], err
-    assert command.states() == ["finished", "failed", "finished"]
-    record = command.record()
-    assert record["state"] == "failed"
-    assert record["runs"][1]["error"] == "RuntimeError: planted fault"
-    assert record["runs"][1]["exit_code"] == 1
+    assert re.search(r"^1 .*failed .*ValueError: planted fault$", out, re.M)
     assert "planted fault" in (command.folder / "report.html").read_text()
 
-
-def test_a_killed_run_of_a_sweep_continues_from_its_checkpoint(command):
-    words = ["-m", "seed=1,2", *SMALL, "train.max_duration=150ba", "log.flush=1"]
-    words += ["checkpoint.interval=10ba"]
-    started = command.start(*words)
-    until(lambda: any(command.sweeps.glob("*/0/checkpoints/step_*")), started)
-    os.killpg(started.pid, signal.SIGKILL)
-    started.communicate()
-    before = read(command.folder / "0", "status.json")
-
+    (command.marks / "1").write_text("kill")
+    command(*words, code=-signal.SIGKILL)  # another limit is the same sweep
+    assert command.states() == ["finished", "running", "waiting"]
+    assert read(command.folder / "earlier" / "1-1")["state"] == "failed"
+    (command.marks / "1").unlink()
     _, err = command(*words)
-    assert command.states() == ["finished", "finished"]
-    status = read(command.folder / "0", "status.json")
-    [step] = status["resumed"]
-    assert f"continuing after step {step} from {command.folder / '0'}" in err
-    assert status["started"] == before["started"]
-    assert not (command.folder / "earlier").exists()
-    rows = (command.folder / "0" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["train/step"] for row in rows] == list(range(1, 151))
-    (command.folder / "1" / "summary.json").unlink()
-    _, err = command(*words)
-    assert err.startswith("1 of 2 runs is done already: 1 to go")
-    assert read(command.folder / "1", "summary.json")["steps"] == 150
+    assert begun(err) == [2, 3], err
+    assert command.states() == ["finished"] * 3
 
 
-def test_an_interrupt_ends_a_sweep_at_once(command):
-    words = ["-m", "seed=1,2", *SMALL, "train.max_duration=100000ba", "log.flush=1"]
-    started = command.start(*words)
-    until(lambda: has_rows(command, 0), started)
-    started.send_signal(signal.SIGINT)
-    out, err = started.communicate(timeout=120)
-    assert started.returncode == 130
-    ending = "the sweep was interrupted after 0 of 2 runs; the same command runs the rest"
-    assert err.splitlines()[-1] == ending
-    assert re.search(r"^run 0: interrupted after \d+ of 100000 steps$", err, re.M)
-    assert out.splitlines()[-1] == str(command.folder / "report.html")
-    assert command.record()["state"] == "interrupted"
-    assert command.states() == ["interrupted", "waiting"]
-    assert command.record()["runs"][0]["exit_code"] == 130
-
-
-def test_a_sweep_keeps_its_exit_code_though_nobody_reads_what_it_prints(command):
-    """As with ``2>&1 | tee log``, which the same Ctrl-C ends."""
-    started = command.start("-m", "seed=1,2", *SMALL, "train.max_duration=100000ba", "log.flush=1")
-    until(lambda: has_rows(command, 0), started)
-    started.stdout.close()
-    started.stderr.close()
-    started.send_signal(signal.SIGINT)
-    assert started.wait(120) == 130
-    assert command.record()["state"] == "interrupted"
-    assert command.states() == ["interrupted", "waiting"]
-
-
-def test_the_page_grows_with_each_run(command):
-    words = ["-m", "train.max_duration=6ba,100000ba", *SMALL, "log.flush=1"]
+@pytest.mark.parametrize("closed", [False, True], ids=["read", "closed"])
+def test_an_interrupt_ends_a_sweep_at_once(command, closed):
+    """Also where nobody reads what it prints, as with ``2>&1 | tee log``, which Ctrl-C ends too."""
+    words = ["-m", "train.max_duration=6ba,100000ba", *QUIET]
     started = command.start(*words)
     try:
-        until(lambda: has_rows(command, 1), started)
+        command.until(lambda: command.has_rows(1), started)
         page = (command.folder / "report.html").read_text()
         assert "still running when this page was written, with 1 run left" in page
-        started.send_signal(signal.SIGINT)
-        started.communicate(timeout=120)
-        assert "still running" not in (command.folder / "report.html").read_text()
+        if closed:
+            started.stdout.close()
+            started.stderr.close()
+            started.send_signal(signal.SIGINT)
+            started.wait(120)
+        else:
+            _, err = command(*words, code=2)
+            assert "another process is running this sweep" in err
+            started.send_signal(signal.SIGINT)
+            out, err = started.communicate(timeout=120)
+            ending = "the sweep was interrupted after 1 of 2 runs; the same command runs the rest"
+            assert err.splitlines()[-1] == ending
+            assert re.search(r"^run 1: interrupted after \d+ of 100000 steps$", err, re.M)
+            assert out.splitlines()[-1] == str(command.folder / "report.html")
     finally:
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
-
-
-def test_a_page_that_cannot_be_written_never_stops_a_sweep(command):
-    out, err = command("-m", "seed=1,2", *SIX, before=("-c", WITHOUT_PAGES))
-    assert command.states() == ["finished", "finished"]
-    assert out.splitlines()[-1] == str(command.folder)
-    assert err.count("could not be written") >= 2
-
-
-@pytest.mark.slow
-def test_two_processes_never_run_one_sweep(command):
-    words = ["-m", "seed=1,2", *SMALL, "train.max_duration=100000ba", "log.flush=1"]
-    started = command.start(*words)
-    try:
-        until(lambda: has_rows(command, 0), started)
-        _, err = command(*words, code=2)
-        assert "another process is running this sweep" in err
-    finally:
-        os.killpg(started.pid, signal.SIGKILL)
-        started.communicate()
-
-
-def test_one_sweep_runs_plugins_of_both_kinds(command):
-    command("-m", "plugin=single,ddp", *SIX)
-    assert command.states() == ["finished", "finished"]
-    one, two = (read(command.folder / name, "summary.json") for name in "01")
-    assert one["best"]["eval/loss"] == pytest.approx(two["best"]["eval/loss"], rel=1e-3)
-
-
-def test_a_wrong_value_in_any_run_is_found_before_the_first(command):
-    _, err = command("-m", "seed=1,2", "model=cnn,gpt", *SIX, code=2)
-    assert "(in the job" in err
-    assert not command.sweeps.exists()
+    assert started.returncode == 130
+    assert "still running" not in (command.folder / "report.html").read_text()
+    assert command.record()["state"] == "interrupted"
+    assert command.states() == ["finished", "interrupted"]
+    assert command.record()["runs"][1]["exit_code"] == 130
 
 
 def test_a_search_learns_from_runs_that_went_well(command):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    words = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=8"]
-    words += ["hydra.sweeper.sampler.seed=1", "clip.threshold=tag(log,interval(0.1,4))", *SIX]
-    words += [*FLAKY, "+model.trial=${hydra:job.num}", "+model.fails=2", "+model.nan=5"]
+    words = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=5", *SHORT]
+    words += ["hydra.sweeper.sampler.seed=1", "clip.threshold=tag(log,interval(0.1,4))"]
+    words += command.net("+model.number=${hydra:job.num}", n1="raise", n3="nan")
     out, err = command(*words, code=1)
-    assert begun(err) == list(range(1, 9))
-    assert "Traceback" not in err
-    record = command.record()
-    states = command.states()
-    assert states == ["finished"] * 2 + ["failed"] + ["finished"] * 5
-    assert record["runs"][5]["objective"] == "NaN"
-    best = min(
-        (run for number, run in enumerate(record["runs"]) if number not in (2, 5)),
-        key=lambda run: run["objective"],
-    )
+    assert begun(err) == list(range(1, 6))
+    runs = command.record()["runs"]
+    assert command.states() == ["finished", "failed", *["finished"] * 3]
+    assert runs[3]["objective"] == "NaN"
+    best = min((runs[number] for number in (0, 2, 4)), key=lambda run: run["objective"])
     results = (command.folder / "optimization_results.yaml").read_text()
     assert f"best_value: {best['objective']}" in results
     assert re.search(rf"^{best['number']} .*\(best\)", out, re.M)
-    assert best["overrides"][0].startswith("clip.threshold=")
-    assert len(best["overrides"]) == 1
-
     _, err = command(*words, code=1, before=("-c", WITHOUT_TORCH))  # it came to its end
     assert begun(err) == []
-
-
-def test_runs_leave_to_their_sweep_what_it_varies(command):
-    """Every step is clipped: a run of its own would advise on the threshold and the rate."""
-    words = [*SMALL, "train.max_duration=55ba", "log.flush=100"]
-    _, err = command("-m", "clip.threshold=0.001,0.002", *words)
-    assert "optimizer.lr" not in err.replace("clip.threshold=0.00", "")
-    assert "raise clip.threshold" not in err
-    summary = read(command.folder / "0", "summary.json")
-    assert [remark["topic"] for remark in summary["remarks"]] == ["limits"]
-    assert summary["guidance"] == []
-    page = (command.folder / "report.html").read_text()
-    assert "this sweep varied only clip.threshold: vary optimizer.lr as well" in page
-    assert "lower optimizer.lr" not in page
-    _, err = command("clip.threshold=0.001", *words)
-    assert "raise clip.threshold to about" in " ".join(err.split())

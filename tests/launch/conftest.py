@@ -1,0 +1,35 @@
+"""Runs that have finished, each of which serves many tests."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.launch.ends import faulty, only_run
+from tests.launch.secretive import Planted
+from tests.process import environment_at, python
+
+WORDS = ["device=cpu", "train.max_duration=12ba", "eval.interval=4ba", "clip.threshold=0.25"]
+WORDS += ["log.flush=1", "checkpoint.interval=5ba", "checkpoint.asynchronous=false"]
+DDP = [*WORDS, "plugin=ddp", "accumulation=x2", "data.batch_size=8", "tracker=none"]
+
+
+@pytest.fixture(scope="session")
+def single(tmp_path_factory):
+    """One process, with secrets, recorded by wandb: its folder, its output and the secrets."""
+    home, planted = tmp_path_factory.mktemp("single"), Planted()
+    words = [*WORDS, *planted.words, "data.batch_size=32", "tracker.mode=offline"]
+    environment = environment_at(home) | planted.variables
+    done = python("-m", "runner", *words, env=environment)
+    return SimpleNamespace(
+        folder=only_run(home / "outputs"), printed=done.stdout + done.stderr, planted=planted
+    )
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    """Two local ranks that take the same samples, and warn in their third microbatch."""
+    home = tmp_path_factory.mktemp("ranks")
+    words = [*DDP, "plugin.nproc=2", *faulty("warn", 3)]
+    secrets = {"WANDB_API_KEY": "5" * 40, "MY_TOKEN": "hush-hush"}
+    done = python("-m", "runner", *words, env=environment_at(home) | secrets)
+    return SimpleNamespace(folder=only_run(home / "outputs"), printed=done.stdout + done.stderr)

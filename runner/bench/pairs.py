@@ -82,11 +82,6 @@ def added(ours: Iterable[float], theirs: Iterable[float], bare: Iterable[float])
     return Spread.of(kept)
 
 
-def milliseconds(times: Times) -> dict[str, float]:
-    """Return the median of each side in milliseconds."""
-    return {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()}
-
-
 def clocked(work: Callable[[], object]) -> float:
     """Return the seconds that ``work`` takes on the host."""
     started = time.perf_counter()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.bench.pairs import Spread
+from runner.bench.pairs import Spread, Times, added, ratio
 
 WIDTH = 62
 """Characters of the column that says what was measured."""
@@ -46,7 +47,7 @@ class Row:
         what: what was measured.
         value: its median and quartiles.
         limit: largest value that the project aims at; None where there is none.
-        unit: empty for ratios; ``s``, ``MB``, ``GB/s``, ``error`` (relative) or ``times``.
+        unit: empty for ratios; ``s``, ``MB``, ``error`` (relative) or ``times``.
         ms: medians of the sides in milliseconds, by name.
     """
 
@@ -83,18 +84,42 @@ class Row:
         return line.rstrip()
 
 
+def compared(
+    what: str,
+    times: Times,
+    ours: str,
+    base: str,
+    limit: float | None = None,
+    *,
+    bare: str | None = None,
+    steps: int = 1,
+) -> Row:
+    """Return the row with the ratio of the times of two sides.
+
+    Args:
+        what: what was measured.
+        times: times of all sides.
+        ours: name of the numerator.
+        base: name of the denominator.
+        limit: largest ratio that the project aims at.
+        bare: name of a side whose times are subtracted from both.
+        steps: number of training steps of each side; the row shows the time of one.
+    """
+    if bare is None:
+        spread = ratio(times[ours], times[base])
+    else:
+        spread = added(times[ours], times[base], times[bare])
+    sides = [name for name in (bare, base, ours) if name is not None]
+    ms = {name: 1e3 * statistics.median(times[name]) / steps for name in sides}
+    return Row(what, spread, limit, ms=ms)
+
+
 def _shown(value: float, unit: str) -> str:
     if unit == "error":
         return f"{value:.0e}"
-    if unit == "times":
+    if unit == "times" or abs(value) >= 100:
         return f"{value:.0f}"
-    return (
-        f"{value:.3f}"
-        if abs(value) < 0.1
-        else f"{value:.2f}"
-        if abs(value) < 100
-        else f"{value:.0f}"
-    )
+    return f"{value:.3f}" if abs(value) < 0.1 else f"{value:.2f}"
 
 
 def _ms(value: float) -> str:

@@ -63,7 +63,7 @@ def _rows(name: str, make: Make, setting: Setting) -> list[Row]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _, wrapped, *_ = Booster(plugin=plugin).boost(model, optimizer)
     layout: Layout = wrapped.layout
-    stand_ins = stand_ins_of(layout)
+    stand_ins = _with_gradients(layout)
     gradients = [g for shard in layout.shards if (g := shard.gradient) is not None]
     saved = [gradient.clone() for gradient in gradients]
     norm = float(total_norm(layout))
@@ -91,7 +91,7 @@ def _rows(name: str, make: Make, setting: Setting) -> list[Row]:
     ]
 
 
-def stand_ins_of(layout: Layout) -> list[Tensor]:
+def _with_gradients(layout: Layout) -> list[Tensor]:
     """Give every shard a random gradient; return stand-ins on one mesh with the same gradients."""
     sharded = [shard.param for shard in layout.shards if isinstance(shard.param, DTensor)]
     mesh = max((each.device_mesh for each in sharded), key=lambda mesh: mesh.ndim)

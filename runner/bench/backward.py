@@ -35,10 +35,7 @@ class LiveGradients:
     """Counts the bytes of gradients that are alive at once in backward passes.
 
     A gradient counts from when autograd has accumulated it until its memory is freed, whoever
-    refers to it.
-
-    Args:
-        model: the model, before anybody else registers hooks on its parameters.
+    refers to it. Make it before anybody else registers hooks on the parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:

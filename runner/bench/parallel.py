@@ -35,16 +35,12 @@ PLUGINS: dict[str, Callable[[], Any]] = {
 }
 Make = Callable[[], nn.Module]
 
-CURVE = (500, 1_000, 2_000)
-"""Numbers of small tensors."""
-
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Measure the table; ranks of one number are started once."""
     model: Make = partial(gpt, 2, 64, heads=4) if setting.quick else partial(gpt, heads=4)
-    small = (100,) if setting.quick else CURVE
-    on_four = [(name, model) for name in PLUGINS]
-    on_four += [("fsdp", partial(Small, number)) for number in small]
+    small: Make = partial(Small, 100 if setting.quick else 2_000)
+    on_four = [*((name, model) for name in PLUGINS), ("fsdp", small)]
     yield from on_ranks(partial(_each, on_four), 4, setting)
     for number in () if setting.quick else (2, 8):
         yield from on_ranks(partial(_each, on_four[:1]), number, setting)

@@ -19,11 +19,10 @@ from runner.launch.supervise import train
 from runner.telemetry.sinks.sink import Sink
 
 Measure = Callable[[Setting], list[Row]]
-"""Function of a module, which every rank runs alike; the rows of the first rank count."""
 
 
 def on_ranks(measure: Measure, number: int, setting: Setting) -> list[Row]:
-    """Run ``measure`` on ``number`` ranks of this machine, joined by gloo; return its rows."""
+    """Run ``measure`` on ``number`` ranks, joined by gloo; return the rows of the first one."""
     words = ["plugin=ddp", f"plugin.nproc={number}", "tracker=none", "device=cpu"]
     [job] = request(words, writes=False).jobs
     folder = setting.folder / f"ranks-{secrets.token_hex(3)}"

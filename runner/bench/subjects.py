@@ -32,13 +32,7 @@ SHORT = 0.02
 
 
 class Subject:
-    """A model whose parameters have gradients.
-
-    Args:
-        name: name in tables.
-        model: the model.
-        device: device that it moves to.
-    """
+    """A model on a device whose parameters have gradients, with its name in tables."""
 
     def __init__(self, name: str, model: nn.Module, device: str) -> None:
         torch.manual_seed(0)

@@ -47,7 +47,7 @@ class Row:
         what: what was measured.
         value: its median and quartiles.
         limit: largest value that the project aims at; None where there is none.
-        unit: empty for ratios; ``s``, ``MB``, ``error`` (relative) or ``times``.
+        unit: empty for ratios; ``s``, ``MB`` or ``error`` (relative).
         ms: medians of the sides in milliseconds, by name.
     """
 
@@ -59,16 +59,9 @@ class Row:
 
     def record(self) -> dict[str, Any]:
         """Return the row as JSON-like containers."""
-        return {
-            "what": self.what,
-            "median": self.value.median,
-            "q1": self.value.low,
-            "q3": self.value.high,
-            "rounds": self.value.number,
-            "unit": self.unit or "ratio",
-            "limit": self.limit,
-            "ms": dict(self.ms),
-        }
+        unit = self.unit or "ratio"
+        own = {"what": self.what, "unit": unit, "limit": self.limit, "ms": dict(self.ms)}
+        return own | self.value._asdict()
 
     def line(self) -> str:
         """Return the row as one line, below :data:`HEADER`."""
@@ -77,7 +70,7 @@ class Row:
             missed = value.median > self.limit
             limit = f"{_shown(self.limit, self.unit)}{' missed' if missed else ''}"
         between = f"{_shown(value.low, self.unit)} - {_shown(value.high, self.unit)}"
-        sides = "  ".join(f"{name} {_ms(median)}" for name, median in self.ms.items())
+        sides = "  ".join(f"{name} {_shown(median, '')}" for name, median in self.ms.items())
         median = _shown(value.median, self.unit)
         unit = "" if self.unit == "error" else self.unit
         line = f"{self.what:<{WIDTH}} {median:>7} {unit:<4}{between:<15}  {limit:<12}  {sides}"
@@ -94,16 +87,10 @@ def compared(
     bare: str | None = None,
     steps: int = 1,
 ) -> Row:
-    """Return the row with the ratio of the times of two sides.
+    """Return the row with the ratio of the times of the sides ``ours`` and ``base``.
 
-    Args:
-        what: what was measured.
-        times: times of all sides.
-        ours: name of the numerator.
-        base: name of the denominator.
-        limit: largest ratio that the project aims at.
-        bare: name of a side whose times are subtracted from both.
-        steps: number of training steps of each side; the row shows the time of one.
+    The times of the side ``bare`` are subtracted from both before. A side takes ``steps`` training
+    steps, and the row shows the time of one.
     """
     if bare is None:
         spread = ratio(times[ours], times[base])
@@ -117,10 +104,4 @@ def compared(
 def _shown(value: float, unit: str) -> str:
     if unit == "error":
         return f"{value:.0e}"
-    if unit == "times" or abs(value) >= 100:
-        return f"{value:.0f}"
-    return f"{value:.3f}" if abs(value) < 0.1 else f"{value:.2f}"
-
-
-def _ms(value: float) -> str:
-    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+    return f"{value:.3f}" if abs(value) < 0.1 else f"{value:.{2 if abs(value) < 100 else 0}f}"

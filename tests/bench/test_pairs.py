@@ -44,6 +44,6 @@ def test_a_row_reads_as_one_line_and_is_recorded_with_all_its_numbers():
     assert "0.60 missed" in compared("", times, "ours", "torch", 0.6).line()
     error = Row("error", Spread.of([3e-8]), 1e-6, "error")
     assert "3e-08" in error.line()
-    wanted = {"what": "error", "unit": "error", "limit": 1e-6, "rounds": 1, "ms": {}}
-    wanted |= dict.fromkeys(("median", "q1", "q3"), 3e-8)
+    wanted = {"what": "error", "unit": "error", "limit": 1e-6, "number": 1, "ms": {}}
+    wanted |= dict.fromkeys(("median", "low", "high"), 3e-8)
     assert json.loads(json.dumps(error.record())) == wanted

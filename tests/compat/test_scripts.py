@@ -28,7 +28,6 @@ def test_composer():
 
 
 def factor_of(name, step, total):
-    """The schedule, by hand."""
     if name == "resnet":
         return (1 + math.cos(math.pi * step / total)) / 2
     warm_up, offset = total // script.PLANNED, name == "vit"
@@ -38,7 +37,6 @@ def factor_of(name, step, total):
 
 
 def parts_of(batch):
-    """What each of two ranks reads of a batch."""
     if isinstance(batch, dict):
         held = {name: tensor.chunk(2) for name, tensor in batch.items()}
         return [{name: held[name][rank] for name in held} for rank in range(2)]

@@ -30,7 +30,6 @@ def decoder(kind, **more):
 
 
 def shared():
-    """A Sequential that has a block twice."""
     relu, block = nn.ReLU(), nn.Linear(3, 3)
     return nn.Sequential(nn.Linear(3, 3), relu, block, relu, block, nn.Linear(3, 2))
 

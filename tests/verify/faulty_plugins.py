@@ -9,18 +9,12 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from runner.booster.plugin import (
-    ParallelModel,
-    PipelineParallelPlugin,
-    TorchDDPPlugin,
-    TorchFSDPPlugin,
-)
+from runner.booster import PipelineParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from runner.booster.plugin import ParallelModel
 from runner.clip import Layout
 
 
-class CountsReplicasTwice(TorchDDPPlugin):
-    """Adds up what every rank holds, though all hold the same."""
-
+class CountsReplicasTwice(TorchDDPPlugin):  # Adds up what all hold alike
     def configure(self, model):
         spread = super().configure(model)
         return replace(spread, layout=Layout(spread.layout.shards, dist.group.WORLD))
@@ -41,17 +35,13 @@ class ForgetsToReduce(TorchDDPPlugin):  # Every rank steps by the gradient of it
         return nullcontext()
 
 
-class ClipsByStage(PipelineParallelPlugin):
-    """Each stage is clipped by the norm of its own gradients."""
-
+class ClipsByStage(PipelineParallelPlugin):  # By the norm of each stage's own gradients
     def configure(self, model):
         spread = super().configure(model)
         return replace(spread, layout=Layout(spread.layout.shards))
 
 
-class ZerosForUnusedParameters(TorchFSDPPlugin):
-    """A parameter that no rank used gets a gradient of zeros."""
-
+class ZerosForUnusedParameters(TorchFSDPPlugin):  # Of no rank, in place of None
     def configure(self, model):
         spread = super().configure(model)
 

@@ -14,7 +14,7 @@ from runner.clip.mode import NEVER
 from runner.config.check import parse
 from runner.train import build
 from runner.verify.reference import Reference, Windows
-from runner.verify.setting import make_mode, notes, switch_off_dropout
+from runner.verify.setting import make_mode, switch_off_dropout
 from tests.verify.requests import IMAGES, net, plain_of
 
 
@@ -87,6 +87,3 @@ def test_the_threshold_is_that_of_the_request_for_its_own_mode():
         "value": (NEVER, True),
         "none": (None, False),
     }
-    same = "optimizer._target_=torch.optim.SGD optimizer.lr=0.1 ~optimizer.momentum "
-    same += "~optimizer.weight_decay ~optimizer.nesterov scheduler=constant"
-    assert list(notes(config_of(*same.split()))) == [], "a request that is kept to needs no note"

@@ -1,7 +1,5 @@
 """The comparison on real ranks: right plugins pass, wrong ones do not."""
 
-import json
-
 import pytest
 
 from runner.clip.layout import LayoutError
@@ -61,7 +59,6 @@ def found():
     asked = [(plain_of(*words, "plugin.nproc=2"), faulty) for words, faulty in ON_TWO.values()]
     first, second = run_ranks(verify_each, 2, asked, timeout=380)
     assert not any(isinstance(other, dict) and other for other in second), "the first rank tells"
-    assert json.dumps(first, allow_nan=True)
     return dict(zip(ON_TWO, first, strict=True))
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from runner.bench.pairs import Side, Spread, interleave, milliseconds, ratio
-from runner.bench.subjects import clock_of, gpt
-from runner.bench.table import Row, Setting
+from runner.bench.pairs import Side, Spread, interleave
+from runner.bench.subjects import clock_of, gpt, of_torchvision
+from runner.bench.table import Row, Setting, compared
 from runner.booster import Booster
 from runner.clip import build
 from runner.parallel.hooks import register_post_accumulate
@@ -26,21 +26,16 @@ WAYS = {"clip.when=step": "", "clip.when=backward": "clip", "step_in_backward": 
 
 BATCH, THRESHOLD = 4, 1e-3
 
-Make = Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]]
-"""Makes a model, and what computes a loss of it."""
+Loss = Callable[[nn.Module], Tensor]
+Make = Callable[[str], tuple[nn.Module, Loss]]
+"""Makes a model on a device, and what computes its loss."""
 
 
 class LiveGradients:
     """Counts the bytes of gradients that are alive at once in backward passes.
 
     A gradient counts from when autograd has accumulated it until its memory is freed, whoever
-    refers to it.
-
-    Args:
-        model: the model, before anybody else registers hooks on its parameters.
-
-    Attributes:
-        most: largest number of bytes so far.
+    refers to it. Make it before anybody else registers hooks on the parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -59,56 +54,43 @@ class LiveGradients:
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Measure the table; for each model the memory of each way, and the time of the other two."""
-    for name, make in _models(setting.quick).items():
-        steps, counts = {}, {}
+    models: dict[str, Make] = {"resnet18": _resnet, "gpt 12x384": partial(_gpt, 12, 384)}
+    if setting.quick:
+        models = {"gpt 2x96": partial(_gpt, 2, 96)}
+    for name, make in models.items():
+        sides: dict[str, Side] = {}
+        counts = {}
         for way, does in WAYS.items():
-            steps[way], counts[way] = _training(make, does, setting.device)
-        sides: dict[str, Side] = {
-            way: partial(clock_of(setting.device), step) for way, step in steps.items()
-        }
+            step, counts[way] = _training(make, does, setting.device)
+            sides[way] = partial(clock_of(setting.device), step)
         times = interleave(sides, setting.pairs())
-        medians = milliseconds(times)
         for way, count in counts.items():
-            size = count.most / 2**20
-            yield Row(f"{name}, {way}: gradients at most", Spread(size, size, size, 1), unit="MB")
+            size = Spread.of([count.most / 2**20])
+            yield Row(f"{name}, {way}: gradients at most", size, unit="MB")
         for way in list(WAYS)[1:]:
-            shown = {"step": medians["clip.when=step"], way: medians[way]}
-            yield Row(f"{name}, {way}: time", ratio(times[way], times["clip.when=step"]), ms=shown)
+            yield compared(f"{name}, {way}: time", times, way, "clip.when=step")
 
 
-def _models(quick: bool) -> dict[str, Make]:
-    if quick:
-        return {"gpt 2x96": partial(_gpt, 2, 96)}
-    return {"resnet18": _resnet, "gpt 12x384": partial(_gpt, 12, 384)}
-
-
-def _gpt(layers: int, width: int) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    tokens = torch.randint(256, (BATCH, 128))
+def _gpt(layers: int, width: int, device: str) -> tuple[nn.Module, Loss]:
+    tokens = torch.randint(256, (BATCH, 128), device=device)
 
     def loss(model: nn.Module) -> Tensor:
-        given = tokens.to(next(model.parameters()).device)
-        return nn.functional.cross_entropy(model(given).flatten(0, 1), given.flatten())
+        return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
-    return gpt(layers, width), loss
+    return gpt(layers, width).to(device), loss
 
 
-def _resnet() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    from torchvision.models import resnet18
-
-    images, targets = torch.randn(BATCH, 3, 64, 64), torch.randint(1_000, (BATCH,))
-
-    def loss(model: nn.Module) -> Tensor:
-        device = next(model.parameters()).device
-        return nn.functional.cross_entropy(model(images.to(device)), targets.to(device))
-
-    return resnet18(), loss
+def _resnet(device: str) -> tuple[nn.Module, Loss]:
+    images = torch.randn(BATCH, 3, 64, 64, device=device)
+    targets = torch.randint(1_000, (BATCH,), device=device)
+    model = of_torchvision("resnet18").to(device)
+    return model, lambda model: nn.functional.cross_entropy(model(images), targets)
 
 
 def _training(make: Make, does: str, device: str) -> tuple[Callable[[], None], LiveGradients]:
     """Return a function that takes a step, and the count of its gradients."""
     torch.manual_seed(0)
-    net, loss = make()
-    net.to(device)
+    net, loss = make(device)
     count = LiveGradients(net)
     booster = Booster(nonfinite="error")
     made = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)

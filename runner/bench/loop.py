@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from runner.bench import memory
-from runner.bench.pairs import Side, interleave, milliseconds, ratio
-from runner.bench.ranks import on_ranks, together
-from runner.bench.subjects import threads
-from runner.bench.table import Row, Setting
+from runner.bench.pairs import Side, clocked, interleave
+from runner.bench.peers import loops, plain_loop
+from runner.bench.ranks import on_ranks, slowest
+from runner.bench.subjects import of_torchvision, threads
+from runner.bench.table import Row, Setting, compared
 from runner.booster import Plugin, TorchDDPPlugin
 from runner.clip import GradientClipping
 from runner.data.dataset import TensorPairs, collate_pairs
@@ -45,15 +47,7 @@ INTERVAL = 50
 
 @dataclass(frozen=True)
 class Task:
-    """What both loops train.
-
-    Attributes:
-        name: name in the table.
-        make: makes the network.
-        shape: shape of one sample.
-        batch: samples of a step.
-        steps: number of steps.
-    """
+    """What both loops train: a network, samples of one shape, a batch size, a number of steps."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -61,25 +55,17 @@ class Task:
     batch: int
     steps: int
 
-    def parts(self) -> tuple[nn.Module, DataLoader[Any], Optimizer]:
-        """Make the network, its loader and its optimizer."""
-        model = self.network()
-        loader = DataLoader(self.data(), self.batch, shuffle=True, collate_fn=collate_pairs)
-        return model, loader, self.optimizer(model)
-
-    def network(self) -> nn.Module:
-        """Make the network, always with the same weights."""
+    def parts(self, plugin: Plugin | None = None) -> tuple[nn.Module, DataLoader[Any], Optimizer]:
+        """Make the network, always with the same weights, its loader and its optimizer."""
         torch.manual_seed(0)
-        return self.make()
-
-    def data(self) -> TensorPairs:
-        """Draw the samples."""
-        samples = self.steps * self.batch
-        return TensorPairs(torch.randn(samples, *self.shape), torch.randint(10, (samples,)))
-
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        """Make the optimizer."""
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+        model, samples = self.make(), self.steps * self.batch
+        data = TensorPairs(torch.randn(samples, *self.shape), torch.randint(10, (samples,)))
+        if plugin is None:
+            loader = DataLoader(data, self.batch, shuffle=True, collate_fn=collate_pairs)
+        else:
+            loader = plugin.prepare_dataloader(data, self.batch, shuffle=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+        return model, loader, optimizer
 
 
 def mlp() -> nn.Module:
@@ -88,179 +74,94 @@ def mlp() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def resnet18() -> nn.Module:
-    """Make torchvision's ResNet-18 for ten classes."""
-    from torchvision.models import resnet18 as made
-
-    model: nn.Module = made(num_classes=10)
-    return model
-
-
 TINY = Task("tiny MLP", mlp, (64,), 64, 200)
-LARGE = Task("resnet18", resnet18, (3, 32, 32), 32, 6)
 QUICK = Task("tiny MLP", mlp, (64,), 64, 50)
+LARGE = Task("resnet18", partial(of_torchvision, "resnet18", num_classes=10), (3, 32, 32), 32, 6)
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Measure the table."""
-    with threads(1), ExitStack() as open_:
-        wandb = open_.enter_context(recorded_by_wandb(setting))
-        tiny = QUICK if setting.quick else TINY
-        yield from single(tiny, [wandb], 41, 1.00, setting)
+    tiny = QUICK if setting.quick else TINY
+    with threads(1), recorded_by_wandb(setting) as wandb:
+        yield from single(tiny, wandb, 41, 1.00, setting)
         if not setting.quick:
-            yield from single(LARGE, [wandb], 15, 1.01, setting)
+            yield from single(LARGE, wandb, 15, 1.01, setting)
         if setting.peers:
-            yield from _peers(tiny, setting)
+            theirs = loops(tiny, THRESHOLD)
+            times = interleave({"bare": partial(bare, tiny), **theirs}, setting.pairs())
+            for name in theirs:
+                what = f"{tiny.name}, {name}"
+                yield compared(what, times, name, "bare", steps=tiny.steps)
     yield from on_ranks(ddp, 2, setting)
-    yield from memory.rows(setting)
 
 
-def single(
-    task: Task, trackers: Sequence[Sink], usual: int, limit: float, setting: Setting
-) -> Iterator[Row]:
-    """Measure one process: with rows in a file at every step, and with the full record."""
+def single(task: Task, wandb: Sink, usual: int, limit: float, setting: Setting) -> Iterator[Row]:
+    """Measure one process: with the full record, and a small task with a row for every step."""
     with JsonlSink(setting.folder / f"{task.name}.jsonl") as file:
-        sides: dict[str, Side] = {
-            "bare": lambda: bare(task),
-            "full": lambda: trained(task, [file, *trackers], INTERVAL),
-        }
-        if task.steps > LARGE.steps:
-            sides["every"] = lambda: trained(task, [file], 1)
+        sides: dict[str, Side] = {"bare": partial(bare, task)}
+        sides["full"] = partial(trained, task, [file, wandb], INTERVAL)
+        if task is not LARGE:
+            sides["every"] = partial(trained, task, [file], 1)
         times = interleave(sides, setting.pairs(usual))
-    medians = {name: ms / task.steps for name, ms in milliseconds(times).items()}
-    for name, what, bound in (
-        ("full", f"JSONL and wandb offline, log.interval={INTERVAL}", limit),
-        ("every", "JSONL, log.interval=1", None),
-    ):
-        if name in times:
-            shown = {"bare": medians["bare"], "ours": medians[name]}
-            yield Row(f"{task.name}, {what}", ratio(times[name], times["bare"]), bound, ms=shown)
+    what = f"{task.name}, JSONL and wandb offline, log.interval={INTERVAL}"
+    yield compared(what, times, "full", "bare", limit, steps=task.steps)
+    if "every" in times:
+        what = f"{task.name}, JSONL, log.interval=1"
+        yield compared(what, times, "every", "bare", steps=task.steps)
 
 
-def bare(task: Task) -> float:
-    """Train in plain PyTorch; return the seconds."""
-    model, loader, optimizer = task.parts()
-    return _bare(model, loader, optimizer)
+def bare(task: Task, plugin: Plugin | None = None) -> float:
+    """Train in plain PyTorch, under DDP if there is a plugin; return the seconds."""
+    network, loader, optimizer = task.parts(plugin)
+    model = network if plugin is None else DistributedDataParallel(network)
 
-
-def _bare(model: nn.Module, loader: DataLoader[Any], optimizer: Optimizer) -> float:
-    criterion = nn.CrossEntropyLoss()
-    started = time.perf_counter()
-    for inputs, targets in loader:
-        loss = criterion(model(inputs), targets)
-        loss.backward()
+    def clip() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), THRESHOLD, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad()
-    return time.perf_counter() - started
+
+    return plain_loop(model, loader, optimizer, torch.Tensor.backward, clip)
 
 
 def trained(
-    task: Task,
-    sinks: Sequence[Sink],
-    interval: int,
-    plugin: Plugin | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-    **options: Any,
+    task: Task, sinks: Sequence[Sink], interval: int, plugin: Plugin | None = None
 ) -> float:
-    """Train by :class:`runner.Trainer`; return the seconds of ``fit``.
-
-    Args:
-        task: what is trained.
-        sinks: where rows go.
-        interval: steps between rows.
-        plugin: how the model is spread over ranks.
-        clock: what the seconds are taken from.
-        options: further arguments of the trainer.
-    """
-    model, loader, optimizer = task.parts()
-    if plugin is not None:
-        loader = plugin.prepare_dataloader(task.data(), task.batch, shuffle=True)
-    steps = len(loader) // int(options.get("accumulation_steps", 1))
-    usual: dict[str, Any] = {
-        "algorithms": [GradientClipping("norm", THRESHOLD)],
-        "criterion": nn.CrossEntropyLoss(),
-    }
+    """Train by :class:`runner.Trainer` with a row each ``interval`` steps; return the seconds."""
+    model, loader, optimizer = task.parts(plugin)
     trainer = Trainer(
         model,
         loader,
-        f"{steps}ba",
+        f"{len(loader)}ba",
         optimizers=optimizer,
         plugin=plugin,
         sinks=sinks,
         log_interval=interval,
-        **usual | options,
+        algorithms=[GradientClipping("norm", THRESHOLD)],
+        criterion=nn.CrossEntropyLoss(),
     )
-    started = clock()
-    summary = trainer.fit()
-    seconds = clock() - started
-    if summary["steps"] != steps:
-        raise RuntimeError(f"{summary['steps']} steps were taken, not {steps}")
-    return seconds
+    return clocked(trainer.fit)
 
 
 def ddp(setting: Setting) -> list[Row]:
     """Measure one rank of several under ``ddp``: the same small network, half a batch each."""
-    task = QUICK if setting.quick else TINY
-    plugin = TorchDDPPlugin()
+    task, plugin = QUICK if setting.quick else TINY, TorchDDPPlugin()
     file = JsonlSink(setting.folder / f"ddp-{plugin.rank}.jsonl")
-
-    def theirs() -> float:
-        loader = plugin.prepare_dataloader(task.data(), task.batch, shuffle=True)
-        model = DistributedDataParallel(task.network())
-        return _bare(model, loader, task.optimizer(model))
-
-    def ours() -> float:
-        return trained(task, [] if plugin.rank else [file], INTERVAL, plugin)
-
-    times = interleave({"bare": _slowest(theirs), "ours": _slowest(ours)}, setting.pairs())
-    steps = task.steps // plugin.world_size
-    medians = {name: ms / steps for name, ms in milliseconds(times).items()}
+    sinks = [] if plugin.rank else [file]
+    sides = {"bare": partial(bare, task, plugin)}
+    sides["ours"] = partial(trained, task, sinks, INTERVAL, plugin)
+    times = interleave({name: slowest(side) for name, side in sides.items()}, setting.pairs())
     what = f"{task.name} under ddp, {plugin.world_size} ranks, JSONL, log.interval={INTERVAL}"
-    return [Row(what, ratio(times["ours"], times["bare"]), 1.10, ms=medians)]
-
-
-def _slowest(side: Side) -> Side:
-    """Return a side with the seconds of the slowest rank."""
-    kept: list[float] = []
-    begin = together(lambda: kept.append(side()))
-
-    def timed() -> float:
-        begin()
-        slowest = torch.tensor(kept.pop(), dtype=torch.float64)
-        torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX)
-        return slowest.item()
-
-    return timed
-
-
-def _peers(task: Task, setting: Setting) -> Iterator[Row]:
-    from runner.bench.peers import loops
-
-    sides: dict[str, Side] = {"bare": lambda: bare(task), **loops(task, THRESHOLD)}
-    if len(sides) == 1:
-        return
-    times = interleave(sides, setting.pairs())
-    medians = {name: ms / task.steps for name, ms in milliseconds(times).items()}
-    for name in list(sides)[1:]:
-        shown = {"bare": medians["bare"], "theirs": medians[name]}
-        yield Row(f"{task.name}, {name}", ratio(times[name], times["bare"]), ms=shown)
+    steps = task.steps // plugin.world_size
+    return [compared(what, times, "ours", "bare", 1.10, steps=steps)]
 
 
 class Continued:
     """Passes the rows of many trainings to one sink, with steps that go on."""
 
     def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._before = self._last = 0
+        self._sink, self._steps = sink, count(1)
 
     def write(self, row: Metrics) -> None:
-        """Take one row of the training that goes on, or the first one of the next."""
-        step = int(row[keys.TRAIN_STEP])
-        if self._before + step <= self._last:
-            self._before = self._last
-        self._last = self._before + step
-        self._sink.write(row | {keys.TRAIN_STEP: self._last})
+        """Take one row of a training."""
+        self._sink.write(row | {keys.TRAIN_STEP: next(self._steps)})
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         """Close the sink."""
@@ -268,17 +169,12 @@ class Continued:
 
 
 @contextmanager
-def recorded_by_wandb(setting: Setting, patience: float = 30.0) -> Iterator[Sink]:
-    """Context with a sink of wandb, offline, whose process has begun to record.
-
-    Args:
-        setting: where its files go.
-        patience: most seconds to wait until it has begun.
-    """
+def recorded_by_wandb(setting: Setting) -> Iterator[Sink]:
+    """Context with a sink of wandb, offline, whose process has begun to record."""
     run: dict[str, Any] = {"project": "bench", "group": None, "tags": [], "job_type": "bench"}
     run |= {"name": "bench", "run_id": new_run_id(), "config": {}}
     sink = Continued(WandbSink(setting.folder, mode="offline", timeout=60.0, **run))
-    until = time.monotonic() + patience
+    until = time.monotonic() + 30.0
     while time.monotonic() < until and not any((setting.folder / files.WANDB).glob("*run-*")):
         time.sleep(0.1)
     try:

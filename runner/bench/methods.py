@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from runner.bench.loop import resnet18
-from runner.bench.pairs import Side, added, interleave, milliseconds
-from runner.bench.subjects import Subject, Telemetry, gpt, threads
-from runner.bench.table import Row, Setting
-from runner.booster import Booster, OptimizerWrapper
+from runner.bench.pairs import Side, interleave
+from runner.bench.subjects import Subject, Telemetry, gpt, of_torchvision, threads
+from runner.bench.table import Row, Setting, compared
+from runner.booster import Booster
 from runner.clip import ClipMode, build
 
 TITLE = (
@@ -29,9 +29,12 @@ LIMIT = 1.2
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Measure the table; one row for each model and mode."""
-    made: dict[str, Callable[[], nn.Module]] = {"resnet18": resnet18, "gpt 12x384": gpt}
+    made: dict[str, Callable[[], nn.Module]] = {
+        "resnet18": partial(of_torchvision, "resnet18", num_classes=10),
+        "gpt 12x384": gpt,
+    }
     if setting.quick:
-        made = {"gpt 2x96": lambda: gpt(2, 96)}
+        made = {"gpt 2x96": partial(gpt, 2, 96)}
     for name, make in made.items():
         with threads(1):
             yield from _rows(Subject(name, make(), setting.device), setting)
@@ -43,29 +46,23 @@ def _rows(subject: Subject, setting: Setting) -> Iterator[Row]:
     telemetry = Telemetry(setting.folder)
 
     def side(mode: ClipMode) -> Side:
-        _step_before(subject, wrapped, mode)
+        for _ in range(EARLIER):
+            subject.restore()
+            torch._foreach_mul_(subject.gradients, 0.5)
+            wrapped.clip_and_step(mode)
         return subject.side(lambda: telemetry(wrapped.clip_and_step(mode)))
 
     sides = {"step": subject.side(optimizer.step)}
     for name, options in modes(subject.norm, len(subject.parameters)).items():
         sides[name] = side(build(name, **options))
     times = interleave(sides, setting.pairs())
-    medians = milliseconds(times)
     for name in list(sides)[2:]:
-        shown = {each: medians[each] for each in ("step", "norm", name)}
-        spread = added(times[name], times["norm"], times["step"])
-        yield Row(f"{subject.name}, {name}", spread, LIMIT, ms=shown)
+        yield compared(f"{subject.name}, {name}", times, name, "norm", LIMIT, bare="step")
 
 
 def modes(norm: float, tensors: int) -> Mapping[str, Mapping[str, Any]]:
-    """Return the options of each mode, ``norm`` first, so that it binds in the measured steps.
-
-    Args:
-        norm: norm of the gradient.
-        tensors: number of parameters.
-    """
+    """Return the options of each mode, ``norm`` first, so that it binds in the measured steps."""
     half = {"threshold": norm / 2}
-    first = {"threshold": norm}
     return {
         "norm": half,
         "schedule": {**half, "warmup_steps": 0},
@@ -73,16 +70,8 @@ def modes(norm: float, tensors: int) -> Mapping[str, Mapping[str, Any]]:
         "zscore": {"threshold": 2.5},
         "per_parameter": {"threshold": norm / tensors**0.5},
         "adagc": {"threshold": 1.05, "warmup_steps": EARLIER // 2},
-        "chain": {"links": [{"mode": "norm", **first}, {"mode": "norm", **half}]},
+        "chain": {"links": [{"mode": "norm", "threshold": norm}, {"mode": "norm", **half}]},
         "groups": {"groups": {"*.bias": {"mode": "norm", **half}, "*": {"mode": "norm", **half}}},
         "update": {"threshold": 1.0},
         "spike": {"threshold": 50.0, "min_steps": 0},
     }
-
-
-def _step_before(subject: Subject, wrapped: OptimizerWrapper, mode: ClipMode) -> None:
-    """Take the steps before the measured ones."""
-    for _ in range(EARLIER):
-        subject.restore()
-        torch._foreach_mul_(subject.gradients, 0.5)
-        wrapped.clip_and_step(mode)

@@ -20,14 +20,7 @@ Times = dict[str, list[float]]
 
 
 class Spread(NamedTuple):
-    """Median and quartiles of a sample.
-
-    Attributes:
-        median: the median.
-        low: the first quartile.
-        high: the third quartile.
-        number: size of the sample.
-    """
+    """Median, first and third quartile, and size of a sample."""
 
     median: float
     low: float
@@ -47,10 +40,7 @@ class Spread(NamedTuple):
 def interleave(sides: Mapping[str, Side], rounds: int, warm_up: int = 1) -> Times:
     """Run every side once in each round, in an order that rotates from round to round.
 
-    Args:
-        sides: what to time, by name.
-        rounds: number of rounds.
-        warm_up: number of rounds before, whose times are dropped.
+    Times of the ``warm_up`` rounds before are dropped.
     """
     names = list(sides)
     times: Times = {name: [] for name in names}
@@ -80,11 +70,6 @@ def added(ours: Iterable[float], theirs: Iterable[float], bare: Iterable[float])
         our, their, base = (statistics.median(column) for column in zip(*rounds, strict=True))
         kept = [(our - base) / abs(their - base or 1e-9)]
     return Spread.of(kept)
-
-
-def milliseconds(times: Times) -> dict[str, float]:
-    """Return the median of each side in milliseconds."""
-    return {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()}
 
 
 def clocked(work: Callable[[], object]) -> float:

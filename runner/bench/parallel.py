@@ -9,24 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from runner.bench.pairs import interleave, milliseconds, ratio
-from runner.bench.ranks import on_ranks, together
-from runner.bench.subjects import SCALE, Small
-from runner.bench.table import Row, Setting
-from runner.booster import (
-    Booster,
-    HybridParallelPlugin,
-    Plugin,
-    TensorParallelPlugin,
-    TorchFSDPPlugin,
-)
+from runner.bench.pairs import clocked, interleave
+from runner.bench.ranks import on_ranks, slowest
+from runner.bench.subjects import SCALE, Small, gpt
+from runner.bench.table import Row, Setting, compared
+from runner.booster import Booster, HybridParallelPlugin, TensorParallelPlugin, TorchFSDPPlugin
 from runner.clip import Layout, build, total_norm
 
 TITLE = (
@@ -34,65 +28,29 @@ TITLE = (
     "1.00 is torch.nn.utils.clip_grad_norm_(foreach=True) on DTensors of the same shards"
 )
 
-PLUGINS: dict[str, Callable[[], Plugin]] = {
+PLUGINS: dict[str, Callable[[], Any]] = {
     "fsdp": TorchFSDPPlugin,
     "tensor": partial(TensorParallelPlugin, None),
     "2-D mesh": partial(HybridParallelPlugin, tp_size=2, dp_size=2, zero_stage=2),
 }
-CURVE = (500, 1_000, 2_000)
-"""Numbers of small tensors."""
+Make = Callable[[], nn.Module]
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Measure the table; ranks of one number are started once."""
-    yield from on_ranks(_on_four, 4, setting)
+    model: Make = partial(gpt, 2, 64, heads=4) if setting.quick else partial(gpt, heads=4)
+    small: Make = partial(Small, 100 if setting.quick else 2_000)
+    on_four = [*((name, model) for name in PLUGINS), ("fsdp", small)]
+    yield from on_ranks(partial(_each, on_four), 4, setting)
     for number in () if setting.quick else (2, 8):
-        yield from on_ranks(_on_any, number, setting)
+        yield from on_ranks(partial(_each, on_four[:1]), number, setting)
 
 
-class Transformer(nn.Module):
-    """Parameters of a transformer: 149 tensors, 21.7 million elements; it computes nothing."""
-
-    tp_plan: ClassVar[dict[str, str]] = {
-        "blocks.*.qkv": "colwise",
-        "blocks.*.out": "rowwise",
-        "blocks.*.up": "colwise",
-        "blocks.*.down": "rowwise",
-        "embed": "embedding_rowwise",
-        "head": "colwise_rep",
-    }
-
-    def __init__(self, layers: int = 12, width: int = 384) -> None:
-        super().__init__()
-        self.embed, self.positions = nn.Embedding(256, width), nn.Embedding(512, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256, bias=False)
+def _each(asked: Sequence[tuple[str, Make]], setting: Setting) -> list[Row]:
+    return [row for name, make in asked for row in _rows(name, make, setting)]
 
 
-class Block(nn.Module):
-    """Parameters of one block: twelve tensors."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first_norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-
-def _on_four(setting: Setting) -> list[Row]:
-    model = partial(Transformer, 2, 64) if setting.quick else Transformer
-    found = [row for name in PLUGINS for row in _rows(name, model, setting)]
-    for number in (100,) if setting.quick else CURVE:
-        found += _rows("fsdp", partial(Small, number), setting)
-    return found
-
-
-def _on_any(setting: Setting) -> list[Row]:
-    return _rows("fsdp", Transformer, setting)
-
-
-def _rows(name: str, make: Callable[[], nn.Module], setting: Setting) -> list[Row]:
+def _rows(name: str, make: Make, setting: Setting) -> list[Row]:
     """Measure a threshold that binds, and one that does not, under one plugin."""
     torch.manual_seed(0)
     model = make()
@@ -117,23 +75,14 @@ def _rows(name: str, make: Callable[[], nn.Module], setting: Setting) -> list[Ro
     def torchs() -> Tensor:
         return nn.utils.clip_grad_norm_(stand_ins, 0.5 * norm, foreach=True)
 
-    sides = {
-        "torch": together(torchs, restore),
-        "binding": together(ours(0.5), restore),
-        "not binding": together(ours(2.0), restore),
-    }
+    works = {"torch": torchs, "binding": ours(0.5), "not binding": ours(2.0)}
+    sides = {side: slowest(partial(clocked, work), restore) for side, work in works.items()}
     times = interleave(sides, setting.pairs())
-    medians = milliseconds(times)
-    limit = 0.30 if isinstance(model, Transformer) else None
+    limit = None if isinstance(model, Small) else 0.30
     size = f"{sum(sizes) / 1e6:.1f}M" if sum(sizes) > 1e5 else f"{sum(sizes) / 1e3:.0f}k"
     what = f"{name}, {len(sizes)} tensors, {size}, {plugin.world_size} ranks"
     return [
-        Row(
-            f"{what}, {binds}",
-            ratio(times[binds], times["torch"]),
-            limit,
-            ms={"torch": medians["torch"], "ours": medians[binds]},
-        )
+        compared(f"{what}, {binds}", times, binds, "torch", limit)
         for binds in ("binding", "not binding")
     ]
 

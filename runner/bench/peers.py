@@ -1,62 +1,87 @@
-"""The loop of :mod:`runner.bench.loop` in other libraries, each as its documentation shows it."""
+"""What other libraries do in place of this project, each as its documentation shows it."""
 
 from __future__ import annotations
 
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
-from runner.bench.pairs import Side
+from runner.bench.pairs import Side, clocked
 
 if TYPE_CHECKING:
     from runner.bench.loop import Task
 
+PEERS = ("timm", "lightning", "accelerate")
+"""Packages that are measured with ``--peers``."""
+
+
+def versions() -> dict[str, str]:
+    """Return the version of each package of :data:`PEERS` that is installed."""
+    return {name: version(name) for name in PEERS if find_spec(name)}
+
+
+def timm_adaptive(parameters: list[nn.Parameter], factor: float) -> Callable[[], object] | None:
+    """Return timm's adaptive clipping of parameters; None where timm is not installed."""
+    if not find_spec("timm"):
+        return None
+    from timm.utils.agc import adaptive_clip_grad
+
+    clip: Callable[..., object] = adaptive_clip_grad
+    return lambda: clip(parameters, clip_factor=factor, eps=1e-3)
+
 
 def loops(task: Task, threshold: float) -> dict[str, Side]:
-    """Return the loop of each library that is installed.
-
-    Args:
-        task: what to train.
-        threshold: threshold of the norm.
-    """
+    """Return the training loop of each library that is installed, which clips by the norm."""
     known: dict[str, tuple[str, Callable[[Task, float], float]]] = {
         "Lightning Fabric": ("lightning", _fabric),
         "Lightning Trainer": ("lightning", _lightning),
         "Accelerate": ("accelerate", _accelerate),
-        "Composer": ("composer", _composer),
     }
 
-    def side(train: Callable[[Task, float], float]) -> Side:
-        def timed() -> float:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of libraries, about what they were not given
-                return train(task, threshold)
+    def timed(train: Callable[[Task, float], float]) -> float:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries, about what they were not given
+            return train(task, threshold)
 
-        return timed
+    return {name: partial(timed, train) for name, (each, train) in known.items() if find_spec(each)}
 
-    return {name: side(train) for name, (module, train) in known.items() if find_spec(module)}
+
+def plain_loop(
+    model: nn.Module,
+    loader: Iterable[Any],
+    optimizer: Optimizer,
+    backward: Callable[[Tensor], object],
+    clip: Callable[[], object],
+) -> float:
+    """Train for an epoch in plain PyTorch; return the seconds."""
+    criterion = nn.CrossEntropyLoss()
+    started = time.perf_counter()
+    for inputs, targets in loader:
+        backward(criterion(model(inputs), targets))
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
+    return time.perf_counter() - started
 
 
 def _fabric(task: Task, threshold: float) -> float:
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1)
-    network, plain_loader, plain_optimizer = task.parts()
-    model, optimizer = fabric.setup(network, plain_optimizer)
-    loader = fabric.setup_dataloaders(plain_loader)
-    started = time.perf_counter()
-    for inputs, targets in loader:
-        fabric.backward(F.cross_entropy(model(inputs), targets))
-        fabric.clip_gradients(model, optimizer, max_norm=threshold)
-        optimizer.step()
-        optimizer.zero_grad()
-    return time.perf_counter() - started
+    network, plain, own = task.parts()
+    model, optimizer = fabric.setup(network, own)
+    clip = partial(fabric.clip_gradients, model, optimizer, max_norm=threshold)
+    loader = fabric.setup_dataloaders(plain)
+    return plain_loop(model, loader, optimizer, fabric.backward, clip)
 
 
 def _accelerate(task: Task, threshold: float) -> float:
@@ -64,13 +89,13 @@ def _accelerate(task: Task, threshold: float) -> float:
 
     accelerator = Accelerator(cpu=True)
     model, loader, optimizer = accelerator.prepare(*task.parts())
-    started = time.perf_counter()
-    for inputs, targets in loader:
-        accelerator.backward(F.cross_entropy(model(inputs), targets))
-        accelerator.clip_grad_norm_(model.parameters(), threshold)
-        optimizer.step()
-        optimizer.zero_grad()
-    return time.perf_counter() - started
+    return plain_loop(
+        model,
+        loader,
+        optimizer,
+        accelerator.backward,
+        lambda: accelerator.clip_grad_norm_(model.parameters(), threshold),
+    )
 
 
 def _lightning(task: Task, threshold: float) -> float:
@@ -78,7 +103,6 @@ def _lightning(task: Task, threshold: float) -> float:
 
     # It has set its own level when it was imported, and prints between the rows.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
     network, loader, optimizer = task.parts()
 
     class Module(lightning.LightningModule):
@@ -103,40 +127,4 @@ def _lightning(task: Task, threshold: float) -> float:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    started = time.perf_counter()
-    trainer.fit(Module(), loader)
-    return time.perf_counter() - started
-
-
-def _composer(task: Task, threshold: float) -> float:
-    from composer import Trainer
-    from composer.algorithms import GradientClipping
-    from composer.models import ComposerModel
-
-    network, loader, optimizer = task.parts()
-
-    class Model(ComposerModel):  # type: ignore[misc]
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, batch: Any) -> Any:
-            return self.inner(batch[0])
-
-        def loss(self, outputs: Any, batch: Any) -> Any:
-            return F.cross_entropy(outputs, batch[1])
-
-    trainer = Trainer(
-        model=Model(network),
-        train_dataloader=loader,
-        max_duration=f"{task.steps}ba",
-        optimizers=optimizer,
-        algorithms=[GradientClipping(clipping_type="norm", clipping_threshold=threshold)],
-        device="cpu",
-        progress_bar=False,
-    )
-    started = time.perf_counter()
-    trainer.fit()
-    seconds = time.perf_counter() - started
-    trainer.close()
-    return seconds
+    return clocked(lambda: trainer.fit(Module(), loader))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.bench.pairs import Side, clocked
+from runner.bench.pairs import Side
 from runner.bench.table import Row, Setting
 from runner.compose.request import request
 from runner.config.schema import RunConfig
@@ -19,11 +19,10 @@ from runner.launch.supervise import train
 from runner.telemetry.sinks.sink import Sink
 
 Measure = Callable[[Setting], list[Row]]
-"""Function of a module, which every rank runs alike; the rows of the first rank count."""
 
 
 def on_ranks(measure: Measure, number: int, setting: Setting) -> list[Row]:
-    """Run ``measure`` on ``number`` ranks of this machine, joined by gloo; return its rows."""
+    """Run ``measure`` on ``number`` ranks, joined by gloo; return the rows of the first one."""
     words = ["plugin=ddp", f"plugin.nproc={number}", "tracker=none", "device=cpu"]
     [job] = request(words, writes=False).jobs
     folder = setting.folder / f"ranks-{secrets.token_hex(3)}"
@@ -41,14 +40,14 @@ def _work(
     return {"rows": measure(setting)}
 
 
-def together(work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> Side:
-    """Return a side that all ranks begin at once, and that takes as long as on the slowest."""
+def slowest(side: Side, prepare: Callable[[], object] = lambda: None) -> Side:
+    """Return a side that all ranks begin at once, with the seconds of the slowest rank."""
 
     def timed() -> float:
         prepare()
         dist.barrier()
-        slowest = torch.tensor(clocked(work), dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return slowest.item()
+        seconds = torch.tensor(side(), dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.item()
 
     return timed

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
+import os
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from runner.bench.machine import machine, peers
+from runner.bench.peers import versions
 from runner.bench.table import HEADER, Setting
 from runner.config.problem import Stopped
 from runner.run_folder.atomic import write_text
@@ -29,17 +30,7 @@ def record(
     command: str,
     show: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure tables, show each row at once, and write both files after each table.
-
-    Args:
-        tables: names of :data:`runner.bench.TABLES`.
-        setting: what is asked for.
-        folder: folder of the files, which exists.
-        command: the command, for the record.
-        show: prints one line.
-
-    Returns:
-        What the JSON file holds.
+    """Measure tables, show each row at once, and write both files to ``folder`` after each table.
 
     Raises:
         Stopped: a signal asked to stop.
@@ -50,31 +41,17 @@ def record(
         lines.append(text)
         show(text)
 
-    began, machine_here, others = now(), machine(setting.device), peers() if setting.peers else {}
-    made_with = provenance()
-    measured_here: dict[str, Any] = {}
-    found = {
-        "command": command,
-        "date": began,
-        "quick": setting.quick,
-        "machine": machine_here,
-        "peers": others,
-        **made_with,
-        "tables": measured_here,
-    }
-    line(f"{began[:10]}  {', '.join(f'{key} {value}' for key, value in machine_here.items())}")
+    began, others, made_with = now(), versions() if setting.peers else {}, provenance()
+    found: dict[str, Any] = {"command": command, "date": began, "quick": setting.quick}
+    found |= {"machine": _machine(setting.device), "peers": others, **made_with, "tables": {}}
+    line(f"{began[:10]}  {found['machine']}")
     line(", ".join(made_with.values()))
     if setting.peers:
-        listed = [f"{name} {version or 'not installed'}" for name, version in others.items()]
-        line(f"peers: {', '.join(listed)}")
+        listed = [f"{name} {version}" for name, version in others.items()]
+        line(f"peers: {', '.join(listed) or 'none installed'}")
     for name in tables:
-        started = time.monotonic()
         measured = import_module(f"runner.bench.{name}")
-        title, *further = measured.TITLE.splitlines()
-        line()
-        line(f"{name}: {title}")
-        for text in further:
-            line(f"  {text}")
+        line(f"\n{name}: " + measured.TITLE.replace("\n", "\n  "))
         line(HEADER)
         rows = []
         for row in measured.rows(setting):
@@ -84,8 +61,23 @@ def record(
             rows.append(row.record())
             if number := stop.reset():  # a training has noted the signal
                 raise Stopped(number)
-        seconds = round(time.monotonic() - started, 1)
-        measured_here[name] = {"title": measured.TITLE, "seconds": seconds, "rows": rows}
+        found["tables"][name] = {"title": measured.TITLE, "rows": rows}
         write_object(folder / FILE, found)
         write_text(folder / TEXT, "\n".join(lines) + "\n")
+    return found
+
+
+def _machine(device: str) -> str:
+    """Return the processor, its number of cores, and the accelerator that is measured, if any."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    _, _, named = text.partition("model name")
+    name = named.partition("\n")[0].strip("\t :") or platform.processor() or platform.machine()
+    found = f"{name}, {os.cpu_count()} cores"
+    if device != "cpu":
+        import torch
+
+        found += f", {torch.cuda.get_device_name(device)}"
     return found

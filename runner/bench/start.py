@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import count
+from pathlib import Path
 
-from runner.bench.commands import run, side
-from runner.bench.pairs import Spread, clocked, interleave, milliseconds, ratio
-from runner.bench.table import Row, Setting
+from runner.bench.pairs import Side, Spread, clocked, interleave
+from runner.bench.table import Row, Setting, compared
 from runner.run_folder import files, keys
 from runner.run_folder.rows import read_rows
 
@@ -25,37 +29,57 @@ ANSWERS: dict[str, tuple[list[str], int]] = {
 }
 """Arguments and exit code of each command."""
 
+PATIENCE = 300.0
+"""Seconds after which a command is killed."""
+
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Measure the table."""
-    sides = {"import": side(["-c", "import torch"], setting)}
+    bare: Side = partial(clocked, partial(run, ["-c", "import torch"], setting))
+    sides = {"import": bare}
     answers = list(ANSWERS)[:1] if setting.quick else list(ANSWERS)
     for name in answers:
         arguments, code = ANSWERS[name]
-        sides[name] = side(["-m", "runner", *arguments], setting, code)
-    pairs = 1 if setting.quick and setting.rounds is None else setting.pairs()
-    times = interleave(sides, pairs, warm_up=0 if setting.quick else 1)
-    medians = milliseconds(times)
+        sides[name] = partial(clocked, partial(run, ["-m", "runner", *arguments], setting, code))
+    quick = setting.quick and setting.rounds is None
+    warm_up = 0 if setting.quick else 1
+    times = interleave(sides, 1 if quick else setting.pairs(), warm_up)
     for name in answers:
-        shown = {"import": medians["import"], "ours": medians[name]}
-        yield Row(f"python -m runner {name}", ratio(times[name], times["import"]), 0.45, ms=shown)
-    yield _whole_run(setting)
-
-
-def _whole_run(setting: Setting) -> Row:
-    """Measure a run of one step, less that step, against the import of torch."""
+        yield compared(f"python -m runner {name}", times, name, "import", 0.45)
     numbers = count()
 
     def outside() -> float:
         folder = setting.folder / f"run-{next(numbers)}"
-        words = ["train.max_duration=1ba", f"hydra.run.dir={folder}"]
-        seconds = clocked(lambda: run(["-m", "runner", *words], setting))
-        steps = sum(float(row[keys.TIME_STEP]) for row in read_rows(folder / files.ROWS))
-        return seconds - steps
+        words = ["-m", "runner", "train.max_duration=1ba", f"hydra.run.dir={folder}"]
+        seconds = clocked(lambda: run(words, setting))
+        return seconds - sum(float(row[keys.TIME_STEP]) for row in read_rows(folder / files.ROWS))
 
-    sides = {"import": side(["-c", "import torch"], setting), "run": outside}
-    pairs = 1 if setting.quick and setting.rounds is None else setting.pairs(5)
-    times = interleave(sides, pairs, warm_up=0 if setting.quick else 1)
+    times = interleave({"import": bare, "run": outside}, 1 if quick else setting.pairs(5), warm_up)
     more = [one - other for one, other in zip(times["run"], times["import"], strict=True)]
     what = "a run of one step, beyond that step and import torch"
-    return Row(what, Spread.of(more), 4.0, "s", milliseconds(times))
+    yield Row(what, Spread.of(more), 4.0, "s")
+
+
+def run(arguments: Sequence[str], setting: Setting, code: int = 0) -> None:
+    """Run Python with ``arguments`` to its end, with its outputs in the folder of ``setting``.
+
+    Raises:
+        RuntimeError: its exit code is not ``code``; the message has the end of what it printed.
+    """
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    kept = {name: value for name, value in os.environ.items() if name not in ranks}
+    path = [str(Path(__file__).parents[2]), *filter(None, [kept.get("PYTHONPATH")])]
+    kept |= {"PYTHONPATH": os.pathsep.join(path), "WANDB_MODE": "offline"}
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        env=kept | {"RUNNER_OUTPUTS": str(setting.folder / "outputs")},
+        cwd=setting.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=PATIENCE,
+        check=False,
+    )
+    if ended.returncode != code:
+        printed = ended.stdout.decode(errors="replace")[-2000:]
+        command = " ".join(["python", *arguments])
+        raise RuntimeError(f"{command} ended with {ended.returncode}, not {code}:\n{printed}")

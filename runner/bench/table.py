@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.bench.pairs import Spread
+from runner.bench.pairs import Spread, Times, added, ratio
 
 WIDTH = 62
 """Characters of the column that says what was measured."""
@@ -46,7 +47,7 @@ class Row:
         what: what was measured.
         value: its median and quartiles.
         limit: largest value that the project aims at; None where there is none.
-        unit: empty for ratios; ``s``, ``MB``, ``GB/s``, ``error`` (relative) or ``times``.
+        unit: empty for ratios; ``s``, ``MB`` or ``error`` (relative).
         ms: medians of the sides in milliseconds, by name.
     """
 
@@ -58,16 +59,9 @@ class Row:
 
     def record(self) -> dict[str, Any]:
         """Return the row as JSON-like containers."""
-        return {
-            "what": self.what,
-            "median": self.value.median,
-            "q1": self.value.low,
-            "q3": self.value.high,
-            "rounds": self.value.number,
-            "unit": self.unit or "ratio",
-            "limit": self.limit,
-            "ms": dict(self.ms),
-        }
+        unit = self.unit or "ratio"
+        own = {"what": self.what, "unit": unit, "limit": self.limit, "ms": dict(self.ms)}
+        return own | self.value._asdict()
 
     def line(self) -> str:
         """Return the row as one line, below :data:`HEADER`."""
@@ -76,26 +70,38 @@ class Row:
             missed = value.median > self.limit
             limit = f"{_shown(self.limit, self.unit)}{' missed' if missed else ''}"
         between = f"{_shown(value.low, self.unit)} - {_shown(value.high, self.unit)}"
-        sides = "  ".join(f"{name} {_ms(median)}" for name, median in self.ms.items())
+        sides = "  ".join(f"{name} {_shown(median, '')}" for name, median in self.ms.items())
         median = _shown(value.median, self.unit)
         unit = "" if self.unit == "error" else self.unit
         line = f"{self.what:<{WIDTH}} {median:>7} {unit:<4}{between:<15}  {limit:<12}  {sides}"
         return line.rstrip()
 
 
+def compared(
+    what: str,
+    times: Times,
+    ours: str,
+    base: str,
+    limit: float | None = None,
+    *,
+    bare: str | None = None,
+    steps: int = 1,
+) -> Row:
+    """Return the row with the ratio of the times of the sides ``ours`` and ``base``.
+
+    The times of the side ``bare`` are subtracted from both before. A side takes ``steps`` training
+    steps, and the row shows the time of one.
+    """
+    if bare is None:
+        spread = ratio(times[ours], times[base])
+    else:
+        spread = added(times[ours], times[base], times[bare])
+    sides = [name for name in (bare, base, ours) if name is not None]
+    ms = {name: 1e3 * statistics.median(times[name]) / steps for name in sides}
+    return Row(what, spread, limit, ms=ms)
+
+
 def _shown(value: float, unit: str) -> str:
     if unit == "error":
         return f"{value:.0e}"
-    if unit == "times":
-        return f"{value:.0f}"
-    return (
-        f"{value:.3f}"
-        if abs(value) < 0.1
-        else f"{value:.2f}"
-        if abs(value) < 100
-        else f"{value:.0f}"
-    )
-
-
-def _ms(value: float) -> str:
-    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+    return f"{value:.3f}" if abs(value) < 0.1 else f"{value:.{2 if abs(value) < 100 else 0}f}"

@@ -38,8 +38,7 @@ class CheckpointIO:
     Every rank has to call them, and all ranks have to see the same disk. Reading a file runs no
     code in it. What was saved under one plugin and number of ranks can be loaded under another.
 
-    Arguments of Colossal-AI's methods that only change how files are cut or read are accepted:
-    each rank writes one file.
+    ``size_per_shard`` is accepted, since scripts of Colossal-AI give it: each rank writes one file.
     """
 
     def save_model(
@@ -47,11 +46,8 @@ class CheckpointIO:
         model: ModelWrapper,
         checkpoint: str | Path,
         shard: bool = False,
-        gather_dtensor: bool = True,
-        prefix: str | None = None,
         size_per_shard: int = 1024,
         use_safetensors: bool = False,
-        use_async: bool = False,
     ) -> None:
         """Save the weights of the model.
 
@@ -60,12 +56,9 @@ class CheckpointIO:
             checkpoint: with ``shard`` a folder, which is made; else a file.
             shard: whether each rank writes what it holds, as safetensors. Otherwise the first rank
                 gathers the whole model and writes one file.
-            gather_dtensor: accepted, without effect.
-            prefix: accepted, without effect.
             size_per_shard: accepted, without effect.
             use_safetensors: whether that one file is in the format of safetensors, as it also is if
                 its name ends so; else it is what ``torch.save`` writes.
-            use_async: accepted, without effect: the files are complete when this returns.
 
         Raises:
             OSError: it cannot be written, on every rank. A former file is unchanged.
@@ -88,8 +81,6 @@ class CheckpointIO:
         model: ModelWrapper,
         checkpoint: str | Path,
         strict: bool = True,
-        low_cpu_mem_mode: bool = True,
-        num_threads: int = 1,
     ) -> None:
         """Load what :meth:`save_model` saved, or the state dict of a model that was not boosted.
 
@@ -98,8 +89,6 @@ class CheckpointIO:
             checkpoint: folder or file.
             strict: whether the names have to be those of the model. Otherwise those that both have
                 are loaded.
-            low_cpu_mem_mode: accepted, without effect: a file is mapped to memory, not read whole.
-            num_threads: accepted, without effect.
 
         Raises:
             OSError: it cannot be read.
@@ -119,10 +108,6 @@ class CheckpointIO:
         optimizer: OptimizerWrapper,
         checkpoint: str | Path,
         shard: bool = False,
-        gather_dtensor: bool = True,
-        prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_async: bool = False,
     ) -> None:
         """Save the state of the optimizers and of the fp16 loss scale.
 
@@ -130,10 +115,6 @@ class CheckpointIO:
             optimizer: the boosted optimizer.
             checkpoint: with ``shard`` a folder, which is made; else a file.
             shard: whether each rank writes what it holds. Otherwise the first rank gathers all.
-            gather_dtensor: accepted, without effect.
-            prefix: accepted, without effect.
-            size_per_shard: accepted, without effect.
-            use_async: accepted, without effect: the files are complete when this returns.
 
         Raises:
             OSError: it cannot be written, on every rank.
@@ -153,16 +134,12 @@ class CheckpointIO:
         self,
         optimizer: OptimizerWrapper,
         checkpoint: str | Path,
-        low_cpu_mem_mode: bool = True,
-        num_threads: int = 1,
     ) -> None:
         """Load what :meth:`save_optimizer` saved.
 
         Args:
             optimizer: the boosted optimizer, of the same kind and with the same groups.
             checkpoint: folder or file.
-            low_cpu_mem_mode: accepted, without effect.
-            num_threads: accepted, without effect.
 
         Raises:
             OSError: it cannot be read.

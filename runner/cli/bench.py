@@ -17,7 +17,7 @@ from runner.telemetry.sinks.console import announce, print_line
 
 DESCRIPTION = """\
 Measure this project against plain PyTorch, and print medians of paired ratios with quartiles.
-This takes about ten minutes on two cores, and twice that with the tables marked *, which are
+This takes less than ten minutes on two cores, and twice that with the tables marked *, which are
 measured where they are named. Leave the machine alone meanwhile.
 
   clip       what clipping and telemetry add to an optimizer step; the norm alone; its error
@@ -27,10 +27,7 @@ measured where they are named. Leave the machine alone meanwhile.
   backward*  memory of gradients and time of steps with clipping in the backward pass
   parallel   clipping under fsdp, tensor and a 2-D mesh on 2 to 8 ranks
   loop       a training loop with its record against a bare one, in one process and under ddp
-  telemetry* what each optional measurement adds to a training step
-  start      the time until a command answers, and a run's time besides its training
-  sweep      what each further run of a sweep takes besides its training
-  page       the page of a large sweep"""
+  start      the time until a command answers, and a run's time besides its training"""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -55,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="measure timm, Lightning, Accelerate and Composer too, as far as they are installed",
+        help="measure timm, Lightning and Accelerate too, as far as they are installed",
     )
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, few pairs: shows that everything runs"

@@ -12,8 +12,7 @@ Why not the styles of :mod:`torch.distributed.tensor.parallel` (as of torch 2.14
 * they have no style for a replicated layer of which each rank computes a part of the gradient;
 * a step takes 1.20 to 1.26 times as long (1.20 to 1.30 with ``sequence_parallel``), because each
   operation is dispatched by DTensor: GPT of 4 layers and width 128, batch 8 x 128 tokens, 2 ranks
-  on gloo, medians of 15 to 40 alternating pairs in three runs on a busy machine, by
-  ``python -m tests.bench.tensor_styles``.
+  on gloo, medians of 15 to 40 alternating pairs in three runs on a busy machine.
 """
 
 from __future__ import annotations

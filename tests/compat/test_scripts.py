@@ -1,72 +1,133 @@
 """Scripts written for Colossal-AI and for Composer run with their import lines changed."""
 
 import math
-import os
-import pickle
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from tests.process import ROOT, python
+from runner.booster import SinglePlugin
+from tests.compat import colossal as script
+from tests.process import python
+from tests.ranks import run_ranks
 
 HERE = Path(__file__).resolve().parent
+EPOCHS = 2
 
 
-@pytest.fixture
-def environment(tmp_path):
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    return {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
-
-
-@pytest.fixture
-def cifar(tmp_path, environment):
-    """Random images in the real format of CIFAR-10, whose checksums nobody asks for."""
-    folder = tmp_path / "data" / "cifar-10-batches-py"
-    folder.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
-    for name in names:
-        images = rng.integers(0, 256, (20, 3072), dtype=np.uint8)
-        batch = {"data": images, "labels": rng.integers(0, 10, 20).tolist()}
-        (folder / name).write_bytes(pickle.dumps(batch))
-    classes = {"label_names": [str(i) for i in range(10)]}
-    (folder / "batches.meta").write_bytes(pickle.dumps(classes))
-    patch = "import torchvision.datasets.cifar as c\nc.check_integrity = lambda *a, **k: True\n"
-    (tmp_path / "sitecustomize.py").write_text(patch)
-    return environment | {"DATA": str(tmp_path / "data")}
-
-
-def run(environment, *words):
-    done = python(*words, env=environment)
-    return done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(("ranks", "precision"), [(1, "fp32"), (2, "fp32"), (2, "fp16")])
-@pytest.mark.product(every=3)
-def test_colossal_booster(cifar, ranks, precision):
-    torchrun = ["-m", "torch.distributed.run", "--standalone"]
-    script = [str(HERE / "colossal_booster.py"), precision]
-    said = run(cifar, *torchrun, f"--nproc_per_node={ranks}", *script)
-    losses = re.findall(r"iteration (\d) loss ([\d.]+) norm (\S+)", said)
-    assert [int(index) for index, _, _ in losses] == [0, 1, 2, 3]
-    # Under fp16 the first steps may overflow: they say inf or nan, and are skipped.
-    assert not any(float(norm) <= 0.1 for _, _, norm in losses)
-    assert precision == "fp16" or all(math.isfinite(float(norm)) for _, _, norm in losses)
-    sums = re.findall(r"rank \d weights (\S+)", said)
-    assert len(sums) == ranks
-    assert len(set(sums)) == 1, "replicas drifted apart"
-
-
-def test_composer_functional(environment):
-    said = run(environment, str(HERE / "composer_functional.py"))
+def test_composer():
+    said = python(str(HERE / "composer.py")).stdout
     for kind in ("norm", "value", "adaptive"):
         first, second = map(float, re.findall(rf"{kind} epoch \d: ([\d.]+)", said))
         assert second < first
-
-
-def test_composer_trainer(environment):
-    said = run(environment, str(HERE / "composer_trainer.py"))
     assert float(re.search(r"accuracy ([\d.]+)", said)[1]) > 0.5
     assert 0 < float(re.search(r"clipped ([\d.]+)", said)[1]) <= 1
+
+
+def factor_of(name, step, total):
+    if name == "resnet":
+        return (1 + math.cos(math.pi * step / total)) / 2
+    warm_up, offset = total // script.PLANNED, name == "vit"
+    if step < warm_up:
+        return (step + offset) / (warm_up + offset)
+    return (total - step) / (total - warm_up)
+
+
+def parts_of(batch):
+    if isinstance(batch, dict):
+        held = {name: tensor.chunk(2) for name, tensor in batch.items()}
+        return [{name: held[name][rank] for name in held} for rank in range(2)]
+    return list(zip(*(tensor.chunk(2) for tensor in batch), strict=True))
+
+
+def by_plain_torch(name, half):
+    """Train one model by torch alone, on the samples that two ranks read together."""
+    model = script.build_model(name)
+    optimizer = torch.optim.AdamW(
+        script.groups_of(model), lr=script.RATE, eps=script.EPS, fused=True
+    )
+    samples, _ = script.datasets(name)
+    loader = SinglePlugin().prepare_dataloader(samples, script.BATCH, shuffle=True, drop_last=True)
+    total = len(loader) * script.PLANNED
+    scheduler = LambdaLR(optimizer, lambda step: factor_of(name, step, total))
+    scaler = torch.amp.GradScaler("cpu", enabled=half)
+    for _ in range(EPOCHS):
+        for batch in loader:
+            summed = {}
+            for rank, part in enumerate(parts_of(batch)):
+                buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.float16, enabled=half):
+                    loss = script.loss_of(model, part, nn.functional.cross_entropy)
+                scaler.scale(loss).backward()
+                for key, parameter in model.named_parameters():
+                    summed[key] = summed.get(key, 0) + parameter.grad / 2
+                if rank:  # Running statistics are those of the first rank.
+                    for key, buffer in model.named_buffers():
+                        buffer.copy_(buffers[key])
+            for key, parameter in model.named_parameters():
+                parameter.grad = summed[key]
+            if name != "vit":
+                scaler.unscale_(optimizer)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), script.CLIP)
+                assert not norm <= script.CLIP
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+    return model, scaler.get_scale() if half else None
+
+
+def require_plain_torchs(name, plugin, folder):
+    """Compare the saved weights with plain torch's; return the loss on held-out samples."""
+    half = plugin.endswith("fp16")
+    plain, scale = by_plain_torch(name, half)
+    weights = torch.load(folder / "end.pth", weights_only=True)
+    wanted, before = plain.state_dict(), script.build_model(name).state_dict()
+    assert weights.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        off = (weights[key] - tensor).abs().max()
+        assert off <= 1e-6 * max(1.0, tensor.abs().max()), (name, key, off)
+    assert any(not torch.equal(tensor, before[key]) for key, tensor in weights.items())
+    if half and name == "bert":
+        saved = torch.load(folder / f"{EPOCHS}" / "optimizer", weights_only=True)
+        assert saved["loss_scale"]["scale"] == scale < 2.0**16, "a step has overflowed"
+    samples = script.datasets(name)[1]
+    plain.load_state_dict(weights)
+    with torch.autocast("cpu", torch.float16, enabled=half):
+        loss, _ = script.evaluate(plain, torch.utils.data.DataLoader(samples, len(samples)))
+    return loss.item()
+
+
+def train_and_resume(cases, folder):
+    """Evaluations of trainings that stop after an epoch and go on in objects made anew."""
+    found = []
+    for name, plugin in cases:
+        script.train(name, plugin, folder / name, 1)
+        found.append(script.train(name, plugin, folder / name, EPOCHS, resume=1))
+    return found
+
+
+GATE = [("vit", "low_level_zero"), ("bert", "torch_ddp_fp16")]
+MORE = [("resnet", "low_level_zero"), ("vit", "torch_ddp_fp16"), ("bert", "low_level_zero")]
+
+
+@pytest.mark.parametrize("cases", [GATE, pytest.param(MORE, marks=pytest.mark.slow)])
+def test_a_training_of_colossal_resumes_as_plain_torch_goes_on(cases, tmp_path):
+    ranks = run_ranks(train_and_resume, 2, cases, tmp_path, timeout=350)
+    for (name, plugin), *found in zip(cases, *ranks, strict=True):
+        wanted = require_plain_torchs(name, plugin, tmp_path / name)
+        assert found == pytest.approx([wanted] * 2, rel=1e-3 if "fp16" in plugin else 1e-6)
+
+
+def test_torchrun_starts_a_script_of_colossal(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    words = [str(HERE / "colossal.py"), "resnet", "torch_ddp", str(tmp_path)]
+    done = python(*torchrun, *words, timeout=300)
+    assert done.stderr.count("epoch 2: loss") == 1, "one rank says it"
+    wanted = require_plain_torchs("resnet", "torch_ddp", tmp_path)
+    [said] = re.findall(r"resnet: loss on held-out samples ([\d.]+)", done.stdout)
+    assert float(said) == pytest.approx(wanted, abs=1e-4)

@@ -1,26 +1,23 @@
 """A plain state dict goes into a model that is spread over ranks, and comes out again."""
 
+import logging
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from runner.booster import Booster
+from runner.parallel.sharding import Sharding, shard_model
+from runner.parallel.usage import Usage
 from tests.distributed.by_hand import Loop
 from tests.distributed.odd_models import batch_for, make
 from tests.ranks import run_ranks
 
 
-def other_weights(model):
-    """The state of the same model with other weights."""
-    made = make(model)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.mul_(0.7).add_(0.01)
-    return made.state_dict()
-
-
 def loaded(asked):
-    """The state after loading, and the norm of the next step's gradient; then what is refused."""
+    """The norm of the next step's gradient after other weights were loaded."""
     results = []
     first = not dist.is_initialized() or dist.get_rank() == 0
     for plugin, model in asked:
@@ -29,7 +26,7 @@ def loaded(asked):
         with torch.no_grad():
             if loop.model.pipeline is None:
                 loop.model(loop.part(batch_for(model)[0]))
-        state = other_weights(model)
+        state = {name: 2 * tensor for name, tensor in make(model).state_dict().items()}
         loop.booster.load_state_dict(loop.model, state if first else {})
         got = loop.booster.state_dict(loop.model)
         if first:
@@ -40,71 +37,72 @@ def loaded(asked):
     return results
 
 
-def check(world, asked):
-    wanted = loaded([(None, model) for _, model in asked])
-    for rank in run_ranks(loaded, world, asked) if world > 1 else [wanted]:
-        assert rank == pytest.approx(wanted, rel=1e-9)
-
-
-def test_over_two_ranks():
-    check(2, [("ddp", "conv"), ("fsdp", "tied"), ("zero1", "tied"), ("tensor", "tied"),
-              ("1f1b", "tied"), ("moe", "moe")])  # fmt: skip
-
-
-def test_over_four_ranks():
-    check(4, [("hsdp", "gpt"), ("hybrid_fsdp_tp", "gpt"), ("moe_zero3", "moe"),
-              ("hybrid_fsdp_pp", "tied"), ("hybrid_zero1", "tied")])  # fmt: skip
-
-
-def message(state, plugin=None):
+def refused(state, plugin=None):
     loop = Loop(plugin, make("tied"))
     before = loop.weights()
-    with pytest.raises(ValueError, match="this state does not fit the model") as error:
+    with pytest.raises(ValueError, match="this state does not fit the model: ") as error:
         loop.booster.load_state_dict(loop.model, state)
     after = loop.weights()
     assert all(torch.equal(after[name], before[name]) for name in before)
-    return str(error.value)
+    return str(error.value).partition("model: ")[2]
+
+
+def shard_channels_last():
+    """What is logged of a model with channels-last weights, whose values are kept."""
+    model = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+    before = model.weight.detach().clone()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    with patch.object(logging.getLogger("runner.parallel.sharding"), "warning") as said:
+        shard_model(model, mesh, Sharding(), Usage())
+    assert torch.equal(model.weight.full_tensor(), before)
+    return [call.args[1] for call in said.call_args_list]
+
+
+def on_two(asked):
+    state = make("tied").state_dict()
+    # Not a mapping, and not a tensor: what fails on the first rank fails on all.
+    given = [state | {"extra": torch.ones(2)}, [1], state | {next(iter(state)): 1.0}]
+    messages = [refused(each if dist.get_rank() == 0 else None, "zero3") for each in given]
+    return loaded(asked), messages, shard_channels_last()
+
+
+TWO = [("ddp", "conv"), ("fsdp", "tied"), ("zero1", "tied"), ("tensor", "tied"), ("1f1b", "tied"),
+       ("moe", "moe")]  # fmt: skip
+FOUR = [("hsdp", "gpt"), ("hybrid_fsdp_tp", "gpt"), ("moe_zero3", "moe"),
+        ("hybrid_fsdp_pp", "tied"), ("hybrid_zero1", "tied")]  # fmt: skip
+
+
+def test_over_two_ranks():
+    wanted = loaded([(None, model) for _, model in TWO])
+    (norms, said, logged), (others, told, silent) = run_ranks(on_two, 2, TWO)
+    assert norms == others == pytest.approx(wanted, rel=1e-9)
+    assert said == told
+    assert said[0] == "unexpected: extra"
+    assert "AttributeError" in said[1]
+    assert "is no tensor, but of class float" in said[2]
+    assert (logged, silent) == (["weight"], [])
+
+
+def test_over_four_ranks():
+    wanted = loaded([(None, model) for _, model in FOUR])
+    for rank in run_ranks(loaded, 4, FOUR):
+        assert rank == pytest.approx(wanted, rel=1e-9)
 
 
 def test_what_does_not_fit_is_listed():
-    model = make("tied")
-    state = model.state_dict()
-    names = list(state)
-    first = names[1]
-    short = {name: tensor for name, tensor in state.items() if name not in names[1:8]}
-    said = message(short)
-    assert said.startswith(f"this state does not fit the model: missing: {first}, ")
-    assert said.endswith(" and 2 more")
-    assert message(state | {"extra": torch.ones(2)}).endswith("model: unexpected: extra")
-    shape = list(state[first].shape)
-    assert message(state | {first: torch.ones(2, 3)}).endswith(
-        f"model: {first} has shape [2, 3] instead of {shape}"
-    )
-    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
-    assert message(wrapped).endswith(
-        "take the state of the model inside the wrapper: wrapper.module"
-    )
-    tied = next(name for name in names if name.startswith("head"))
-    assert "in the model, but has other values" in message(state | {tied: state[tied] + 1})
-
-
-def refused_everywhere():
     state = make("tied").state_dict()
-    first = dist.get_rank() == 0
-    # Not a mapping, and not a tensor: what fails on the first rank fails on all.
-    given = [state | {"extra": torch.ones(2)}, [1], state | {next(iter(state)): 1.0}]
-    return [message(each if first else None, "zero3") for each in given]
-
-
-def test_every_rank_refuses_what_the_first_rank_gives():
-    said = run_ranks(refused_everywhere, 2, timeout=120)
-    name = next(iter(make("tied").state_dict()))
-    problems = [
-        "unexpected: extra",
-        "AttributeError: 'list' object has no attribute 'items'",
-        f"{name} is no tensor, but of class float",
-    ]
-    assert said == [[f"this state does not fit the model: {problem}" for problem in problems]] * 2
+    names = list(state)
+    first, shape = names[1], list(state[names[1]].shape)
+    said = refused({name: tensor for name, tensor in state.items() if name not in names[1:8]})
+    assert said.startswith(f"missing: {first}, ")
+    assert said.endswith(" and 2 more")
+    odd = f"{first} has shape [2, 3] instead of {shape}"
+    assert refused(state | {first: torch.ones(2, 3)}) == odd
+    wrapped = refused({f"module.{name}": tensor for name, tensor in state.items()})
+    assert wrapped.endswith("take the state of the model inside the wrapper: wrapper.module")
+    assert "wrapper" not in refused(state | {"module.extra": torch.ones(1)})
+    tied = next(name for name in names if name.startswith("head"))
+    assert "in the model, but has other values" in refused(state | {tied: state[tied] + 1})
 
 
 def test_the_state_of_a_compiled_model_fits():

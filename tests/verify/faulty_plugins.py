@@ -1,68 +1,51 @@
 """Plugins with the faults that clipping by hand has, past the check that a layout makes of itself.
 
-The check is for plugins that use it; whether a comparison with one process would notice as well is
-what these are for.
+Whether a comparison with one process would notice as well is what these are for.
 """
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from runner.booster.plugin import (
-    ParallelModel,
-    PipelineParallelPlugin,
-    TorchDDPPlugin,
-    TorchFSDPPlugin,
-)
+from runner.booster import PipelineParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from runner.booster.plugin import ParallelModel
 from runner.clip import Layout
 
 
-class CountsReplicasTwice(TorchDDPPlugin):
-    """Adds up what every rank holds, though all hold the same."""
-
-    def configure(self, model: nn.Module) -> ParallelModel:
+class CountsReplicasTwice(TorchDDPPlugin):  # Adds up what all hold alike
+    def configure(self, model):
         spread = super().configure(model)
         return replace(spread, layout=Layout(spread.layout.shards, dist.group.WORLD))
 
 
-class SeesReplicasThatAreNotThere(TorchDDPPlugin):
-    """Divides by two what is held once."""
-
-    def configure(self, model: nn.Module) -> ParallelModel:
+class SeesReplicasThatAreNotThere(TorchDDPPlugin):  # Divides by two what is held once
+    def configure(self, model):
         spread = super().configure(model)
         shards = [replace(shard, num_replicas=2) for shard in spread.layout.shards]
         return replace(spread, layout=Layout(shards, dist.group.WORLD))
 
 
-class ForgetsToReduce(TorchDDPPlugin):
-    """Every rank steps by the gradient of its own samples."""
-
-    def configure(self, model: nn.Module) -> ParallelModel:
+class ForgetsToReduce(TorchDDPPlugin):  # Every rank steps by the gradient of its own samples
+    def configure(self, model):
         return ParallelModel(model, Layout.of_model(model))
 
-    def no_sync(self, model: nn.Module) -> Any:
+    def no_sync(self, model):
         return nullcontext()
 
 
-class ClipsByStage(PipelineParallelPlugin):
-    """Each stage is clipped by the norm of its own gradients."""
-
-    def configure(self, model: nn.Module) -> ParallelModel:
+class ClipsByStage(PipelineParallelPlugin):  # By the norm of each stage's own gradients
+    def configure(self, model):
         spread = super().configure(model)
         return replace(spread, layout=Layout(spread.layout.shards))
 
 
-class ZerosForUnusedParameters(TorchFSDPPlugin):
-    """A parameter that no rank used gets a gradient of zeros."""
-
-    def configure(self, model: nn.Module) -> ParallelModel:
+class ZerosForUnusedParameters(TorchFSDPPlugin):  # Of no rank, in place of None
+    def configure(self, model):
         spread = super().configure(model)
 
-        def sync_grads() -> None:
+        def sync_grads():
             spread.sync_grads()
             for parameter in model.parameters():
                 if parameter.grad is None:
@@ -74,9 +57,7 @@ class ZerosForUnusedParameters(TorchFSDPPlugin):
 class ChecksItsLayout(TorchDDPPlugin):
     """Takes every parameter to lie on two ranks, and lets the layout see whether it does."""
 
-    def configure(self, model: nn.Module) -> ParallelModel:
-        assert dist.group.WORLD is not None
-        ranks = 2 * self.world_size
-        return ParallelModel(
-            model, Layout.of_sharded(model, dist.group.WORLD, ranks=lambda name: ranks)
-        )
+    def configure(self, model):
+        ranks, group = 2 * self.world_size, dist.group.WORLD
+        layout = Layout.of_sharded(model, group, ranks=lambda name: ranks)
+        return ParallelModel(model, layout)

@@ -1,7 +1,6 @@
 """Small requests, and their verification on ranks."""
 
 from contextlib import nullcontext
-from typing import Any
 from unittest.mock import patch
 
 from runner.compose.request import request
@@ -20,18 +19,18 @@ TOKENS = [
 IMAGES = ["data=synthetic", "data.samples=70", "data.batch_size=8", "device=cpu", "verify.steps=3"]
 
 
-def net(name: str) -> list[str]:
+def net(name):
     """Words for a model of :mod:`tests.verify.nets`."""
     return [f"model._target_=tests.verify.nets.{name}", "~model.width", "~model.num_classes"]
 
 
-def plain_of(*words: str) -> dict[str, Any]:
+def plain_of(*words):
     """The configuration that ``words`` give, to hand to ranks."""
     [job] = request(list(words), writes=False).jobs
     return job.plain
 
 
-def verify(plain: dict[str, Any], faulty: str | None = None) -> dict[str, Any]:
+def verify(plain, faulty=None):
     """What a rank returns, and the rows that it wrote."""
     rows = Rows()
     plugin = getattr(faulty_plugins, faulty) if faulty else None

@@ -1,133 +1,142 @@
+"""Differences of two trainings, and which of them are failures; the naive norm of one rank."""
+
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from runner.clip import Layout, ParamShard, Units
+from runner.verify import naive
 from runner.verify.comparison import (
     Compared,
     ComparedStep,
+    Naive,
     SideMetrics,
     disagreements,
     presence,
     relative,
     tensor_errors,
 )
+from tests.ranks import run_ranks
 
-FIGURES = SideMetrics(2.0, 1.0, 0.5, 1.0, 0.25, 2.0)
-
-
-def compared(**changes):
-    given = {
-        "mode": "value",
-        "threshold": 1.0,
-        "derived": False,
-        "steps": [ComparedStep(1, FIGURES, FIGURES, {"a": 1e-16, "b": 1e-12})],
-        "weights": {"a": 3e-12, "b": 0.0},
-    }
-    return Compared(**(given | changes))
+SIDE = SideMetrics(2.0, 1.0, 0.5, 1.0, 0.25, 2.0)
+NAN, INF = math.nan, math.inf
 
 
-@pytest.mark.parametrize(
-    ("ours", "reference", "error"),
-    [
-        (1.5, 1.0, 0.5),
-        (-1.0, 1.0, 2.0),
-        (0.0, 0.0, 0.0),
-        (1e-300, 0.0, math.inf),
-        (math.nan, 1.0, math.inf),
-        (1.0, math.nan, math.inf),
-        (math.inf, math.inf, 0.0),
-    ],
-)
-def test_relative_error(ours, reference, error):
-    assert relative(ours, reference) == error
+def compared(metrics=SIDE, weights=None, **more):
+    steps = [ComparedStep(1, metrics, SIDE, {"a": 1e-16, "b": 1e-12}, **more.pop("step", {}))]
+    return Compared("value", 1.0, False, steps, weights or {"a": 3e-12, "b": 0.0}, **more)
 
 
-def test_a_parameter_is_held_to_its_own_size_but_not_below_a_thousandth_of_the_largest():
-    ours = {"large": torch.tensor([10.1, 0.0]), "small": torch.tensor([0.5])}
-    reference = {"large": torch.tensor([10.0, 0.0]), "small": torch.tensor([1.0])}
-    errors = tensor_errors(ours, reference)
-    assert errors["large"] == pytest.approx(0.01, rel=1e-5)
-    assert errors["small"] == pytest.approx(0.5)
-    rounding = tensor_errors(
-        {"g": torch.tensor([10.0]), "zero": torch.tensor([2e-17])},
-        {"g": torch.tensor([10.0]), "zero": torch.tensor([1e-17])},
-    )
-    assert rounding["zero"] == pytest.approx(1e-15)
-
-
-def test_an_absent_gradient_is_zeros():
+def test_errors_are_relative_and_infinite_where_nothing_can_be_compared():
+    pairs = [(1.5, 1.0), (-1.0, 1.0), (0.0, 0.0), (1e-300, 0.0), (NAN, 1.0), (1.0, NAN), (INF, INF)]
+    assert [relative(*pair) for pair in pairs] == [0.5, 2.0, 0.0, INF, INF, INF, 0.0]
+    # A parameter is held to its own size, but not below a thousandth of the largest.
     zeros, ones = torch.zeros(2), torch.ones(2)
-    assert tensor_errors({}, {"a": zeros, "b": ones})["a"] == 0.0
-    assert tensor_errors({"b": ones}, {"a": ones, "b": ones}) == {"a": 1.0, "b": 0.0}
-    assert tensor_errors({"a": ones, "b": ones}, {"b": ones})["a"] == 1000.0
-
-
-def test_what_cannot_be_compared_is_infinitely_off():
-    one = torch.ones(2)
-    assert tensor_errors({"a": torch.ones(3)}, {"a": one})["a"] == math.inf
-    assert tensor_errors({"a": one * math.nan}, {"a": one})["a"] == math.inf
-    assert tensor_errors({"a": one}, {"a": one * math.nan})["a"] == math.inf
-
-
-def test_rounding_is_no_failure():
-    assert list(compared().failures(1e-9)) == []
-    assert compared().largest == 3e-12
+    for ours, reference, error in (
+        ({"a": ones * 0.5}, {"a": ones, "b": 10 * ones}, 0.5),
+        ({"a": ones * 2e-17}, {"a": ones * 1e-17, "b": ones * 10}, 1e-15),
+        ({}, {"a": zeros, "b": ones}, 0.0),  # an absent gradient is zeros
+        ({}, {"a": ones}, 1.0),
+        ({"a": ones}, {"b": ones}, 1000.0),
+        ({"a": torch.ones(3)}, {"a": ones}, INF),
+        ({"a": ones * NAN}, {"a": ones}, INF),
+        ({"a": ones}, {"a": ones * NAN}, INF),
+        ({"a": ones}, {"a": zeros}, INF),
+    ):
+        assert tensor_errors(ours, reference)["a"] == pytest.approx(error)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("found", "said"),
     [
-        ({"weights": {"a": 1e-8}}, "weights after the last step are off by 1e-08"),
-        ({"weights": {"a": math.inf}}, "weights after the last step are off by inf"),
-        ({"drifted": list("abcdefg")}, "the same bits: a, b, c, d, e and 2 more"),
-    ],
-)
-def test_failures_of_a_mode(change, words):
-    [said] = compared(**change).failures(1e-9)
-    assert words in said
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"norm": 2.1}, ["‖G‖ of step 1 is off by 0.05"]),
-        ({"norm_clipped": 1.1}, ["‖G‖ after clipping of step 1 is off by 0.1"]),
+        (compared(), []),
+        (compared(weights={"a": 1e-8}), ["weights after the last step are off by 1e-08"]),
+        (compared(weights={"a": INF}), ["weights after the last step are off by inf"]),
+        (compared(drifted=list("abcdefg")), ["the same bits: a, b, c, d, e and 2 more"]),
+        (compared(replace(SIDE, norm=2.1)), ["‖G‖ of step 1 is off by 0.05"]),
+        (compared(replace(SIDE, norm_clipped=1.1)), ["after clipping of step 1 is off"]),
         # A count is right or wrong; one element of a million is no rounding.
-        ({"fraction": 0.250001}, ["clip/fraction of step 1 is 0.250001 instead of 0.25"]),
+        (compared(replace(SIDE, fraction=0.250001)), ["0.250001 instead of 0.25"]),
+        (
+            compared(step={"present": presence(3, "ab", "acdefgh")}),
+            ["b: a gr", "c, d, e, f, g and"],
+        ),
     ],
 )
-def test_failures_of_a_step(changed, words):
-    off = SideMetrics(**(vars(FIGURES) | changed))
-    said = list(compared(steps=[ComparedStep(1, off, FIGURES, {})]).failures(1e-9))
-    assert len(said) == len(words)
-    assert all(expected in line for expected, line in zip(words, said, strict=True))
+def test_what_exceeds_rounding_is_a_failure(found, said):
+    failures = list(found.failures(1e-9))
+    assert len(failures) == len(said)
+    assert all(expected in line for expected, line in zip(said, failures, strict=True))
 
 
-def test_a_gradient_on_one_side_alone_is_a_failure_even_if_it_is_zero():
-    assert presence(1, "ab", "ab") == []
-    said = presence(3, ["a", "b"], ["a", *"cdefgh"])
-    assert said == [
-        "in step 3, b: a gradient under the plugin, but none in one process",
-        "in step 3, c, d, e, f, g and 1 more: a gradient in one process, but none under the plugin",
-    ]
-    step = ComparedStep(3, FIGURES, FIGURES, {"b": 0.0}, present=said)
-    assert list(compared(steps=[step]).failures(1e-9)) == said
-
-
-def test_the_worst_parameters_come_first_with_what_is_off():
-    steps = [
-        ComparedStep(1, FIGURES, FIGURES, {"a": 0.1}),
-        ComparedStep(2, FIGURES, FIGURES, {"a": 0.3}),
-    ]
-    worst = compared(steps=steps, weights={"a": 0.2, "b": 0.25, **dict.fromkeys("cdefg", 0.0)})
-    assert worst.worst()[:2] == [("a", 0.3, "gradient of step 2"), ("b", 0.25, "weight")]
-    assert len(worst.worst()) == 5
-
-
-def test_ranks_agree_to_the_bit_or_they_do_not():
-    nan = SideMetrics(2.0, 1.0, 0.5, 1.0, 0.25, math.nan)
-    assert disagreements(1, [nan, nan]) == []
-    near = SideMetrics(math.nextafter(2.0, 3.0), 1.0, 0.5, 1.0, 0.25, math.nan)
+def test_the_worst_parameters_come_first_and_ranks_agree_to_the_bit():
+    steps = [ComparedStep(n, SIDE, SIDE, {"a": error}) for n, error in ((1, 0.1), (2, 0.3))]
+    weights = {"a": 0.2, "b": 0.25, **dict.fromkeys("cdefg", 0.0)}
+    worst = Compared("norm", 1.0, False, steps, weights).worst()
+    assert worst[:2] == [("a", 0.3, "gradient of step 2"), ("b", 0.25, "weight")]
+    assert len(worst) == 5
+    nan, near = replace(SIDE, peak=NAN), replace(SIDE, norm=math.nextafter(2.0, 3.0), peak=NAN)
+    assert presence(1, "ab", "ab") == disagreements(1, [nan, nan]) == []
     [said] = disagreements(4, [nan, nan, near])
     assert said == "norm of step 4 is 2.0000000000000004 on rank 2, 2.0 on rank 0"
+
+
+def layout_of(gradients):
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return Layout([ParamShard(str(i), p, Units((0, 1))) for i, p in enumerate(parameters)])
+
+
+def by_torch():
+    """What torch's own norm makes of gradients of 3, 4, 12 and 84 in all, by how they lie."""
+    first, second = torch.tensor([[3.0], [4.0]]), torch.tensor([[12.0], [84.0]])
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = [distribute_tensor(t, mesh, [Shard(0)]) for t in (first, second)]
+    kinds = {
+        "whole": [first, second],
+        "sharded": rows,
+        "replicated": [rows[0], distribute_tensor(second, mesh, [Replicate()])],
+        "mixed": [rows[0], second],
+        "by rank": [second] if rank else [first],
+        "one rank mixed": [rows[0]] if rank else [rows[0], second],
+        "one rank empty": [] if rank else rows,
+    }
+    return {
+        (kind, p): naive.rank_local(layout_of(gradients), p)
+        for kind, gradients in kinds.items()
+        for p in (2.0, 1.0, INF)
+    }
+
+
+def test_torchs_own_norm_is_right_wrong_or_raised_and_never_hangs():
+    first, second = run_ranks(by_torch, 2)
+    for rank, found in enumerate((first, second)):
+        for kind in ("whole", "sharded", "replicated"):
+            for p, norm in ((2.0, 7225**0.5), (1.0, 103.0), (INF, 84.0)):
+                assert found[kind, p].norm == pytest.approx(norm, rel=1e-6)
+                assert found[kind, p].rank == rank
+        mixed = found["mixed", 2.0]
+        assert (mixed.norm, mixed.raised) == (None, "RuntimeError")
+        assert "mixed torch.Tensor and DTensor" in mixed.message
+    parts = [found["by rank", 2.0] for found in (first, second)]
+    assert [part.norm for part in parts] == pytest.approx([5.0, 7200**0.5])
+    assert naive.worst(parts, 7225**0.5).rank == 0
+    assert first["one rank mixed", 2.0].raised == "RuntimeError"
+    assert second["one rank mixed", 2.0] is first["one rank empty", 2.0] is None
+    assert second["one rank empty", 2.0].norm == 0.0
+
+
+def test_what_raised_is_worse_than_any_number():
+    assert naive.rank_local(layout_of([torch.ones(2, 2)]), 2.0) is naive.worst([None], 1.0) is None
+    raised = Naive(None, "RuntimeError", "no", rank=1)
+    assert naive.worst([Naive(NAN), raised, None], 1.0) == raised
+    off = naive.worst([Naive(1.0), Naive(1.5, rank=1)], 1.0)
+    assert (off.rank, off.error) == (1, 0.5)
+    assert naive.worst([Naive(NAN)], 1.0).error == INF

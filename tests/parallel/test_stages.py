@@ -1,0 +1,237 @@
+"""How a model is cut into stages, listed by itself, by a plan of transformers or by torch.fx."""
+
+import copy
+from functools import partial
+from itertools import chain
+
+import pytest
+import torch
+import torchvision
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from runner.models.gpt import GPT
+from runner.parallel.own_stages import copies_of, keep, require_apart, untie
+from runner.parallel.stages import CutError, cut, parts_of, stage_to_rank, stages_on
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "vocab_size": 16}
+TOKENS = (2, 8)
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1}
+
+
+def gpt(tied=False):
+    return GPT(16, 8, 4, 2, 8, tied=tied, bias=True, dropout=0.0)
+
+
+def decoder(kind, **more):
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **HEADS, **more)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def shared():
+    relu, block = nn.ReLU(), nn.Linear(3, 3)
+    return nn.Sequential(nn.Linear(3, 3), relu, block, relu, block, nn.Linear(3, 2))
+
+
+class Nested(nn.Module):
+    """Blocks with skip connections and changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True))
+        self.blocks = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, images, scale=1.0):
+        hidden = self.stem(images)
+        for block in self.blocks:
+            skipped = hidden
+            hidden = block(hidden)
+            hidden += skipped
+            hidden = F.relu(hidden, inplace=True)
+        return self.head(hidden.mean((2, 3))) * scale
+
+
+def names(stages):
+    return [[name for part in parts for name in part.modules] for parts in stages]
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "starts"),
+    [
+        (gpt, TOKENS, "embed blocks.0 blocks.1 blocks.2 blocks.3 norm head"),
+        (shared, (4, 3), "0 1 2 3 4 5"),
+        (partial(decoder, "Llama"), TOKENS, "model.embed_tokens model.layers.0 model.layers.1"),
+        (partial(decoder, "Qwen3", head_dim=8, tie_word_embeddings=True), TOKENS, "model"),
+        (partial(decoder, "Mixtral", num_local_experts=4), TOKENS, "model"),
+        # Layers differ, and logits are capped.
+        (partial(decoder, "Gemma2", head_dim=8, sliding_window=4), TOKENS, "model"),
+        (Nested, (2, 3, 6, 6), "stem.0 blocks.0 blocks.1 blocks.2 head"),
+        (lambda: torchvision.models.resnet18(num_classes=3).eval(), (2, 3, 32, 32), "conv1"),
+    ],
+)
+def test_stages_have_the_bits_and_the_gradients_of_the_model(make, shape, starts):
+    torch.manual_seed(0)
+    model = make()
+    assert " ".join(part.modules[0] for part in parts_of(model)).startswith(starts)
+    inputs = torch.randint(16, shape) if shape == TOKENS else torch.randn(shape)
+    wanted = model(inputs)
+    wanted = getattr(wanted, "logits", wanted)
+    wanted.square().sum().backward()
+    for count in (1, 2, 5):
+        other = copy.deepcopy(model)
+        other.zero_grad()
+        hidden, cuts = inputs, []
+        for number, parts in enumerate(cut(other, count)):
+            assert parts
+            if number:  # What another rank sends is a leaf of the graph.
+                below, hidden = hidden, hidden.detach().requires_grad_()
+                cuts.append((below, hidden))
+            for part in parts:
+                hidden = part.run(hidden)
+        assert torch.equal(hidden, wanted)
+        hidden.square().sum().backward()
+        for below, received in reversed(cuts):
+            below.backward(received.grad)
+        for (name, one), another in zip(model.named_parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, another.grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_stages_have_about_as_many_parameters_each_or_begin_where_they_are_told():
+    layers = [nn.Linear(4, 4), nn.Linear(4, 40), nn.Linear(40, 4), nn.Linear(4, 4)]
+    model = nn.Sequential(*layers)
+    assert names(cut(model, 2)) == [["0", "1"], ["2", "3"]]
+    assert names(cut(model, 4)) == [["0"], ["1"], ["2"], ["3"]]
+    heavy_end = nn.Sequential(*layers[:1], nn.Linear(4, 4), nn.Linear(4, 400))
+    assert names(cut(heavy_end, 2)) == [["0", "1"], ["2"]]
+    for stages in (2, 3, 5, 7):
+        found = names(cut(gpt(), stages))
+        assert all(found)
+        assert [*chain(*found)] == [name for part in parts_of(gpt()) for name in part.modules]
+    told = names(cut(gpt(), 3, ["blocks.1", "norm"]))
+    assert [stage[0] for stage in told] == ["embed", "blocks.1", "norm"]
+    assert cut(Nested(), 2, ["blocks"])[1][0].modules == ("blocks.0",)
+
+
+class Residual(nn.Sequential):
+    def forward(self, inputs):
+        return inputs + super().forward(inputs)
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, hidden):
+        return self.second(F.dropout(self.first(hidden), 0.5, self.training))
+
+
+class Looks(Dropped):
+    def forward(self, hidden):
+        return self.second(hidden) if hidden.sum() > 0 else self.first(hidden)
+
+
+class Loose(Dropped):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(4))
+
+    def forward(self, hidden):
+        return self.second(self.first(hidden) + self.token)
+
+
+@pytest.mark.parametrize(
+    ("make", "stages", "starts", "says"),
+    [
+        (gpt, 8, None, "8 stages, but GPT has only 7 parts"),
+        (gpt, 2, ["blocks.9"], "no part begins with blocks.9; parts begin with embed, blocks.0"),
+        (gpt, 2, ["positions"], "no part begins with positions"),
+        (gpt, 3, ["blocks.1"], "3 stages have 2 cuts, but 1 names"),
+        (gpt, 3, ["norm", "blocks.1"], "not in the order of the model"),
+        (gpt, 3, ["norm", "norm"], "not in the order of the model"),
+        (gpt, 2, ["embed"], "not in the order of the model"),
+        (lambda: nn.LSTM(3, 3), 2, None, "LSTM cannot be cut into stages"),
+        (lambda: Residual(nn.Linear(3, 3), nn.ReLU()), 2, None, r"method pipeline\(\)"),
+        (Dropped, 2, None, "its forward differs between training and evaluation"),
+        (Looks, 2, None, "torch.fx cannot trace it"),
+        (Loose, 2, None, "token is in no module of a part"),
+        (partial(decoder, "Granite", embedding_multiplier=2.0), 2, None, "between the modules"),
+    ],
+)
+def test_a_cut_that_cannot_be(make, stages, starts, says):
+    with pytest.raises(CutError, match=says):
+        cut(make(), stages, starts)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])
+def test_every_stage_has_one_home(ranks, schedule):
+    held = [(stage, r) for r in range(ranks) for stage in stages_on(r, ranks, schedule)]
+    assert sorted(stage for stage, _ in held) == [*range(len(held))]
+    assert all(stage_to_rank(stage, ranks, schedule) == rank for stage, rank in held)
+    if schedule == "zero_bubble":  # its V begins and ends on the first rank
+        assert stages_on(0, ranks, schedule) == [0, 2 * ranks - 1]
+
+
+def test_a_tied_head_gets_a_copy_on_another_stage_alone():
+    renamed = {"head.weight": "embed.weight"}
+    for stages in (1, 2):
+        model = gpt(tied=True)
+        before, found = model.embed.weight, cut(model, stages)
+        assert untie(model, found) == renamed
+        assert model.embed.weight is before
+        assert torch.equal(model.head.weight, before)
+        assert (model.head.weight is before) is (stages == 1)
+        copies = {"embed.weight": [0, 1]} if stages == 2 else {}
+        assert copies_of(model, found, renamed, [*range(stages)]) == copies
+
+
+def test_a_block_that_many_stages_use_keeps_one_set_of_parameters():
+    block = nn.Linear(3, 3, bias=False)
+    model = nn.Sequential(nn.Linear(3, 3), block, block, nn.Tanh(), block, block, nn.Linear(3, 2))
+    before, stages = block.weight, cut(model, 4, ["2", "4", "5"])
+    renamed = untie(model, stages)
+    assert block.weight is before
+    assert renamed == {f"{number}.weight": "1.weight" for number in (2, 4, 5)}
+    # As many copies as ranks, however many stages of a rank use it.
+    assert copies_of(model, stages, renamed, [0, 1, 2, 3]) == {"1.weight": [0, 1, 2, 3]}
+    assert copies_of(model, stages, renamed, [0, 1, 0, 1]) == {"1.weight": [0, 1]}
+    require_apart(model, stages, [0, 1, 2, 3])
+    with pytest.raises(CutError, match=r"4\.weight .* stages 0 and 2 of one rank"):
+        require_apart(model, stages, [0, 1, 0, 1])
+    keep(model, stages, [2])
+    assert [name for name, _ in model.named_parameters()] == ["1.weight"]
+
+
+def test_a_weight_tied_to_that_of_a_block_of_many_stages_has_one_copy_a_stage():
+    block, near, far = (nn.Linear(3, 3, bias=False) for _ in range(3))
+    near.weight = far.weight = block.weight
+    model = nn.Sequential(near, block, near, nn.Tanh(), block, block, far)
+    stages = cut(model, 3, ["4", "6"])
+    renamed = untie(model, stages)
+    assert set(renamed.values()) == {"0.weight"}
+    assert near.weight is block.weight is not far.weight
+    assert torch.equal(far.weight, block.weight)
+    assert copies_of(model, stages, renamed, [0, 1, 2]) == {"0.weight": [0, 1, 2]}
+    # A copy that a later stage lists again stays that copy.
+    first, block = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    block.weight = first.weight
+    model = nn.Sequential(first, block, nn.Tanh(), block, nn.Linear(3, 2))
+    stages = cut(model, 3, ["1", "3"])
+    renamed = untie(model, stages)
+    assert renamed == {"1.weight": "0.weight", "3.weight": "0.weight"}
+    assert first.weight is not block.weight
+    assert copies_of(model, stages, renamed, [0, 1, 2]) == {"0.weight": [0, 1, 2]}
+
+
+def test_what_other_stages_use_is_dropped_and_names_stay():
+    model = gpt()
+    model.register_buffer("of_the_whole", torch.ones(1))
+    before = {name for name, _ in model.named_parameters()}
+    keep(model, cut(model, 3, ["blocks.1", "norm"]), [0, 2])
+    dropped = ("blocks.1", "blocks.2", "blocks.3")
+    kept = {name for name, _ in model.named_parameters()}
+    assert kept == {name for name in before if not name.startswith(dropped)}
+    assert model.of_the_whole is not None

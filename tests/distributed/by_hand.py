@@ -29,7 +29,6 @@ Clip = tuple[str, float | None, float]
 
 NORM: Clip = ("norm", 0.05, 2.0)
 
-
 PLUGINS: dict[str, Callable[[], Plugin]] = {
     **CASE_PLUGINS,
     "data": HybridParallelPlugin,
@@ -114,36 +113,33 @@ class Loop:
         mode.bind(self.layout)
         return self.optimizer.clip(mode)
 
+    def stepped(self, clip: Clip = NORM, exclude: Any = "auto") -> dict[str, Any]:
+        """Clip and step; return metrics on every rank, whole gradients and weights on the first."""
+        metrics = [float(metric) for metric in self.clip(clip, exclude).metrics]
+        gradients = self.gradients()
+        taken = self.optimizer.step()
+        weights = self.weights()
+        return {"metrics": metrics, "gradients": gradients, "taken": taken, "weights": weights}
 
-def one_step(
-    model: str,
-    plugin: str | None,
-    clip: Clip,
-    exclude: Any = "auto",
-    dtype: torch.dtype = torch.float64,
-) -> dict[str, Any]:
-    """Take one step; return metrics on every rank, whole gradients and weights on the first."""
-    loop = Loop(plugin, make(model, dtype))
-    inputs, targets = batch_for(model, dtype)
+
+def one_step(model: str, plugin: str | None, clip: Clip, exclude: Any = "auto") -> dict[str, Any]:
+    """Take one step; return what :meth:`Loop.stepped` does, and about the layout of this rank."""
+    loop = Loop(plugin, make(model))
+    inputs, targets = batch_for(model)
     if plugin is None and model == "forked":
         # One process sees the parts one after the other, each with the branch that it takes.
         for half in (slice(None, BATCH // 2), slice(BATCH // 2, None)):
             loop.backward(inputs[half], targets[half], 0.5)
     else:
         loop.backward(inputs, targets)
-    figures = [float(figure) for figure in loop.clip(clip, exclude).metrics]
-    gradients = loop.gradients()
-    present = sum(shard.param.grad is not None for shard in loop.layout.shards)
-    taken = loop.optimizer.step()
+    shards = loop.layout.shards
     return {
-        "figures": figures,
-        "present": present,
-        "taken": taken,
-        "gradients": gradients,
-        "weights": loop.weights(),
+        "present": sum(shard.param.grad is not None for shard in shards),
+        **loop.stepped(clip, exclude),
         "names": sorted(loop.layout.names),
         "heads": loop.layout.heads,
-        "cut": sorted(p.name for p in loop.layout.shards if p.shard_groups or p.sharded_vector),
+        "cut": {shard.name for shard in shards if shard.shard_groups or shard.sharded_vector},
+        "empty": any(shard.weight.numel() == 0 for shard in shards),
     }
 
 
@@ -152,7 +148,7 @@ def steps(asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [one_step(**each) for each in asked]
 
 
-FIGURES = ("norm", "norm_clipped", "coef", "clipped", "fraction", "peak", "threshold")
+METRICS = ("norm", "norm_clipped", "coef", "clipped", "fraction", "peak", "threshold")
 EXACT = ("clipped", "fraction", "threshold")
 
 
@@ -162,13 +158,12 @@ def unlike_one_process(
     """Describe the differences between the ranks and one process; empty if there are none."""
     found = []
     for rank, result in enumerate(ours):
-        bits = [figure.hex() for figure in result["figures"]]
-        if bits != [figure.hex() for figure in ours[0]["figures"]]:
-            found.append(f"rank {rank} has other figures than rank 0")
+        bits = [metric.hex() for metric in result["metrics"]]
+        if bits != [metric.hex() for metric in ours[0]["metrics"]]:
+            found.append(f"rank {rank} has other metrics than rank 0")
         if result["taken"] != one["taken"]:
             found.append(f"rank {rank}: step taken: {result['taken']}")
-        pairs = zip(FIGURES, result["figures"], one["figures"], strict=True)
-        for key, a, b in pairs:
+        for key, a, b in zip(METRICS, result["metrics"], one["metrics"], strict=True):
             same = a == b or (math.isnan(a) and math.isnan(b))
             close = key not in EXACT and abs(a - b) <= rel * abs(b)
             if not (same or close):
@@ -205,14 +200,10 @@ def unlike(got: dict[str, Tensor], wanted: dict[str, Tensor], rel: float) -> lis
     largest = max(float(t.abs().max()) for t in wanted.values())
     found = []
     for name in sorted(got.keys() | wanted.keys()):
-        a, b = got.get(name), wanted.get(name)
-        if a is None or b is None:
-            present = b if a is None else a
-            assert present is not None
-            off = float(present.abs().max())
-        else:
-            off = float((a - b).abs().max())
-        size = largest if b is None else max(float(b.abs().max()), 1e-3 * largest)
+        present = wanted[name] if name in wanted else got[name]
+        zeros = torch.zeros_like(present)
+        off = float((got.get(name, zeros) - wanted.get(name, zeros)).abs().max())
+        size = max(float(present.abs().max()), 1e-3 * largest) if name in wanted else largest
         if not off <= rel * size:
             found.append(f"{name} is off by {off / size:.1e}")
     return found

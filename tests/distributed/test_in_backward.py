@@ -25,7 +25,6 @@ WAYS = [(mode, True, 1) for mode in MODES]
 WAYS += [(mode, False, 2) for mode in MODES if mode != "update"]
 """Mode, whether the optimizer steps in the backward pass, and microbatches of a step."""
 
-
 FEW = [("value", True, 1), ("adaptive", False, 2), ("adagc", True, 1), ("spike", True, 1)]
 
 
@@ -71,26 +70,19 @@ def compare(found, way, fixed=False):
         )
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_one_process(way):
-    compare(all_ways("single", [way])[0], way)
+def test_one_process():
+    for number, found in enumerate(all_ways("single", WAYS)):
+        compare(found, WAYS[number])
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", [name for name in PLUGINS if name != "single"])
 def test_two_ranks(name):
-    ranks = run_ranks(all_ways, 2, name, WAYS)
-    for number, way in enumerate(WAYS):
-        compare(ranks[0][number], way)
-        assert ranks[1][number][0] == ranks[0][number][0], way
-        assert str(ranks[1][number][2]) == str(ranks[0][number][2]), way
-
-
-@pytest.mark.parametrize("name", ["views", "static", "hsdp"])
-def test_options_of_plugins(name):
-    ranks = run_ranks(all_ways, 2, name, FEW)
-    for number, way in enumerate(FEW):
+    ways = WAYS if name in ("ddp", "fsdp") else FEW
+    ranks = run_ranks(all_ways, 2, name, ways)
+    for number, way in enumerate(ways):
         compare(ranks[0][number], way, fixed=name == "static")
         assert ranks[1][number][0] == ranks[0][number][0], way
+        assert str(ranks[1][number][2]) == str(ranks[0][number][2]), way
 
 
 def memory_of_shards(step):

@@ -16,121 +16,123 @@ from torch.nn import functional as F
 from runner.booster import Booster
 from runner.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin
 from runner.parallel import buckets
-from runner.parallel.overlap import Averaging
 from tests.distributed.odd_models import Forked
 from tests.ranks import run_ranks
 
 STEPS = 5
-Backward = Callable[[Tensor], Any]
-NoSync = Callable[[], AbstractContextManager[Any]]
+LEFT, RIGHT = 1, -1
 
 
 class Side:
     """A model and how to train it: the plain one and the boosted one take the same calls."""
 
     def __init__(
-        self, model: nn.Module, run: nn.Module, backward: Backward, no_sync: NoSync
+        self,
+        model: nn.Module,
+        run: nn.Module,
+        backward: Callable[[Tensor], Any],
+        no_sync: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self.model, self.run, self.backward, self.no_sync = model, run, backward, no_sync
+        self.model, self.run, self.send, self.no_sync = model, run, backward, no_sync
         self.draw = torch.Generator().manual_seed(dist.get_rank())
+        self.named = dict(model.named_parameters())
 
     def loss(self, share: float = 1.0, branch: int = 0) -> Tensor:
-        """Loss of a few samples; branch 1 and -1 choose the left and the right one, 0 any."""
+        """Loss of a few samples, by one of two branches, or by any for 0."""
         inputs = torch.randn(4, 5, generator=self.draw, dtype=torch.float64)
         if branch:
             inputs[0, 0] = branch
         outputs: Tensor = self.run(inputs)
         return F.cross_entropy(outputs, torch.tensor([1, 2, 3, 4])) * share
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters())
+    def backward(self, share: float = 1.0, branch: int = 0) -> None:
+        self.send(self.loss(share, branch))
+
+    def drop(self) -> None:
+        for parameter in self.named.values():
+            parameter.grad = None
 
 
-def once(side: Side, step: int) -> None:
-    side.backward(side.loss())
+def by_rank() -> int:
+    return RIGHT if dist.get_rank() == 0 else LEFT
 
 
 def accumulated(side: Side, step: int) -> None:
     with side.no_sync():
-        side.backward(side.loss(0.5))
-    side.backward(side.loss(0.5))
+        side.backward(0.5)
+    side.backward(0.5)
 
 
 def unused_in_the_last_microbatch(side: Side, step: int) -> None:
     with side.no_sync():
-        side.backward(side.loss(0.5, branch=1))
-    side.backward(side.loss(0.5, branch=-1))
-
-
-def one_branch_on_each_rank(side: Side, step: int) -> None:
-    side.backward(side.loss(branch=1 if dist.get_rank() else -1))
-
-
-def one_branch_on_all_ranks(side: Side, step: int) -> None:
-    side.backward(side.loss(branch=-1))
+        side.backward(0.5, LEFT)
+    side.backward(0.5, RIGHT)
 
 
 def twice(side: Side, step: int) -> None:
-    side.backward(side.loss(0.25))
-    side.backward(side.loss(0.75))
+    side.backward(0.25)
+    side.backward(0.75)
 
 
 def twice_on_other_branches(side: Side, step: int) -> None:
-    side.backward(side.loss(0.5, branch=1 if dist.get_rank() else -1))
-    side.backward(side.loss(0.5, branch=-1))
-
-
-def plain(side: Side, step: int) -> None:
-    side.loss().backward()
+    side.backward(0.5, by_rank())
+    side.backward(0.5, RIGHT)
 
 
 def changed_in_place(side: Side, step: int) -> None:
-    side.backward(side.loss())
+    side.backward()
     if step == 1 and dist.get_rank() == 1:
-        gradient = side.parameters()["head.weight"].grad
+        gradient = side.named["head.weight"].grad
         assert gradient is not None
         gradient.mul_(3.0)
 
 
 def replaced(side: Side, step: int) -> None:
-    side.backward(side.loss())
+    side.backward()
     if step % 2:
-        parameter = side.parameters()["enter.weight"]
+        parameter = side.named["enter.weight"]
         parameter.grad = torch.full_like(parameter, float(dist.get_rank()))
-        side.parameters()["head.bias"].grad = None
+        side.named["head.bias"].grad = None
 
 
 def dropped(side: Side, step: int) -> None:
     if step == 2:
-        side.backward(side.loss(branch=1))
-        for parameter in side.parameters().values():
-            parameter.grad = None
-    side.backward(side.loss(branch=-1))
+        side.backward(branch=LEFT)
+        side.drop()
+    side.backward(branch=RIGHT)
 
 
 def frozen(side: Side, step: int) -> None:
-    side.parameters()["enter.weight"].requires_grad_(step % 2 == 0)
-    side.backward(side.loss())
+    side.named["enter.weight"].requires_grad_(step % 2 == 0)
+    side.backward()
 
 
 def unfrozen_after_gradients_were_dropped(side: Side, step: int) -> None:
-    parameter = side.parameters()["enter.weight"]
+    parameter = side.named["enter.weight"]
     if step == 1:
         parameter.requires_grad_(False)
-        side.backward(side.loss())
-        for each in side.parameters().values():
-            each.grad = None
+        side.backward()
+        side.drop()
         parameter.requires_grad_(True)
-    side.backward(side.loss())
+    side.backward()
 
 
 def not_finite(side: Side, step: int) -> None:
-    side.backward(side.loss(math.nan if step == 1 and dist.get_rank() else 1.0))
+    side.backward(math.nan if step == 1 and dist.get_rank() else 1.0)
 
 
-WAYS = [once, accumulated, unused_in_the_last_microbatch, one_branch_on_each_rank]
-WAYS += [one_branch_on_all_ranks, twice, twice_on_other_branches, plain, changed_in_place, replaced]
-WAYS += [dropped, frozen, unfrozen_after_gradients_were_dropped, not_finite]
+WAYS: dict[str, Callable[[Side, int], None]] = {
+    "once": lambda side, step: side.backward(),
+    "one branch on each rank": lambda side, step: side.backward(branch=by_rank()),
+    "one branch on all ranks": lambda side, step: side.backward(branch=RIGHT),
+    "plain": lambda side, step: side.loss().backward(),
+    **{
+        way.__name__: way
+        for way in (accumulated, unused_in_the_last_microbatch, twice, twice_on_other_branches)
+    },
+    **{way.__name__: way for way in (changed_in_place, replaced, dropped, frozen, not_finite)},
+    "unfrozen": unfrozen_after_gradients_were_dropped,
+}
 PLUGINS = {"data": HybridParallelPlugin, "zero1": lambda: LowLevelZeroPlugin(stage=1)}
 
 
@@ -151,19 +153,19 @@ def off(ours: dict[str, nn.Parameter], local: dict[str, nn.Parameter], size: int
             yield f"{name} is not the average"
 
 
-def followed(plugin: str, ways: list[Any]) -> dict[str, Any]:
-    """Train in each way; return what is wrong, and how many buckets were sent early of how many."""
+def followed(plugin: str) -> dict[str, tuple[list[str], list[tuple[int, int]]]]:
+    """Train in each way; return what is wrong, and how many buckets each step sent early of all."""
     buckets.BUCKET = 300  # bytes: several buckets
-    found: dict[str, Any] = {}
-    finish = Averaging.finish
-    early: list[tuple[int, int]] = []
+    sent = 0
+    send = dist.all_reduce
 
-    def finishing(self: Averaging) -> None:
-        early.append((len(self._sent), len(self._buckets) if self._trained else 0))
-        finish(self)
+    def sending(*args: Any, **options: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        return send(*args, **options)
 
-    Averaging.finish = finishing  # type: ignore[method-assign]
-    for way in ways:
+    found = {}
+    for name, way in WAYS.items():
         torch.manual_seed(1)
         model = Forked().double()
         alone = copy.deepcopy(model)
@@ -178,25 +180,27 @@ def followed(plugin: str, ways: list[Any]) -> dict[str, Any]:
         )
         theirs = Side(alone, alone, Tensor.backward, nullcontext)
         wrong: list[str] = []
-        early.clear()
+        early: list[tuple[int, int]] = []
         for step in range(STEPS):
+            dist.all_reduce, sent = sending, 0
             way(ours, step)
-            way(theirs, step)
+            before = sent
             wrapped.unscale()
-            wrong += [
-                f"step {step}: {line}"
-                for line in off(ours.parameters(), theirs.parameters(), dist.get_world_size())
-            ]
-            for parameter in (*model.parameters(), *alone.parameters()):
-                parameter.grad = None
+            early.append((before, sent))
+            dist.all_reduce = send
+            way(theirs, step)
+            lines = off(ours.named, theirs.named, dist.get_world_size())
+            wrong += [f"step {step}: {line}" for line in lines]
+            ours.drop()
+            theirs.drop()
             wrapped.zero_grad()
-        found[way.__name__] = wrong, list(early)
+        found[name] = wrong, early
     return found
 
 
 @pytest.mark.parametrize(("plugin", "world"), [("data", 2), ("zero1", 3)])
 def test_gradients_are_the_average_in_whatever_way_they_came_about(plugin, world):
-    for rank in run_ranks(followed, world, plugin, WAYS):
+    for rank in run_ranks(followed, world, plugin):
         assert {name: wrong for name, (wrong, _) in rank.items() if wrong} == {}
         for name in ("once", "accumulated", "plain", "not_finite"):
             assert all(0 < sent < of for sent, of in rank[name][1]), name

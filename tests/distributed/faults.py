@@ -9,189 +9,255 @@ comparison sees something where nothing was planted.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
+from torch.distributed.tensor import DTensor, Replicate
+
+import runner.booster.plugin.hybrid as hybrid
+import runner.clip.decision as decision_module
 from runner.booster import LossScale
-from tests.distributed import wrong_clipping
-from tests.distributed.by_hand import NORM, Loop
+from runner.booster.optimizer import OptimizerWrapper
+from runner.clip import ParamShard, adaptive, layout, norm, norms
+from runner.clip.shard import LayoutError
+from runner.parallel import gradient_sync as sync
+from runner.parallel import tensor
+from runner.parallel.replica_check import ReplicaCheck
+from runner.parallel.tensor_styles import PlanError
 from tests.distributed.cases import Case, differences, train
-from tests.distributed.odd_models import batch_for, make
 from tests.ranks import run_ranks
 
-REL = 1e-9
 Plant = Callable[[], Any]
 """Opens a context in which the implementation is wrong."""
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A fault, and the cases in which it must be noticed.
-
-    Attributes:
-        plant: opens a context in which the implementation has it.
-        where: plugins on two ranks, each with a model and a mode that should give it away.
-        hangs: ranks may wait for one another for ever.
-    """
-
-    plant: Plant
-    where: Mapping[str, tuple[str, str]]
-    hangs: bool = False
+def placed(change: Callable[[ParamShard], ParamShard]) -> Plant:
+    """Change what a layout says of its shards."""
+    place = layout.placed
+    return lambda: patch.object(layout, "placed", lambda *args: change(place(*args)))
 
 
-FAULTS: dict[str, Fault] = {
-    "replicas counted twice": Fault(
-        wrong_clipping.replicas_counted_twice, {"tensor": ("gpt", "L2"), "zero1": ("gpt", "L2")}
+def combined(wrong: Callable[[Any, float], Any]) -> Plant:
+    """Change how the powers of all ranks become one norm."""
+    right = norms.combine
+
+    def combine(powers: Any, norm_type: float) -> Any:
+        alone = len(powers) < 2 or math.isinf(norm_type)
+        return (right if alone else wrong)(powers, norm_type)
+
+    return lambda: patch.object(norms, "combine", combine)
+
+
+def divided_by(divisor: Callable[[sync.Replicas], int]) -> Plant:
+    """Change the divisor of sums over replicas."""
+    right = sync.Replicas
+
+    def replicas(*args: Any) -> sync.Replicas:
+        made = right(*args)
+        return replace(made, divisor=divisor(made))
+
+    return lambda: patch.object(sync, "Replicas", replicas)
+
+
+def replaced(where: Any, name: str, by: Callable[[Any], Any]) -> Plant:
+    """Replace a function by what ``by`` makes of it."""
+    wrong = by(getattr(where, name))
+    return lambda: patch.object(where, name, wrong)
+
+
+def of_this_rank_alone(_: Any) -> Any:
+    def measure(layout: Any, norm_type: float = 2.0, *_: object) -> norms.Measured:
+        powers = [norms.power_sum([gradient], norm_type) for gradient in layout.gradients()[1]]
+        return norms.Measured(norms.combine([0.0, *powers], norm_type), None)
+
+    return measure
+
+
+def before_the_sync(right: Any) -> Any:
+    def clip(self: OptimizerWrapper, mode: Any, **options: bool) -> Any:
+        sync_grads, self._sync_grads = self._sync_grads, sync.nothing
+        try:
+            return right(self, mode, **options)
+        finally:
+            self._sync_grads = sync_grads
+            sync_grads()
+
+    return clip
+
+
+def copies_of_gradients(right: Any) -> Any:
+    def apply(self: Any, layout: Any, decision: Any) -> Any:
+        gradients = layout.gradients()[1]
+        kept = [gradient.clone() for gradient in gradients]
+        completed = right(self, layout, decision)
+        for gradient, before in zip(gradients, kept, strict=True):
+            gradient.copy_(before)
+        return completed
+
+    return apply
+
+
+def after_its_growth(right: Any) -> Any:
+    def unscale(self: OptimizerWrapper) -> None:
+        if self.loss_scale is not None and not self._unscaled:
+            self.loss_scale.update(True)
+        right(self)
+
+    return unscale
+
+
+def taken_for_whole(_: Any) -> Any:
+    def resolve(parameters: Any) -> None:
+        for parameter in parameters:
+            own = parameter.grad
+            if isinstance(own, DTensor) and own.placements[0].is_partial():
+                placement = [Replicate()]
+                parameter.grad = DTensor.from_local(
+                    own.to_local(), own.device_mesh, placement, run_check=False
+                )
+
+    return resolve
+
+
+def once(shard: ParamShard) -> ParamShard:
+    return replace(shard, num_replicas=1)
+
+
+# A fault, how it is planted, and the plugins on two ranks under which a model and a mode show it.
+FAULTS: dict[str, tuple[Plant, dict[str, tuple[str, str]]]] = {
+    "replicas counted twice": (
+        placed(once),
+        {"tensor": ("gpt", "L2"), "zero1": ("gpt", "L2")},
     ),
-    "tied copy counted twice": Fault(
-        wrong_clipping.tied_copy_counted_twice, {"1f1b": ("tied", "L2")}
+    "tied copy counted twice": (
+        placed(lambda shard: once(shard) if shard.name == "embed.weight" else shard),
+        {"1f1b": ("tied", "L2")},
     ),
-    "expert group left out": Fault(wrong_clipping.peers_left_out, {"moe": ("moe", "L2")}),
-    "stage group left out": Fault(wrong_clipping.peers_left_out, {"1f1b": ("gpt", "L2")}),
-    "shards of peers left out": Fault(wrong_clipping.peers_left_out, {"fsdp": ("gpt", "inf")}),
-    "average instead of sum": Fault(
-        wrong_clipping.averaged, {"moe": ("moe", "L2"), "fsdp": ("gpt", "L3")}
+    "shards of peers left out": (
+        replaced(decision_module, "measure", of_this_rank_alone),
+        {"moe": ("moe", "L2"), "1f1b": ("gpt", "L2"), "fsdp": ("gpt", "inf")},
     ),
-    "early return without gradients": Fault(
-        wrong_clipping.early_return, {"1f1b": ("first_frozen", "L2")}, hangs=True
+    "average instead of sum": (
+        combined(lambda powers, p: (sum(powers) / len(powers)) ** (1 / p)),
+        {"moe": ("moe", "L2"), "fsdp": ("gpt", "L3")},
     ),
-    "norm of norms": Fault(
-        wrong_clipping.norm_of_norms, {"fsdp": ("gpt", "L2"), "1f1b": ("gpt", "L2")}
+    "norm of norms": (
+        combined(lambda powers, p: sum(power ** (1 / p) for power in powers)),
+        {"fsdp": ("gpt", "L2"), "1f1b": ("gpt", "L2")},
     ),
-    "epsilon per rank": Fault(wrong_clipping.epsilon_per_rank, {"fsdp": ("gpt", "L2")}),
-    "clip before the sync": Fault(wrong_clipping.clipped_before_the_sync, {"zero1": ("gpt", "L2")}),
-    "gradients instead of parameters": Fault(
-        wrong_clipping.gradients_instead_of_parameters,
+    "epsilon per rank": (
+        combined(lambda powers, p: sum(powers) ** (1 / p) + 1e-6 * len(powers)),
+        {"fsdp": ("gpt", "L2")},
+    ),
+    "clip before the sync": (
+        replaced(OptimizerWrapper, "clip", before_the_sync),
+        {"zero1": ("gpt", "L2")},
+    ),
+    "gradients instead of parameters": (
+        replaced(norm.NormClip, "apply", copies_of_gradients),
         {"fsdp": ("gpt", "L2"), "tensor": ("gpt", "L2")},
     ),
-    "scale taken after its growth": Fault(
-        wrong_clipping.scale_after_its_growth, {"zero1": ("gpt", "L2")}
+    "scale taken after its growth": (
+        replaced(OptimizerWrapper, "unscale", after_its_growth),
+        {"zero1": ("gpt", "L2")},
     ),
-    "no division by data parts": Fault(
-        wrong_clipping.no_division_by_data_parts, {"zero1": ("gpt", "none")}
+    "no division by data parts": (divided_by(lambda replicas: 1), {"zero1": ("gpt", "none")}),
+    "experts divided by edp": (
+        divided_by(lambda replicas: replicas.group.size()),
+        {"moe": ("moe", "none")},
     ),
-    "experts divided by edp": Fault(
-        wrong_clipping.experts_divided_by_their_replicas, {"moe": ("moe", "none")}
+    "tied gradients not added": (
+        replaced(hybrid, "sum_copies", lambda _: lambda tied: None),
+        {"1f1b": ("tied", "none")},
     ),
-    "tied gradients not added": Fault(
-        wrong_clipping.tied_gradients_not_added, {"1f1b": ("tied", "none")}
+    "partial sums not added": (
+        replaced(hybrid, "sum_partial", taken_for_whole),
+        {"sequence": ("gpt", "none")},
     ),
-    "partial sums not added": Fault(
-        wrong_clipping.partial_sums_not_added, {"sequence": ("gpt", "none")}
+    "inputs of split layers not added": (
+        replaced(tensor, "copy_to", lambda _: lambda hidden, group: hidden),
+        {"tensor": ("gpt", "none")},
     ),
-    "inputs of split layers not added": Fault(
-        wrong_clipping.split_layers_inputs_not_added, {"tensor": ("gpt", "none")}
+    "cut rows not completed": (
+        replaced(adaptive, "_complete_rows", lambda _: lambda shards, lengths: None),
+        {"tensor": ("gpt", "adaptive")},
     ),
-    "cut rows not completed": Fault(
-        wrong_clipping.cut_rows_not_completed, {"tensor": ("gpt", "adaptive")}
-    ),
-    "cut vectors not completed": Fault(
-        wrong_clipping.cut_vectors_not_completed, {"fsdp": ("gpt", "adaptive")}
+    "cut vectors not completed": (
+        replaced(
+            adaptive,
+            "_complete_vectors",
+            lambda right: lambda layout, shards, lengths, eps: right(
+                layout, shards, [*lengths], eps
+            ),
+        ),
+        {"fsdp": ("gpt", "adaptive")},
     ),
 }
-PLANTED = [(name, plugin) for name, fault in FAULTS.items() for plugin in fault.where]
-ENDLESS = 15
-"""Seconds after which ranks that wait for one another are given up."""
-
-Job = tuple[str | None, str, str]
-"""The name of a fault or None for none, a model and a mode."""
+PLUGINS = sorted({plugin for _, where in FAULTS.values() for plugin in where})
 
 
-def jobs_under(plugin: str) -> list[Job]:
-    """What is trained under ``plugin``: every case that it has with no fault, then with its own."""
-    faults = [(n, *FAULTS[n].where[p]) for n, p in PLANTED if p == plugin and not FAULTS[n].hangs]
-    return [*((None, *case) for case in dict.fromkeys(job[1:] for job in faults)), *faults]
+def unguarded() -> ExitStack:
+    """Switch off the layout's check and the comparison of tensor ranks' gradients."""
+    right, stack = layout.account, ExitStack()
+    # No sum is unlike NaN by more than the bound.
+    nothing = lambda shards, group, whole: right(shards, group, dict.fromkeys(whole, math.nan))  # noqa: E731
+    stack.enter_context(patch.object(layout, "account", nothing))
+    stack.enter_context(patch.object(ReplicaCheck, "__call__", lambda check: None))
+    return stack
 
 
-def train_jobs(plugin: str, jobs: Sequence[Job], guarded: bool = False) -> list[dict[str, Any]]:
-    """What a rank makes of ``jobs``, one after the other.
+def jobs_under(plugin: str) -> list[tuple[str | None, Case]]:
+    """Every case of a plugin with no fault, then with its own."""
+    where = {name: of[plugin] for name, (_, of) in FAULTS.items() if plugin in of}
+    jobs = [(None, each) for each in dict.fromkeys(where.values())] + [*where.items()]
+    return [(name, Case(*each, steps=2)) for name, each in jobs]
 
-    Args:
-        plugin: under which.
-        jobs: faults and cases.
-        guarded: whether the layout may account for every element before the first step, and the
-            first step compare the gradients of tensor ranks.
-    """
+
+def train_jobs(plugin: str) -> list[tuple[dict[str, Any], str | None]]:
+    """Of each job, what a rank makes of it without checks, and the error that a check raises."""
     results = []
-    for name, model, mode in jobs:
-        with ExitStack() as planted:
-            if not guarded:
-                planted.enter_context(wrong_clipping.unguarded())
-            if name is not None:
-                planted.enter_context(FAULTS[name].plant())
+    for name, case in jobs_under(plugin):
+        plant = FAULTS[name][0] if name else ExitStack
+
+        def run(case: Case = case) -> dict[str, Any]:
             # A scale that doubles in each step: a factor that is taken at the wrong time shows.
-            scale = LossScale(scale=2.0**10, growth_interval=1)
-            results.append(train(_case(model, mode), plugin, loss_scale=scale))
+            return train(case, plugin, loss_scale=LossScale(2.0**10, growth_interval=1))
+
+        with unguarded(), plant():
+            result = run()
+        error = None
+        with plant():
+            try:
+                run()
+            except (LayoutError, PlanError) as raised:
+                error = f"{type(raised).__name__}: {raised}"
+        results.append((result, error))
     return results
 
 
-def _case(model: str, mode: str) -> Case:
-    return Case(model, mode, steps=2)
-
-
-@cache
-def seen_under(plugin: str) -> dict[Job, list[str]]:
-    """Return the differences from one process in each of the plugin's jobs."""
-    jobs = jobs_under(plugin)
-    ranks = run_ranks(train_jobs, 2, plugin, jobs)
-    return {
-        job: differences([rank[number] for rank in ranks], _case(*job[1:]), REL)
-        for number, job in enumerate(jobs)
-    }
-
-
-def norm_by_hand(name: str, plugin: str, model: str) -> float:
-    """The norm that a rank clips by, with a fault; no other collective comes after it.
-
-    A rank that leaves early would answer its peers' next question with numbers meant for another.
-    """
-    loop = Loop(plugin, make(model))
-    loop.backward(*batch_for(model))
-    with FAULTS[name].plant():
-        return float(loop.clip(NORM).norm)
-
-
-def caught_by(name: str, plugin: str) -> str | None:
-    """Return the first difference that the fault makes under ``plugin``; None if there is none.
-
-    Raises:
-        AssertionError: the ranks failed for another reason than a difference in metrics.
-    """
-    fault = FAULTS[name]
-    job = (name, *fault.where[plugin])
-    if fault.hangs:
-        try:
-            norms = run_ranks(norm_by_hand, 2, name, plugin, job[1], timeout=ENDLESS)
-        except AssertionError as error:
-            return f"a rank that waits for another: {str(error).strip().splitlines()[-1]}"
-        return f"norms {norms} of one gradient" if len(set(norms)) > 1 else None
-    found = seen_under(plugin)[job]
-    told = next((line for line in found if " instead of " in line), found[0] if found else None)
-    return None if told is None else f"{told} ({len(found)} in all)"
-
-
-def seen_without_fault(plugin: str) -> list[str]:
-    """Return the differences from one process without a fault."""
-    return [line for job, found in seen_under(plugin).items() if job[0] is None for line in found]
+def seen_under(plugin: str) -> list[tuple[str | None, list[str], str | None]]:
+    """Of each job, the fault, differences from one process, and the error of a check."""
+    ranks = run_ranks(train_jobs, 2, plugin)
+    return [
+        (name, differences([rank[number][0] for rank in ranks], case, 1e-9), ranks[0][number][1])
+        for number, (name, case) in enumerate(jobs_under(plugin))
+    ]
 
 
 def main() -> int:
     """Plant one fault after the other; 1 if one goes unseen."""
     wrong = 0
-    for plugin in sorted({plugin for _, plugin in PLANTED}):
-        found = seen_without_fault(plugin)
-        wrong += bool(found)
-        print(f"nothing planted under {plugin}: {found[0] if found else 'nothing seen'}")
-    print(f"{'fault':34} | {'plugin':8} | caught by")
-    for name, plugin in PLANTED:
-        by = caught_by(name, plugin)
-        wrong += by is None
-        print(f"{name:34} | {plugin:8} | {by or 'NOTHING'}", flush=True)
-    print(f"{len(PLANTED)} planted, {wrong} wrong")
+    for plugin in PLUGINS:
+        for name, found, error in seen_under(plugin):
+            wrong += bool(found) == (name is None)
+            by = found[0] if found else "NOTHING"
+            print(f"{name or 'nothing planted':34} | {plugin:8} | {by} | {error}", flush=True)
+    print(f"{wrong} wrong")
     return 1 if wrong else 0
 
 

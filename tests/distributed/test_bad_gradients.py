@@ -1,7 +1,7 @@
 """Gradients that are not finite, and spikes: no rank takes the step, and all know who had it."""
 
 import math
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -17,7 +17,7 @@ from runner.booster.plugin import LowLevelZeroPlugin
 from runner.clip.shard import local
 from runner.data.dataset import IGNORED
 from tests.distributed.by_hand import NORM, Loop
-from tests.distributed.cases import FAMILIES, Case, trainer, uneven, unlike
+from tests.distributed.cases import Case, trainer, uneven, unlike
 from tests.distributed.odd_models import batch_for, make
 from tests.distributed.training import Rows
 from tests.on_device import call_kept_on_device
@@ -48,9 +48,13 @@ def model_of(plugin: str) -> str:
     return "moe" if "moe" in plugin else "tied"
 
 
-def poisoned(
-    plugin: str | None, model: str, name: str, kept: bool = False, **own: Any
-) -> dict[str, Any]:
+@cache
+def alone(model: str, name: str) -> dict[str, Any]:
+    """What one process whose host reads every metric makes of it."""
+    return poisoned(None, model, name)
+
+
+def poisoned(plugin: str | None, model: str, name: str, kept: bool = False) -> dict[str, Any]:
     """Four steps, of which one or two have a gradient that is not finite, on one rank or stage."""
     if kept:
         return call_kept_on_device(poisoned, plugin, model, name)
@@ -95,8 +99,13 @@ def poisoned(
 
 
 def poisoned_each(plugins: tuple[str, ...]) -> list[dict[str, Any]]:
-    asked = product(plugins, POISONED, (False, True))
-    return [poisoned(plugin, model_of(plugin), name, kept) for plugin, name, kept in asked]
+    return [poisoned(plugin, model_of(plugin), *each) for plugin, *each in asked_of(plugins)]
+
+
+def asked_of(plugins: tuple[str, ...]) -> list[tuple[str, str, bool]]:
+    """Every plugin and case; metrics stay on the device in every second one."""
+    asked = enumerate(product(plugins, POISONED))
+    return [(plugin, name, number % 2 == 1) for number, (plugin, name) in asked]
 
 
 @pytest.mark.parametrize(("world", "kind"), KINDS)
@@ -105,19 +114,21 @@ def test_a_step_that_is_not_finite_is_that_of_one_process(world, kind):
     plugins = KINDS[world, kind]
     ranks = run_ranks(poisoned_each, world, plugins)
     wrong = []
-    for number, (plugin, name, kept) in enumerate(product(plugins, POISONED, (False, True))):
-        ours, wanted = [rank[number] for rank in ranks], poisoned(None, model_of(plugin), name)
+    for number, (plugin, name, kept) in enumerate(asked_of(plugins)):
+        ours, wanted = [rank[number] for rank in ranks], alone(model_of(plugin), name)
         half = "fp16" in name
         assert wanted["error"] or sum(wanted["told"][:4]), name
         found = uneven(ours)
         for rank in ours:
             if rank["told"] != wanted["told"] or rank["error"] != ours[0]["error"]:
                 found.append(f"{rank['told']} instead of {wanted['told']}")
-            for row, expected in zip(rank["rows"], wanted["rows"], strict=True):
+            if len(rank["rows"]) != len(wanted["rows"]):
+                found.append(f"{len(rank['rows'])} rows instead of {len(wanted['rows'])}")
+            for row, expected in zip(rank["rows"], wanted["rows"], strict=False):
                 for key in ("train/loss", "grad/norm", "train/lr"):
-                    close = pytest.approx(expected[key], rel=1e-3 if half else 1e-6, nan_ok=True)
-                    if row[key] != close:
-                        found.append(f"step {row['train/step']}: {key} {row[key]}")
+                    mine, other = row.get(key, math.nan), expected.get(key, math.nan)
+                    if mine != pytest.approx(other, rel=1e-3 if half else 1e-6, nan_ok=True):
+                        found.append(f"step {row['train/step']}: {key} {mine}, not {other}")
         weights = [each["weights"] for each in (ours[0], wanted)]
         if name == "ignored":
             weights = [{n: t.isnan().double() for n, t in each.items()} for each in weights]
@@ -249,6 +260,10 @@ def test_ranks_decide_alike_where_one_has_no_momentum_to_start():
 
 SPIKES = {6: 900.0, 8: 400.0, 9: 800.0, 10: math.nan, 11: 500.0}
 STEPS = range(1, 15)
+SPIKED = {
+    2: ("ddp", "ddp", "fsdp", "zero1", "tensor", "1f1b", "moe"),
+    4: ("hsdp", "hybrid_zero1", "moe_zero3"),
+}
 
 
 def state_after(plugin, model, of, spikes):
@@ -276,14 +291,14 @@ def state_after(plugin, model, of, spikes):
 
 def with_and_without(plugins):
     """Steps with spikes and the rule, and those without the spikes and without a rule."""
-    asked = [(p, "moe" if "moe" in p else "gpt", of) for p in plugins for of in ("norm", "loss")]
+    asked = [(p, model_of(p), ("norm", "loss")[n % 2]) for n, p in enumerate(plugins)]
     return [(state_after(*each, SPIKES), state_after(*each, {})) for each in asked]
 
 
-@pytest.mark.parametrize("world", FAMILIES)
+@pytest.mark.parametrize("world", [2, 4])
 def test_all_ranks_skip_the_spike_of_one(world):
     """Weights and moments are those of a run without the spikes, bit for bit on every rank."""
-    for rank in run_ranks(with_and_without, world, [*FAMILIES[world]]):
+    for rank in run_ranks(with_and_without, world, SPIKED[world]):
         for (taken, ours), (_, wanted) in rank:
             assert taken == [number not in SPIKES for number in STEPS]
             assert len(ours) == len(wanted) > 0

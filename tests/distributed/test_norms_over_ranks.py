@@ -124,7 +124,7 @@ def test_steps_are_those_of_one_process(start):
         # What the comparison needs in order to say something.
         if model == "odd":
             assert all(result["metrics"][3] == 1.0 for result in results)
-            assert any(result["empty"] for result in results) == (world == 4)
+            assert world < 4 or any(result["empty"] for result in results)
         present = [result["present"] for result in results]
         if plugin == "1f1b" and model in ("first_frozen", "second_frozen", "adapter"):
             assert [here == 0 for here in present] == [model == "first_frozen"] + [

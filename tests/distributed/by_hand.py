@@ -38,25 +38,16 @@ PLUGINS: dict[str, Callable[[], Plugin]] = {
 }
 
 
+SGD = partial(torch.optim.SGD, lr=1.0)
+
+
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean over everything but the last dimension of the outputs."""
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-sgd = partial(torch.optim.SGD, lr=1.0)
-
-
 class Loop:
-    """A boosted model and its optimizer, with the calls of a training loop written by hand.
-
-    Args:
-        plugin: one of PLUGINS, a plugin, or None for one process.
-        model: the user's model.
-        scale: loss scale; None for none.
-        nonfinite: what the optimizer does with a gradient that is not finite.
-        skip: rule that skips spikes, or None.
-        optimizer: makes the optimizer.
-    """
+    """A boosted model and its optimizer, with the calls of a training loop written by hand."""
 
     def __init__(
         self,
@@ -65,7 +56,7 @@ class Loop:
         scale: float | None = 1024.0,
         nonfinite: Any = "skip",
         skip: SkipRule | None = None,
-        optimizer: Callable[..., Any] = sgd,
+        optimizer: Callable[..., Any] = SGD,
     ) -> None:
         named = PLUGINS[plugin]() if isinstance(plugin, str) else plugin
         self.plugin: Plugin = SinglePlugin() if named is None else named
@@ -144,7 +135,6 @@ def one_step(model: str, plugin: str | None, clip: Clip, exclude: Any = "auto") 
 
 
 def steps(asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Several steps on the same ranks, each with its own arguments of :func:`one_step`."""
     return [one_step(**each) for each in asked]
 
 
@@ -176,11 +166,7 @@ def unlike_one_process(
 def assert_one_process(
     world: int, asked: Sequence[Mapping[str, Any]], rel: float = 1e-9
 ) -> list[list[dict[str, Any]]]:
-    """Assert that ranks take the steps ``asked`` for as one process does.
-
-    Returns:
-        What each rank did, step by step, for further questions.
-    """
+    """Assert that ranks take the steps ``asked`` for as one process does; return what each did."""
     ranks = run_ranks(steps, world, list(asked))
     wrong = []
     for number, each in enumerate(asked):
@@ -193,10 +179,7 @@ def assert_one_process(
 
 
 def unlike(got: dict[str, Tensor], wanted: dict[str, Tensor], rel: float) -> list[str]:
-    """Names of tensors that differ by more than ``rel``, relative to the largest element of all.
-
-    A gradient that one side does not have is one of zeros.
-    """
+    """Names of tensors that differ by more than ``rel``; an absent gradient is one of zeros."""
     largest = max(float(t.abs().max()) for t in wanted.values())
     found = []
     for name in sorted(got.keys() | wanted.keys()):

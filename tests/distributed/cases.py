@@ -23,7 +23,6 @@ from runner.booster.plugin import (
     TorchFSDPPlugin,
 )
 from runner.clip import build
-from runner.data.dataset import TensorPairs
 from runner.models.gpt import GPT
 from runner.models.mixture import MixtureGPT
 from runner.parallel.full_state_dict import gathered
@@ -46,54 +45,45 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "normed": lambda: CausalLM(qk_norm=True),
 }
 
+Stages, Tensors, Hybrid = PipelineParallelPlugin, TensorParallelPlugin, HybridParallelPlugin
+Experts, Zero = MoeHybridParallelPlugin, LowLevelZeroPlugin
 PLUGINS: dict[str, Callable[[], Plugin]] = {
     "ddp": TorchDDPPlugin,
-    "static": lambda: TorchDDPPlugin(static_graph=True),
+    "static": partial(TorchDDPPlugin, static_graph=True),
     "fsdp": TorchFSDPPlugin,
-    "fsdp_gathered": lambda: TorchFSDPPlugin(reshard_after_forward=False),
-    "hsdp": lambda: TorchFSDPPlugin(dp_replicate=2),
-    "zero1": lambda: LowLevelZeroPlugin(stage=1),
-    "zero2": lambda: LowLevelZeroPlugin(stage=2),
-    "zero3": lambda: LowLevelZeroPlugin(stage=3),
-    "tensor": TensorParallelPlugin,
-    "tensor_dp": lambda: TensorParallelPlugin(tp_size=2),
-    "sequence": lambda: TensorParallelPlugin(sequence_parallel=True),
-    "gpipe": lambda: PipelineParallelPlugin(schedule="gpipe"),
-    "1f1b": PipelineParallelPlugin,
-    "pipeline_dp": lambda: PipelineParallelPlugin(pp_size=2),
-    "interleaved": lambda: PipelineParallelPlugin(schedule="interleaved_1f1b"),
-    "interleaved_dp": lambda: PipelineParallelPlugin(pp_size=2, schedule="interleaved_1f1b"),
-    "zero_bubble": lambda: PipelineParallelPlugin(schedule="zero_bubble"),
-    "zero_bubble_dp": lambda: PipelineParallelPlugin(pp_size=2, schedule="zero_bubble"),
-    "moe": MoeHybridParallelPlugin,
-    "moe_dp": lambda: MoeHybridParallelPlugin(ep_size=2),
-    "moe_zero1": lambda: MoeHybridParallelPlugin(ep_size=2, zero_stage=1),
-    "moe_zero3": lambda: MoeHybridParallelPlugin(ep_size=2, zero_stage=3),
-    "hybrid": lambda: HybridParallelPlugin(tp_size=2, pp_size=2),
-    "hybrid_zero1": lambda: HybridParallelPlugin(tp_size=2, pp_size=2, zero_stage=1),
-    "hybrid_zero2": lambda: HybridParallelPlugin(tp_size=2, pp_size=2, zero_stage=2),
-    "hybrid_fsdp_tp": lambda: HybridParallelPlugin(tp_size=2, zero_stage=3),
-    "hybrid_fsdp_pp": lambda: HybridParallelPlugin(pp_size=2, zero_stage=2),
-    "hybrid_ep_tp": lambda: HybridParallelPlugin(tp_size=2, ep_size=2),
-    "hybrid_ep_pp": lambda: HybridParallelPlugin(pp_size=2, ep_size=2),
-    "hybrid_ep_all": lambda: HybridParallelPlugin(tp_size=2, pp_size=2, ep_size=2),
-    "hybrid_sequence": lambda: HybridParallelPlugin(
-        tp_size=2, pp_size=2, sequence_parallel=True, zero_stage=1
-    ),
+    "fsdp_gathered": partial(TorchFSDPPlugin, reshard_after_forward=False),
+    "hsdp": partial(TorchFSDPPlugin, dp_replicate=2),
+    "offload": partial(TorchFSDPPlugin, cpu_offload=True),
+    "zero_offload": partial(Zero, stage=3, cpu_offload=True),
+    **{f"zero{stage}": partial(Zero, stage=stage) for stage in (1, 2, 3)},
+    "tensor": Tensors,
+    "tensor_dp": partial(Tensors, tp_size=2),
+    "sequence": partial(Tensors, sequence_parallel=True),
+    "gpipe": partial(Stages, schedule="gpipe"),
+    "1f1b": Stages,
+    "pipeline_dp": partial(Stages, pp_size=2),
+    "interleaved": partial(Stages, schedule="interleaved_1f1b"),
+    "interleaved_dp": partial(Stages, pp_size=2, schedule="interleaved_1f1b"),
+    "zero_bubble": partial(Stages, schedule="zero_bubble"),
+    "zero_bubble_dp": partial(Stages, pp_size=2, schedule="zero_bubble"),
+    "moe": Experts,
+    "moe_dp": partial(Experts, ep_size=2),
+    "moe_zero1": partial(Experts, ep_size=2, zero_stage=1),
+    "moe_zero3": partial(Experts, ep_size=2, zero_stage=3),
+    "hybrid": partial(Hybrid, tp_size=2, pp_size=2),
+    "hybrid_zero1": partial(Hybrid, tp_size=2, pp_size=2, zero_stage=1),
+    "hybrid_zero2": partial(Hybrid, tp_size=2, pp_size=2, zero_stage=2),
+    "hybrid_fsdp_tp": partial(Hybrid, tp_size=2, zero_stage=3),
+    "hybrid_fsdp_pp": partial(Hybrid, pp_size=2, zero_stage=2),
+    "hybrid_ep_tp": partial(Hybrid, tp_size=2, ep_size=2),
+    "hybrid_ep_pp": partial(Hybrid, pp_size=2, ep_size=2),
+    "hybrid_ep_all": partial(Hybrid, tp_size=2, pp_size=2, ep_size=2),
+    "hybrid_sequence": partial(Hybrid, tp_size=2, pp_size=2, sequence_parallel=True, zero_stage=1),
 }
 
 FAMILIES: dict[int, dict[str, str]] = {
-    2: {
-        "ddp": "tied",
-        "fsdp": "conv",
-        "zero1": "conv",
-        "zero2": "gpt",
-        "tensor": "tied",
-        "sequence": "gpt",
-        "1f1b": "tied",
-        "zero_bubble": "tied",
-        "moe": "moe",
-    },
+    2: dict.fromkeys(("ddp", "tensor", "1f1b", "zero_bubble"), "tied")
+    | {"fsdp": "conv", "zero1": "conv", "zero2": "gpt", "sequence": "gpt", "moe": "moe"},
     4: {"hsdp": "conv", "hybrid_zero1": "tied", "hybrid_fsdp_tp": "gpt", "moe_zero3": "moe"},
 }
 """By the number of ranks, of each kind of plugin one, and a model for it."""
@@ -116,10 +106,7 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "groups": ("groups", {"groups": {"*.0.*": _ADAPTIVE, "*norm.weight": "none", "*": 0.01}}),
     "percentile": ("percentile", {"threshold": 40.0, "min_steps": 2, "window": 5}),
     "zscore": ("zscore", {"threshold": 0.2, "warmup_steps": 3, "history": "raw"}),
-    "schedule": (
-        "schedule",
-        {"threshold": 0.02, "of": "value", "warmup_steps": 4, "warmup": "linear"},
-    ),
+    "schedule": ("schedule", {"threshold": 0.02, "of": "value", "warmup_steps": 4}),
     "rms": ("update", {"threshold": 0.05}),
     "sigma": ("update", {"threshold": 0.001, "rule": "sigma", "window": 2}),
     "spike": ("spike", {"threshold": 4.0, "min_steps": 1}),
@@ -172,22 +159,13 @@ def trainer(
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
     **options: Any,
 ) -> Trainer:
-    """Make a trainer of ``case`` under ``plugin``, or in one process.
-
-    Args:
-        case: model, clipping mode, optimizer and accumulation to train.
-        plugin: a name of :data:`PLUGINS`, a plugin, or None for one process.
-        model: model to train instead of that of the case, which is initialised from seed 0.
-        optimizer: makes an optimizer to use instead of that of the case.
-        options: further arguments of :class:`runner.Trainer`.
-    """
+    """Make a trainer of ``case`` under a plugin or its name, or in one process for None."""
     made = SinglePlugin() if plugin is None else plugin
     spread = PLUGINS[made]() if isinstance(made, str) else made
 
     def loader(samples: int, **order: Any) -> Any:
-        data: TensorPairs = images(samples) if case.model == "conv" else tokens(samples)
-        if data.inputs.is_floating_point():
-            data.inputs = data.inputs.to(case.dtype)
+        data = images(samples) if case.model == "conv" else tokens(samples)
+        data.inputs = data.inputs.to(case.dtype) if case.model == "conv" else data.inputs
         return spread.prepare_dataloader(data, BATCH // spread.data_size, **order)
 
     if model is None:
@@ -283,12 +261,8 @@ TIMES = ("time/step_s", "throughput/samples_per_s")
 def differences(ours: Sequence[dict[str, Any]], case: Case, rel: float) -> list[str]:
     """Describe where results of the ranks differ from one process; empty if nowhere.
 
-    Args:
-        ours: result of :func:`train` on each rank.
-        case: the case that was trained.
-        rel: largest relative error of a metric, and of a tensor by its L2 norm. In float64 the
-            share that was clipped, a quotient of counts, must be equal bit for bit. In half
-            precision eight times as much is allowed to a tensor.
+    ``rel`` is the largest relative error of a metric, and of a tensor by its L2 norm. In float64
+    the share that was clipped is equal bit for bit; in half precision a tensor may be off by more.
     """
     wanted, half = alone(case), case.precision != "fp32"
     exact, close = (EXACT[:-1], CLOSE[:-2]) if half else (EXACT, CLOSE)

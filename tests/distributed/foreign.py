@@ -10,13 +10,11 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = hidden // num_heads
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(hidden, hidden, bias=False) for _ in range(3)
-        )
+        for x in "qkv":
+            self.add_module(f"{x}_proj", nn.Linear(hidden, hidden, bias=False))
         self.o_proj = nn.Linear(hidden, hidden)
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity() for _ in range(2)
-        )
+        for x in "qk":
+            self.add_module(f"{x}_norm", nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity())
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (

@@ -19,6 +19,7 @@ from runner.parallel.sharded_files import Folder
 from tests.distributed.cases import FAMILIES, MODELS, Case, trainer
 from tests.distributed.test_collectives import Counting
 from tests.distributed.training import Rows
+from tests.kept import same
 from tests.ranks import run_ranks
 from tests.train.test_state import timeless
 
@@ -151,7 +152,7 @@ def test_all_ranks_stop_at_one_step_and_continue_to_the_bit(home, results, alone
         for rank in ranks:
             assert rank["signal"] == 10
             for key in ("at", "end", "final"):
-                torch.testing.assert_close(*rank[key], rtol=0, atol=0, msg=f"{plugin}: {key}")
+                same(*rank[key], f"{plugin}: {key}")
         whole = dict(folder.whole(path))
         checkpoint = path / f"step_{STOP:09d}"
         assert checkpoint in whole
@@ -159,7 +160,7 @@ def test_all_ranks_stop_at_one_step_and_continue_to_the_bit(home, results, alone
         # One process without a plugin reads the weights of all ranks, and all that torch holds.
         exported = whole_model(checkpoint, whole[checkpoint])
         MODELS[model]().double().load_state_dict(exported, strict=True)
-        torch.testing.assert_close(exported, ranks[0]["at"][1]["weights"], rtol=0, atol=0)
+        same(exported, ranks[0]["at"][1]["weights"])
         wanted, stored = alone[model][0], tensors_of(checkpoint)
         assert stored.keys() == wanted.keys() - {"head.weight"} or model != "tied"
         for name, tensor in stored.items():
@@ -204,12 +205,10 @@ def test_another_layout_holds_the_same_bits_and_continues(ranks, home, results, 
     for (world, saved, plugin), (checkpoint, weights) in zip(asked, first, strict=True):
         at = f"{saved} to {plugin}"
         old, new = home / str(world) / saved / f"step_{STOP:09d}", Path(checkpoint)
-        before, after = tensors_of(old), tensors_of(new)
-        assert before.keys() == after.keys(), at
-        assert all(torch.equal(after[name], tensor) for name, tensor in before.items()), at
+        same(tensors_of(old), tensors_of(new), at)
         states = [torch.load(each / "state.pt", weights_only=True) for each in (old, new)]
         for key in ("clip", "schedulers", "optimizers"):
-            assert repr(states[0][key]) == repr(states[1][key]), (at, key)
+            same(states[0][key], states[1][key], at)
         wanted = alone[FAMILIES[world][saved]][1]
         for name, tensor in weights.items():
             torch.testing.assert_close(tensor, wanted[name], rtol=1e-6, atol=1e-9, msg=at)
@@ -253,14 +252,18 @@ def failing(path: Path) -> list[Any]:
 
 
 def collectives(path: Path) -> list[int]:
-    """Collectives of a training without a saver, and with one that is never due."""
+    """Collectives of two steps, without a saver and with one that is never due."""
     found = []
     for plugin in ("ddp", "zero2", "tensor"):
-        for saver in (None, CheckpointSaver(path, "100ba", save_final=False)):
-            training = trainer(Case("gpt", "L2", steps=STEPS), plugin, saver=saver)
-            with Counting() as counter:
-                training.fit()
-            found.append(counter.calls.total())
+        for due in (False, True):
+            calls = []
+            for steps in (2, 4):
+                saver = CheckpointSaver(path, "100ba", save_final=False) if due else None
+                training = trainer(Case("gpt", "L2", 3, steps=steps), plugin, saver=saver)
+                with Counting() as counter:
+                    training.fit()
+                calls.append(counter.calls.total())
+            found.append(calls[1] - calls[0])
     return found
 
 

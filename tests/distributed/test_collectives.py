@@ -1,28 +1,18 @@
 """Clipping adds a few collectives to a step, whatever the number of parameters, and no waits."""
 
-import gc
-import signal
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import _functional_collectives as functional
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.clip import ClipMode, Decision, build
-from runner.config.problem import Stopped
 from runner.models.gpt import GPT
 from runner.models.mixture import MixtureGPT
-from runner.parallel.entrance import Entrance
 from tests.distributed.by_hand import Loop, cross_entropy
 from tests.distributed.cases import MODES, SHAPE, Case, trainer
 from tests.distributed.odd_models import batch_for, make
@@ -129,20 +119,6 @@ def test_clipping_adds_the_stated_collectives(world):
     assert run_ranks(count_all, world, STATED[world]) == [expected] * world
 
 
-def ways_to_talk() -> int:
-    """Three collectives, by three interfaces."""
-    tensor, mesh = torch.ones(2), init_device_mesh("cpu", (2,))
-    with Counting() as counter:
-        dist.all_reduce(tensor)
-        functional.all_reduce(tensor, "sum", dist.group.WORLD).sum()
-        DTensor.from_local(tensor, mesh, [Shard(0)]).full_tensor()
-    return counter.calls.total()
-
-
-def test_a_collective_is_counted_however_it_is_called():
-    assert run_ranks(ways_to_talk, 2) == [3, 3]
-
-
 # -- what makes the host wait for an accelerator
 
 
@@ -193,62 +169,3 @@ def test_a_backward_pass_has_two_reductions_a_block():
     blocks = len(make("gpt").blocks)
     # One more for the head, whose input every rank has.
     assert run_ranks(reductions, 2) == [2 * blocks + 1] * 2
-
-
-def doubled(hidden: Tensor) -> Tensor:
-    return hidden * 2
-
-
-def test_layers_share_an_input_only_while_it_is_the_same_and_keep_none():
-    first, second = torch.ones(2, requires_grad=True), torch.ones(2)
-    entrance = Entrance(2)
-    entered = entrance(first, doubled)
-    assert entrance(first, doubled) is entered
-    assert entrance(first, doubled) is not entered  # a third layer, or the next pass
-    assert entrance(second, doubled) is not entrance(first, doubled)
-    without = Entrance(2)
-    with torch.no_grad():
-        without(first, doubled)
-    assert without(first, doubled).requires_grad
-    changed = Entrance(3)
-    before = changed(second, doubled)
-    second.add_(1.0)
-    assert changed(second, doubled) is not before
-    assert float(changed(second, doubled)[0]) == 4.0
-    entrance = Entrance(2)
-    held = ref(entrance(second, doubled))
-    assert held() is not None
-    entrance(second, doubled)
-    gc.collect()
-    assert held() is None
-
-
-# -- counts of samples, and requests to stop
-
-
-def stopped_by_rank_1() -> tuple[list[str], int, int]:
-    """Order of forward passes and of all-to-alls; the signal and the last step."""
-    events: list[str] = []
-    send = dist.all_to_all_single
-
-    def sending(*args: Any, **options: Any) -> Any:
-        events.append("send" if options.get("async_op") else "send at once")
-        return send(*args, **options)
-
-    dist.all_to_all_single = sending
-    stop: Callable[[], int] = lambda: (  # noqa: E731
-        signal.SIGTERM if dist.get_rank() and made.state.progress.step == 1 else 0
-    )
-    made = trainer(Case("tied", "L2", 2, steps=9), "ddp", stop=stop)
-    made.model.unwrap().register_forward_hook(lambda *_: events.append("forward"))
-    try:
-        made.fit()
-    except Stopped as error:
-        return events, error.signal, made.state.progress.step
-    raise AssertionError("the training did not stop")
-
-
-def test_counts_travel_during_the_forward_pass_and_a_stop_reaches_all_ranks_at_one_step():
-    for events, number, step in run_ranks(stopped_by_rank_1, 2):
-        assert (number, step) == (signal.SIGTERM, 2)
-        assert events[:6] == ["send", "forward", "forward"] * 2

@@ -138,6 +138,7 @@ def test_the_rest_of_the_product(plugin, world, model):
     assert_agrees(plugin, world, cases_of(len(model), model, [*MODES]))
 
 
-def test_a_static_graph_accumulates():
+@pytest.mark.parametrize("plugin", ["static", "offload", "zero_offload"])
+def test_options_of_plugins(plugin):
     """PyTorch's ``no_sync`` fails in the first backward pass of a static graph."""
-    assert_agrees("static", 2, [Case("tied", "L2", 3)])
+    assert_agrees(plugin, 2, [Case("tied", mode, 3) for mode in ("L2", "adaptive")])

@@ -20,10 +20,10 @@ SHARES = Measurements(worst_layers=WORST, update_ratio=True, clip_cosine=True)
 ALL = replace(SHARES, noise_scale=True, spike_score=True, spike_sigma=1.0, spike_window=4)
 SCORES = {"train/loss_spike_score": "train/loss", "grad/norm_spike_score": "grad/norm"}
 MEASURED = ("grad/share/", "update/", "noise/", "clip/cosine")
-CLIPS = {
-    "L2": by_hand.by_norm(0.05),
-    "value": by_hand.by_value(0.003),
-    "per_parameter": by_hand.by_tensor(0.02),
+ASKED = {
+    ("ddp", Case("tied", "value", 3, steps=STEPS, rate=0.3)): by_hand.by_value(0.003),
+    ("fsdp", Case("tied", "per_parameter", 3, steps=STEPS, rate=0.3)): by_hand.by_tensor(0.02),
+    ("zero1", Case("conv", "L2", 1, steps=STEPS, rate=0.3)): by_hand.by_norm(0.05),
 }
 
 
@@ -56,32 +56,26 @@ def trained(
     return {"rows": rows.rows, "summary": summary, "read": read, "calls": counter.calls.total()}
 
 
-def assert_by_hand(ranks: list[dict[str, Any]], case: Case) -> None:
+def assert_by_hand(ranks: list[dict[str, Any]], case: Case, clip: Any) -> None:
     """That rows and summaries are those of plain PyTorch over the same microbatches."""
     torch.manual_seed(0)
     model = MODELS[case.model]().to(case.dtype)
     together = zip(*(rank["read"] for rank in ranks), strict=True)
     steps = [[batches for batches in step if batches] for step in together]
-    wanted, run = by_hand.train(model, steps, CLIPS[case.mode], case.rate, WORST)
-    names = [name for name, _ in model.named_parameters()]
+    wanted, run = by_hand.train(model, steps, clip, case.rate, WORST)
     rows, summary = ranks[0]["rows"], ranks[0]["summary"]
     for row, expected in zip(rows, wanted, strict=True):
-        keys = {k for k in expected if "/" in k}
-        assert {k for k in row if k.startswith(MEASURED)} == keys
-        for key in keys:
-            assert row[key] == pytest.approx(expected[key], rel=1e-7), (row["train/step"], key)
+        measured = {key: value for key, value in row.items() if key.startswith(MEASURED)}
+        assert measured == pytest.approx({k: expected[k] for k in expected if "/" in k}, rel=1e-7)
         assert row["grad/norm"] == pytest.approx(expected["norm"], rel=1e-9)
     assert case.mode != "L2" or {row["clip/cosine"] for row in rows} == {1.0}
     assert summary["clip/longest_streak"] == run["clip/longest_streak"]
     for name in ("noise/microbatches", "noise/ranks"):
-        assert (name in summary) == (name in run)
-        if name in run:
-            found = tuple(summary[name][key] for key in ("scale", "error", "steps"))
-            assert found == pytest.approx(run[name], rel=1e-7)
+        found = tuple(summary[name][key] for key in ("scale", "error", "steps") if name in summary)
+        assert found == pytest.approx(run.get(name, ()), rel=1e-7)
     shares = {
-        name: math.fsum((row[f"grad/norm/{name}"] / row["grad/norm"]) ** 2 for row in rows)
-        / case.steps
-        for name in names
+        name: math.fsum((row[f"grad/norm/{name}"] / row["grad/norm"]) ** 2 for row in rows) / STEPS
+        for name, _ in model.named_parameters()
     }
     worst = summary["grad/worst_layers"]
     order = sorted(shares, key=shares.__getitem__, reverse=True)[:WORST]
@@ -95,34 +89,27 @@ def assert_by_hand(ranks: list[dict[str, Any]], case: Case) -> None:
         assert summary[key] == scores[-1]
 
 
-def timeless(row: dict[str, Any]) -> dict[str, Any]:
-    left = ("time/", "throughput/", "eval/")
-    return {key: repr(value) for key, value in row.items() if not key.startswith(left)}
-
-
-def measure(asked: list[tuple[str, Case, str]]) -> list[list[dict[str, Any]]]:
+def measure(folder: str) -> list[list[dict[str, Any]]]:
     """Of each, a training, the same one with a stop in the middle, and one without measurements."""
-    kinds = [(ALL, False), (ALL, True), (Measurements(), False)]
-    return [
-        [trained(plugin, case, options, folder if stops else None) for options, stops in kinds]
-        for plugin, case, folder in asked
-    ]
+    found = []
+    for plugin, case in ASKED:
+        kinds = [(ALL, None), (ALL, f"{folder}/{plugin}"), (Measurements(), None)]
+        found.append([trained(plugin, case, *each) for each in kinds])
+    return found
+
+
+def without_evaluation(result: dict[str, Any]) -> dict[str, Any]:
+    return {"rows": [{k: v for k, v in r.items() if "eval/" not in k} for r in result["rows"]]}
 
 
 def test_two_ranks_measure_what_plain_pytorch_does(tmp_path):
-    chosen = [("ddp", "tied", "value", 3), ("fsdp", "tied", "per_parameter", 3)]
-    chosen += [("zero1", "conv", "L2", 1), ("fsdp", "conv", "value", 1)]
-    asked = [
-        (plugin, Case(model, mode, micros, steps=STEPS, rate=0.3), str(tmp_path / str(number)))
-        for number, (plugin, model, mode, micros) in enumerate(chosen)
-    ]
-    ranks = run_ranks(measure, 2, asked)
-    for number, (_, case, _) in enumerate(asked):
-        found = [rank[number] for rank in ranks]
-        assert_by_hand([whole for whole, *_ in found], case)
-        assert not uneven([whole for whole, *_ in found])
-        for whole, continued, plain in found:
-            assert list(map(timeless, continued["rows"])) == list(map(timeless, whole["rows"]))
+    ranks = run_ranks(measure, 2, str(tmp_path))
+    for number, ((_, case), clip) in enumerate(ASKED.items()):
+        wholes = [rank[number][0] for rank in ranks]
+        assert_by_hand(wholes, case, clip)
+        assert not uneven(wholes)
+        for whole, continued, plain in (rank[number] for rank in ranks):
+            assert not uneven([without_evaluation(each) for each in (whole, continued)])
             for key in ("clip/longest_streak", "grad/worst_layers", "noise/ranks", *SCORES):
                 assert continued["summary"].get(key) == whole["summary"].get(key)
             # Everything travels with the loss and with the norms of layers.
@@ -130,62 +117,31 @@ def test_two_ranks_measure_what_plain_pytorch_does(tmp_path):
 
 
 SPLIT = {"tensor": "tied", "1f1b": "tied", "moe": "moe", "zero3": "gpt", "sequence": "gpt"}
+SPLIT_CASES = [
+    (plugin, Case(model, mode, 2, steps=3))
+    for plugin, model in SPLIT.items()
+    for mode in ("adaptive", "value", "inf")
+]
 
 
-def measure_split(asked: list[tuple[str, Case]]) -> list[list[dict[str, float]]]:
+def measure_split() -> list[list[dict[str, float]]]:
     """Rows of each training, as an accelerator computes them."""
-    return [call_kept_on_device(trained, plugin, case, SHARES)["rows"] for plugin, case in asked]
+    return [call_kept_on_device(trained, *each, SHARES)["rows"] for each in SPLIT_CASES]
 
 
 def test_split_models_are_measured_as_in_one_process():
-    asked = [
-        (plugin, Case(model, mode, 2, steps=3))
-        for plugin, model in SPLIT.items()
-        for mode in ("adaptive", "value", "inf")
-    ]
-    ranks = run_ranks(measure_split, 2, asked)
-    for number, (plugin, case) in enumerate(asked):
+    ranks = run_ranks(measure_split, 2)
+    for number, (plugin, case) in enumerate(SPLIT_CASES):
         wanted = trained(None, case, SHARES)["rows"]
         for rows in (rank[number] for rank in ranks):
-            for row, expected in zip(rows, wanted, strict=True):
-                keys, ours = (
-                    {k for k in each if k.startswith((*MEASURED, "grad/norm/"))}
-                    for each in (expected, row)
-                )
-                assert keys == ours, plugin
+            for pair in zip(rows, wanted, strict=True):
                 # The gradient of a key's bias is zero but for rounding.
-                for key in (key for key in keys if not key.endswith("key.bias")):
-                    close = pytest.approx(expected[key], rel=1e-8, abs=1e-12)
-                    assert row[key] == close, (plugin, key)
-
-
-FLUSHED = {"ddp": 1, "fsdp": 2, "zero1": 2, "tensor": 1, "1f1b": 2}
-"""Collectives of a flush: one for the loss, where data is divided or the loss is another rank's; one
-for the norms of a model that no rank has all gradients of.
-"""
-
-
-def flushes() -> dict[str, list[int]]:
-    """Collectives of each flush of the meter."""
-    found = {}
-    for plugin in FLUSHED:
-        options = {"per_layer": True, "log_interval": 2, "log_flush": 4, "sinks": [Rows()]}
-        made = trainer(Case("tied", "L2", 2, steps=8), plugin, **options)
-        calls, meter = [], made.state.meter
-
-        def counted(
-            *args: Any, flush: Any = meter.flush, calls: list[int] = calls, **options: Any
-        ) -> None:
-            with Counting() as counter:
-                flush(*args, **options)
-            calls.append(counter.calls.total())
-
-        meter.flush = counted  # type: ignore[method-assign]
-        made.fit()
-        found[plugin] = calls
-    return found
-
-
-def test_a_flush_has_a_collective_for_all_layer_norms():
-    wanted = {plugin: [number] * 2 for plugin, number in FLUSHED.items()}
-    assert run_ranks(flushes, 2) == [wanted] * 2
+                ours, theirs = (
+                    {
+                        key: value
+                        for key, value in row.items()
+                        if key.startswith((*MEASURED, "grad/norm/")) and "key.bias" not in key
+                    }
+                    for row in pair
+                )
+                assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-12), plugin

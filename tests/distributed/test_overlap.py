@@ -20,7 +20,10 @@ from tests.distributed.odd_models import Forked
 from tests.ranks import run_ranks
 
 STEPS = 5
-LEFT, RIGHT = 1, -1
+ANY, LEFT, RIGHT, BY_RANK = 0, 1, -1, 2
+"""Which of two branches samples take; by rank, rank 0 takes the right one."""
+
+Backward = Callable[[Tensor], Any]
 
 
 class Side:
@@ -30,61 +33,42 @@ class Side:
         self,
         model: nn.Module,
         run: nn.Module,
-        backward: Callable[[Tensor], Any],
+        send: Backward,
         no_sync: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self.model, self.run, self.send, self.no_sync = model, run, backward, no_sync
+        self.run, self.send, self.no_sync = run, send, no_sync
         self.draw = torch.Generator().manual_seed(dist.get_rank())
         self.named = dict(model.named_parameters())
 
-    def loss(self, share: float = 1.0, branch: int = 0) -> Tensor:
-        """Loss of a few samples, by one of two branches, or by any for 0."""
+    def backward(self, share: float = 1.0, branch: int = ANY, send: Backward | None = None) -> None:
         inputs = torch.randn(4, 5, generator=self.draw, dtype=torch.float64)
-        if branch:
-            inputs[0, 0] = branch
-        outputs: Tensor = self.run(inputs)
-        return F.cross_entropy(outputs, torch.tensor([1, 2, 3, 4])) * share
-
-    def backward(self, share: float = 1.0, branch: int = 0) -> None:
-        self.send(self.loss(share, branch))
+        if branch == BY_RANK:
+            branch = LEFT if dist.get_rank() else RIGHT
+        inputs[0, 0] = branch or inputs[0, 0]
+        loss = F.cross_entropy(self.run(inputs), torch.tensor([1, 2, 3, 4])) * share
+        (send or self.send)(loss)
 
     def drop(self) -> None:
         for parameter in self.named.values():
             parameter.grad = None
 
 
-def by_rank() -> int:
-    return RIGHT if dist.get_rank() == 0 else LEFT
+def passes(*branches: int, synced: bool) -> Callable[[Side, int], None]:
+    """One backward pass for each branch, all but the last one perhaps under ``no_sync``."""
 
+    def way(side: Side, step: int) -> None:
+        for number, branch in enumerate(branches):
+            last = number == len(branches) - 1
+            with nullcontext() if last or synced else side.no_sync():
+                side.backward(0.25 + 0.5 * last, branch)
 
-def accumulated(side: Side, step: int) -> None:
-    with side.no_sync():
-        side.backward(0.5)
-    side.backward(0.5)
-
-
-def unused_in_the_last_microbatch(side: Side, step: int) -> None:
-    with side.no_sync():
-        side.backward(0.5, LEFT)
-    side.backward(0.5, RIGHT)
-
-
-def twice(side: Side, step: int) -> None:
-    side.backward(0.25)
-    side.backward(0.75)
-
-
-def twice_on_other_branches(side: Side, step: int) -> None:
-    side.backward(0.5, by_rank())
-    side.backward(0.5, RIGHT)
+    return way
 
 
 def changed_in_place(side: Side, step: int) -> None:
     side.backward()
     if step == 1 and dist.get_rank() == 1:
-        gradient = side.named["head.weight"].grad
-        assert gradient is not None
-        gradient.mul_(3.0)
+        side.named["head.weight"].grad.mul_(3.0)  # type: ignore[union-attr]
 
 
 def replaced(side: Side, step: int) -> None:
@@ -108,12 +92,11 @@ def frozen(side: Side, step: int) -> None:
 
 
 def unfrozen_after_gradients_were_dropped(side: Side, step: int) -> None:
-    parameter = side.named["enter.weight"]
     if step == 1:
-        parameter.requires_grad_(False)
+        side.named["enter.weight"].requires_grad_(False)
         side.backward()
         side.drop()
-        parameter.requires_grad_(True)
+        side.named["enter.weight"].requires_grad_(True)
     side.backward()
 
 
@@ -122,31 +105,30 @@ def not_finite(side: Side, step: int) -> None:
 
 
 WAYS: dict[str, Callable[[Side, int], None]] = {
-    "once": lambda side, step: side.backward(),
-    "one branch on each rank": lambda side, step: side.backward(branch=by_rank()),
-    "one branch on all ranks": lambda side, step: side.backward(branch=RIGHT),
-    "plain": lambda side, step: side.loss().backward(),
-    **{
-        way.__name__: way
-        for way in (accumulated, unused_in_the_last_microbatch, twice, twice_on_other_branches)
-    },
+    "once": passes(ANY, synced=True),
+    "accumulated": passes(ANY, ANY, synced=False),
+    "unused in the last microbatch": passes(LEFT, RIGHT, synced=False),
+    "one branch on each rank": passes(BY_RANK, synced=True),
+    "one branch on all ranks": passes(RIGHT, synced=True),
+    "twice": passes(ANY, ANY, synced=True),
+    "twice on other branches": passes(BY_RANK, RIGHT, synced=True),
+    "plain": lambda side, step: side.backward(send=Tensor.backward),
     **{way.__name__: way for way in (changed_in_place, replaced, dropped, frozen, not_finite)},
     "unfrozen": unfrozen_after_gradients_were_dropped,
 }
-PLUGINS = {"data": HybridParallelPlugin, "zero1": lambda: LowLevelZeroPlugin(stage=1)}
+PLUGINS = {"data": HybridParallelPlugin, "zero1": partial(LowLevelZeroPlugin, stage=1)}
 
 
 def off(ours: dict[str, nn.Parameter], local: dict[str, nn.Parameter], size: int) -> Iterator[str]:
     """Compare gradients with the average of the ``local`` ones of each rank, by plain torch."""
     for name, parameter in local.items():
-        anywhere = torch.tensor(int(parameter.grad is not None))
+        got, own = ours[name].grad, parameter.grad
+        anywhere = torch.tensor(int(own is not None))
         dist.all_reduce(anywhere)
-        got = ours[name].grad
         if not anywhere or not parameter.requires_grad:
-            if (got is None) != (parameter.grad is None):
+            if (got is None) != (own is None):
                 yield f"{name} has a gradient that no rank has"
             continue
-        own = parameter.grad
         summed = torch.zeros_like(parameter) if own is None else own.clone()
         dist.all_reduce(summed)
         if got is None or not torch.allclose(got, summed / size, 1e-12, 1e-15, equal_nan=True):
@@ -156,31 +138,23 @@ def off(ours: dict[str, nn.Parameter], local: dict[str, nn.Parameter], size: int
 def followed(plugin: str) -> dict[str, tuple[list[str], list[tuple[int, int]]]]:
     """Train in each way; return what is wrong, and how many buckets each step sent early of all."""
     buckets.BUCKET = 300  # bytes: several buckets
-    sent = 0
-    send = dist.all_reduce
+    sent, send, found = 0, dist.all_reduce, {}
 
     def sending(*args: Any, **options: Any) -> Any:
         nonlocal sent
         sent += 1
         return send(*args, **options)
 
-    found = {}
     for name, way in WAYS.items():
         torch.manual_seed(1)
         model = Forked().double()
         alone = copy.deepcopy(model)
         booster = Booster(plugin=PLUGINS[plugin](), nonfinite="ignore")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        boosted, wrapped, *_ = booster.boost(model, optimizer)
-        ours = Side(
-            model,
-            boosted,
-            partial(booster.backward, optimizer=wrapped),
-            partial(booster.no_sync, boosted, wrapped),
-        )
+        boosted, wrapped, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        backward = partial(booster.backward, optimizer=wrapped)
+        ours = Side(model, boosted, backward, partial(booster.no_sync, boosted, wrapped))
         theirs = Side(alone, alone, Tensor.backward, nullcontext)
-        wrong: list[str] = []
-        early: list[tuple[int, int]] = []
+        wrong, early = [], []
         for step in range(STEPS):
             dist.all_reduce, sent = sending, 0
             way(ours, step)

@@ -8,7 +8,7 @@ NAMED = {
     ("inputs of split layers not added", "tensor"): ("PlanError", "mlp_norm.weight"),
     ("partial sums not added", "sequence"): ("PlanError", "mlp_norm.weight"),
     ("replicas counted twice", "tensor"): ("LayoutError", ".weight"),
-    ("tied copy counted twice", "1f1b"): ("LayoutError", "embed.weight"),
+    ("replicas counted twice", "1f1b"): ("LayoutError", "embed.weight"),
 }
 """Faults that a check raises an error about, with its type and a parameter that it names."""
 

@@ -75,7 +75,7 @@ def test_the_wrong_order_is_refused_and_does_no_harm(world):
 
 
 FILLED = (0.0, 1e-25, 1e20, 1e25, math.inf, math.nan)
-"""Values that fill a gradient in float32, where the squares of all but the first over- or underflow."""
+"""Values that fill a gradient in float32, in which their squares over- or underflow."""
 
 KINDS = ("norm", "value", "adaptive")
 

@@ -21,6 +21,7 @@ from runner.booster.plugin import HybridParallelPlugin, TensorParallelPlugin
 from runner.clip import Decision, build
 from runner.parallel.full_state_dict import gathered
 from tests.distributed.cases import PLUGINS as CASE_PLUGINS
+from tests.distributed.cases import unlike
 from tests.distributed.odd_models import BATCH, batch_for, make
 from tests.ranks import run_ranks
 
@@ -134,7 +135,7 @@ def one_step(model: str, plugin: str | None, clip: Clip, exclude: Any = "auto") 
     }
 
 
-def steps(asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def one_step_each(asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [one_step(**each) for each in asked]
 
 
@@ -159,7 +160,7 @@ def unlike_one_process(
             if not (same or close):
                 found.append(f"rank {rank}: {key} {a!r} instead of {b!r}")
     for what in ("gradients", "weights"):
-        found += [f"{what}: {line}" for line in unlike(ours[0][what], one[what], rel)]
+        found += unlike(what, ours[0][what], one[what], rel)
     return found
 
 
@@ -167,7 +168,7 @@ def assert_one_process(
     world: int, asked: Sequence[Mapping[str, Any]], rel: float = 1e-9
 ) -> list[list[dict[str, Any]]]:
     """Assert that ranks take the steps ``asked`` for as one process does; return what each did."""
-    ranks = run_ranks(steps, world, list(asked))
+    ranks = run_ranks(one_step_each, world, list(asked))
     wrong = []
     for number, each in enumerate(asked):
         one = one_step(**{**each, "plugin": None})
@@ -176,17 +177,3 @@ def assert_one_process(
             wrong.append(f"{dict(each)}: {found[:6]}")
     assert not wrong, "\n".join(wrong)
     return ranks
-
-
-def unlike(got: dict[str, Tensor], wanted: dict[str, Tensor], rel: float) -> list[str]:
-    """Names of tensors that differ by more than ``rel``; an absent gradient is one of zeros."""
-    largest = max(float(t.abs().max()) for t in wanted.values())
-    found = []
-    for name in sorted(got.keys() | wanted.keys()):
-        present = wanted[name] if name in wanted else got[name]
-        zeros = torch.zeros_like(present)
-        off = float((got.get(name, zeros) - wanted.get(name, zeros)).abs().max())
-        size = max(float(present.abs().max()), 1e-3 * largest) if name in wanted else largest
-        if not off <= rel * size:
-            found.append(f"{name} is off by {off / size:.1e}")
-    return found

@@ -314,15 +314,17 @@ def uneven(ours: Sequence[dict[str, Any]]) -> list[str]:
 def unlike(
     what: str, got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], rel: float
 ) -> list[str]:
-    """Which tensors are not those wanted, each by the L2 norm of the difference."""
-    if got.keys() != wanted.keys():
-        return [f"{what}: {sorted(got.keys() ^ wanted.keys())} on one side alone"]
-    largest = max(float(tensor.norm()) for tensor in wanted.values())
+    """Which tensors are not those wanted, each by the L2 norm of the difference.
+
+    A tensor that one side does not have is one of zeros.
+    """
+    largest = max((float(tensor.norm()) for tensor in wanted.values()), default=0.0)
     found = []
-    for name, tensor in wanted.items():
+    for name, tensor in (got | wanted).items():
         # Some gradients are zero but for rounding (that of a key's bias): to the largest, then.
-        size = max(float(tensor.norm()), 1e-3 * largest)
-        off = float((got[name] - tensor).norm())
+        size = max(float(tensor.norm()) if name in wanted else 0.0, 1e-3 * largest)
+        zeros = torch.zeros_like(tensor)
+        off = float((got.get(name, zeros) - wanted.get(name, zeros)).norm())
         if not off <= rel * size:
-            found.append(f"{what}: {name} is off by {off / size:.1e}")
+            found.append(f"{what}: {name} is off by {off}, of {size}")
     return found

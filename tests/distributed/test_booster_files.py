@@ -41,10 +41,8 @@ def load_each(folder: Path, others: dict[str, str | None]) -> dict[str, list[Any
     found: dict[str, list[Any]] = {}
     for saved, plugin in others.items():
         found[saved] = []
-        for model, optimizer in (
-            *(("model.pt", "optimizer.pt"), ("model.safetensors", "optimizer")),
-            ("model", "optimizer"),
-        ):
+        for model in ("model.pt", "model.safetensors", "model"):
+            optimizer = "optimizer.pt" if model == "model.pt" else "optimizer"
             made = trainer(CASE, plugin)
             made.booster.load_model(made.model, folder / saved / model)
             made.booster.load_optimizer(made.optimizer, str(folder / saved / optimizer))
@@ -91,12 +89,11 @@ def test_plain_torch_reads_what_ranks_saved_and_other_ranks_go_on(tmp_path):
 
 
 def test_a_scheduler_is_saved(tmp_path):
-    scheduler, later = (
-        CosineAnnealingLR(torch.optim.SGD([torch.ones(1)], lr=1.0), 9) for _ in range(2)
-    )
-    booster = trainer(CASE).booster
+    optimizers = (torch.optim.SGD([torch.ones(1)], lr=1.0) for _ in range(2))
+    scheduler, later = (CosineAnnealingLR(each, 9) for each in optimizers)
     scheduler.optimizer.step()
     scheduler.step()
+    booster = trainer(CASE).booster
     booster.save_lr_scheduler(scheduler, tmp_path / "new" / "scheduler.pt")
     booster.load_lr_scheduler(later, tmp_path / "new" / "scheduler.pt")
     assert later.state_dict() == scheduler.state_dict()
@@ -114,13 +111,12 @@ def test_a_write_that_is_interrupted_leaves_the_former_file_and_a_cut_one_is_ref
         Path(path).write_bytes(b"half")
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", torn)
-        patched.setattr(safetensors.torch, "save_file", torn)
-        with pytest.raises(KeyboardInterrupt):
-            made.booster.save_model(made.model, file)
+    monkeypatch.setattr(torch, "save", torn)
+    monkeypatch.setattr(safetensors.torch, "save_file", torn)
+    with pytest.raises(KeyboardInterrupt):
+        made.booster.save_model(made.model, file)
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [(name, before)]
-    for length in (0, 10, len(before) // 2, len(before) - 1):
+    for length in (0, len(before) // 2, len(before) - 1):
         file.write_bytes(before[:length])
         with pytest.raises(ValueError, match="damaged, or no checkpoint"):
             made.booster.load_model(made.model, file)

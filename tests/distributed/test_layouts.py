@@ -6,7 +6,6 @@ gradient, and partial sums.
 
 import math
 from itertools import product
-from typing import Any
 
 import pytest
 import torch

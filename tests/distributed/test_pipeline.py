@@ -6,8 +6,8 @@ from torch import nn
 
 from runner.booster.plugin import HybridParallelPlugin, PipelineParallelPlugin
 from runner.clip import apply_gradient_clipping
-from tests.distributed.by_hand import NORM, Loop, cross_entropy, unlike
-from tests.distributed.cases import MODELS
+from tests.distributed.by_hand import NORM, Loop, cross_entropy
+from tests.distributed.cases import MODELS, unlike
 from tests.distributed.odd_models import batch_for, make
 from tests.ranks import run_ranks
 
@@ -86,7 +86,7 @@ def test_any_schedule_and_any_batch_is_one_process():
                 parameter -= parameter.grad
             after = model(inputs)
         wanted = {name: p.grad for name, p in model.named_parameters()}
-        assert unlike(ranks[0][number][2], wanted, 1e-9) == [], at
+        assert unlike(at, ranks[0][number][2], wanted, 1e-9) == []
         # In the V of zero bubble the last stage is on the first rank.
         last = 0 if options.get("schedule") == "zero_bubble" else 1
         for rank, results in enumerate(ranks):
@@ -169,7 +169,7 @@ def test_data_parts_that_wait_for_each_other_and_blocks_that_many_stages_use():
     ranks = run_ranks(on_four_ranks, 4)
     for number, (name, options) in enumerate(WAITING):
         norms, outputs, weights = windows(name, None)
-        assert unlike(ranks[0][0][number][2], weights, 1e-9) == [], options
+        assert unlike(name, ranks[0][0][number][2], weights, 1e-9) == [], options
         spoke = 0
         for rank in ranks:
             found, seen, _ = rank[0][number]
@@ -185,4 +185,4 @@ def test_data_parts_that_wait_for_each_other_and_blocks_that_many_stages_use():
             metrics = rank[1][number]["metrics"]
             assert metrics[:4] == pytest.approx(alone["metrics"][:4], rel=1e-9), options
         for key in ("gradients", "weights"):
-            assert unlike(ranks[0][1][number][key], alone[key], 1e-9) == [], options
+            assert unlike(key, ranks[0][1][number][key], alone[key], 1e-9) == [], options

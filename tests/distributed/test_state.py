@@ -74,7 +74,7 @@ HALF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
 def in_other_ways():
-    """Trainings that recompute activations, are compiled, or gather parameters in half precision."""
+    """Trainings that recompute activations, are compiled, or gather half precision."""
 
     def model():
         torch.manual_seed(0)

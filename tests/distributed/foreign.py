@@ -35,23 +35,26 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Layer(nn.Module):
+    def __init__(self, hidden: int, qk_norm: bool) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(hidden)
+        self.self_attn = Attention(hidden, 4, qk_norm)
+        self.post_attention_layernorm = nn.RMSNorm(hidden)
+        self.mlp = GatedMLP(hidden, 26)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
 class CausalLM(nn.Module):
     """Tokens [B, T] to logits [B, T, vocab_size]."""
 
     def __init__(self, vocab_size: int = 17, hidden: int = 16, qk_norm: bool = False) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocab_size, hidden, padding_idx=0)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "input_layernorm": nn.RMSNorm(hidden),
-                    "self_attn": Attention(hidden, 4, qk_norm),
-                    "post_attention_layernorm": nn.RMSNorm(hidden),
-                    "mlp": GatedMLP(hidden, 26),
-                }
-            )
-            for _ in range(2)
-        )
+        self.layers = nn.ModuleList(Layer(hidden, qk_norm) for _ in range(2))
         self.norm = nn.RMSNorm(hidden)
         # A scale that belongs to no module of a plan.
         self.scale = nn.Parameter(torch.ones(hidden))
@@ -60,8 +63,7 @@ class CausalLM(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed_tokens(input_ids)
         for layer in self.layers:
-            x = x + layer["self_attn"](layer["input_layernorm"](x))
-            x = x + layer["mlp"](layer["post_attention_layernorm"](x))
+            x = layer(x)
         return self.lm_head(self.norm(x) * self.scale)
 
 

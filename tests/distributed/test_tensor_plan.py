@@ -37,7 +37,7 @@ def planned():
     for starts_at_zero in (False, True):
         net = model(qk_norm=True)
         for layer in net.layers if starts_at_zero else ():
-            nn.init.zeros_(layer["self_attn"].o_proj.weight)
+            nn.init.zeros_(layer.self_attn.o_proj.weight)
         with pytest.raises(PlanError, match="replicated_with_grad_allreduce") as raised:
             train(NORMED_CASE, TensorParallelPlugin(tp_plan=PLAN), model=net)
         for norm in [f"layers.{i}.self_attn.{x}_norm.weight" for i in (0, 1) for x in "qk"]:

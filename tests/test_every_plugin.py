@@ -62,22 +62,16 @@ def assert_same_curve(home, model, name):
             assert row[key] == wanted[key]
 
 
-@pytest.mark.xdist_group("curves_text")
-@pytest.mark.parametrize("name", PLUGINS)
-@pytest.mark.product(every=10)
-def test_text(home, name):
-    assert_same_curve(home, TEXT, name)
+DAILY = [("text", "fsdp"), ("experts", "moe"), ("digits", "ddp")]
+MODELS = {"text": TEXT, "experts": EXPERTS, "digits": DIGITS}
+CURVES = [*DAILY, *(("text", name) for name in PLUGINS if name != "fsdp"), ("experts", "fsdp")]
+CURVES += [("digits", name) for name in ("fsdp", "zero", "zero3")]
 
 
-@pytest.mark.xdist_group("curves_other")
-@pytest.mark.parametrize("name", ["moe", "fsdp"])
-@pytest.mark.product(every=2)
-def test_experts(home, name):
-    assert_same_curve(home, EXPERTS, name)
-
-
-@pytest.mark.xdist_group("curves_other")
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero", "zero3", "moe"])
-@pytest.mark.product(every=5)
-def test_digits(home, name):
-    assert_same_curve(home, DIGITS, name)
+@pytest.mark.xdist_group("curves")
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [pytest.param(*each, marks=() if each in DAILY else pytest.mark.slow) for each in CURVES],
+)
+def test_the_curve_is_that_of_one_process(home, model, name):
+    assert_same_curve(home, MODELS[model], name)

@@ -50,44 +50,31 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(mode, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("words", "keys"),
     [
-        (["calibrate", "clip=percentile"], ["clip=percentile", "calibrate clip=norm"]),
-        (["calibrate", "clip=zscore"], ["clip=zscore", "calibrate clip=norm"]),
-        (["clip=zscore", "clip.what_if=[1]"], ["clip.what_if=[1]", "leave it empty"]),
-        (["clip=percentile", "clip.threshold=101"], ["clip.threshold=101", "at most 100"]),
-        (["clip=percentile", "clip.window=3"], ["clip.window=3", "at least 10"]),
-        (["clip=percentile", "clip.history=both"], ["clip.history=both", "raw, clipped"]),
-        (["clip=zscore", "clip.rule=maen"], ["clip.rule=maen", "did you mean mean?"]),
-        (["clip=schedule", "clip.of=nrom"], ["clip.of.mode=nrom", "did you mean norm?"]),
-        (["clip=schedule", "clip.of=none"], ["clip.of=none", "has no threshold of its own"]),
-        (
-            ["clip=schedule", "clip.of={mode:adaptive,epz:1}"],
-            ["clip.of.epz=1", "unknown key", "mean clip.of.eps?"],
-        ),
-        (
-            ["clip=schedule", "clip.of={mode:adaptive,eps:-1}"],
-            ["clip.of.eps=-1", "must be a finite number greater than 0"],
-        ),
-        (
-            ["clip=schedule", "clip.of={mode:value,threshold:1}"],
-            ["clip.of.threshold=1", "set clip.threshold"],
-        ),
-        (
-            ["clip=schedule", "clip.of={mode:adaptive,exclude:[haed.*]}"],
-            ["clip.of.exclude=[haed.*]", "matches no parameter"],
-        ),
-        (["clip=schedule", "clip.decay=cosine"], ["clip.steps", "needs the number of its steps"]),
+        (["calibrate", "clip=percentile"], ["clip=percentile", "clip=norm"]),
+        (["calibrate", "clip=zscore"], ["clip=zscore", "clip=norm"]),
+        (["clip=zscore", "clip.what_if=[1]"], ["clip.what_if=[1]"]),
+        (["clip=percentile", "clip.threshold=101"], ["clip.threshold=101"]),
+        (["clip=percentile", "clip.window=3"], ["clip.window=3"]),
+        (["clip=percentile", "clip.history=both"], ["clip.history=both", "raw", "clipped"]),
+        (["clip=zscore", "clip.rule=maen"], ["clip.rule=maen", "mean"]),
+        (["clip=schedule", "clip.of=nrom"], ["clip.of.mode=nrom", "norm"]),
+        (["clip=schedule", "clip.of=none"], ["clip.of=none"]),
+        (["clip=schedule", "clip.of={mode:adaptive,epz:1}"], ["clip.of.epz=1", "clip.of.eps"]),
+        (["clip=schedule", "clip.of={mode:adaptive,eps:-1}"], ["clip.of.eps=-1"]),
+        (["clip=schedule", "clip.of={mode:value,threshold:1}"], ["clip.of.threshold=1"]),
+        (["clip=schedule", "clip.of={mode:adaptive,exclude:[haed.*]}"], ["clip.of.exclude"]),
+        (["clip=schedule", "clip.decay=cosine"], ["clip.steps"]),
         (
             ["clip=schedule", "clip.scheduler={_target_:torch.nn.Nothing}", "clip.warmup_steps=0"],
-            ["clip.scheduler", "cannot be made", "Nothing"],
+            ["clip.scheduler", "Nothing"],
         ),
     ],
 )
-def test_what_is_wrong_is_one_message(words, parts, capsys):
+def test_what_is_wrong_is_one_message(words, keys, capsys):
     command = words[0] == "calibrate"
     assert main([*words[:command], *SHORT, *words[command:]]) == 2
     message = capsys.readouterr().err
-    assert "this request cannot be run (1 problem)" in message
-    for part in parts:
-        assert part in message
+    assert "(1 problem)" in message
+    assert all(key in message for key in keys)

@@ -21,6 +21,7 @@ from runner.booster.plugin import HybridParallelPlugin, TensorParallelPlugin
 from runner.clip import Decision, build
 from runner.parallel.full_state_dict import gathered
 from tests.distributed.cases import PLUGINS as CASE_PLUGINS
+from tests.distributed.cases import unlike
 from tests.distributed.odd_models import BATCH, batch_for, make
 from tests.ranks import run_ranks
 
@@ -28,7 +29,6 @@ Clip = tuple[str, float | None, float]
 """A mode, its threshold and its norm type."""
 
 NORM: Clip = ("norm", 0.05, 2.0)
-
 
 PLUGINS: dict[str, Callable[[], Plugin]] = {
     **CASE_PLUGINS,
@@ -39,25 +39,16 @@ PLUGINS: dict[str, Callable[[], Plugin]] = {
 }
 
 
+SGD = partial(torch.optim.SGD, lr=1.0)
+
+
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean over everything but the last dimension of the outputs."""
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-sgd = partial(torch.optim.SGD, lr=1.0)
-
-
 class Loop:
-    """A boosted model and its optimizer, with the calls of a training loop written by hand.
-
-    Args:
-        plugin: one of PLUGINS, a plugin, or None for one process.
-        model: the user's model.
-        scale: loss scale; None for none.
-        nonfinite: what the optimizer does with a gradient that is not finite.
-        skip: rule that skips spikes, or None.
-        optimizer: makes the optimizer.
-    """
+    """A boosted model and its optimizer, with the calls of a training loop written by hand."""
 
     def __init__(
         self,
@@ -66,7 +57,7 @@ class Loop:
         scale: float | None = 1024.0,
         nonfinite: Any = "skip",
         skip: SkipRule | None = None,
-        optimizer: Callable[..., Any] = sgd,
+        optimizer: Callable[..., Any] = SGD,
     ) -> None:
         named = PLUGINS[plugin]() if isinstance(plugin, str) else plugin
         self.plugin: Plugin = SinglePlugin() if named is None else named
@@ -114,45 +105,41 @@ class Loop:
         mode.bind(self.layout)
         return self.optimizer.clip(mode)
 
+    def stepped(self, clip: Clip = NORM, exclude: Any = "auto") -> dict[str, Any]:
+        """Clip and step; return metrics on every rank, whole gradients and weights on the first."""
+        metrics = [float(metric) for metric in self.clip(clip, exclude).metrics]
+        gradients = self.gradients()
+        taken = self.optimizer.step()
+        weights = self.weights()
+        return {"metrics": metrics, "gradients": gradients, "taken": taken, "weights": weights}
 
-def one_step(
-    model: str,
-    plugin: str | None,
-    clip: Clip,
-    exclude: Any = "auto",
-    dtype: torch.dtype = torch.float64,
-) -> dict[str, Any]:
-    """Take one step; return metrics on every rank, whole gradients and weights on the first."""
-    loop = Loop(plugin, make(model, dtype))
-    inputs, targets = batch_for(model, dtype)
+
+def one_step(model: str, plugin: str | None, clip: Clip, exclude: Any = "auto") -> dict[str, Any]:
+    """Take one step; return what :meth:`Loop.stepped` does, and about the layout of this rank."""
+    loop = Loop(plugin, make(model))
+    inputs, targets = batch_for(model)
     if plugin is None and model == "forked":
         # One process sees the parts one after the other, each with the branch that it takes.
         for half in (slice(None, BATCH // 2), slice(BATCH // 2, None)):
             loop.backward(inputs[half], targets[half], 0.5)
     else:
         loop.backward(inputs, targets)
-    figures = [float(figure) for figure in loop.clip(clip, exclude).metrics]
-    gradients = loop.gradients()
-    present = sum(shard.param.grad is not None for shard in loop.layout.shards)
-    taken = loop.optimizer.step()
+    shards = loop.layout.shards
     return {
-        "figures": figures,
-        "present": present,
-        "taken": taken,
-        "gradients": gradients,
-        "weights": loop.weights(),
+        "present": sum(shard.param.grad is not None for shard in shards),
+        **loop.stepped(clip, exclude),
         "names": sorted(loop.layout.names),
         "heads": loop.layout.heads,
-        "cut": sorted(p.name for p in loop.layout.shards if p.shard_groups or p.sharded_vector),
+        "cut": {shard.name for shard in shards if shard.shard_groups or shard.sharded_vector},
+        "empty": any(shard.weight.numel() == 0 for shard in shards),
     }
 
 
-def steps(asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Several steps on the same ranks, each with its own arguments of :func:`one_step`."""
+def one_step_each(asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [one_step(**each) for each in asked]
 
 
-FIGURES = ("norm", "norm_clipped", "coef", "clipped", "fraction", "peak", "threshold")
+METRICS = ("norm", "norm_clipped", "coef", "clipped", "fraction", "peak", "threshold")
 EXACT = ("clipped", "fraction", "threshold")
 
 
@@ -162,31 +149,26 @@ def unlike_one_process(
     """Describe the differences between the ranks and one process; empty if there are none."""
     found = []
     for rank, result in enumerate(ours):
-        bits = [figure.hex() for figure in result["figures"]]
-        if bits != [figure.hex() for figure in ours[0]["figures"]]:
-            found.append(f"rank {rank} has other figures than rank 0")
+        bits = [metric.hex() for metric in result["metrics"]]
+        if bits != [metric.hex() for metric in ours[0]["metrics"]]:
+            found.append(f"rank {rank} has other metrics than rank 0")
         if result["taken"] != one["taken"]:
             found.append(f"rank {rank}: step taken: {result['taken']}")
-        pairs = zip(FIGURES, result["figures"], one["figures"], strict=True)
-        for key, a, b in pairs:
+        for key, a, b in zip(METRICS, result["metrics"], one["metrics"], strict=True):
             same = a == b or (math.isnan(a) and math.isnan(b))
             close = key not in EXACT and abs(a - b) <= rel * abs(b)
             if not (same or close):
                 found.append(f"rank {rank}: {key} {a!r} instead of {b!r}")
     for what in ("gradients", "weights"):
-        found += [f"{what}: {line}" for line in unlike(ours[0][what], one[what], rel)]
+        found += unlike(what, ours[0][what], one[what], rel)
     return found
 
 
 def assert_one_process(
     world: int, asked: Sequence[Mapping[str, Any]], rel: float = 1e-9
 ) -> list[list[dict[str, Any]]]:
-    """Assert that ranks take the steps ``asked`` for as one process does.
-
-    Returns:
-        What each rank did, step by step, for further questions.
-    """
-    ranks = run_ranks(steps, world, list(asked))
+    """Assert that ranks take the steps ``asked`` for as one process does; return what each did."""
+    ranks = run_ranks(one_step_each, world, list(asked))
     wrong = []
     for number, each in enumerate(asked):
         one = one_step(**{**each, "plugin": None})
@@ -195,24 +177,3 @@ def assert_one_process(
             wrong.append(f"{dict(each)}: {found[:6]}")
     assert not wrong, "\n".join(wrong)
     return ranks
-
-
-def unlike(got: dict[str, Tensor], wanted: dict[str, Tensor], rel: float) -> list[str]:
-    """Names of tensors that differ by more than ``rel``, relative to the largest element of all.
-
-    A gradient that one side does not have is one of zeros.
-    """
-    largest = max(float(t.abs().max()) for t in wanted.values())
-    found = []
-    for name in sorted(got.keys() | wanted.keys()):
-        a, b = got.get(name), wanted.get(name)
-        if a is None or b is None:
-            present = b if a is None else a
-            assert present is not None
-            off = float(present.abs().max())
-        else:
-            off = float((a - b).abs().max())
-        size = largest if b is None else max(float(b.abs().max()), 1e-3 * largest)
-        if not off <= rel * size:
-            found.append(f"{name} is off by {off / size:.1e}")
-    return found

@@ -9,189 +9,184 @@ comparison sees something where nothing was planted.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cache
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
+from torch.distributed.tensor import DTensor, Replicate
+
+import runner.booster.plugin.hybrid as hybrid
+import runner.clip.decision as decision_module
 from runner.booster import LossScale
-from tests.distributed import wrong_clipping
-from tests.distributed.by_hand import NORM, Loop
+from runner.booster.optimizer import OptimizerWrapper
+from runner.clip import adaptive, layout, norms
+from runner.clip.shard import LayoutError
+from runner.parallel import gradient_sync as sync
+from runner.parallel import tensor
+from runner.parallel.replica_check import ReplicaCheck
+from runner.parallel.tensor_styles import PlanError
 from tests.distributed.cases import Case, differences, train
-from tests.distributed.odd_models import batch_for, make
 from tests.ranks import run_ranks
 
-REL = 1e-9
-Plant = Callable[[], Any]
-"""Opens a context in which the implementation is wrong."""
+account, placed, combine = layout.account, layout.placed, norms.combine
+clip, unscale, replicas = OptimizerWrapper.clip, OptimizerWrapper.unscale, sync.Replicas
+complete_vectors = adaptive._complete_vectors
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A fault, and the cases in which it must be noticed.
-
-    Attributes:
-        plant: opens a context in which the implementation has it.
-        where: plugins on two ranks, each with a model and a mode that should give it away.
-        hangs: ranks may wait for one another for ever.
-    """
-
-    plant: Plant
-    where: Mapping[str, tuple[str, str]]
-    hangs: bool = False
+def measure_own(layout: Any, norm_type: float = 2.0, *_: object) -> norms.Measured:
+    powers = [norms.power_sum([gradient], norm_type) for gradient in layout.gradients()[1]]
+    return norms.Measured(norms.combine([0.0, *powers], norm_type), None)
 
 
-FAULTS: dict[str, Fault] = {
-    "replicas counted twice": Fault(
-        wrong_clipping.replicas_counted_twice, {"tensor": ("gpt", "L2"), "zero1": ("gpt", "L2")}
+def norm_of_norms(powers: Any, p: float) -> Any:
+    alone = len(powers) < 2 or math.isinf(p)
+    return combine(powers, p) if alone else sum(power ** (1 / p) for power in powers)
+
+
+def clip_before_the_sync(self: OptimizerWrapper, mode: Any, **options: bool) -> Any:
+    sync_grads, self._sync_grads = self._sync_grads, sync.nothing
+    try:
+        return clip(self, mode, **options)
+    finally:
+        self._sync_grads = sync_grads
+        sync_grads()
+
+
+def unscale_by_the_next_scale(self: OptimizerWrapper) -> None:
+    if self.loss_scale is not None and not self._unscaled:
+        self.loss_scale.update(True)
+    unscale(self)
+
+
+def replicas_divided_by_themselves(*args: Any) -> sync.Replicas:
+    made = replicas(*args)
+    return replace(made, divisor=made.group.size())
+
+
+def take_parts_for_sums(parameters: Any) -> None:
+    for parameter in parameters:
+        part = parameter.grad
+        if isinstance(part, DTensor) and part.placements[0].is_partial():
+            whole, mesh = part.to_local(), part.device_mesh
+            parameter.grad = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+
+
+# A fault, what it replaces by what, and the plugins on two ranks where a model and a mode show it.
+FAULTS: dict[str, tuple[Any, str, Any, dict[str, tuple[str, str]]]] = {
+    "replicas counted twice": (
+        *(layout, "placed", lambda *args: replace(placed(*args), num_replicas=1)),
+        {"tensor": ("gpt", "L2"), "zero1": ("gpt", "L2"), "1f1b": ("tied", "L2")},
     ),
-    "tied copy counted twice": Fault(
-        wrong_clipping.tied_copy_counted_twice, {"1f1b": ("tied", "L2")}
+    "shards of peers left out": (
+        *(decision_module, "measure", measure_own),
+        {"moe": ("moe", "L2"), "1f1b": ("gpt", "L2"), "fsdp": ("gpt", "inf")},
     ),
-    "expert group left out": Fault(wrong_clipping.peers_left_out, {"moe": ("moe", "L2")}),
-    "stage group left out": Fault(wrong_clipping.peers_left_out, {"1f1b": ("gpt", "L2")}),
-    "shards of peers left out": Fault(wrong_clipping.peers_left_out, {"fsdp": ("gpt", "inf")}),
-    "average instead of sum": Fault(
-        wrong_clipping.averaged, {"moe": ("moe", "L2"), "fsdp": ("gpt", "L3")}
+    "norm of norms": (
+        *(norms, "combine", norm_of_norms),
+        {"fsdp": ("gpt", "L2"), "1f1b": ("gpt", "L2")},
     ),
-    "early return without gradients": Fault(
-        wrong_clipping.early_return, {"1f1b": ("first_frozen", "L2")}, hangs=True
+    "clip before the sync": (
+        OptimizerWrapper,
+        "clip",
+        clip_before_the_sync,
+        {"zero1": ("gpt", "L2")},
     ),
-    "norm of norms": Fault(
-        wrong_clipping.norm_of_norms, {"fsdp": ("gpt", "L2"), "1f1b": ("gpt", "L2")}
+    "scale taken after its growth": (
+        *(OptimizerWrapper, "unscale", unscale_by_the_next_scale),
+        {"zero1": ("gpt", "L2")},
     ),
-    "epsilon per rank": Fault(wrong_clipping.epsilon_per_rank, {"fsdp": ("gpt", "L2")}),
-    "clip before the sync": Fault(wrong_clipping.clipped_before_the_sync, {"zero1": ("gpt", "L2")}),
-    "gradients instead of parameters": Fault(
-        wrong_clipping.gradients_instead_of_parameters,
-        {"fsdp": ("gpt", "L2"), "tensor": ("gpt", "L2")},
+    "no division by data parts": (
+        *(sync, "Replicas", lambda *args: replace(replicas(*args), divisor=1)),
+        {"zero1": ("gpt", "none")},
     ),
-    "scale taken after its growth": Fault(
-        wrong_clipping.scale_after_its_growth, {"zero1": ("gpt", "L2")}
+    "experts divided by edp": (
+        *(sync, "Replicas", replicas_divided_by_themselves),
+        {"moe": ("moe", "none")},
     ),
-    "no division by data parts": Fault(
-        wrong_clipping.no_division_by_data_parts, {"zero1": ("gpt", "none")}
+    "tied gradients not added": (
+        hybrid,
+        "sum_copies",
+        lambda tied: None,
+        {"1f1b": ("tied", "none")},
     ),
-    "experts divided by edp": Fault(
-        wrong_clipping.experts_divided_by_their_replicas, {"moe": ("moe", "none")}
+    "partial sums not added": (
+        *(hybrid, "sum_partial", take_parts_for_sums),
+        {"sequence": ("gpt", "none")},
     ),
-    "tied gradients not added": Fault(
-        wrong_clipping.tied_gradients_not_added, {"1f1b": ("tied", "none")}
+    "inputs of split layers not added": (
+        *(tensor, "copy_to", lambda hidden, group: hidden),
+        {"tensor": ("gpt", "none")},
     ),
-    "partial sums not added": Fault(
-        wrong_clipping.partial_sums_not_added, {"sequence": ("gpt", "none")}
+    "cut rows not completed": (
+        *(adaptive, "_complete_rows", lambda shards, lengths: None),
+        {"tensor": ("gpt", "adaptive")},
     ),
-    "inputs of split layers not added": Fault(
-        wrong_clipping.split_layers_inputs_not_added, {"tensor": ("gpt", "none")}
-    ),
-    "cut rows not completed": Fault(
-        wrong_clipping.cut_rows_not_completed, {"tensor": ("gpt", "adaptive")}
-    ),
-    "cut vectors not completed": Fault(
-        wrong_clipping.cut_vectors_not_completed, {"fsdp": ("gpt", "adaptive")}
+    "cut vectors not completed": (
+        *(adaptive, "_complete_vectors"),
+        lambda layout, shards, lengths, eps: complete_vectors(layout, shards, [*lengths], eps),
+        {"fsdp": ("gpt", "adaptive")},
     ),
 }
-PLANTED = [(name, plugin) for name, fault in FAULTS.items() for plugin in fault.where]
-ENDLESS = 15
-"""Seconds after which ranks that wait for one another are given up."""
-
-Job = tuple[str | None, str, str]
-"""The name of a fault or None for none, a model and a mode."""
+PLUGINS = sorted({plugin for *_, where in FAULTS.values() for plugin in where})
 
 
-def jobs_under(plugin: str) -> list[Job]:
-    """What is trained under ``plugin``: every case that it has with no fault, then with its own."""
-    faults = [(n, *FAULTS[n].where[p]) for n, p in PLANTED if p == plugin and not FAULTS[n].hangs]
-    return [*((None, *case) for case in dict.fromkeys(job[1:] for job in faults)), *faults]
+def unguarded() -> ExitStack:
+    """Switch off the layout's check and the comparison of tensor ranks' gradients."""
+    stack = ExitStack()
+
+    def nothing(shards: Any, group: Any, whole: Any) -> Any:
+        # No sum is unlike NaN by more than the bound.
+        return account(shards, group, dict.fromkeys(whole, math.nan))
+
+    stack.enter_context(patch.object(layout, "account", nothing))
+    stack.enter_context(patch.object(ReplicaCheck, "__call__", lambda check: None))
+    return stack
 
 
-def train_jobs(plugin: str, jobs: Sequence[Job], guarded: bool = False) -> list[dict[str, Any]]:
-    """What a rank makes of ``jobs``, one after the other.
+def jobs_under(plugin: str) -> list[tuple[str | None, Case]]:
+    """Every case of a plugin with no fault, then with its own."""
+    where = {name: of[plugin] for name, (*_, of) in FAULTS.items() if plugin in of}
+    jobs = [(None, each) for each in dict.fromkeys(where.values())] + [*where.items()]
+    return [(name, Case(*each, steps=2)) for name, each in jobs]
 
-    Args:
-        plugin: under which.
-        jobs: faults and cases.
-        guarded: whether the layout may account for every element before the first step, and the
-            first step compare the gradients of tensor ranks.
-    """
+
+def train_jobs(plugin: str) -> list[tuple[dict[str, Any], str | None]]:
+    """Of each job, what a rank makes of it without checks, and the error that a check raises."""
     results = []
-    for name, model, mode in jobs:
-        with ExitStack() as planted:
-            if not guarded:
-                planted.enter_context(wrong_clipping.unguarded())
-            if name is not None:
-                planted.enter_context(FAULTS[name].plant())
+    for name, case in jobs_under(plugin):
+        with patch.object(*FAULTS[name][:3]) if name else nullcontext():
             # A scale that doubles in each step: a factor that is taken at the wrong time shows.
-            scale = LossScale(scale=2.0**10, growth_interval=1)
-            results.append(train(_case(model, mode), plugin, loss_scale=scale))
+            with unguarded():
+                result = train(case, plugin, loss_scale=LossScale(2.0**10, growth_interval=1))
+            try:
+                train(case, plugin)
+                results.append((result, None))
+            except (LayoutError, PlanError) as raised:
+                results.append((result, f"{type(raised).__name__}: {raised}"))
     return results
 
 
-def _case(model: str, mode: str) -> Case:
-    return Case(model, mode, steps=2)
-
-
-@cache
-def seen_under(plugin: str) -> dict[Job, list[str]]:
-    """Return the differences from one process in each of the plugin's jobs."""
-    jobs = jobs_under(plugin)
-    ranks = run_ranks(train_jobs, 2, plugin, jobs)
-    return {
-        job: differences([rank[number] for rank in ranks], _case(*job[1:]), REL)
-        for number, job in enumerate(jobs)
-    }
-
-
-def norm_by_hand(name: str, plugin: str, model: str) -> float:
-    """The norm that a rank clips by, with a fault; no other collective comes after it.
-
-    A rank that leaves early would answer its peers' next question with numbers meant for another.
-    """
-    loop = Loop(plugin, make(model))
-    loop.backward(*batch_for(model))
-    with FAULTS[name].plant():
-        return float(loop.clip(NORM).norm)
-
-
-def caught_by(name: str, plugin: str) -> str | None:
-    """Return the first difference that the fault makes under ``plugin``; None if there is none.
-
-    Raises:
-        AssertionError: the ranks failed for another reason than a difference in metrics.
-    """
-    fault = FAULTS[name]
-    job = (name, *fault.where[plugin])
-    if fault.hangs:
-        try:
-            norms = run_ranks(norm_by_hand, 2, name, plugin, job[1], timeout=ENDLESS)
-        except AssertionError as error:
-            return f"a rank that waits for another: {str(error).strip().splitlines()[-1]}"
-        return f"norms {norms} of one gradient" if len(set(norms)) > 1 else None
-    found = seen_under(plugin)[job]
-    told = next((line for line in found if " instead of " in line), found[0] if found else None)
-    return None if told is None else f"{told} ({len(found)} in all)"
-
-
-def seen_without_fault(plugin: str) -> list[str]:
-    """Return the differences from one process without a fault."""
-    return [line for job, found in seen_under(plugin).items() if job[0] is None for line in found]
+def seen_under(plugin: str) -> list[tuple[str | None, list[str], str | None]]:
+    """Of each job, the fault, differences from one process, and the error of a check."""
+    ranks = run_ranks(train_jobs, 2, plugin)
+    return [
+        (name, differences([rank[number][0] for rank in ranks], case, 1e-9), ranks[0][number][1])
+        for number, (name, case) in enumerate(jobs_under(plugin))
+    ]
 
 
 def main() -> int:
     """Plant one fault after the other; 1 if one goes unseen."""
     wrong = 0
-    for plugin in sorted({plugin for _, plugin in PLANTED}):
-        found = seen_without_fault(plugin)
-        wrong += bool(found)
-        print(f"nothing planted under {plugin}: {found[0] if found else 'nothing seen'}")
-    print(f"{'fault':34} | {'plugin':8} | caught by")
-    for name, plugin in PLANTED:
-        by = caught_by(name, plugin)
-        wrong += by is None
-        print(f"{name:34} | {plugin:8} | {by or 'NOTHING'}", flush=True)
-    print(f"{len(PLANTED)} planted, {wrong} wrong")
+    for plugin in PLUGINS:
+        for name, found, error in seen_under(plugin):
+            wrong += bool(found) == (name is None)
+            by = found[0] if found else "NOTHING"
+            print(f"{name or 'nothing planted':34} | {plugin:8} | {by} | {error}", flush=True)
+    print(f"{wrong} wrong")
     return 1 if wrong else 0
 
 

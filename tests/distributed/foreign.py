@@ -10,28 +10,25 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = hidden // num_heads
-        self.q_proj = nn.Linear(hidden, hidden, bias=False)
-        self.k_proj = nn.Linear(hidden, hidden, bias=False)
-        self.v_proj = nn.Linear(hidden, hidden, bias=False)
+        for x in "qkv":
+            self.add_module(f"{x}_proj", nn.Linear(hidden, hidden, bias=False))
         self.o_proj = nn.Linear(hidden, hidden)
-        self.q_norm = nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity()
+        for x in "qk":
+            self.add_module(f"{x}_norm", nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity())
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
             proj(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = self.q_norm(q), self.k_norm(k)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, is_causal=True)
         return self.o_proj(out.transpose(1, 2).reshape(*x.shape[:2], -1))
 
 
 class GatedMLP(nn.Module):
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,12 +36,12 @@ class GatedMLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, hidden: int, heads: int, inner: int, qk_norm: bool) -> None:
+    def __init__(self, hidden: int, qk_norm: bool) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(hidden)
-        self.self_attn = Attention(hidden, heads, qk_norm)
+        self.self_attn = Attention(hidden, 4, qk_norm)
         self.post_attention_layernorm = nn.RMSNorm(hidden)
-        self.mlp = GatedMLP(hidden, inner)
+        self.mlp = GatedMLP(hidden, 26)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x))
@@ -54,17 +51,10 @@ class Layer(nn.Module):
 class CausalLM(nn.Module):
     """Tokens [B, T] to logits [B, T, vocab_size]."""
 
-    def __init__(
-        self,
-        vocab_size: int = 256,
-        hidden: int = 16,
-        heads: int = 4,
-        inner: int = 26,
-        qk_norm: bool = False,
-    ) -> None:
+    def __init__(self, vocab_size: int = 17, hidden: int = 16, qk_norm: bool = False) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocab_size, hidden, padding_idx=0)
-        self.layers = nn.ModuleList(Layer(hidden, heads, inner, qk_norm) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(hidden, qk_norm) for _ in range(2))
         self.norm = nn.RMSNorm(hidden)
         # A scale that belongs to no module of a plan.
         self.scale = nn.Parameter(torch.ones(hidden))

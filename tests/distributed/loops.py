@@ -1,8 +1,10 @@
 """Training loops of other libraries that clip by one call, and the data that they share."""
 
 import os
+from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -13,11 +15,8 @@ from runner import GradientMonitor, apply_gradient_clipping
 CLIPS = {"norm": 0.3, "value": 0.02, "adaptive": 0.05}
 """Thresholds that clip in most steps."""
 
-BATCH = 4
-"""Samples of a microbatch over all ranks."""
-
-MICROBATCHES = 2
-STEPS = 6
+BATCH, MICROBATCHES, STEPS = 4, 2, 6
+"""Samples of a microbatch over all ranks, microbatches of a step, and steps."""
 
 
 def make_net():
@@ -28,8 +27,7 @@ def make_net():
 def make_data():
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(BATCH * MICROBATCHES * STEPS, 6, generator=generator)
-    targets = torch.randint(3, (len(inputs),), generator=generator)
-    return TensorDataset(inputs, targets)
+    return TensorDataset(inputs, torch.randint(3, (len(inputs),), generator=generator))
 
 
 def make_optimizer(model):
@@ -37,9 +35,9 @@ def make_optimizer(model):
 
 
 def microbatches(rank=0, world=1):
-    """The share of a rank in each microbatch."""
-    for inputs, targets in DataLoader(make_data(), BATCH):
-        yield inputs[rank::world], targets[rank::world]
+    """For each microbatch the share of a rank, and whether it is the last one of its step."""
+    for number, (inputs, targets) in enumerate(DataLoader(make_data(), BATCH), 1):
+        yield inputs[rank::world], targets[rank::world], number % MICROBATCHES == 0
 
 
 def sharded(model):
@@ -59,30 +57,29 @@ def whole(model):
     return found
 
 
+def clip_and_step(model, optimizer, monitor, mode, **measured):
+    monitor.step(apply_gradient_clipping(model, mode, CLIPS[mode]), **measured)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def bare(kind, mode, *to):
     """A loop of PyTorch alone; kind: single, ddp or fsdp."""
-    import torch.distributed as dist
-
     rank, world = (0, 1) if kind == "single" else (dist.get_rank(), dist.get_world_size())
     net = make_net()
     apply_gradient_clipping(net, mode, CLIPS[mode])  # what it keeps of the plain model is not used
-    wrap = {"single": lambda m: m, "ddp": DistributedDataParallel, "fsdp": sharded}[kind]
-    model = wrap(net)
+    model = {"single": lambda m: m, "ddp": DistributedDataParallel, "fsdp": sharded}[kind](net)
     optimizer = make_optimizer(model)
     with GradientMonitor(model, *to) as monitor:
-        for number, (inputs, targets) in enumerate(microbatches(rank, world), 1):
-            last = number % MICROBATCHES == 0
-            if kind == "ddp":
-                model.require_backward_grad_sync = last
+        for inputs, targets, last in microbatches(rank, world):
             if kind == "fsdp":
                 model.set_requires_gradient_sync(last)
-            loss = cross_entropy(model(inputs), targets)
-            (loss / MICROBATCHES).backward()
+            with model.no_sync() if kind == "ddp" and not last else nullcontext():
+                loss = cross_entropy(model(inputs), targets)
+                (loss / MICROBATCHES).backward()
             if last:
-                decision = apply_gradient_clipping(model, mode, CLIPS[mode])
-                monitor.step(decision, loss=loss, lr=0.3, samples=BATCH * MICROBATCHES)
-                optimizer.step()
-                optimizer.zero_grad()
+                samples = BATCH * MICROBATCHES
+                clip_and_step(model, optimizer, monitor, mode, loss=loss, lr=0.3, samples=samples)
     return whole(net)
 
 
@@ -90,29 +87,21 @@ def fabric(kind, mode, *to):
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
 
-    world = 1
-    strategy = "auto"
-    if kind != "single":
-        world = _as_torchrun()
-        strategy = "ddp"
-    if kind == "fsdp":
-        strategy = ModelParallelStrategy(lambda model, mesh: sharded(model))
+    world = 1 if kind == "single" else _as_torchrun()
+    strategies = {"single": "auto", "ddp": "ddp"}
+    strategy = strategies.get(kind) or ModelParallelStrategy(lambda model, mesh: sharded(model))
     fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
     fabric.launch()
     net = make_net()
     model = fabric.setup_module(net)
     optimizer = fabric.setup_optimizers(make_optimizer(model))
     with GradientMonitor(model, *to) as monitor:
-        for number, (inputs, targets) in enumerate(microbatches(fabric.global_rank, world), 1):
-            last = number % MICROBATCHES == 0
+        for inputs, targets, last in microbatches(fabric.global_rank, world):
             with fabric.no_backward_sync(model, enabled=not last and kind != "single"):
                 loss = cross_entropy(model(inputs), targets)
                 fabric.backward(loss / MICROBATCHES)
             if last:
-                decision = apply_gradient_clipping(model, mode, CLIPS[mode])
-                monitor.step(decision, loss=loss)
-                optimizer.step()
-                optimizer.zero_grad()
+                clip_and_step(model, optimizer, monitor, mode, loss=loss)
     return whole(net)
 
 
@@ -120,8 +109,7 @@ def accelerate(kind, mode, *to):
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
 
-    world = 1 if kind == "single" else _as_torchrun()
-    plugin = None
+    world, plugin = 1 if kind == "single" else _as_torchrun(), None
     if kind == "fsdp":
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
@@ -138,18 +126,13 @@ def accelerate(kind, mode, *to):
                 loss = cross_entropy(model(inputs), targets)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    decision = apply_gradient_clipping(model, mode, CLIPS[mode])
-                    monitor.step(decision, loss=loss)
-                optimizer.step()
-                optimizer.zero_grad()
+                    clip_and_step(model, optimizer, monitor, mode, loss=loss)
     AcceleratorState._reset_state(reset_partial_state=True)
     return whole(accelerator.unwrap_model(model))
 
 
 def _as_torchrun():
     """Describe this rank by the variables of torchrun, which other libraries read."""
-    import torch.distributed as dist
-
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ |= {
         **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
@@ -165,12 +148,11 @@ def _as_torchrun():
 LOOPS = {"bare": bare, "fabric": fabric, "accelerate": accelerate}
 
 
-def on_ranks(name, kinds):
+def run_all(name, kinds):
     """Weights and rows of every mode, by kind and mode."""
     found = {}
     for kind in kinds:
         for mode in CLIPS:
             rows = []
-            weights = LOOPS[name](kind, mode, rows.append)
-            found[kind, mode] = weights, rows
+            found[kind, mode] = LOOPS[name](kind, mode, rows.append), rows
     return found

@@ -1,179 +1,272 @@
-"""NaN or inf in one element on one rank, under every plugin: no rank takes the step, and
-the message is the same on every rank.
+"""Gradients that are not finite, and spikes: no rank takes the step, and all know who had it."""
 
-The reference are copies of every weight and every tensor of the optimizer, taken before the step.
-"""
-
-import logging
 import math
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
-from runner.booster import NonFiniteGradient
+from runner import SkipRule
+from runner.booster import Booster, NonFiniteGradient
+from runner.booster.plugin import LowLevelZeroPlugin
 from runner.clip.shard import local
-from tests.distributed.cases import MODELS, MODES, PLUGINS, Case, trainer
-from tests.distributed.test_matrix import FEWEST
+from runner.data.dataset import IGNORED
+from tests.distributed.by_hand import NORM, Loop
+from tests.distributed.cases import Case, trainer, uneven, unlike
+from tests.distributed.odd_models import batch_for, make
 from tests.distributed.training import Rows
+from tests.on_device import call_kept_on_device
 from tests.ranks import run_ranks
 
-STEPS, BAD = 4, 2
-"""Steps of a training, and the one with the bad element."""
+BAD = 16
+"""A target that no sample has, but one, whose gradient is not finite."""
 
-WHEN = ("in a backward pass", "in the final gradient")
-MODE_OF = dict(zip(FEWEST, [mode for _ in FEWEST for mode in MODES], strict=False))
-"""A clipping mode for each plugin; the slow test has all of them."""
-
-
-class Planted:
-    """Makes one element bad on the last rank that has a gradient of a parameter."""
-
-    def __init__(self, model: nn.Module, when: str, value: float, culprit: int) -> None:
-        self.model, self.when, self.value = model, when, value
-        self.here = dist.get_rank() == culprit
-        self.step = 0
-        # Of the last stage, and a replica of tensor ranks.
-        self.name = "norm.weight" if hasattr(model, "norm") else "5.bias"
-        if when == WHEN[0]:
-            model.get_parameter(self.name).register_hook(self.in_backward)
-
-    def in_backward(self, gradient: Tensor) -> Tensor:
-        if not self.here or self.step != BAD:
-            return gradient
-        gradient = gradient.clone()
-        local(gradient).view(-1)[0] = self.value
-        return gradient
-
-    def in_final(self, made: Any) -> None:
-        made.optimizer.unscale()
-        if self.here and self.step == BAD and self.when == WHEN[1]:
-            _, gradients = made.optimizer.layout.gradients()
-            gradients[-1].view(-1)[-1] = self.value
+POISONED: dict[str, tuple[str, dict[str, Any]]] = {
+    "nan": ("L2", {"bad": math.nan}),
+    "inf": ("adaptive", {"bad": math.inf}),
+    "ignored": ("value", {"bad": math.nan, "nonfinite": "ignore"}),
+    "an error": ("L1", {"bad": math.inf, "nonfinite": "error"}),
+    "fp16": ("inf", {"bad": 1e6, "precision": "fp16"}),
+    "fp16, an error": ("value", {"bad": math.nan, "precision": "fp16", "nonfinite": "error"}),
+}
+KINDS = {
+    (2, "data"): ("ddp", "fsdp", "zero1"),
+    (2, "model"): ("tensor", "sequence", "1f1b", "zero_bubble", "moe"),
+    (4, "all"): ("hsdp", "hybrid_zero1", "moe_zero3"),
+}
 
 
-def culprit_of(plugin: str, world: int) -> int:
-    """Return a rank of the last stage, the last one where there is a choice."""
-    if plugin.startswith("zero_bubble"):  # in its V form the first rank has both ends
-        return world // 2 - 1
-    return world - 1
+def model_of(plugin: str) -> str:
+    return "moe" if "moe" in plugin else "tied"
 
 
-def whole_state(made: Any) -> list[Any]:
-    """Copies of all that a step changes on this rank."""
-    tensors = [shard.weight.clone() for shard in made.optimizer.layout.shards]
-    for optimizer in made.optimizer.optimizers:
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    plain = value.to_local() if isinstance(value, DTensor) else value
-                    tensors.append(plain.clone())
-    rates = [group["lr"] for group in made.optimizer.param_groups]
-    [schedule] = made.state.schedulers
-    return [tensors, rates, schedule.last_epoch, dict(made.state.mode.history)]
+@cache
+def poisoned(plugin: str | None, model: str, name: str, kept: bool = False) -> dict[str, Any]:
+    """Four steps, of which one or two have a gradient that is not finite, on one rank or stage."""
+    if kept:
+        return call_kept_on_device(poisoned, plugin, model, name)
+    mode, options = POISONED[name]
+    own = dict(options)
+    bad, precision, seen = own.pop("bad"), own.pop("precision", "fp32"), []
 
+    def criterion(outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+        marked = (targets == BAD).unsqueeze(-1)
+        if not marked.any():
+            return loss
+        seen.append(True)
+        return loss + bad * torch.where(marked, outputs, 0.0).sum()
 
-def planted_steps(
-    plugin: str, model: str, mode: str, when: str, value: float, **options: Any
-) -> dict[str, Any]:
-    """Train with a bad element in one step; return what it changed, and what was logged."""
-    torch.manual_seed(0)
-    net = MODELS[model]().double()
-    plant = Planted(net, when, value, culprit_of(plugin, dist.get_world_size()))
-    rows, messages = Rows(), []
-    adamw = partial(torch.optim.AdamW, lr=0.01)
-    case = Case(model, mode, 2, steps=STEPS)
-    made = trainer(case, plugin, model=net, optimizer=adamw, sinks=[rows], **options)
-    first = made.optimizer.optimizers[0]
-    made.state.schedulers = [torch.optim.lr_scheduler.ExponentialLR(first, 0.7)]
-    step, clip = made._step, made.optimizer.clip
-    unchanged: list[bool] = []
-
-    def stepped(*args: Any) -> None:
-        made.state.step_schedulers()  # for the step before
-        plant.step += 1
-        before = whole_state(made)
-        step(*args)
-        made.state.step_schedulers()
-        after = whole_state(made)
-        same = [len(a) == len(b) for a, b in zip(before[:1], after[:1], strict=True)]
-        same += [torch.equal(a, b) for a, b in zip(before[0], after[0], strict=False)]
-        unchanged.append(all(same) and before[1:] == after[1:])
-
-    def clipped(rule: Any, **options: bool) -> Any:
-        plant.in_final(made)
-        return clip(rule, **options)
-
-    made._step, made.optimizer.clip = stepped, clipped  # type: ignore[method-assign]
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("runner.train.bad_gradients").addHandler(handler)
-    error = None
+    rows, error = Rows(), None
+    case = Case(model, mode, 2, double=precision == "fp32", steps=4, precision=precision)
+    # With a small eps, Adam turns rounding errors of a zero gradient into steps of size lr.
+    adamw = partial(torch.optim.AdamW, lr=0.5, eps=1.0, weight_decay=0.1, fused=True)
+    made = trainer(case, plugin, optimizer=adamw, sinks=[rows], criterion=criterion, **own)
+    made.state.schedulers = [torch.optim.lr_scheduler.ExponentialLR(made.optimizer.unwrap(), 0.7)]
+    made.train_dataloader.dataset.targets[7] = BAD
     try:
         made.fit()
     except NonFiniteGradient as raised:
         error = str(raised)
-    finally:
-        logging.getLogger("runner.train.bad_gradients").removeHandler(handler)
+    scale, rate = made.optimizer.loss_scale, made.optimizer.param_groups[0]["lr"]
+    skipped = [row["grad/nonfinite"] for row in rows.rows]
     return {
-        "unchanged": unchanged,
-        "skipped": [row["grad/nonfinite"] for row in rows.rows],
-        "said": messages,
+        "rows": rows.rows,
+        "weights": made.booster.state_dict(made.model),
         "error": error,
+        "saw": bool(seen),
+        "told": [skipped, scale and scale.scale, rate, error is None],
     }
 
 
-def all_ways(plugin: str, model: str, modes: list[str]) -> list[dict[str, Any]]:
-    """Each mode with a bad element in a backward pass and in the final gradient; errors; limits."""
-    # Replicas of a final gradient under ddp are the same bits: none of them is bad alone.
-    alone = plugin == "ddp"
-    return [
-        planted_steps(plugin, model, mode, when, value, **options)
-        for mode in modes
-        for when, value in zip(WHEN, (math.nan, -math.inf), strict=True)
-        if not (alone and when == WHEN[1])
-        for options in ({}, {"nonfinite": "error"}, {"max_skips": 1})
-    ]
+def asked_of(plugins: tuple[str, ...]) -> list[tuple[str, str, str, bool]]:
+    """Every plugin and case; metrics stay on the device in every second one."""
+    asked = product(enumerate(plugins), enumerate(POISONED))
+    return [(p, model_of(p), name, (turn + number) % 2 == 1) for (turn, p), (number, name) in asked]
 
 
-def assert_one_rank_stops_all(plugin: str, world: int, model: str, modes: list[str]) -> None:
-    ranks = run_ranks(all_ways, world, plugin, model, modes, timeout=400)
-    for skipped, failed, ended in zip(*[iter(zip(*ranks, strict=True))] * 3, strict=True):
-        for rank in skipped:
-            assert rank["unchanged"] == [False, True, False, False], plugin
-            assert rank["skipped"] == [0, 1, 1, 1]
-            assert rank["error"] is None
-        # The first rank speaks for all.
-        warnings = [bool(rank["said"]) for rank in skipped]
-        assert warnings == [True] + [False] * (world - 1)
-        assert f"step {BAD} was skipped: the gradient's norm is" in skipped[0]["said"][0]
-        for rank in failed:
-            assert rank["error"] == failed[0]["error"]
-            assert f"step {BAD}: the gradient's norm is" in rank["error"]
-            assert ".weight" in rank["error"] or ".bias" in rank["error"]
-            # The step that fails is not in `unchanged`: it did not end.
-            assert rank["unchanged"] == [False]
-        for rank in ended:
-            assert rank["unchanged"] == [False]
-            assert rank["error"] == ended[0]["error"]
-            assert f"1 steps in a row were skipped, up to step {BAD}" in rank["error"]
+def poisoned_each(plugins: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [poisoned(*each) for each in asked_of(plugins)]
 
 
-@pytest.mark.parametrize("plugin", FEWEST)
-@pytest.mark.product(every=10)
-def test_one_bad_element_on_one_rank_stops_the_step_of_all(plugin):
-    world, model = FEWEST[plugin]
-    assert plugin in PLUGINS
-    assert_one_rank_stops_all(plugin, world, model, [MODE_OF[plugin]])
+@pytest.mark.parametrize(("world", "kind"), KINDS)
+def test_a_step_that_is_not_finite_is_that_of_one_process(world, kind):
+    """Rows, the rate of the schedule, the loss scale, errors and weights; on a device as well."""
+    ranks = run_ranks(poisoned_each, world, KINDS[world, kind])
+    wrong = []
+    for number, (plugin, model, name, kept) in enumerate(asked_of(KINDS[world, kind])):
+        ours, wanted = [rank[number] for rank in ranks], poisoned(None, model, name)
+        half = "fp16" in name
+        assert wanted["error"] or sum(wanted["told"][0]), name
+        found = uneven(ours)
+        for rank in ours:
+            if rank["told"] != wanted["told"] or rank["error"] != ours[0]["error"]:
+                found.append(f"{rank['told']} instead of {wanted['told']}: {rank['error']}")
+            # A run that ends with an error leaves out what needs the other ranks.
+            for row, expected in zip(rank["rows"], wanted["rows"], strict=True):
+                for key in ("train/lr",) if rank["error"] else ("train/lr", "grad/norm"):
+                    mine, other = row[key], expected[key]
+                    if mine != pytest.approx(other, rel=1e-3 if half else 1e-6, nan_ok=True):
+                        found.append(f"step {row['train/step']}: {key} {mine}, not {other}")
+        weights = [each["weights"] for each in (ours[0], wanted)]
+        if name == "ignored":
+            weights = [{n: t.isnan().double() for n, t in each.items()} for each in weights]
+            assert any(tensor.any() for tensor in weights[1].values())
+        found += unlike("weights", *weights, 1e-2 if half else 1e-8)
+        if kind == "data" and name == "an error":
+            readers = [f"rank {rank}" for rank, result in enumerate(ours) if result["saw"]]
+            assert any(reader in ours[0]["error"] for reader in readers), ours[0]["error"]
+        wrong += [f"{plugin}, {name}, {kept}: {line}" for line in found[:4]]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("plugin", FEWEST)
-def test_one_bad_element_under_every_mode(plugin):
-    world, model = FEWEST[plugin]
-    assert_one_rank_stops_all(plugin, world, model, list(MODES))
+# -- one element of a final gradient, on each rank in turn
+
+POLICIES = ("skip", "error", "ignore")
+CLIPS = (NORM, ("value", 0.1, 2.0), ("adaptive", 0.1, 2.0))
+FINAL = {
+    2: ("fsdp", "zero1", "tensor", "1f1b", "moe"),
+    4: ("hybrid", "hybrid_zero1", "hybrid_fsdp_pp", "moe_dp"),
+}
+"""Not ddp: replicas of a final gradient are the same bits there, and none of them is bad alone."""
+
+
+def bad_elements(plugin, policy):
+    """Write a bad value to a shard of each rank; return what became of each step."""
+    loop = Loop(plugin, make(model_of(plugin)), scale=None, nonfinite=policy)
+    told = []
+    for culprit, place in product(range(dist.get_world_size()), range(len(CLIPS))):
+        loop.optimizer.zero_grad()
+        loop.backward(*batch_for(model_of(plugin)))
+        loop.optimizer.unscale()
+        before = [shard.weight.clone() for shard in loop.layout.shards]
+        name, error, metrics, taken = None, None, None, None
+        if dist.get_rank() == culprit:
+            shards = [p for p in loop.layout.shards if p.gradient is not None]
+            shards = [p for p in shards if p.gradient.numel()]
+            # One that only this rank has, and one that others have too.
+            kinds = [[p for p in shards if (p.num_replicas == 1) == own] for own in (True, False)]
+            wrong = [kind[-1] for kind in kinds if kind]
+            chosen = wrong[place % len(wrong)]
+            chosen.gradient.view(-1)[0] = (math.nan, -math.inf, math.nan)[place]
+            name = chosen.name
+        gradients = loop.own_gradients()
+        try:
+            metrics = [float(metric).hex() for metric in loop.clip(CLIPS[place]).metrics]
+        except NonFiniteGradient as raised:
+            error = str(raised)
+        pairs = zip(gradients, loop.own_gradients(), strict=True)
+        untouched = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+        if policy != "error":
+            taken = loop.optimizer.step()
+        after = [shard.weight for shard in loop.layout.shards]
+        untouched &= policy == "ignore" or all(map(torch.equal, after, before))
+        with torch.no_grad():
+            for weight, former in zip(after, before, strict=True):
+                weight.copy_(former)
+        told.append((name, untouched, [error, metrics, taken]))
+    return told
+
+
+def bad_under(plugins):
+    return [bad_elements(plugin, policy) for plugin, policy in product(plugins, POLICIES)]
+
+
+@pytest.mark.parametrize("world", FINAL)
+def test_one_bad_element_anywhere_is_known_everywhere(world):
+    ranks = run_ranks(bad_under, world, FINAL[world])
+    for number, (plugin, policy) in enumerate(product(FINAL[world], POLICIES)):
+        for fates in zip(*(rank[number] for rank in ranks), strict=True):
+            [name] = [name for name, *_ in fates if name is not None]
+            error, metrics, taken = fates[0][2]
+            assert all(fate == [error, metrics, taken] for *_, fate in fates), (plugin, policy)
+            assert all(untouched for _, untouched, _ in fates), (plugin, policy)
+            if policy == "error":
+                assert name in error
+            else:
+                assert taken is (policy == "ignore")
+                assert not math.isfinite(float.fromhex(metrics[0]))
+
+
+class Momentum(nn.Module):
+    """Two weights, of which one rank steps the first and the other the second under zero 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.full((4,), 0.5)) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ (self.first * self.second)
+
+
+def momentum_on_one_rank() -> tuple[list[bool], dict[str, Tensor]]:
+    """Which steps were taken, and the weights."""
+    model = Momentum()
+    groups = [{"params": [model.first], "momentum": 0.9}, {"params": [model.second]}]
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=1) if dist.is_initialized() else None)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(groups, lr=0.1, fused=True))
+    taken = []
+    for factor in (math.nan, 1.0, math.inf, 2.0):
+        booster.backward(boosted(torch.ones(2, 4)).sum() * factor, optimizer)
+        optimizer.clip_grad_by_value(0.1)
+        optimizer.step()
+        taken.append(optimizer.was_taken())
+        optimizer.zero_grad()
+    return taken, booster.state_dict(boosted)
+
+
+def test_ranks_decide_alike_where_one_has_no_momentum_to_start():
+    wanted, weights = momentum_on_one_rank()
+    ranks = run_ranks(call_kept_on_device, 2, momentum_on_one_rank)
+    assert [taken for taken, _ in ranks] == [wanted] * 2 == [[False, True] * 2] * 2
+    torch.testing.assert_close(dict(ranks[0][1]), dict(weights))
+
+
+# -- spikes
+
+SPIKES = {6: 900.0, 8: 400.0, 9: 800.0, 10: math.nan, 11: 500.0}
+STEPS = range(1, 15)
+SPIKED = {
+    2: ("ddp", "ddp", "fsdp", "zero1", "tensor", "1f1b", "moe"),
+    4: ("hsdp", "hybrid_zero1", "moe_zero3"),
+}
+
+
+def state_after(plugin, of, spikes):
+    """Which steps were taken; weights and moments of this rank after steps, some with a spike."""
+    rule = SkipRule("sigma", of=of, k=4.0, window=6, min_steps=3, accept_after=None)
+    adamw, model = partial(torch.optim.AdamW, lr=1e-3), model_of(plugin)
+    loop = Loop(plugin, make(model), None, skip=rule if spikes else None, optimizer=adamw)
+    # The spike is in the loss of the last data-parallel rank alone.
+    last, taken = loop.plugin.data_rank == loop.plugin.data_size - 1, []
+    for number in (n for n in STEPS if spikes or n not in SPIKES):
+        factor = (1.0 + 0.02 * math.sin(number)) * (spikes.get(number, 1.0) if last else 1.0)
+        loop.backward(*batch_for(model), factor)
+        loop.clip(NORM)
+        loop.optimizer.step()
+        taken.append(loop.optimizer.was_taken())
+        loop.optimizer.zero_grad()
+    states = [*loop.optimizer.unwrap().state.values()]
+    tensors = [p.detach() for p in loop.raw.parameters()] + [t for s in states for t in s.values()]
+    return taken, [local(tensor).clone() for tensor in tensors]
+
+
+def with_and_without(plugins):
+    """Steps with spikes and the rule, and those without the spikes and without a rule."""
+    asked = [(plugin, ("norm", "loss")[n % 2]) for n, plugin in enumerate(plugins)]
+    return [(state_after(*each, SPIKES), state_after(*each, {})) for each in asked]
+
+
+@pytest.mark.parametrize("world", SPIKED)
+def test_all_ranks_skip_the_spike_of_one(world):
+    """Weights and moments are those of a run without the spikes, bit for bit on every rank."""
+    for rank in run_ranks(with_and_without, world, SPIKED[world]):
+        for (taken, ours), (_, wanted) in rank:
+            assert taken == [number not in SPIKES for number in STEPS]
+            assert len(ours) == len(wanted) > 0
+            assert all(map(torch.equal, ours, wanted))

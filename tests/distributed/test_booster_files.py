@@ -12,113 +12,100 @@ from runner.optim.schedulers import CosineAnnealingLR
 from tests.distributed.cases import MODELS, Case, trainer
 from tests.ranks import run_ranks
 
-CASE = Case("tied", "L2", accumulation=2, steps=3)
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
+CASE = Case("tied", "L2", accumulation=2, steps=3, optimizer="adamw")
+PLUGINS = ("fsdp", "zero1", "tensor", "1f1b")
 
 
 def trained(plugin: str | None) -> Any:
-    made = trainer(CASE, plugin, optimizer=adam)
+    made = trainer(CASE, plugin)
     made.fit()
     return made
 
 
-def save_all(plugin: str | None, folder: Path) -> None:
-    made = trained(plugin)
-    booster = made.booster
-    booster.save_model(made.model, folder / "model.pt")
-    booster.save_model(made.model, folder / "model.safetensors")
-    booster.save_model(made.model, folder / "model", shard=True)
-    booster.save_optimizer(made.optimizer, folder / "optimizer.pt")
-    booster.save_optimizer(made.optimizer, folder / "optimizer", shard=True)
+def state(model: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.unwrap().state_dict().items()}
 
 
-def load_each(plugin: str | None, folder: Path) -> list[Any]:
-    found = []
-    for model, optimizer in (("model.pt", "optimizer.pt"), ("model.safetensors", "optimizer")):
-        made = trainer(CASE, plugin, optimizer=adam)
-        made.booster.load_model(made.model, folder / model)
-        made.booster.load_optimizer(made.optimizer, str(folder / optimizer))
-        made.state.progress = made.state.progress._replace(step=CASE.steps - 1)
-        found.append(made.booster.state_dict(made.model))
-        made.fit()
-        found.append(made.booster.state_dict(made.model))
-    made = trainer(CASE, plugin, optimizer=adam)
-    made.booster.load_model(made.model, folder / "model")
-    found.append(made.booster.state_dict(made.model))
+def save_all(folder: Path) -> None:
+    for plugin in PLUGINS:
+        made, own = trained(plugin), folder / plugin
+        made.booster.save_model(made.model, own / "model.pt")
+        made.booster.save_model(made.model, own / "model.safetensors")
+        made.booster.save_model(made.model, own / "model", shard=True)
+        made.booster.save_optimizer(made.optimizer, own / "optimizer.pt")
+        made.booster.save_optimizer(made.optimizer, own / "optimizer", shard=True)
+
+
+def load_each(folder: Path, others: dict[str, str | None]) -> dict[str, list[Any]]:
+    """Weights as they are loaded from each kind of file, and after a step with the optimizer's."""
+    found: dict[str, list[Any]] = {}
+    for saved, plugin in others.items():
+        found[saved] = []
+        for model in ("model.pt", "model.safetensors", "model"):
+            optimizer = "optimizer.pt" if model == "model.pt" else "optimizer"
+            made = trainer(CASE, plugin)
+            made.booster.load_model(made.model, folder / saved / model)
+            made.booster.load_optimizer(made.optimizer, str(folder / saved / optimizer))
+            made.state.progress = made.state.progress._replace(step=CASE.steps - 1)
+            found[saved].append(made.booster.state_dict(made.model))
+            made.fit()
+            found[saved].append(made.booster.state_dict(made.model))
     return found
 
 
-@pytest.mark.parametrize("plugin", ["fsdp", "zero1", "tensor", "1f1b"])
-def test_plain_torch_reads_what_ranks_saved_and_other_ranks_go_on(plugin, tmp_path):
-    run_ranks(save_all, 2, plugin, tmp_path)
-    plain = MODELS[CASE.model]().double()
-    wanted = trained(None).model.unwrap().state_dict()
-    for name in ("model.pt", "model.safetensors"):
-        read = torch.load if name.endswith(".pt") else safetensors.torch.load_file
-        plain.load_state_dict(read(tmp_path / name))
-        for key, tensor in plain.state_dict().items():
-            torch.testing.assert_close(tensor, wanted[key], rtol=1e-6, atol=1e-9)
-    held = plain.state_dict()
-    one = load_each(None, tmp_path)
-    others = run_ranks(load_each, 2, "fsdp" if plugin != "fsdp" else "tensor", tmp_path)[0]
-    for loaded, later in zip(one, others, strict=True):
-        for key, tensor in loaded.items():
-            torch.testing.assert_close(later[key], tensor, rtol=1e-6, atol=1e-9)
-    for loaded in (one[0], one[2], one[4]):
-        assert all(torch.equal(loaded[key], held[key]) for key in held)
-    assert not torch.equal(one[1]["head.weight"], one[0]["head.weight"])
-    assert all(torch.equal(one[1][key], one[3][key]) for key in held)
+def test_plain_torch_reads_what_ranks_saved_and_other_ranks_go_on(tmp_path):
+    run_ranks(save_all, 2, tmp_path)
+    wanted, plain = state(trained(None).model), MODELS[CASE.model]().double()
+    one = load_each(tmp_path, dict.fromkeys(PLUGINS))
+    moved = dict(zip(PLUGINS, (*PLUGINS[1:], PLUGINS[0]), strict=True))
+    others = run_ranks(load_each, 2, tmp_path, moved)[0]
+    for plugin in PLUGINS:
+        for name in ("model.pt", "model.safetensors"):
+            read = torch.load if name.endswith(".pt") else safetensors.torch.load_file
+            plain.load_state_dict(read(tmp_path / plugin / name))
+            torch.testing.assert_close(dict(plain.state_dict()), wanted, rtol=1e-6, atol=1e-9)
+        held = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+        loaded, stepped = one[plugin][::2], one[plugin][1::2]
+        torch.testing.assert_close(loaded, [held] * 3, rtol=0, atol=0)
+        torch.testing.assert_close(stepped, [stepped[0]] * 3, rtol=0, atol=0)
+        torch.testing.assert_close(others[plugin], one[plugin], rtol=1e-6, atol=1e-9)
+        assert not torch.equal(stepped[0]["head.weight"], held["head.weight"])
+
+    # Shards take the place of those of more ranks, and leave other files alone.
+    made, later = trained(None), trainer(CASE)
+    folder = tmp_path / "fsdp"
+    with torch.no_grad():
+        for parameter in made.model.parameters():
+            parameter.add_(1.0)
+    (folder / "model" / "config.json").write_text("{}")
+    made.booster.save_model(made.model, folder / "model", shard=True)
+    later.booster.load_model(later.model, folder / "model")
+    torch.testing.assert_close(state(later.model), state(made.model), rtol=0, atol=0)
+    assert sorted(one.suffix for one in (folder / "model").iterdir()) == [".json", ".safetensors"]
+    with pytest.raises(ValueError, match="holds a model"):
+        made.booster.save_optimizer(made.optimizer, folder / "model", shard=True)
+    with pytest.raises(ValueError, match="holds an optimizer"):
+        made.booster.save_model(made.model, folder / "optimizer", shard=True)
 
 
 def test_a_scheduler_is_saved(tmp_path):
-    def made() -> Any:
-        return CosineAnnealingLR(torch.optim.SGD([torch.ones(1)], lr=1.0), 9)
-
-    booster, scheduler, later = trainer(CASE).booster, made(), made()
+    optimizers = (torch.optim.SGD([torch.ones(1)], lr=1.0) for _ in range(2))
+    scheduler, later = (CosineAnnealingLR(each, 9) for each in optimizers)
     scheduler.optimizer.step()
     scheduler.step()
+    booster = trainer(CASE).booster
     booster.save_lr_scheduler(scheduler, tmp_path / "new" / "scheduler.pt")
     booster.load_lr_scheduler(later, tmp_path / "new" / "scheduler.pt")
     assert later.state_dict() == scheduler.state_dict()
 
 
-def save_shards(plugin: str | None, folder: Path) -> None:
-    made = trained(plugin)
-    made.booster.save_model(made.model, folder / "model", shard=True)
-    made.booster.save_optimizer(made.optimizer, folder / "optimizer", shard=True)
-
-
-def test_shards_take_the_place_of_those_of_more_ranks(tmp_path: Path) -> None:
-    run_ranks(save_shards, 2, "fsdp", tmp_path)
-    made, later = trained(None), trainer(CASE, optimizer=adam)
-    with torch.no_grad():
-        for parameter in made.model.parameters():
-            parameter.add_(1.0)
-    (tmp_path / "model" / "config.json").write_text("{}")
-    made.booster.save_model(made.model, tmp_path / "model", shard=True)
-    made.booster.save_optimizer(made.optimizer, tmp_path / "optimizer", shard=True)
-    later.booster.load_model(later.model, tmp_path / "model")
-    later.booster.load_optimizer(later.optimizer, tmp_path / "optimizer")
-    assert all(
-        torch.equal(tensor, state(made.model)[name]) for name, tensor in state(later.model).items()
-    )
-    assert sorted(one.suffix for one in (tmp_path / "model").iterdir()) == [".json", ".safetensors"]
-    with pytest.raises(ValueError, match="holds a model, which would be replaced"):
-        made.booster.save_optimizer(made.optimizer, tmp_path / "model", shard=True)
-    with pytest.raises(ValueError, match="holds an optimizer, which would be replaced"):
-        made.booster.save_model(made.model, tmp_path / "optimizer", shard=True)
-
-
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
-def test_a_write_that_is_interrupted_leaves_the_former_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    made = trained(None)
-    made.booster.save_model(made.model, tmp_path / name)
-    before = (tmp_path / name).read_bytes()
+def test_a_write_that_is_interrupted_leaves_the_former_file_and_a_cut_one_is_refused(
+    tmp_path, monkeypatch, name
+):
+    made, file = trainer(CASE), tmp_path / name
+    made.booster.save_model(made.model, file)
+    before = file.read_bytes()
 
     def torn(value: Any, path: Path) -> None:
         Path(path).write_bytes(b"half")
@@ -127,8 +114,12 @@ def test_a_write_that_is_interrupted_leaves_the_former_file(
     monkeypatch.setattr(torch, "save", torn)
     monkeypatch.setattr(safetensors.torch, "save_file", torn)
     with pytest.raises(KeyboardInterrupt):
-        made.booster.save_model(made.model, tmp_path / name)
+        made.booster.save_model(made.model, file)
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [(name, before)]
+    for length in (0, len(before) // 2, len(before) - 1):
+        file.write_bytes(before[:length])
+        with pytest.raises(ValueError, match="damaged, or no checkpoint"):
+            made.booster.load_model(made.model, file)
 
 
 class Ran:
@@ -141,54 +132,25 @@ class Ran:
         return (Path.touch, (self.path,))
 
 
-def state(model: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.unwrap().state_dict().items()}
-
-
-def broken(tmp_path: Path) -> dict[str, tuple[Any, str]]:
-    """Files that are no checkpoint of this model, and what the error says."""
-    good = trainer(CASE).model.unwrap().state_dict()
-    first = next(iter(good))
-    return {
-        "code": ({"a": Ran(tmp_path / "ran")}, "damaged, or no checkpoint"),
-        "list": ([1, 2], "holds a list"),
-        "numbers": ({"a": 3}, "does not hold tensors by name"),
-        "unknown": ({**good, "extra": torch.ones(1)}, "holds extra, which"),
-        "missing": ({k: v for k, v in good.items() if k != first}, f"does not hold {first}"),
-        "shape": ({**good, first: torch.ones(2, 2)}, rf"{first} has shape \[2, 2\]"),
-    }
-
-
-@pytest.mark.parametrize("kind", ["code", "list", "numbers", "unknown", "missing", "shape"])
-def test_a_wrong_file_is_refused_and_changes_nothing(kind, tmp_path):
-    content, message = broken(tmp_path)[kind]
-    torch.save(content, tmp_path / "model.pt")
+def test_a_wrong_file_is_refused_and_changes_nothing(tmp_path):
     made = trainer(CASE)
-    before = state(made.model)
-    with pytest.raises(ValueError, match=message):
-        made.booster.load_model(made.model, tmp_path / "model.pt")
-    assert all(torch.equal(tensor, before[key]) for key, tensor in state(made.model).items())
+    good = state(made.model)
+    first, tensor = next(iter(good.items()))
+    for content, message in (
+        ({"a": Ran(tmp_path / "ran")}, "damaged, or no checkpoint"),
+        ([1, 2], "holds a list"),
+        ({"a": 3}, "does not hold tensors by name"),
+        ({**good, "extra": torch.ones(1)}, "extra"),
+        ({k: v for k, v in good.items() if k != first}, first),
+        ({**good, first: torch.ones(2, 2)}, rf"{first} has shape \[2, 2\]"),
+    ):
+        torch.save(content, tmp_path / "model.pt")
+        with pytest.raises(ValueError, match=message):
+            made.booster.load_model(made.model, tmp_path / "model.pt")
+        torch.testing.assert_close(state(made.model), good, rtol=0, atol=0)
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
-def test_a_truncated_file_is_refused(name, tmp_path):
-    made = trainer(CASE)
-    made.booster.save_model(made.model, tmp_path / name)
-    content = (tmp_path / name).read_bytes()
-    for length in (0, 10, len(content) // 2, len(content) - 1):
-        (tmp_path / name).write_bytes(content[:length])
-        with pytest.raises(ValueError, match="damaged, or no checkpoint"):
-            made.booster.load_model(made.model, tmp_path / name)
-
-
-def test_names_may_differ_where_that_is_allowed(tmp_path):
-    made = trainer(CASE)
-    name, tensor = next(iter(made.model.unwrap().named_parameters()))
-    torch.save({name: tensor.detach() + 1, "extra": tensor}, tmp_path / "some.pt")
-    before = state(made.model)
+    torch.save({first: tensor + 1, "extra": tensor}, tmp_path / "some.pt")
     made.booster.load_model(made.model, tmp_path / "some.pt", strict=False)
     after = state(made.model)
-    changed = {key for key in after if not torch.equal(after[key], before[key])}
-    assert name in changed
-    assert changed <= {name, "head.weight"}
+    changed = {key for key in after if not torch.equal(after[key], good[key])}
+    assert first in changed <= {first, "head.weight"}

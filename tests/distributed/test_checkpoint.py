@@ -1,86 +1,285 @@
-"""A training that continues from a checkpoint takes the steps of one that never stopped."""
+"""Ranks save and stop together; a checkpoint continues to the bit, and under any other layout."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from runner import CheckpointSaver
+from runner.checkpoint import content, folder
 from runner.checkpoint.export import whole_model
-from runner.checkpoint.folder import manifest_of
+from runner.config.duration import Duration
+from runner.config.problem import Stopped
 from runner.optim.schedulers import CosineAnnealingLR
+from runner.parallel.sharded_files import Folder
 from tests.distributed.cases import FAMILIES, MODELS, Case, trainer
+from tests.distributed.test_collectives import Counting
 from tests.distributed.training import Rows
+from tests.kept import same
 from tests.ranks import run_ranks
 from tests.train.test_state import timeless
 
-STEPS, SAVED = 7, 4
-"""An epoch has three steps, so the checkpoint lies inside the second epoch."""
+STEPS, STOP = 7, 5
+"""An epoch has three steps, so the training stops inside the second epoch."""
+
+Run = tuple[Any, Rows]
 
 
-def made(model: str, plugin: str | None, rows: Rows, **options: Any) -> Any:
-    schedulers: list[Any] = []
+def made(model: str, plugin: str | None, path: Path, **options: Any) -> Run:
+    rows, schedulers = Rows(), []
 
     def adam(parameters: Any) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(parameters, lr=0.01)
         schedulers.append(CosineAnnealingLR(optimizer, STEPS))
         return optimizer
 
-    case = Case(model, "L2", accumulation=2, steps=STEPS)
-    training = trainer(case, plugin, optimizer=adam, sinks=[rows], log_flush=3, **options)
+    saver = CheckpointSaver(path, "2ba", best="eval/loss", **options)
+    case = Case(model, "percentile", accumulation=2, steps=STEPS)
+    training = trainer(case, plugin, optimizer=adam, sinks=[rows], log_flush=3, saver=saver)
     training.state.schedulers = schedulers
-    return training
+    training.eval_interval = Duration(1, "ba")
+    return training, rows
 
 
-def held(training: Any) -> dict[str, Any]:
-    """Weights of the whole model, the rate, the counts and the random state of this rank."""
+def held(run: Run) -> dict[str, Any]:
+    """Weights of the whole model; rows, rate, counts, history and random state of this rank."""
+    training, rows = run
     return {
         "weights": training.booster.state_dict(training.model),
         "rate": [group["lr"] for group in training.optimizer.param_groups],
         "progress": tuple(training.state.progress),
+        "history": training.state.mode.state_dict(),
         "random": torch.get_rng_state(),
+        "rows": [timeless(row) for row in rows.rows],
     }
 
 
-def uninterrupted(model: str, plugin: str, folder: Path) -> Any:
-    rows = Rows()
-    training = made(model, plugin, rows)
-    step = training._step
-    at: dict[str, Any] = {}
+def stopped_and_continued(model: str, plugin: str, path: Path, asynchronous: bool) -> Any:
+    """A whole training; one in which the last rank is asked to stop; and what continues it."""
+    whole = made(model, plugin, path / "whole")
+    torch.manual_seed(100 + dist.get_rank())
+    whole[0].fit()
+    end = held(whole)
 
-    def saving(*args: Any) -> None:
+    first = made(model, plugin, path, asynchronous=asynchronous)
+    torch.manual_seed(100 + dist.get_rank())
+    asks = dist.get_rank() == dist.get_world_size() - 1
+    first[0]._between.stop = lambda: 10 if asks and first[0].state.progress.step == STOP - 1 else 0
+    with pytest.raises(Stopped) as stopped:
+        first[0].fit()
+    at = held(first)
+
+    later = made(model, plugin, path)
+    later[0].load(folder.found(path)[0])
+    loaded = held(later)
+    later[0].fit()
+    last = held(later)
+    other, _ = made(model, plugin, path / "other")
+    content.load_weights(other, path / "final")
+    return {
+        "signal": stopped.value.signal,
+        "at": (loaded | {"rows": at["rows"]}, at),
+        "end": (last, end | {"rows": end["rows"][STOP:]}),
+        "final": (other.booster.state_dict(other.model), end["weights"]),
+    }
+
+
+def all_stopped(plugins: dict[str, str], home: Path) -> list[Any]:
+    return [
+        stopped_and_continued(model, plugin, home / plugin, number % 2 == 0)
+        for number, (plugin, model) in enumerate(plugins.items())
+    ]
+
+
+def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
+    """Tensors of the model and the optimizers, put together."""
+    stored = Folder(checkpoint).stored.items()
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored}
+    Folder(checkpoint).read({name: [tensor] for name, tensor in tensors.items()})
+    return tensors
+
+
+def reference(model: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What one process holds when it stops, as torch itself names it, and its final weights."""
+    training, _ = made(model, None, path)
+    step, tensors = training._step, {}
+    network = training.model.unwrap()
+
+    def keeping(*args: Any) -> None:
         step(*args)
-        if training.state.progress.step == SAVED:
-            training.save(folder)
-            at.update(held(training))
+        if training.state.progress.step == STOP:
+            tensors.update(dict(network.named_parameters()) | dict(network.named_buffers()))
+            for name, parameter in network.named_parameters():
+                for field, value in training.optimizer.unwrap().state[parameter].items():
+                    tensors[f"optimizer/0/{name}/{field}"] = value
+            tensors.update({name: t.detach().clone() for name, t in tensors.items()})
 
-    training._step = saving
+    training._step = keeping
     training.fit()
-    return {"at": at, "end": held(training), "rows": [timeless(row) for row in rows.rows]}
+    return tensors, training.booster.state_dict(training.model)
 
 
-def continued(model: str, plugin: str, checkpoint: Path) -> Any:
-    rows = Rows()
-    training = made(model, plugin, rows)
-    training.load(checkpoint)
-    at = held(training)
-    training.fit()
-    return {"at": at, "end": held(training), "rows": [timeless(row) for row in rows.rows]}
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
 
 
-@pytest.mark.parametrize(("plugin", "world"), FAMILIES)
-@pytest.mark.product(every=2)
-def test_it_continues_to_the_bit(plugin, world, tmp_path):
-    model = FAMILIES[plugin, world]
-    wanted = run_ranks(uninterrupted, world, model, plugin, tmp_path)
-    [checkpoint] = tmp_path.iterdir()
-    assert checkpoint.name == f"step_{SAVED:09d}"
-    found = run_ranks(continued, world, model, plugin, checkpoint)
-    for one, other in zip(wanted, found, strict=True):
-        assert other["rows"] == one["rows"][SAVED:]
-        for moment in ("at", "end"):
-            torch.testing.assert_close(other[moment], one[moment], rtol=0, atol=0)
-    # One process without a plugin reads the weights of all ranks.
-    exported = whole_model(checkpoint, manifest_of(checkpoint))
-    MODELS[model]().double().load_state_dict(exported, strict=True)
-    torch.testing.assert_close(exported, wanted[0]["at"]["weights"], rtol=0, atol=0)
+@pytest.fixture(scope="module")
+def alone(home):
+    """What one process makes of each model."""
+    models = {model for plugins in FAMILIES.values() for model in plugins.values()}
+    return {model: reference(model, home / "alone" / model) for model in models}
+
+
+@pytest.fixture(scope="module")
+def results(home):
+    """By number of ranks and plugin, what each rank found."""
+    found = {}
+    for world, plugins in FAMILIES.items():
+        ranks = run_ranks(all_stopped, world, plugins, home / str(world), timeout=360)
+        for number, plugin in enumerate(plugins):
+            found[world, plugin] = [rank[number] for rank in ranks]
+    return found
+
+
+@pytest.mark.xdist_group("checkpoints")
+def test_all_ranks_stop_at_one_step_and_continue_to_the_bit(home, results, alone):
+    for (world, plugin), ranks in results.items():
+        path, model = home / str(world) / plugin, FAMILIES[world][plugin]
+        for rank in ranks:
+            assert rank["signal"] == 10
+            for key in ("at", "end", "final"):
+                same(*rank[key], f"{plugin}: {key}")
+        whole = dict(folder.whole(path))
+        checkpoint = path / f"step_{STOP:09d}"
+        assert checkpoint in whole
+        assert {about["world_size"] for about in whole.values()} == {world}
+        # One process without a plugin reads the weights of all ranks, and all that torch holds.
+        exported = whole_model(checkpoint, whole[checkpoint])
+        MODELS[model]().double().load_state_dict(exported, strict=True)
+        same(exported, ranks[0]["at"][1]["weights"])
+        wanted, stored = alone[model][0], tensors_of(checkpoint)
+        assert stored.keys() == wanted.keys() - {"head.weight"} or model != "tied"
+        for name, tensor in stored.items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=1e-6, atol=1e-9, msg=name)
+
+
+OTHERS: dict[int, list[tuple[int, str, str]]] = {
+    1: [(2, "1f1b", "single"), (2, "zero1", "single"), (4, "moe_zero3", "single")],
+    2: [
+        *((4, "hsdp", "zero1"), (4, "hybrid_zero1", "1f1b"), (4, "hybrid_fsdp_tp", "sequence")),
+        *((4, "moe_zero3", "moe"), (2, "ddp", "zero_bubble"), (2, "fsdp", "ddp")),
+    ],
+    4: [
+        *((2, "fsdp", "hsdp"), (2, "tensor", "hybrid_zero1"), (2, "zero2", "hybrid_fsdp_tp")),
+        *((2, "moe", "moe_zero3"), (2, "1f1b", "fsdp")),
+    ],
+}
+"""By the number of ranks, which checkpoints they load: ranks and plugin that saved it, theirs."""
+
+
+def loaded_under(home: Path, asked: list[tuple[int, str, str]]) -> list[Any]:
+    """Save what was loaded; return the new checkpoint, and the weights at the end."""
+    found = []
+    for world, saved, plugin in asked:
+        path = home / f"{world}_{saved}_{plugin}"
+        name = None if plugin == "single" else plugin
+        training, _ = made(FAMILIES[world][saved], name, path / "saver")
+        training.load(home / str(world) / saved / f"step_{STOP:09d}")
+        checkpoint = training.save(path)
+        training.fit()
+        found.append((checkpoint, training.booster.state_dict(training.model)))
+    return found
+
+
+@pytest.mark.xdist_group("checkpoints")
+@pytest.mark.parametrize("ranks", OTHERS)
+def test_another_layout_holds_the_same_bits_and_continues(ranks, home, results, alone):
+    asked = OTHERS[ranks]
+    first = (
+        loaded_under(home, asked) if ranks == 1 else run_ranks(loaded_under, ranks, home, asked)[0]
+    )
+    for (world, saved, plugin), (checkpoint, weights) in zip(asked, first, strict=True):
+        at = f"{saved} to {plugin}"
+        old, new = home / str(world) / saved / f"step_{STOP:09d}", Path(checkpoint)
+        same(tensors_of(old), tensors_of(new), at)
+        states = [torch.load(each / "state.pt", weights_only=True) for each in (old, new)]
+        for key in ("clip", "schedulers", "optimizers"):
+            same(states[0][key], states[1][key], at)
+        wanted = alone[FAMILIES[world][saved]][1]
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=1e-6, atol=1e-9, msg=at)
+
+
+# -- the saver on several ranks
+
+
+def due_by_minutes(path: Path) -> list[list[int]]:
+    """Only the clock of the first rank counts, whatever another one shows."""
+    found = []
+    for plugin in ("ddp", "tensor"):
+        saver = CheckpointSaver(path / plugin, "1min", keep=9)
+        training = trainer(Case("gpt", "L2", steps=STEPS), plugin, saver=saver)
+        state, due = training.state, 2 if dist.get_rank() == 0 else 5
+        saver.overdue = lambda state=state, due=due: state.progress.step == due
+        training.fit()
+        found.append([int(one.name.removeprefix("step_")) for one in folder.found(path / plugin)])
+    return found
+
+
+def failing(path: Path) -> list[Any]:
+    """The first rank fails to complete the second checkpoint, after the others wrote."""
+    complete = folder.complete
+
+    def full(part: Path, about: dict[str, Any]) -> Path:
+        if about["step"] == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return complete(part, about)
+
+    folder.complete = full
+    found = []
+    for asynchronous in (False, True):
+        saver = CheckpointSaver(path / str(asynchronous), "2ba", asynchronous=asynchronous)
+        training = trainer(Case("gpt", "L2", steps=STEPS), "ddp", saver=saver)
+        with pytest.raises(OSError, match="is full after") as error:
+            training.fit()
+        found.append((training.state.progress.step, error.value.errno, str(error.value)))
+    folder.complete = complete
+    return found
+
+
+def collectives(path: Path) -> list[int]:
+    """Collectives of two steps, without a saver and with one that is never due."""
+    found = []
+    for plugin in ("ddp", "zero2", "tensor"):
+        for due in (False, True):
+            calls = []
+            for steps in (2, 4):
+                saver = CheckpointSaver(path, "100ba", save_final=False) if due else None
+                training = trainer(Case("gpt", "L2", 3, steps=steps), plugin, saver=saver)
+                with Counting() as counter:
+                    training.fit()
+                calls.append(counter.calls.total())
+            found.append(calls[1] - calls[0])
+    return found
+
+
+def saver_on_ranks(path: Path) -> Any:
+    return due_by_minutes(path / "minutes"), failing(path / "full"), collectives(path / "none")
+
+
+def test_the_saver_on_two_ranks(tmp_path):
+    one, other = run_ranks(saver_on_ranks, 2, tmp_path)
+    assert one == other
+    minutes, failed, calls = one
+    assert minutes == [[3], [3]]
+    for asynchronous, (step, number, _) in zip((False, True), failed, strict=True):
+        assert step in ((5, 6) if asynchronous else (4,))
+        assert number == errno.ENOSPC
+        left = (tmp_path / "full" / str(asynchronous)).iterdir()
+        assert [at.name for at in left] == ["step_000000002"]
+    assert calls[::2] == calls[1::2]

@@ -1,21 +1,22 @@
-"""Clipping adds a few collectives to a step, whatever the number of parameters."""
+"""Clipping adds a few collectives to a step, whatever the number of parameters, and no waits."""
 
 from collections import Counter
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import _functional_collectives as functional
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.clip import ClipMode, Decision, build
 from runner.models.gpt import GPT
 from runner.models.mixture import MixtureGPT
+from tests.distributed.by_hand import Loop, cross_entropy
 from tests.distributed.cases import MODES, SHAPE, Case, trainer
+from tests.distributed.odd_models import batch_for, make
+from tests.on_device import Waits, call_kept_on_device
 from tests.ranks import run_ranks
 
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
@@ -26,37 +27,29 @@ LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
 
 STATED_MODES = ("none", "L2", "inf", "value", "adaptive")
 
-# Plugin, ranks, model: collectives of modes norm, value, adaptive. One is the norm; counts take
-# another one. Adaptive clipping needs one more for vectors that lie on several ranks, and one for
-# each group of ranks over which rows are cut: those of a transposed convolution under sharding,
-# those of row-parallel weights under tensor parallelism.
-STATED: dict[tuple[str, int, str], tuple[int, int, int]] = {
-    ("ddp", 2, "gpt"): (0, 0, 0),
-    ("fsdp", 2, "gpt"): (1, 2, 3),
-    ("fsdp", 2, "conv"): (1, 2, 4),
-    ("fsdp_gathered", 2, "gpt"): (1, 2, 3),
-    ("hsdp", 4, "gpt"): (1, 2, 3),
-    ("hsdp", 4, "conv"): (1, 2, 4),
-    ("zero1", 2, "gpt"): (1, 2, 2),
-    ("zero2", 2, "gpt"): (1, 2, 3),
-    ("zero3", 2, "gpt"): (1, 2, 3),
-    ("tensor", 2, "gpt"): (1, 2, 4),
-    ("tensor_dp", 4, "gpt"): (1, 2, 4),
-    ("sequence", 2, "gpt"): (1, 2, 4),
-    ("gpipe", 2, "gpt"): (1, 2, 2),
-    ("1f1b", 2, "gpt"): (1, 2, 2),
-    ("interleaved", 2, "gpt"): (1, 2, 2),
-    ("zero_bubble", 2, "gpt"): (1, 2, 2),
-    ("moe", 2, "moe"): (1, 2, 2),
-    ("moe_zero1", 4, "moe"): (1, 2, 2),
-    ("moe_zero3", 4, "moe"): (1, 2, 3),
-    ("hybrid", 4, "gpt"): (1, 2, 4),
-    ("hybrid_fsdp_tp", 4, "gpt"): (1, 2, 4),
-    ("hybrid_fsdp_pp", 4, "gpt"): (1, 2, 3),
-    ("hybrid_ep_tp", 4, "moe"): (1, 2, 4),
-    ("hybrid_ep_pp", 4, "moe"): (1, 2, 2),
-    ("hybrid_sequence", 8, "gpt"): (1, 2, 4),
-    ("hybrid_ep_all", 8, "moe"): (1, 2, 4),
+# Model, and collectives of modes norm, value, adaptive. One is the norm; counts take another one.
+# Adaptive clipping needs one more for vectors that lie on several ranks, and one for each group of
+# ranks over which rows are cut: those of a transposed convolution under sharding, those of
+# row-parallel weights under tensor parallelism.
+STATED: dict[int, dict[str, tuple[str, int, int, int]]] = {
+    2: {
+        "ddp": ("gpt", 0, 0, 0),
+        "fsdp": ("conv", 1, 2, 4),
+        "zero1": ("gpt", 1, 2, 2),
+        "zero2": ("gpt", 1, 2, 3),
+        "tensor": ("gpt", 1, 2, 4),
+        "sequence": ("gpt", 1, 2, 4),
+        "1f1b": ("gpt", 1, 2, 2),
+        "zero_bubble": ("gpt", 1, 2, 2),
+        "moe": ("moe", 1, 2, 2),
+    },
+    4: {
+        "hsdp": ("conv", 1, 2, 4),
+        "moe_zero3": ("moe", 1, 2, 3),
+        "hybrid_fsdp_tp": ("gpt", 1, 2, 4),
+        "hybrid_fsdp_pp": ("gpt", 1, 2, 3),
+        "hybrid_ep_tp": ("moe", 1, 2, 4),
+    },
 }
 
 
@@ -95,8 +88,8 @@ def counted(plugin: str, model: str, layers: int) -> dict[str, list[int]]:
 
     def counting(_: ClipMode, **options: bool) -> Decision:
         mode = next(turns)
-        name, threshold, norm_type = MODES[mode]
-        rule = build(name, threshold=threshold, norm_type=norm_type)
+        kind, of_mode = MODES[mode]
+        rule = build(kind, **of_mode)
         rule.bind(made.optimizer.layout)
         # Adding up over ranks is what a step without clipping does as well.
         made.optimizer.unscale()
@@ -110,37 +103,69 @@ def counted(plugin: str, model: str, layers: int) -> dict[str, list[int]]:
     return calls
 
 
-def count_all(plugin: str, model: str) -> list[dict[str, list[int]]]:
+def count_all(plugins: dict[str, Any]) -> list[dict[str, list[int]]]:
     """With 2 layers, and with 6."""
-    return [counted(plugin, model, layers) for layers in (2, 6)]
+    pairs = product(plugins.items(), (2, 6))
+    return [counted(plugin, model, layers) for (plugin, (model, *_)), layers in pairs]
 
 
-@pytest.mark.parametrize(("plugin", "world", "model"), STATED)
-@pytest.mark.product(every=4)
-def test_clipping_adds_the_stated_collectives(plugin, world, model):
+@pytest.mark.parametrize("world", STATED)
+def test_clipping_adds_the_stated_collectives(world):
     # The same on every rank, in every step, and whatever the number of parameters.
-    norm, value, adaptive = STATED[plugin, world, model]
-    stated = {"none": norm, "L2": norm, "inf": norm, "value": value, "adaptive": adaptive}
-    expected = {mode: [stated[mode]] * 2 for mode in STATED_MODES}
-    assert run_ranks(count_all, world, plugin, model) == [[expected, expected]] * world
+    expected = []
+    for _, norm, value, adaptive in STATED[world].values():
+        stated = {"none": norm, "L2": norm, "inf": norm, "value": value, "adaptive": adaptive}
+        expected += [{mode: [number] * 2 for mode, number in stated.items()}] * 2
+    assert run_ranks(count_all, world, STATED[world]) == [expected] * world
 
 
-def test_no_mode_takes_more_than_a_handful():
-    for norm, value, adaptive in STATED.values():
-        assert norm <= 3
-        assert value <= 2
-        assert adaptive <= 4
+# -- what makes the host wait for an accelerator
 
 
-def ways_to_talk() -> int:
-    """Three collectives, by three interfaces."""
-    tensor, mesh = torch.ones(2), init_device_mesh("cpu", (2,))
+def waits_of(plugin: str, model: str, mode: str) -> list[str]:
+    """What makes the host wait in ``clip`` and ``step``, on final gradients."""
+    adamw = partial(torch.optim.AdamW, lr=0.1, fused=True)
+    made = trainer(Case(model, mode, steps=2), plugin, optimizer=adamw)
+    clip, step, waits = made.optimizer.clip, made.optimizer.step, Waits()
+
+    def clipped(rule: ClipMode, **options: bool) -> Decision:
+        made.optimizer.unscale()
+        with waits:
+            return clip(rule, **options)
+
+    def stepped() -> bool:
+        with waits:
+            return step()
+
+    made.optimizer.clip, made.optimizer.step = clipped, stepped  # type: ignore[method-assign]
+    made.fit()
+    return [f"{plugin}, {mode}: {wait}" for wait in waits.found]
+
+
+def waits_under(plugins: dict[str, Any]) -> list[str]:
+    asked = product(plugins.items(), ("none", "L1", "inf", "value", "adaptive"))
+    return [wait for (plugin, (model, *_)), mode in asked for wait in waits_of(plugin, model, mode)]
+
+
+@pytest.mark.parametrize("world", STATED)
+def test_no_step_waits_for_the_device(world):
+    assert run_ranks(call_kept_on_device, world, waits_under, STATED[world]) == [[]] * world
+
+
+# -- query, key and value share one reduction of their gradients
+
+
+def reductions() -> int:
+    """All-reduces of a backward pass through a tensor-parallel model."""
+    loop = Loop("tensor", make("gpt"))
+    inputs, targets = batch_for("gpt")
+    loss = cross_entropy(loop.model(inputs), targets)
     with Counting() as counter:
-        dist.all_reduce(tensor)
-        functional.all_reduce(tensor, "sum", dist.group.WORLD).sum()
-        DTensor.from_local(tensor, mesh, [Shard(0)]).full_tensor()
+        loss.backward()
     return counter.calls.total()
 
 
-def test_a_collective_is_counted_however_it_is_called():
-    assert run_ranks(ways_to_talk, 2) == [3, 3]
+def test_a_backward_pass_has_two_reductions_a_block():
+    blocks = len(make("gpt").blocks)
+    # One more for the head, whose input every rank has.
+    assert run_ranks(reductions, 2) == [2 * blocks + 1] * 2

@@ -1,4 +1,7 @@
-"""Thresholds, units that ranks share, replicas, tied weights and shards that are odd or empty."""
+"""Units that ranks share, replicas, tied weights, absent gradients, odd and empty shards.
+
+Each step is compared with one process. Steps with ranks of one kind share a start.
+"""
 
 import math
 
@@ -8,246 +11,183 @@ import torch.distributed as dist
 
 from runner.clip import Layout, build, total_norm
 from runner.clip.shard import LayoutError
-from tests.distributed.by_hand import NORM, Loop, assert_one_process, one_step
+from tests.distributed.by_hand import NORM, Clip, Loop, assert_one_process
 from tests.distributed.odd_models import MODELS, batch_for, make
 from tests.ranks import run_ranks
 
-MODEL_OF = {"moe": "moe"}
-"""Which model a plugin is tried on; ``gpt`` where nothing is said."""
+VALUE: Clip = ("value", 0.001, 2.0)
+ADAPTIVE: Clip = ("adaptive", 0.01, 2.0)
+ALL_UNITS: Clip = ("adaptive", 1e-6, 2.0)
+EVERY = (NORM, ("norm", 0.01, math.inf), VALUE, ADAPTIVE)
+SOME = (NORM, ADAPTIVE)
+ODD = (NORM, ("norm", 0.02, math.inf), ("value", 0.05, 2.0), ("adaptive", 0.05, 2.0))
+LINES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 
 
-# -- thresholds
+def asked(model, plugins, clips=(NORM,), exclude="auto"):
+    return [
+        {"model": model, "plugin": plugin, "clip": clip, "exclude": exclude}
+        for plugin in plugins
+        for clip in clips
+    ]
+
+
+def only(model, chosen):
+    """Globs of all parameters but those that ``chosen`` chooses."""
+    return tuple(n for n, p in MODELS[model]().named_parameters() if not chosen(n, p))
+
+
+CUT = {
+    "fsdp": [
+        *asked("gpt", ("fsdp",), (ADAPTIVE,), only("gpt", lambda n, p: p.ndim == 1)),
+        # A transposed convolution.
+        *asked("conv", ("fsdp",), (ADAPTIVE,), only("conv", lambda n, p: n == "2.weight")),
+    ],
+    "tensor": [
+        *asked("gpt", ("tensor",), (ADAPTIVE,), only("gpt", lambda n, p: "down.weight" in n)),
+        *asked("gpt", ("tensor",), (ADAPTIVE,), only("gpt", lambda n, p: "up.bias" in n)),
+    ],
+}
+"""By plugin, steps that clip parameters alone whose units a shard boundary cuts."""
+
+HEADS = {"gpt": "head.weight", "tied": "embed.weight"}
+FROZEN = ("first_frozen", "second_frozen", "adapter")
+STARTS = {
+    "data parallelism": [
+        *asked("forked", ("data", "zero1", "fsdp", "zero2"), EVERY),
+        *asked("adapter", ("fsdp", "zero1", "ddp", "data")),
+        *asked("tied", ("fsdp", "zero1"), SOME, ("norm.weight",)),
+        *asked("tied", ("fsdp",), (ALL_UNITS,)),
+        *asked("unrouted", ("moe", "zero3"), SOME),
+        *asked("odd", ("fsdp",), ODD, ("head.bias",)),
+        *CUT["fsdp"],
+    ],
+    "split layers": [
+        *asked("gpt", ("some_split",), EVERY),
+        *asked("gpt", ("tensor", "sequence"), (NORM, ("value", 0.003, 2.0))),
+        *asked("adapter", ("tensor",)),
+        *asked("tied", ("tensor", "sequence"), SOME, ("norm.weight",)),
+        *asked("tied", ("tensor",), (ALL_UNITS,)),
+        *asked("odd", ("tensor",), ODD, ("head.bias",)),
+        *CUT["tensor"],
+    ],
+    "stages": [
+        *(step for model in FROZEN for step in asked(model, ("1f1b",), EVERY)),
+        *(step for model in FROZEN[:2] for step in asked(model, LINES[1:])),
+        *asked("tied", LINES, SOME, ("norm.weight",)),
+        *(step for model in HEADS for step in asked(model, LINES[::3], (ALL_UNITS,))),
+        # Each stage has some of these names; each of them matches on every rank.
+        *asked("gpt", ("1f1b",), (ADAPTIVE,), ("blocks.3.*", "head.weight")),
+        *asked("gpt", ("interleaved",), (ADAPTIVE,), ("embed.*", "blocks.0.attention.*")),
+    ],
+    "four ranks": [
+        *asked("tied", ("1f1b", "hybrid", "hybrid_zero1", "hybrid_fsdp_pp")),
+        *asked("tied", ("hybrid_fsdp_tp",), SOME, ("norm.weight",)),
+        *asked("odd", ("fsdp", "tensor"), ODD, ("head.bias",)),
+        # A vocabulary smaller than the ranks.
+        *(
+            step
+            for model in ("few_words", "few_words_tied")
+            for step in asked(model, ("tensor",), SOME)
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_steps_are_those_of_one_process(start):
+    world = 4 if start == "four ranks" else 2
+    ranks = assert_one_process(world, STARTS[start])
+    # What the comparison needs in order to say something.
+    for step, results in zip(STARTS[start], zip(*ranks, strict=True), strict=True):
+        model, plugin = step["model"], step["plugin"]
+        names = [name for name, _ in MODELS[model]().named_parameters()]
+        assert all(result["names"] == sorted(names) for result in results)
+        if model == "odd":
+            assert all(result["metrics"][3] == 1.0 for result in results)
+            assert world == 2 or any(result["empty"] for result in results)
+        if plugin == "1f1b" and model in FROZEN:
+            present = [result["present"] for result in results]
+            assert present.index(0) == (model != "first_frozen")
+        if model == "unrouted":
+            unused = [g for n, g in results[0]["gradients"].items() if ".experts.4." in n]
+            assert unused
+            assert not any(gradient.any() for gradient in unused)
+        if step in CUT.get(plugin, ()):
+            assert {*names} - {*step["exclude"]} <= results[0]["cut"]
+            assert results[0]["metrics"][4] > 0
+        if step["clip"] == ALL_UNITS:
+            assert {result["heads"] for result in results} == {(HEADS[model],)}
 
 
 def at_thresholds(plugins):
-    return [at_thresholds_of(plugin) for plugin in plugins]
-
-
-def at_thresholds_of(plugin):
-    """Return for each threshold whether a bit changed, the metrics, and the norm afterwards."""
-    model = MODEL_OF.get(plugin, "gpt")
-    loop, batch = Loop(plugin, make(model)), batch_for(model)
-
-    def ready():
-        loop.optimizer.zero_grad()
-        loop.backward(*batch)
-        loop.optimizer.unscale()
-
-    ready()
-    norm = total_norm(loop.layout)
-    found = {}
-    for name, threshold in {
-        "above": 2 * norm,
-        "at": norm,
-        "below": norm * (1 - 1e-9),
-        "tiny": 1e-30,
-        "infinite": math.inf,
-    }.items():
-        ready()
-        before = loop.own_gradients()
-        outcome = loop.clip(("norm", threshold, 2.0))
-        after = loop.own_gradients()
-        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        found[name] = same, outcome.metrics[:5], total_norm(loop.layout), threshold
-    refused = []
-    ready()
-    for threshold in (0.0, -1.0):
-        with pytest.raises(ValueError, match="above 0"):
-            loop.optimizer.clip_grad_by_norm(max_norm=threshold)
-        refused.append(threshold)
-    # What was refused did not use up the step.
-    assert loop.optimizer.clip_grad_by_norm(max_norm=norm / 2).item() == pytest.approx(norm)
-    return found, refused
+    """‖G‖; for each threshold whether no bit changed, the metrics, and the norm afterwards."""
+    results = []
+    for plugin in plugins:
+        model, found = "moe" if plugin == "moe" else "gpt", []
+        loop = Loop(plugin, make(model))
+        for factor in (1.0, 2.0, math.inf, 1 - 1e-9, 1e-30):
+            loop.optimizer.zero_grad()
+            loop.backward(*batch_for(model))
+            loop.optimizer.unscale()
+            norm, before = total_norm(loop.layout), loop.own_gradients()
+            for wrong in (0.0, -1.0):  # what is refused does not use up the step
+                with pytest.raises(ValueError, match="above 0"):
+                    loop.optimizer.clip_grad_by_norm(max_norm=wrong)
+            metrics = loop.clip(("norm", norm * factor, 2.0)).metrics
+            same = all(map(torch.equal, before, loop.own_gradients()))
+            found.append((norm, factor, same, metrics, total_norm(loop.layout)))
+        results.append(found)
+    return results
 
 
 def test_thresholds_above_at_and_below_the_norm():
-    plugins = ["fsdp", "tensor", "1f1b", "moe", "zero1"]
-    for rank in run_ranks(at_thresholds, 2, plugins):
-        for plugin, (found, refused) in zip(plugins, rank, strict=True):
-            for name in ("above", "at", "infinite"):
-                same, (norm, clipped_norm, coef, clipped, fraction), after, _ = found[name]
-                assert same, (plugin, name)
-                assert (coef, clipped, fraction) == (1.0, 0.0, 0.0)
-                assert norm == clipped_norm == after
-            for name in ("below", "tiny"):
-                same, (norm, clipped_norm, coef, clipped, _), after, threshold = found[name]
-                assert not same, (plugin, name)
-                assert clipped == 1.0
-                assert coef == pytest.approx(threshold / norm, rel=1e-12)
-                assert clipped_norm == pytest.approx(threshold, rel=1e-12)
-                assert after == pytest.approx(threshold, rel=1e-12)
-            assert refused == [0.0, -1.0]
+    for rank in run_ranks(at_thresholds, 2, ["fsdp", "tensor", "1f1b", "moe", "zero1"]):
+        for norm, factor, same, metrics, after in (each for found in rank for each in found):
+            assert same == (factor >= 1.0)
+            if same:
+                assert metrics[:5] == (norm, norm, 1.0, 0.0, 0.0)
+                assert after == norm
+            else:
+                assert metrics[:4] == pytest.approx((norm, norm * factor, factor, 1.0), rel=1e-12)
+                assert after == pytest.approx(norm * factor, rel=1e-12)
 
 
-# -- adaptive clipping
+def refused_and_met_twice():
+    """Messages about globs without a match, and norms of layouts in which shards are met twice.
 
-
-def all_but(model, wanted):
-    """Names of the parameters that ``wanted`` does not choose, as a list of globs."""
-    return tuple(n for n, p in MODELS[model]().named_parameters() if not wanted(n, p))
-
-
-UNITS = {
-    "row_parallel_weights": ("gpt", "tensor", lambda n, p: n.endswith("down.weight")),
-    "vectors_under_fsdp": ("gpt", "fsdp", lambda n, p: p.ndim == 1),
-    "vectors_of_a_split_layer": ("gpt", "tensor", lambda n, p: n.endswith("up.bias")),
-    "transposed_convolution_under_fsdp": ("conv", "fsdp", lambda n, p: n == "2.weight"),
-}
-
-
-def test_units_cut_by_a_shard_boundary():
-    asked = [
-        {"model": m, "plugin": p, "clip": ("adaptive", 0.01, 2.0), "exclude": all_but(m, wanted)}
-        for m, p, wanted in UNITS.values()
-    ]
-    ranks = assert_one_process(2, asked)
-    for number, (model, _, wanted) in enumerate(UNITS.values()):
-        result = ranks[0][number]
-        chosen = {n for n, p in MODELS[model]().named_parameters() if wanted(n, p)}
-        assert chosen <= set(result["cut"]), "the test needs units that several ranks share"
-        clipped = result["figures"][4]
-        assert clipped > 0, "nothing was clipped: the comparison says nothing"
-
-
-def test_globs_match_parameters_of_other_stages():
-    # Each stage has some of these names; each of them matches on every rank.
-    asked = [
-        {"model": model, "plugin": plugin, "clip": ("adaptive", 0.01, 2.0), "exclude": globs}
-        for model, plugin, globs in [
-            ("gpt", "1f1b", ("blocks.3.*", "head.weight")),
-            ("gpt", "1f1b", ("embed.*", "blocks.0.attention.*")),
-            ("tied", "1f1b", ("embed.weight", "*.bias*", "norm.*")[:1]),
-            ("gpt", "interleaved", ("blocks.2.*",)),
-        ]
-    ]
-    for rank in assert_one_process(2, asked):
-        everything = sorted(name for name, _ in MODELS["gpt"]().named_parameters())
-        assert rank[0]["names"] == everything
-
-
-def test_the_head_is_left_out_wherever_it_lives():
-    asked = [
-        {"model": model, "plugin": plugin, "clip": ("adaptive", 1e-6, 2.0)}
-        for plugin in ("1f1b", "zero_bubble", "fsdp", "tensor")
-        for model in ("gpt", "tied")
-    ]
-    ranks = assert_one_process(2, asked)
-    for rank in ranks:
-        for each, result in zip(asked, rank, strict=True):
-            head = "head.weight" if each["model"] == "gpt" else "embed.weight"
-            assert result["heads"] == (head,)
-    # The head's gradient is that of a step that clips nothing.
-    free = one_step("gpt", None, ("none", None, 2.0))
-    torch.testing.assert_close(
-        ranks[0][0]["gradients"]["head.weight"], free["gradients"]["head.weight"], rtol=1e-9, atol=0
-    )
-
-
-def unmatched(plugins):
-    said = []
-    for plugin in plugins:
+    A wrong number of replicas is an error that names the parameter.
+    """
+    told, norms = [], []
+    for plugin in ("1f1b", "fsdp"):
         loop = Loop(plugin, make("gpt"))
-        with pytest.raises(ValueError, match=r"clip\.exclude=blocks\.9\.\* matches no") as error:
+        with pytest.raises(ValueError, match=r"clip\.exclude=blocks\.9\.\*") as error:
             build("adaptive", threshold=0.1, exclude=("blocks.9.*",)).bind(loop.layout)
-        said.append(str(error.value))
-    return said
-
-
-def test_a_glob_that_matches_on_no_stage_is_an_error_on_all():
-    ranks = run_ranks(unmatched, 2, ["1f1b", "fsdp"])
-    assert ranks[0] == ranks[1]
-
-
-# -- replicas
-
-
-def misdeclared():
-    """What is said about a layout that is wrong about one parameter."""
-    said = {}
-    model = make("gpt")
+        told.append(str(error.value))
+    loop, model = Loop("tensor", make("gpt")), make("gpt")
     whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    loop = Loop("tensor", model)
-    world, ranks = dist.group.WORLD, dist.get_world_size()
-    for name in ("norm.weight", "blocks.1.mlp.down.bias"):
+    ranks = dist.get_world_size()
+    for name in ("norm.weight", "blocks.1.mlp.down.bias", "head.weight"):
         for wrong in (1, 2 * ranks):
-            with pytest.raises(LayoutError) as error:
-                Layout.of_sharded(
-                    loop.raw,
-                    world,
-                    whole,
-                    lambda own, name=name, wrong=wrong: wrong if own == name else ranks,
-                )
-            said[name, wrong] = str(error.value)
-    with pytest.raises(LayoutError) as error:
-        Layout.of_sharded(loop.raw, world, whole, lambda own: 1 if own == "head.weight" else ranks)
-    said["head.weight", 1] = str(error.value)
-    Layout.of_sharded(loop.raw, world, whole)
-    return said
+            copies = dict.fromkeys(whole, ranks) | {name: wrong}
+            with pytest.raises(LayoutError, match=name):
+                Layout.of_sharded(loop.raw, dist.group.WORLD, whole, copies.__getitem__)
+    Layout.of_sharded(loop.raw, dist.group.WORLD, whole, lambda name: ranks)
+    for plugin in ("fsdp", "tensor", "zero1"):
+        model = make("gpt")
+        model.again = model.blocks[0]
+        loop = Loop(plugin, model)
+        loop.backward(*batch_for("gpt"))
+        loop.optimizer.unscale()
+        twice = Layout(loop.layout.shards * 2, loop.layout.group)
+        norms += [total_norm(loop.layout), total_norm(twice)]
+    return told, norms
 
 
-def test_replicas_count_once():
-    asked = [
-        {"model": model, "plugin": plugin, "clip": clip}
-        for model in ("gpt", "odd")
-        for plugin in ("tensor", "some_split", "sequence")
-        for clip in (NORM, ("value", 0.003, 2.0))
-        if not (model == "odd" and plugin != "tensor")
-    ]
-    assert_one_process(2, asked)
-
-
-def test_a_wrong_number_of_replicas_is_named():
-    for said in run_ranks(misdeclared, 2):
-        for (name, ranks), message in said.items():
-            assert name in message, (name, ranks)
-
-
-# -- tied weights
-
-TIED_ON = {
-    2: ["tensor", "sequence", "fsdp", "zero1", "gpipe", "1f1b", "interleaved", "zero_bubble"],
-    4: ["1f1b", "hybrid", "hybrid_zero1", "hybrid_fsdp_pp", "hybrid_fsdp_tp"],
-}
-
-
-@pytest.mark.parametrize("world", TIED_ON)
-@pytest.mark.product(every=2)
-def test_tied_weights_count_once(world):
-    clips = [NORM, ("adaptive", 0.01, 2.0)] if world == 2 else [NORM]
-    asked = [
-        {"model": "tied", "plugin": p, "clip": c, "exclude": ("norm.weight",)}
-        for p in TIED_ON[world]
-        for c in clips
-    ]
-    assert_one_process(world, asked)
-
-
-# -- odd and empty shards
-
-
-def empty_here(plugin):
-    loop = Loop(plugin, make("odd"))
-    return [shard.name for shard in loop.layout.shards if shard.weight.numel() == 0]
-
-
-@pytest.mark.parametrize("plugin", ["fsdp", "tensor"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_uneven_and_empty_shards(plugin, world):
-    # The share of elements that were clamped is exact, so padding is no element.
-    clips = [NORM, ("norm", 0.02, math.inf), ("value", 0.05, 2.0), ("adaptive", 0.05, 2.0)]
-    asked = [
-        {"model": "odd", "plugin": plugin, "clip": c, "exclude": ("head.bias",)} for c in clips
-    ]
-    for rank in assert_one_process(world, asked):
-        assert all(result["figures"][3] == 1.0 for result in rank), "every mode clips something"
-    if world == 4:
-        assert any(run_ranks(empty_here, world, plugin)), "no rank has an empty shard"
-
-
-def test_a_vocabulary_smaller_than_the_ranks():
-    asked = [
-        {"model": model, "plugin": "tensor", "clip": clip}
-        for model in ("few_words", "few_words_tied")
-        for clip in (NORM, ("adaptive", 0.01, 2.0))
-    ]
-    assert_one_process(4, asked)
+def test_wrong_replicas_are_named_and_a_module_under_two_names_counts_once():
+    first, second = run_ranks(refused_and_met_twice, 2)
+    assert first == second
+    loop = Loop(None, make("gpt"))
+    loop.backward(*batch_for("gpt"))
+    loop.optimizer.unscale()
+    assert first[1] == pytest.approx([total_norm(loop.layout)] * 6, rel=1e-12)

@@ -1,5 +1,7 @@
 """Loops of PyTorch, Lightning Fabric, Accelerate and transformers clip as this Trainer does."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ pytestmark = [
 ]
 
 
+@cache
 def by_trainer(mode):
     """Weights after this project's own Trainer; mode None: without clipping."""
     net = make_net()
@@ -32,15 +35,16 @@ def by_trainer(mode):
     return loops.whole(net)
 
 
-def norms_by_hand(mode):
-    """‖G‖ of each step by PyTorch alone; the norm mode's own clipping stands in for the others."""
+@cache
+def norms_by_hand():
+    """‖G‖ of each step by PyTorch alone, clipped by its norm."""
     net = make_net()
     optimizer = loops.make_optimizer(net)
     norms = []
-    for number, (inputs, targets) in enumerate(loops.microbatches(), 1):
+    for inputs, targets, last in loops.microbatches():
         (cross_entropy(net(inputs), targets) / MICROBATCHES).backward()
-        if number % MICROBATCHES == 0:
-            norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), CLIPS[mode])))
+        if last:
+            norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), CLIPS["norm"])))
             optimizer.step()
             optimizer.zero_grad()
     return norms
@@ -50,58 +54,28 @@ def far(one, other):
     return max(float((one[name] - other[name]).abs().max()) for name in other)
 
 
-def require_same(weights, mode):
-    wanted = by_trainer(mode)
-    assert weights.keys() == wanted.keys()
-    assert far(weights, wanted) < 1e-6
+def require_same(weights, rows, mode):
+    assert weights.keys() == by_trainer(mode).keys()
+    assert far(weights, by_trainer(mode)) < 1e-6
     assert far(weights, by_trainer(None)) > 0.1  # without clipping they are others
+    if mode == "norm":
+        norms = norms_by_hand()
+        clipped = [min(norm, CLIPS["norm"]) for norm in norms]
+        assert [row["train/step"] for row in rows] == [*range(1, STEPS + 1)]
+        assert [row["grad/norm"] for row in rows] == pytest.approx(norms, rel=1e-5)
+        assert [row["grad/norm_clipped"] for row in rows] == pytest.approx(clipped, rel=1e-5)
 
 
-def require_rows(rows):
-    assert [row["train/step"] for row in rows] == [*range(1, STEPS + 1)]
-    assert [row["grad/norm"] for row in rows] == pytest.approx(norms_by_hand("norm"), rel=1e-5)
-    clipped = [min(row["grad/norm"], CLIPS["norm"]) for row in rows]
-    assert [row["grad/norm_clipped"] for row in rows] == pytest.approx(clipped, rel=1e-5)
-
-
-def run_alone(name):
-    for mode in CLIPS:
-        rows = []
-        require_same(loops.LOOPS[name]("single", mode, rows.append), mode)
-        if mode == "norm":
-            require_rows(rows)
-
-
-def run_on_two_ranks(name):
-    first, second = run_ranks(loops.on_ranks, 2, name, ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", loops.LOOPS)
+def test_alone_and_under_ddp_and_fsdp2(name):
+    for (_, mode), (weights, rows) in loops.run_all(name, ["single"]).items():
+        require_same(weights, rows, mode)
+    first, second = run_ranks(loops.run_all, 2, name, ["ddp", "fsdp"])
     for (kind, mode), (weights, rows) in first.items():
-        require_same(weights, mode)
+        require_same(weights, rows, mode)
         others, no_rows = second[kind, mode]
         assert all(torch.equal(weights[key], others[key]) for key in weights)
         assert not no_rows
-        if mode == "norm":
-            require_rows(rows)
-
-
-def test_a_bare_loop():
-    run_alone("bare")
-
-
-def test_a_bare_loop_under_ddp_and_fsdp2():
-    run_on_two_ranks("bare")
-
-
-@pytest.mark.parametrize("name", ["fabric", "accelerate"])
-def test_fabric_and_accelerate(name):
-    run_alone(name)
-
-
-@pytest.mark.parametrize("name", ["accelerate", "fabric"])
-def test_fabric_and_accelerate_under_ddp_and_fsdp2(name):
-    run_on_two_ranks(name)
-
-
-# -- transformers
 
 
 class WithLoss(nn.Module):
@@ -116,10 +90,12 @@ class WithLoss(nn.Module):
         return {"loss": cross_entropy(outputs, labels), "logits": outputs}
 
 
-def transformers_trainer(folder, net, callback, **arguments):
+def by_transformers(folder, callback, max_grad_norm=0):
+    """Weights after the Trainer of transformers."""
     from transformers import Trainer as Theirs
     from transformers import TrainingArguments
 
+    net = make_net()
     arguments = TrainingArguments(
         str(folder),
         use_cpu=True,
@@ -132,28 +108,26 @@ def transformers_trainer(folder, net, callback, **arguments):
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
-        **arguments,
+        max_grad_norm=max_grad_norm,
     )
-    return Theirs(
+    Theirs(
         WithLoss(net),
         arguments,
         train_dataset=[{"inputs": inputs, "labels": label} for inputs, label in make_data()],
         optimizers=(loops.make_optimizer(net), None),
         callbacks=[callback],
-    )
+    ).train()
+    return loops.whole(net)
 
 
 def test_the_trainer_of_transformers(tmp_path):
     for mode, threshold in CLIPS.items():
-        net, rows = make_net(), []
+        rows = []
         callback = ClippingCallback(mode, threshold, to=rows.append)
-        transformers_trainer(tmp_path, net, callback, max_grad_norm=0).train()
-        require_same(loops.whole(net), mode)
-        if mode == "norm":
-            require_rows(rows)
-    with pytest.raises(ValueError, match=r"max_grad_norm=1 clips .* TrainingArguments\(max_grad_n"):
-        transformers_trainer(tmp_path, make_net(), ClippingCallback("norm", 0.1), max_grad_norm=1)
-    net, rows = make_net(), []
-    transformers_trainer(tmp_path, net, ClippingCallback(to=rows.append), max_grad_norm=0).train()
-    assert far(loops.whole(net), by_trainer(None)) < 1e-6  # recorded, not clipped
+        require_same(by_transformers(tmp_path, callback), rows, mode)
+    with pytest.raises(ValueError, match="max_grad_norm=1 clips"):
+        by_transformers(tmp_path, ClippingCallback("norm", 0.1), max_grad_norm=1)
+    rows = []
+    recorded = by_transformers(tmp_path, ClippingCallback(to=rows.append))
+    assert far(recorded, by_trainer(None)) < 1e-6  # recorded, not clipped
     assert [row["clip/clipped"] for row in rows] == [0] * STEPS

@@ -16,187 +16,165 @@ from torch.nn import functional as F
 from runner.booster import Booster
 from runner.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin
 from runner.parallel import buckets
-from runner.parallel.overlap import Averaging
 from tests.distributed.odd_models import Forked
 from tests.ranks import run_ranks
 
 STEPS = 5
+ANY, LEFT, RIGHT, BY_RANK = 0, 1, -1, 2
+"""Which of two branches samples take; by rank, rank 0 takes the right one."""
+
 Backward = Callable[[Tensor], Any]
-NoSync = Callable[[], AbstractContextManager[Any]]
 
 
 class Side:
     """A model and how to train it: the plain one and the boosted one take the same calls."""
 
     def __init__(
-        self, model: nn.Module, run: nn.Module, backward: Backward, no_sync: NoSync
+        self,
+        model: nn.Module,
+        run: nn.Module,
+        send: Backward,
+        no_sync: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self.model, self.run, self.backward, self.no_sync = model, run, backward, no_sync
+        self.run, self.send, self.no_sync = run, send, no_sync
         self.draw = torch.Generator().manual_seed(dist.get_rank())
+        self.named = dict(model.named_parameters())
 
-    def loss(self, share: float = 1.0, branch: int = 0) -> Tensor:
-        """Loss of a few samples; branch 1 and -1 choose the left and the right one, 0 any."""
+    def backward(self, share: float = 1.0, branch: int = ANY, send: Backward | None = None) -> None:
         inputs = torch.randn(4, 5, generator=self.draw, dtype=torch.float64)
-        if branch:
-            inputs[0, 0] = branch
-        outputs: Tensor = self.run(inputs)
-        return F.cross_entropy(outputs, torch.tensor([1, 2, 3, 4])) * share
+        if branch == BY_RANK:
+            branch = LEFT if dist.get_rank() else RIGHT
+        inputs[0, 0] = branch or inputs[0, 0]
+        loss = F.cross_entropy(self.run(inputs), torch.tensor([1, 2, 3, 4])) * share
+        (send or self.send)(loss)
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters())
-
-
-def once(side: Side, step: int) -> None:
-    side.backward(side.loss())
+    def drop(self) -> None:
+        for parameter in self.named.values():
+            parameter.grad = None
 
 
-def accumulated(side: Side, step: int) -> None:
-    with side.no_sync():
-        side.backward(side.loss(0.5))
-    side.backward(side.loss(0.5))
+def passes(*branches: int, synced: bool) -> Callable[[Side, int], None]:
+    """One backward pass for each branch, all but the last one perhaps under ``no_sync``."""
 
+    def way(side: Side, step: int) -> None:
+        for number, branch in enumerate(branches):
+            last = number == len(branches) - 1
+            with nullcontext() if last or synced else side.no_sync():
+                side.backward(0.25 + 0.5 * last, branch)
 
-def unused_in_the_last_microbatch(side: Side, step: int) -> None:
-    with side.no_sync():
-        side.backward(side.loss(0.5, branch=1))
-    side.backward(side.loss(0.5, branch=-1))
-
-
-def one_branch_on_each_rank(side: Side, step: int) -> None:
-    side.backward(side.loss(branch=1 if dist.get_rank() else -1))
-
-
-def one_branch_on_all_ranks(side: Side, step: int) -> None:
-    side.backward(side.loss(branch=-1))
-
-
-def twice(side: Side, step: int) -> None:
-    side.backward(side.loss(0.25))
-    side.backward(side.loss(0.75))
-
-
-def twice_on_other_branches(side: Side, step: int) -> None:
-    side.backward(side.loss(0.5, branch=1 if dist.get_rank() else -1))
-    side.backward(side.loss(0.5, branch=-1))
-
-
-def plain(side: Side, step: int) -> None:
-    side.loss().backward()
+    return way
 
 
 def changed_in_place(side: Side, step: int) -> None:
-    side.backward(side.loss())
+    side.backward()
     if step == 1 and dist.get_rank() == 1:
-        gradient = side.parameters()["head.weight"].grad
-        assert gradient is not None
-        gradient.mul_(3.0)
+        side.named["head.weight"].grad.mul_(3.0)  # type: ignore[union-attr]
 
 
 def replaced(side: Side, step: int) -> None:
-    side.backward(side.loss())
+    side.backward()
     if step % 2:
-        parameter = side.parameters()["enter.weight"]
+        parameter = side.named["enter.weight"]
         parameter.grad = torch.full_like(parameter, float(dist.get_rank()))
-        side.parameters()["head.bias"].grad = None
+        side.named["head.bias"].grad = None
 
 
 def dropped(side: Side, step: int) -> None:
     if step == 2:
-        side.backward(side.loss(branch=1))
-        for parameter in side.parameters().values():
-            parameter.grad = None
-    side.backward(side.loss(branch=-1))
+        side.backward(branch=LEFT)
+        side.drop()
+    side.backward(branch=RIGHT)
 
 
 def frozen(side: Side, step: int) -> None:
-    side.parameters()["enter.weight"].requires_grad_(step % 2 == 0)
-    side.backward(side.loss())
+    side.named["enter.weight"].requires_grad_(step % 2 == 0)
+    side.backward()
 
 
 def unfrozen_after_gradients_were_dropped(side: Side, step: int) -> None:
-    parameter = side.parameters()["enter.weight"]
     if step == 1:
-        parameter.requires_grad_(False)
-        side.backward(side.loss())
-        for each in side.parameters().values():
-            each.grad = None
-        parameter.requires_grad_(True)
-    side.backward(side.loss())
+        side.named["enter.weight"].requires_grad_(False)
+        side.backward()
+        side.drop()
+        side.named["enter.weight"].requires_grad_(True)
+    side.backward()
 
 
 def not_finite(side: Side, step: int) -> None:
-    side.backward(side.loss(math.nan if step == 1 and dist.get_rank() else 1.0))
+    side.backward(math.nan if step == 1 and dist.get_rank() else 1.0)
 
 
-WAYS = [once, accumulated, unused_in_the_last_microbatch, one_branch_on_each_rank]
-WAYS += [one_branch_on_all_ranks, twice, twice_on_other_branches, plain, changed_in_place, replaced]
-WAYS += [dropped, frozen, unfrozen_after_gradients_were_dropped, not_finite]
-PLUGINS = {"data": HybridParallelPlugin, "zero1": lambda: LowLevelZeroPlugin(stage=1)}
+WAYS: dict[str, Callable[[Side, int], None]] = {
+    "once": passes(ANY, synced=True),
+    "accumulated": passes(ANY, ANY, synced=False),
+    "unused in the last microbatch": passes(LEFT, RIGHT, synced=False),
+    "one branch on each rank": passes(BY_RANK, synced=True),
+    "one branch on all ranks": passes(RIGHT, synced=True),
+    "twice": passes(ANY, ANY, synced=True),
+    "twice on other branches": passes(BY_RANK, RIGHT, synced=True),
+    "plain": lambda side, step: side.backward(send=Tensor.backward),
+    **{way.__name__: way for way in (changed_in_place, replaced, dropped, frozen, not_finite)},
+    "unfrozen": unfrozen_after_gradients_were_dropped,
+}
+PLUGINS = {"data": HybridParallelPlugin, "zero1": partial(LowLevelZeroPlugin, stage=1)}
 
 
 def off(ours: dict[str, nn.Parameter], local: dict[str, nn.Parameter], size: int) -> Iterator[str]:
     """Compare gradients with the average of the ``local`` ones of each rank, by plain torch."""
     for name, parameter in local.items():
-        anywhere = torch.tensor(int(parameter.grad is not None))
+        got, own = ours[name].grad, parameter.grad
+        anywhere = torch.tensor(int(own is not None))
         dist.all_reduce(anywhere)
-        got = ours[name].grad
         if not anywhere or not parameter.requires_grad:
-            if (got is None) != (parameter.grad is None):
+            if (got is None) != (own is None):
                 yield f"{name} has a gradient that no rank has"
             continue
-        own = parameter.grad
         summed = torch.zeros_like(parameter) if own is None else own.clone()
         dist.all_reduce(summed)
         if got is None or not torch.allclose(got, summed / size, 1e-12, 1e-15, equal_nan=True):
             yield f"{name} is not the average"
 
 
-def followed(plugin: str, ways: list[Any]) -> dict[str, Any]:
-    """Train in each way; return what is wrong, and how many buckets were sent early of how many."""
+def followed(plugin: str) -> dict[str, tuple[list[str], list[tuple[int, int]]]]:
+    """Train in each way; return what is wrong, and how many buckets each step sent early of all."""
     buckets.BUCKET = 300  # bytes: several buckets
-    found: dict[str, Any] = {}
-    finish = Averaging.finish
-    early: list[tuple[int, int]] = []
+    sent, send, found = 0, dist.all_reduce, {}
 
-    def finishing(self: Averaging) -> None:
-        early.append((len(self._sent), len(self._buckets) if self._trained else 0))
-        finish(self)
+    def sending(*args: Any, **options: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        return send(*args, **options)
 
-    Averaging.finish = finishing  # type: ignore[method-assign]
-    for way in ways:
+    for name, way in WAYS.items():
         torch.manual_seed(1)
         model = Forked().double()
         alone = copy.deepcopy(model)
         booster = Booster(plugin=PLUGINS[plugin](), nonfinite="ignore")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        boosted, wrapped, *_ = booster.boost(model, optimizer)
-        ours = Side(
-            model,
-            boosted,
-            partial(booster.backward, optimizer=wrapped),
-            partial(booster.no_sync, boosted, wrapped),
-        )
+        boosted, wrapped, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        backward = partial(booster.backward, optimizer=wrapped)
+        ours = Side(model, boosted, backward, partial(booster.no_sync, boosted, wrapped))
         theirs = Side(alone, alone, Tensor.backward, nullcontext)
-        wrong: list[str] = []
-        early.clear()
+        wrong, early = [], []
         for step in range(STEPS):
+            dist.all_reduce, sent = sending, 0
             way(ours, step)
-            way(theirs, step)
+            before = sent
             wrapped.unscale()
-            wrong += [
-                f"step {step}: {line}"
-                for line in off(ours.parameters(), theirs.parameters(), dist.get_world_size())
-            ]
-            for parameter in (*model.parameters(), *alone.parameters()):
-                parameter.grad = None
+            early.append((before, sent))
+            dist.all_reduce = send
+            way(theirs, step)
+            lines = off(ours.named, theirs.named, dist.get_world_size())
+            wrong += [f"step {step}: {line}" for line in lines]
+            ours.drop()
+            theirs.drop()
             wrapped.zero_grad()
-        found[way.__name__] = wrong, list(early)
+        found[name] = wrong, early
     return found
 
 
 @pytest.mark.parametrize(("plugin", "world"), [("data", 2), ("zero1", 3)])
 def test_gradients_are_the_average_in_whatever_way_they_came_about(plugin, world):
-    for rank in run_ranks(followed, world, plugin, WAYS):
+    for rank in run_ranks(followed, world, plugin):
         assert {name: wrong for name, (wrong, _) in rank.items() if wrong} == {}
         for name in ("once", "accumulated", "plain", "not_finite"):
             assert all(0 < sent < of for sent, of in rank[name][1]), name

@@ -10,7 +10,10 @@ from operator import itemgetter
 from typing import Any
 from weakref import ref
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from runner.booster import joint, saved
@@ -22,11 +25,13 @@ from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.optimizers import orthogonalized, require_safe
 from runner.booster.plugin import ParallelModel, Plugin, SinglePlugin, TorchDDPPlugin
 from runner.booster.precision import LossScale, dtype_of
-from runner.booster.prepare import compiled_in_place, require_dense
+from runner.booster.prepare import compiled_in_place, require_dense, require_real
+from runner.booster.unchanged import BoostedParameters
 from runner.booster.wrapper import ModelWrapper, names_of, require_new, wrappers
 from runner.clip import Layout
 from runner.clip.boosted import register
 from runner.clip.skip import SkipRule
+from runner.parallel.buckets import on_any_rank
 from runner.parallel.final_gradients import Final
 from runner.parallel.full_state_dict import load
 from runner.parallel.gradient_sync import in_turn, nothing
@@ -108,11 +113,13 @@ class Booster(CheckpointIO):
         Raises:
             ValueError: a model was boosted before, models share a parameter, an optimizer holds a
                 parameter of none of these modules, or has stepped already.
+            TypeError: a parameter is complex.
         """
         listed = [model] if isinstance(model, nn.Module) else list(model)
         models = [compiled_in_place(each) for each in listed]
         require_new(models, rewrappable=isinstance(self.plugin, SinglePlugin))
         parts = joint.named(models, criterion)
+        require_real(parts)
         if not isinstance(self.plugin, SinglePlugin | TorchDDPPlugin):
             for part in parts.values():
                 require_dense(part, type(self.plugin).__name__)
@@ -130,7 +137,9 @@ class Booster(CheckpointIO):
         if optimizers:
             unscaled = joint.names_of(orthogonalized(optimizers), given)
             joint.rebind(optimizers, given, parts, parallel)
-            boosted = self._wrap_optimizers(optimizers, parallel, unscaled)
+            renamed = {prefix: made.renamed for prefix, made in parallel.items()}
+            record = BoostedParameters(parts, renamed, self.plugin)
+            boosted = self._wrap_optimizers(optimizers, parallel, unscaled, record)
         wrapped = []
         for each, named, made in zip(models, names, parallel.values(), strict=False):
             if made.pipeline is not None:
@@ -139,7 +148,7 @@ class Booster(CheckpointIO):
             wrapper.renamed, wrapper.names, wrapper.optimizer = made.renamed, named, boosted
             wrappers[each] = ref(wrapper)
             wrapped.append(wrapper)
-        if boosted is not None or any(made.sync_grads is not nothing for made in parallel.values()):
+        if boosted is not None or any(map(_waits, parallel.values())):
             register(boosted, _owned([*wrapped, *parts.values()], given, boosted))
         first = wrapped[0] if isinstance(model, nn.Module) else wrapped
         return first, boosted, criterion, dataloader, lr_scheduler
@@ -149,6 +158,7 @@ class Booster(CheckpointIO):
         optimizers: Sequence[Optimizer],
         parallel: Mapping[str, ParallelModel],
         unscaled: Collection[str],
+        record: BoostedParameters,
     ) -> OptimizerWrapper:
         for optimizer in optimizers:
             require_safe(optimizer, parallel.values(), self.plugin)
@@ -165,6 +175,8 @@ class Booster(CheckpointIO):
             watch_final=_watch_final(parallel),
             skip=copy.deepcopy(self.skip),
             start_mean=partial(self.plugin.start_mean_over_data, device=layout.device),
+            steps=_stepped(parallel),
+            boosted=record,
         )
 
     def backward(self, loss: Tensor, optimizer: OptimizerWrapper) -> None:
@@ -237,6 +249,8 @@ class Booster(CheckpointIO):
         batch = next(data_iter)
         divisor = window_loss.divisor(window_loss.items(batch).items)
         inputs, targets = window_loss.call(batch).only_tensor(), targets_of(batch)
+        if optimizer is not None:
+            self.before_pipeline(model, window_loss, batch)
         loss: Tensor | None = None
         outputs: Tensor | None = None
         if optimizer is not None:
@@ -258,6 +272,36 @@ class Booster(CheckpointIO):
             "loss": loss if return_loss else None,
             "outputs": outputs if return_outputs else None,
         }
+
+    def before_pipeline(self, model: ModelWrapper, loss: WindowLoss, batch: Any) -> None:
+        """Check that a batch may be trained in microbatches; every rank has to call this.
+
+        For a criterion whose divisor is not known, the first batch has one forward pass more.
+
+        Args:
+            model: the boosted model.
+            loss: sums the criterion.
+            batch: the batch.
+
+        Raises:
+            ValueError: the loss of the batch is not that of its microbatches together; or see
+                :meth:`BoostedParameters.require_same`.
+        """
+        if model.optimizer is not None and model.optimizer.boosted is not None:
+            model.optimizer.boosted.require_same()
+        if not loss.unproved or model.pipeline is None:
+            return
+        loss.unproved = False
+        inputs = loss.call(batch).only_tensor()
+        devices = [inputs.device] if inputs.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            outputs = model.pipeline.evaluate(inputs)
+        wrong = outputs is not None and not loss.adds_up(outputs, batch)
+        if any(on_any_rank([wrong], dist.group.WORLD)):
+            raise ValueError(
+                "the mean loss of a batch is not that of its samples, and a pipeline computes it "
+                f"in microbatches: {loss.advice}"
+            )
 
     def _loss_of(self, model: ModelWrapper, criterion: Any) -> WindowLoss:
         """Return the WindowLoss of ``criterion``, cached so that it warns only once."""
@@ -294,6 +338,23 @@ class Booster(CheckpointIO):
         stages = [] if model.pipeline is None else list(model.pipeline.stages.values())
         reshard([model.unwrap(), *stages])
         load(model.unwrap(), model.renamed, model.names, state)
+
+
+def _waits(made: ParallelModel) -> bool:
+    """Return whether gradients are final only after a call of ``sync_grads``, unlike under DDP."""
+    return made.sync_grads is not nothing and not isinstance(made.module, DistributedDataParallel)
+
+
+def _stepped(parallel: Mapping[str, ParallelModel]) -> frozenset[int] | None:
+    """Return the ids of the parameters that this rank steps; None for all."""
+    if all(made.steps is None for made in parallel.values()):
+        return None
+    return frozenset(
+        id(shard.param)
+        for made in parallel.values()
+        for shard in made.layout.shards
+        if made.steps is None or id(shard.param) in made.steps
+    )
 
 
 def _watch_final(parallel: Mapping[str, ParallelModel]) -> Callable[[Final], None] | None:

@@ -76,8 +76,8 @@ def replicate(criterion: nn.Module, plugin: Plugin) -> ParallelModel:
     if plugin.world_size == 1 or world is None:
         return whole
     broadcast_model(criterion, world)
-    parameters = [p for p in criterion.parameters() if p.requires_grad]
-    replicas = Replicas(parameters, world, plugin.data_size)
+    # All of them: a frozen one may be unfrozen later.
+    replicas = Replicas(list(criterion.parameters()), world, plugin.data_size)
     return replace(whole, sync_grads=partial(_average, replicas, plugin))
 
 

@@ -128,6 +128,7 @@ class WindowLoss:
         self._weight = CachedCopy(option(criterion, "weight", None) if self._classes else None)
         self._sums = self._classes or not self.averages
         self.checked = checked and not self._sums
+        self.unproved = not self._sums and self._divisor is None
 
     def items(self, batch: Any) -> Count:
         """Count the items, samples and tokens of a microbatch.
@@ -271,38 +272,65 @@ class WindowLoss:
     def _check(self, outputs: Any, batch: Any, loss: Tensor, items: float) -> None:
         """Warn if the summed loss of a batch is not that of its first sample plus that of the rest.
 
-        A copy of the criterion computes both, on this rank alone, so the buffers and attributes of
-        the criterion do not change. A criterion that communicates is not checked.
+        On this rank alone.
         """
-        samples = batch_size(batch)
-        if samples < 2 or not isinstance(outputs, Tensor) or len(outputs) != samples:
-            return
-        held = [] if self._owner is None else list(self._owner.parameters())
-        if any(isinstance(each, DTensor) for each in [outputs, *held]):
-            return  # Its loss may wait for other ranks.
-        total, on = 0.0, [outputs.device] if outputs.device.type == "cuda" else []
-        try:
-            with torch.no_grad(), torch.random.fork_rng(on), NoCollectives():  # type: ignore[no-untyped-call]
-                # Parameters may be large, and no loss writes to them: the copy shares them.
-                criterion = copy.deepcopy(self._criterion, {id(each): each for each in held})
-                for at in (slice(1), slice(1, None)):
-                    part = mapped(batch, itemgetter(at))
-                    if batch_size(part) == samples:
-                        return  # Its tensors are in a structure of its own.
-                    here = self.items(part).items
-                    if here:
-                        total += float(criterion(*self._compared(outputs[at], part))) * here
-        except Exception:
-            return  # The criterion does not take a part of a batch.
-        whole = float(loss) * items  # The only read of the loss, which may wait for the device.
-        rounding = _ROUNDING.get(outputs.dtype, 2e-2)  # Others have half precision.
-        if math.isfinite(whole) and not abs(total - whole) <= rounding * abs(whole):
+        if not self.adds_up(outputs, batch, loss, items):
             log.warning(
                 "the loss of a batch is not the mean over the items of its parts: a step depends on"
                 " how its batch is divided into microbatches and over ranks. %s. Where samples "
                 "depend on each other (a contrastive loss, say), this cannot be avoided",
-                "Give the model a method loss_items(batch) that returns what the mean divides by"
-                if self.takes_batch
-                else "Give the criterion a method loss_items(targets) that returns what its mean "
-                "divides by, or use torch.nn.CrossEntropyLoss, whose divisor is known",
+                self.advice,
             )
+
+    @property
+    def advice(self) -> str:
+        """What to do where the loss of a batch is not that of its parts."""
+        if self.takes_batch:
+            return "Give the model a method loss_items(batch) that returns what the mean divides by"
+        return (
+            "Give the criterion a method loss_items(targets) that returns what its mean "
+            "divides by, or use torch.nn.CrossEntropyLoss, whose divisor is known"
+        )
+
+    def adds_up(
+        self, outputs: Any, batch: Any, loss: Tensor | None = None, items: float | None = None
+    ) -> bool:
+        """Return whether the summed loss of a batch is that of its first sample plus the rest's.
+
+        A copy of the criterion computes them, so the buffers and attributes of the criterion do
+        not change. True where that cannot be found out: a criterion that communicates, say.
+
+        Args:
+            outputs: outputs of the model.
+            batch: batch that the outputs were computed from.
+            loss: mean loss of the batch; computed by default.
+            items: items of the batch; counted by default.
+        """
+        samples = batch_size(batch)
+        if samples < 2 or not isinstance(outputs, Tensor) or len(outputs) != samples:
+            return True
+        held = [] if self._owner is None else list(self._owner.parameters())
+        if any(isinstance(each, DTensor) for each in [outputs, *held]):
+            return True  # Its loss may wait for other ranks.
+        on = [outputs.device] if outputs.device.type == "cuda" else []
+        sums: list[float] = []
+        try:
+            with torch.no_grad(), torch.random.fork_rng(on), NoCollectives():  # type: ignore[no-untyped-call]
+                # Parameters may be large, and no loss writes to them: the copy shares them.
+                criterion = copy.deepcopy(self._criterion, {id(each): each for each in held})
+                items = self.items(batch).items if items is None else items
+                if loss is None:
+                    loss = criterion(*self._compared(outputs, batch))
+                for at in (slice(1), slice(1, None)):
+                    part = mapped(batch, itemgetter(at))
+                    if batch_size(part) == samples:
+                        return True  # Its tensors are in a structure of its own.
+                    here = self.items(part).items
+                    if here:
+                        sums.append(float(criterion(*self._compared(outputs[at], part))) * here)
+        except Exception:
+            return True  # The criterion does not take a part of a batch.
+        whole = float(loss) * items  # The only read of the loss, which may wait for the device.
+        rounding = _ROUNDING.get(outputs.dtype, 2e-2)  # Others have half precision.
+        size = max(abs(whole), *map(abs, sums), 0.0)
+        return not math.isfinite(whole) or abs(sum(sums) - whole) <= rounding * size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from runner.booster.nonfinite import Nonfinite, NonFiniteGradient, finding
 from runner.booster.precision import LossScale
 from runner.booster.spikes import Spikes, at_once
 from runner.booster.step_order import StepOrder, StepOrderError, StepState
+from runner.booster.unchanged import BoostedGroups, BoostedParameters
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, build, total_norm, transfer
 from runner.clip.direction import Direction
 from runner.clip.mode import scale
@@ -49,6 +51,8 @@ class OptimizerWrapper(StepOrder):
         skip: rule that skips steps whose loss or gradient norm is a spike, or None. It decides when
             the gradients are clipped, and in :meth:`step` where they were not.
         start_mean: see :class:`runner.booster.spikes.Spikes`.
+        steps: ids of the parameters that this rank steps; None for all.
+        boosted: the parameters that the models had when they were boosted, or None.
 
     Attributes:
         optimizers: the user's optimizers, in the order in which they were given.
@@ -73,6 +77,8 @@ class OptimizerWrapper(StepOrder):
         watch_final: Callable[[Final], None] | None = None,
         skip: SkipRule | None = None,
         start_mean: Callable[[Number], Callable[[], Number]] = at_once,
+        steps: frozenset[int] | None = None,
+        boosted: BoostedParameters | None = None,
     ) -> None:
         super().__init__(layout)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -95,14 +101,19 @@ class OptimizerWrapper(StepOrder):
         self._start: tuple[Any, Tensor] | None = None  # gradient that the backward pass starts from
         self._finite: bool | Tensor | None = None  # whether to take the step; None while unknown
         self._taken: bool | Callable[[], float] = False
-        # Ranks may step different parameters by different kernels; all of them decide alike.
-        fused = float(all(group.get("fused") for group in self.param_groups))
-        self._fused = all(float(each) for each in layout.gather([fused])[0])
+        self.boosted = boosted
+        self._groups = BoostedGroups(self.optimizers, layout, steps)
+        self._fused = self._all_fused()
         self._modes: dict[tuple[str, float], ClipMode] = {}
         self.decision: Decision | None = None
         self._limiting: ClipMode | None = None  # mode that limits the update of the next step
         self._watch_final = watch_final
         self.in_backward: InBackward | None = None
+
+    def _all_fused(self) -> bool:
+        # Ranks may step different parameters by different kernels; all of them decide alike.
+        fused = float(all(group.get("fused") for group in self.param_groups))
+        return all(float(each) for each in self.layout.gather([fused])[0])
 
     def clip_in_backward(self, mode: ClipMode, *, step: bool = False, each: bool = False) -> None:
         """Clip each gradient in the backward pass, when it has become final, from now on.
@@ -326,7 +337,8 @@ class OptimizerWrapper(StepOrder):
 
         Raises:
             StepOrderError: the last backward pass ran under ``no_sync``.
-            ValueError: there are several optimizers, and a closure that each of them would run.
+            ValueError: there are several optimizers, and a closure that each of them would run; or
+                the model or a parameter group was changed, see :mod:`runner.booster.unchanged`.
         """
         if closure is not None and self.in_backward is not None:
             raise ValueError("a closure cannot be run: gradients are clipped in the backward pass")
@@ -349,13 +361,23 @@ class OptimizerWrapper(StepOrder):
             with torch.no_grad():
                 limiting.before_step(self.layout, decision)
         if not stepped:
-            step_where(finite, self.optimizers, closure, coef, scaled)
+            run = None if closure is None else partial(self._run, closure)
+            step_where(finite, self.optimizers, run, coef, scaled)
         if limiting is not None and decision is not None:
             with torch.no_grad():
                 self.decision = limiting.after_step(self.layout, decision)
         # Also after a step that only this rank read to be skipped: others decide on the device.
         self._broadcast_params()
         return True
+
+    def _run(self, closure: Callable[[], float]) -> float:
+        """Run a closure, and make final the gradients that it computes."""
+        loss = closure()
+        if self.stage is not StepState.EMPTY and self.require_step():
+            if self._max_norm > 0:
+                self.clip(self._mode("norm", self._max_norm, 2.0))
+            self.unscale()
+        return loss
 
     def _finish_gradients(self, closure: Callable[[], float] | None) -> bool | Tensor:
         """Make the gradients final, within the plugin's limit; return whether to take the step."""
@@ -417,6 +439,10 @@ class OptimizerWrapper(StepOrder):
             TypeError: a gradient is float16 itself: the scale would be lost in it.
         """
         if not self._final:
+            if self.boosted is not None:
+                self.boosted.require_final()
+            if self._groups.have_changed():
+                self._fused = self._all_fused()
             self._separate()
             self._sync_grads()
             self._final = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 
@@ -39,3 +41,20 @@ def require_dense(model: nn.Module, plugin: str) -> None:
                 f"{name or type(module).__name__} has sparse gradients, which {plugin} cannot "
                 "synchronise: build the layer with sparse=False"
             )
+
+
+def require_real(parts: Mapping[str, nn.Module]) -> None:
+    """Refuse complex parameters, before a plugin fails on them.
+
+    Args:
+        parts: modules by the prefix of their parameters' names.
+
+    Raises:
+        TypeError: a parameter is complex; the message names it.
+    """
+    for prefix, part in parts.items():
+        for name, parameter in part.named_parameters():
+            if parameter.is_complex():
+                raise TypeError(
+                    f"{prefix}{name} is complex: clipping is defined on real parameters"
+                )

@@ -92,9 +92,13 @@ class ModelWrapper(nn.Module):
 
         Raises:
             RuntimeError: the model is split into stages, so no rank has all of it.
+            ValueError: parameters were changed after boost, see :mod:`runner.booster.unchanged`.
         """
         if self.pipeline is not None:
             raise RuntimeError("this model is cut into stages: call booster.execute_pipeline")
+        boosted = None if self.optimizer is None else self.optimizer.boosted
+        if boosted is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            boosted.require_same()
         if self.dtype is None:
             outputs = self.module(*args, **kwargs)
         else:

@@ -191,12 +191,18 @@ def _log_once(level: int, message: str) -> None:
 
 
 def _of_each_shard(layout: Layout) -> list[Tensor | None]:
-    """Return the gradient of each shard of ``layout``, also one without elements."""
+    """Return the gradient of each shard of ``layout``; None for a parameter without elements.
+
+    A shard without elements has its gradient: other shards of the parameter have elements.
+    """
     shards, gradients = layout.gradients()
     if len(shards) == len(layout.shards):
         return list(gradients)
     found = dict(zip(map(id, shards), gradients, strict=True))
-    return [found.get(id(shard), shard.gradient) for shard in layout.shards]
+    return [
+        found.get(id(shard), None if 0 in layout.parameters[shard.name].shape else shard.gradient)
+        for shard in layout.shards
+    ]
 
 
 def _fit_float32(norm: float, least: float) -> bool:

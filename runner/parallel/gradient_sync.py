@@ -64,10 +64,12 @@ class Tied:
     """Copies of a parameter that several pipeline stages use; their gradients are summed.
 
     Attributes:
+        name: name of the parameter in the whole model.
         copies: copies on this rank.
         group: ranks that have copies; None if all copies are on this rank.
     """
 
+    name: str
     copies: Sequence[nn.Parameter]
     group: dist.ProcessGroup | None
 
@@ -85,7 +87,7 @@ def tied_copies(
         group = _group(sorted(set(where)), axes)
         here = [p for path, p in model.named_parameters() if renamed.get(path, path) == name]
         if here:
-            found.append(Tied(here, group))
+            found.append(Tied(name, here, group))
     return found
 
 
@@ -198,11 +200,26 @@ def sum_partial(parameters: Iterable[DTensor]) -> None:
 
 @torch.no_grad()
 def sum_copies(tied: Tied) -> None:
-    """Give all copies of a parameter the sum of their gradients."""
-    copies = [p for p in tied.copies if p.requires_grad]
-    if not copies:
-        return
-    if not any(on_any_rank([any(p.grad is not None for p in copies)], tied.group)):
+    """Give all copies of a parameter the sum of their gradients.
+
+    Raises:
+        ValueError: some copies are frozen, and others are not.
+    """
+    copies = tied.copies
+    trained, frozen, used = on_any_rank(
+        [
+            any(p.requires_grad for p in copies),
+            not all(p.requires_grad for p in copies),
+            any(p.grad is not None for p in copies),
+        ],
+        tied.group,
+    )
+    if trained and frozen:
+        raise ValueError(
+            f"{tied.name} is tied across pipeline stages, and frozen on some of them alone: call "
+            "requires_grad_ on each module that uses it, on every rank"
+        )
+    if frozen or not used:
         return
     for parameter in copies:
         if parameter.grad is None:

@@ -13,7 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from runner.clip.shard import local
 from runner.config.notation import first_few
 from runner.parallel.placements import full, sharded
 
@@ -55,6 +57,29 @@ def carry_over(hooks: Hooks | None, replacement: nn.Parameter) -> None:
     if hooks:
         placements = replacement.placements if isinstance(replacement, DTensor) else ()
         register(partial(_run, hooks, placements), replacement)
+
+
+class Apart:
+    """A gradient hook that copies a gradient which shares its memory with another parameter's.
+
+    Microbatches are added to gradients in place, so to a shared one they would be added twice.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, StorageWeakRef] = {}
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        """Return a copy if a gradient that the hook saw before has the same memory."""
+        storage = local(gradient).untyped_storage()
+        held = self._storages.get(storage._cdata)
+        if held is not None and not held.expired():  # type: ignore[no-untyped-call]
+            return gradient.clone()
+        self._storages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return None
+
+    def forget(self) -> None:
+        """Forget the gradients of earlier backward passes."""
+        self._storages.clear()
 
 
 def register(hook: Callable[[Tensor], Tensor | None], parameter: nn.Parameter) -> None:

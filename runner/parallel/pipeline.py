@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from runner.config.schedules import SCHEDULES
 from runner.parallel.buckets import on_any_rank
+from runner.parallel.hooks import Apart, register
 from runner.parallel.sharding import reshard
 from runner.parallel.stages import Stage, stage_to_rank
 
@@ -65,6 +66,10 @@ class Pipeline:
     def __post_init__(self) -> None:
         self._made: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._loss_of: LossOf | None = None
+        self._apart = Apart()
+        whole = [stage for stage in self.stages.values() if not isinstance(stage, FSDPModule)]
+        for parameter in {id(p): p for stage in whole for p in stage.parameters()}.values():
+            register(self._apart, parameter)
         if self.last:
             self.stages[self.count - 1].ends = True
 
@@ -95,6 +100,7 @@ class Pipeline:
         """
         padded, rows = self._padded(inputs)
         run, before = self._run_of(padded)
+        self._apart.forget()
         losses: list[Tensor] = []
         self._loss_of = loss_of
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -70,7 +71,17 @@ def shard_model(
         experts: ranks that hold the same experts, if ranks hold different ones. Gradients of
             experts are averaged over these ranks only.
         ends: whether the output of ``root`` is that of the model.
+
+    Raises:
+        ValueError: a parameter has no elements, which ``fully_shard`` cannot reduce, or a block
+            has several dtypes.
     """
+    for name, parameter in root.named_parameters():
+        if not parameter.numel():
+            raise ValueError(
+                f"{name} has no elements, and fully_shard cannot reduce its gradient: leave it out "
+                "of the model, or choose TorchDDPPlugin (plugin=ddp) or zero_stage=1"
+            )
     _make_contiguous(root)
     options = sharding.options()
     hooks = {
@@ -102,7 +113,24 @@ def shard_model(
     # `usage` sets the gradients of parameters that no rank used back to None.
     assert isinstance(root, FSDPModule)
     root.set_reduce_scatter_unused_params(True)
-    usage.watch(root, hooks)
+    try:
+        usage.watch(root, hooks)
+    except AssertionError as error:
+        raise ValueError(_mixed_dtypes(root)) from error
+
+
+def _mixed_dtypes(root: nn.Module) -> str:
+    """Return why ``fully_shard`` refused a model in which a block has several dtypes."""
+    named = list(root.named_parameters())
+    usual = Counter(parameter.dtype for _, parameter in named).most_common(1)[0][0]
+    for name, parameter in named:
+        if parameter.dtype != usual:
+            return (
+                f"{name} is {parameter.dtype}, and others of its block are {usual}: fully_shard "
+                "needs one dtype in a block. Convert it, or choose TorchDDPPlugin (plugin=ddp) or "
+                "zero_stage=1"
+            )
+    return "fully_shard cannot gather the parameters of this model"
 
 
 def _make_contiguous(root: nn.Module) -> None:

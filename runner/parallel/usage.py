@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from runner.parallel.buckets import on_any_rank
 from runner.parallel.experts import split_parameters
-from runner.parallel.hooks import HookError, Hooks, carry_over, register
+from runner.parallel.hooks import Apart, HookError, Hooks, carry_over, register
 from runner.parallel.mesh import Axes
 
 _UNSHARDED: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
@@ -42,6 +42,7 @@ class Usage:
         self.blocks: list[list[nn.Parameter]] = []
         self._used: set[int] = set()
         self._kept: dict[int, ReferenceType[Tensor]] = {}
+        self._apart = Apart()
 
     def watch(self, root: nn.Module, hooks: Mapping[tuple[nn.Module, str], Hooks]) -> None:
         """Record the use of the parameters of ``root``, and run the user's hooks on them.
@@ -77,8 +78,9 @@ class Usage:
                 register(partial(self._note, sharded), gathered)
             block.reshard()
 
-    def _note(self, parameter: int, gradient: Tensor) -> None:
+    def _note(self, parameter: int, gradient: Tensor) -> Tensor | None:
         self._used.add(parameter)
+        return self._apart(gradient)
 
     def drops(
         self, model: nn.Module, axes: Axes, experts: frozenset[str]
@@ -127,3 +129,4 @@ class Usage:
             else:
                 parameter.grad = None
         self._used.difference_update(id(p) for p in parameters.values())
+        self._apart.forget()

@@ -143,6 +143,7 @@ class Passes:
             loss = self.loss.sum(outputs, batch, count)
             self.optimizer.backward(loss, weight())
             return loss.detach()
+        self.booster.before_pipeline(self.model, self.loss, batch)
         factor = self.optimizer.begin_backward(weight())
 
         def summed(outputs: Tensor, at: slice) -> Tensor:

@@ -71,11 +71,7 @@ def optimizers(net):
 
 
 def batch(step, micro, fixed=False):
-    """Tokens and targets of both ranks; each half chooses a branch, in some steps the same one.
-
-    Args:
-        fixed: whether all batches choose the same branch.
-    """
+    """Tokens and targets of both ranks; each half chooses a branch, unless it is ``fixed``."""
     generator = torch.Generator().manual_seed(10 * step + micro)
     tokens = torch.randint(0, TOKENS, (SAMPLES, LENGTH), generator=generator)
     if fixed or step % 3 == 2:
@@ -88,10 +84,7 @@ def norm_of(tensors):
 
 
 class Plain:
-    """Clips by one mode in plain PyTorch, and steps.
-
-    ``clip`` returns ‖G‖ before and after, and the share clipped.
-    """
+    """Clips by one mode in plain PyTorch, and steps; returns both norms and the share clipped."""
 
     def __init__(self, net, made, mode):
         self.net, self.made, self.mode = net, made, mode

@@ -65,9 +65,11 @@ def part(plugin: Plugin, whole: Tensor) -> Tensor:
     return whole.chunk(plugin.data_size)[plugin.data_rank]
 
 
-def backward(booster: Booster, model: Any, optimizer: Any, step: int) -> None:
+def backward(
+    booster: Booster, model: Any, optimizer: Any, step: int, dtype: torch.dtype = torch.float64
+) -> None:
     """Forward and backward pass of this rank's part of a batch."""
-    inputs, targets = (part(booster.plugin, whole) for whole in batch(step))
+    inputs, targets = (part(booster.plugin, whole).to(dtype) for whole in batch(step))
     if model.pipeline is not None:
         booster.execute_pipeline(iter([(inputs, targets)]), model, mean_square, optimizer)
     else:

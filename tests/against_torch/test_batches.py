@@ -1,7 +1,7 @@
-"""Batches of any structure, and losses of models: steps are those of PyTorch on whole batches.
+"""Steps on batches of any structure, and with any loss, are those of PyTorch on whole batches.
 
-The reference takes Σ losses / Σ items of each step in one process. The Trainer splits a step into
-two microbatches, over one or two ranks; the last step of the epoch is shorter.
+The reference takes the loss of the whole batch in one process. The Trainer splits a step into one
+or three microbatches, over one or several ranks; the last step of an epoch is shorter.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,41 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from runner import GradientClipping, Trainer
-from runner.booster import SinglePlugin
-from runner.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
+from runner import Booster, GradientClipping, Trainer
+from runner.booster.plugin import PipelineParallelPlugin
+from tests.against_torch.conditions import PLUGINS, network
 from tests.distributed.training import Rows
 from tests.ranks import run_ranks
 
-SAMPLES, HELD_OUT, STEP, STEPS, CLASSES, LENGTH = 22, 7, 8, 5, 5, 6
-"""Steps of 8, 8 and 6 samples; 7 held-out samples do not divide into batches of two ranks."""
-THRESHOLD = 0.3
-IGNORED = -100
-PLUGINS = {"single": (1, SinglePlugin), "ddp": (2, TorchDDPPlugin), "fsdp": (2, TorchFSDPPlugin)}
+SAMPLES, HELD_OUT, BATCH, STEPS, CLASSES, LENGTH = 22, 7, 12, 4, 6, 6
+"""Steps of 12 and 10 samples; 7 held-out samples do not divide into batches of two ranks."""
+THRESHOLD, IGNORED = 0.5, -100
+WEIGHT = torch.tensor([0.05, 4.0, 0.7, 1.5, 0.3, 0.0], dtype=torch.float64)
+
+
+class ByHand(nn.Module):
+    """A weighted mean that only its own method tells the divisor of."""
+
+    def forward(self, outputs, targets):
+        each = F.cross_entropy(outputs, targets, reduction="none") * WEIGHT[targets]
+        return each.sum() / WEIGHT[targets].sum()
+
+    def loss_items(self, targets):
+        return WEIGHT[targets].sum()
+
+
+CRITERIA = {
+    "weight": partial(nn.CrossEntropyLoss, weight=WEIGHT),
+    "smoothing": partial(nn.CrossEntropyLoss, weight=WEIGHT, ignore_index=2, label_smoothing=0.2),
+    "function": lambda: partial(F.cross_entropy, weight=WEIGHT, ignore_index=2),
+    "sum": partial(nn.CrossEntropyLoss, weight=WEIGHT, reduction="sum"),
+    "nll": partial(nn.NLLLoss, weight=WEIGHT),
+    "probabilities": partial(nn.CrossEntropyLoss, weight=WEIGHT, label_smoothing=0.1),
+    "pos_weight": partial(nn.BCEWithLogitsLoss, pos_weight=WEIGHT + 0.1),
+    "by_hand": ByHand,
+    "regression": nn.MSELoss,
+}
+"""Losses of pairs; their networks can be distributed by each plugin."""
 
 
 @dataclass
@@ -33,15 +57,6 @@ class Sample:
     target: torch.Tensor
     right: torch.Tensor
     left: torch.Tensor
-
-
-class Regression(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-
-    def forward(self, x):
-        return self.layers(x)
 
 
 class TwoInputs(nn.Module):
@@ -112,7 +127,6 @@ def _gpt2():
 
 
 MODELS = {
-    "regression": Regression,
     "two_inputs": TwoInputs,
     "dataclass": TwoInputs,
     "tokens": Tagger,
@@ -121,18 +135,16 @@ MODELS = {
     "bert_classes": partial(_bert, "BertForSequenceClassification"),
     "gpt2": _gpt2,
 }
-OWN = ("regression", "two_inputs", "dataclass", "tokens", "loss_alone")
-CRITERIA = {"regression": nn.MSELoss}
+STRUCTURES = ("two_inputs", "dataclass", "tokens", "loss_alone")
 
 
 class Samples(Dataset):
     def __init__(self, kind, count, seed):
         g = torch.Generator().manual_seed(seed)
         self.kind, self.count = kind, count
-        self.x = torch.randn(count, 6, dtype=torch.float64, generator=g)
-        self.x2 = torch.randn(count, 6, dtype=torch.float64, generator=g)
-        self.y = torch.stack([self.x.sum(1), self.x[:, 0] * self.x[:, 1]], 1)
-        self.classes = torch.randint(CLASSES, (count,), generator=g)
+        self.x, self.x2 = torch.randn(2, count, 6, dtype=torch.float64, generator=g)
+        # Rare and heavy classes are at the end, so that microbatches differ.
+        self.classes = torch.randint(CLASSES, (count,), generator=g).sort().values
         self.tokens = torch.randint(11, (count, LENGTH), generator=g)
         self.mask = torch.ones(count, LENGTH, dtype=torch.int64)
         self.mask[::3, LENGTH // 2 :] = 0
@@ -140,6 +152,13 @@ class Samples(Dataset):
         share = torch.rand(count, 1, generator=g)
         self.tags = tags.masked_fill(torch.rand(count, LENGTH, generator=g) < share, IGNORED)
         self.weight = torch.rand(count, dtype=torch.float64, generator=g) + 0.01
+        self.y = self.classes.clone()
+        if kind in ("probabilities", "pos_weight", "regression"):
+            self.y = torch.randn(count, CLASSES, dtype=torch.float64, generator=g).softmax(1)
+        elif kind == "smoothing":
+            self.y[: count // 2] = 2
+        elif kind == "weight":
+            self.y[::5] = IGNORED
 
     def __len__(self):
         return self.count
@@ -148,8 +167,6 @@ class Samples(Dataset):
         """The samples at an index, or a slice: in the structure of this kind of batch."""
         text = {"input_ids": self.tokens[at], "attention_mask": self.mask[at]}
         match self.kind:
-            case "regression":
-                return {"x": self.x[at], "y": self.y[at]}
             case "two_inputs":
                 return self.x[at], self.x2[at], self.classes[at]
             case "dataclass":
@@ -160,85 +177,90 @@ class Samples(Dataset):
                 return {"x": self.x[at], "weight": self.weight[at]}
             case "bert_classes":
                 return {**text, "labels": self.classes[at]}
-            case _:
+            case "bert_tags" | "gpt2":
                 return {**text, "labels": self.tags[at]}
+            case _:
+                return self.x[at, :4] if isinstance(at, slice) else self.x[at][:4], self.y[at]
 
     __getitem__ = of
 
 
-def make(kind):
+def make(kind, plugin):
     torch.manual_seed(0)
-    return MODELS[kind]().double()
+    if kind in MODELS:
+        return MODELS[kind]().double()
+    net = network(plugin)
+    return net.append(nn.LogSoftmax(1)) if kind == "nll" else net
 
 
-def sum_and_items(kind, model, batch):
-    """The sum of the losses of a batch, their number, and how many were right; PyTorch alone."""
-    right = None
+def loss_of(kind, model, batch):
+    """The loss of a whole batch, and the share of right answers; PyTorch alone."""
     match kind:
-        case "regression":
-            each = (model(batch["x"]) - batch["y"]).square().mean(1)
-            return each.sum(), len(each), None
         case "loss_alone":
-            each = (model.layer(batch["x"]) - batch["x"]).square().mean(1)
-            return (each * batch["weight"]).sum(), float(batch["weight"].sum()), None
+            return model(**batch), None
         case "two_inputs":
-            left, right, targets = batch
-            logits = model(left, right)
+            logits, targets = model(*batch[:2]), batch[2]
         case "dataclass":
             logits, targets = model(batch.left, batch.right), batch.target
         case "tokens":
             logits, targets = model(batch["tokens"])["logits"], batch["labels"]
-        case _:
+        case "bert_tags" | "bert_classes" | "gpt2":
             inputs = {key: value for key, value in batch.items() if key != "labels"}
             logits, targets = model(**inputs).logits, batch["labels"]
+        case _:
+            return CRITERIA[kind]()(model(batch[0]), batch[1]), None
     if kind == "gpt2":
         logits, targets = logits[:, :-1], targets[:, 1:]
     logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORED)
     right = (logits.argmax(-1) == targets).sum()
-    return total, int((targets != IGNORED).sum()), int(right)
+    return loss, int(right) / int((targets != IGNORED).sum())
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.1)
 
 
 @cache
-def reference(kind):
+def reference(kind, plugin):
     """Weights, losses and norms of the steps, and loss and accuracy of the held-out samples."""
-    model, data = make(kind), Samples(kind, SAMPLES, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    steps = []
+    model, data = make(kind, plugin), Samples(kind, SAMPLES, 1)
+    optimizer, steps = sgd(model), []
     for number in range(STEPS):
-        start = number % 3 * STEP
-        total, items, _ = sum_and_items(kind, model, data.of(slice(start, start + STEP)))
-        (total / items).backward()
+        at = slice(BATCH) if number % 2 == 0 else slice(BATCH, None)
+        loss, _ = loss_of(kind, model, data.of(at))
+        loss.backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norm = float(torch.stack([g.norm() for g in gradients]).norm())
         for gradient in gradients:
             gradient *= min(1.0, THRESHOLD / norm)
         optimizer.step()
         optimizer.zero_grad()
-        steps.append((float(total.detach()) / items, norm))
+        steps.append((loss.item(), norm, norm > THRESHOLD))
+    unseen = Samples(kind, HELD_OUT, 2)
     with torch.no_grad():
-        total, items, right = sum_and_items(
-            kind, model.eval(), Samples(kind, HELD_OUT, 2).of(slice(None))
-        )
-    accuracy = None if right is None else right / items
-    return dict(model.named_parameters()), steps, float(total) / items, accuracy
+        loss, accuracy = loss_of(kind, model.eval(), unseen.of(slice(None)))
+    if kind == "sum":  # Its mean is logged for the held-out data.
+        loss /= WEIGHT[unseen.y].sum()
+    return dict(model.named_parameters()), steps, float(loss), accuracy
 
 
-def by_trainer(plugin, kinds):
+def by_trainer(plugin, cases):
     found = []
-    for kind in kinds:
-        spread, model, rows = PLUGINS[plugin][1](), make(kind), Rows()
-        batch = STEP // 2 // spread.data_size
+    for kind, accumulation in cases:
+        spread, model, rows = PLUGINS[plugin].make(), make(kind, plugin), Rows()
         trainer = Trainer(
             model,
-            spread.prepare_dataloader(Samples(kind, SAMPLES, 1), batch),
+            spread.prepare_dataloader(
+                Samples(kind, SAMPLES, 1), BATCH // spread.data_size // accumulation
+            ),
             f"{STEPS}ba",
             GradientClipping("norm", THRESHOLD),
             spread.prepare_dataloader(Samples(kind, HELD_OUT, 2), 2),
-            torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
+            sgd(model),
             criterion=CRITERIA.get(kind, lambda: None)(),
             plugin=spread,
-            accumulation_steps=2,
+            accumulation_steps=accumulation,
             eval_interval=f"{STEPS}ba",
             sinks=[rows],
         )
@@ -247,14 +269,15 @@ def by_trainer(plugin, kinds):
     return found
 
 
-def compare(plugin, kinds, tolerance):
-    ranks, _ = PLUGINS[plugin]
-    if ranks == 1:
-        everywhere = [by_trainer(plugin, kinds)]
-    else:
-        everywhere = run_ranks(by_trainer, ranks, plugin, kinds)
-    for number, kind in enumerate(kinds):
-        wanted, steps, loss, accuracy = reference(kind)
+def compare(plugin, kinds, accumulations=(1, 3), tolerance=1e-9):
+    ranks = PLUGINS[plugin].ranks
+    cases = [(kind, accumulation) for kind in kinds for accumulation in accumulations]
+    everywhere = (
+        run_ranks(by_trainer, ranks, plugin, cases) if ranks > 1 else [by_trainer(plugin, cases)]
+    )
+    near = partial(pytest.approx, rel=tolerance)
+    for number, (kind, _) in enumerate(cases):
+        wanted, steps, loss, accuracy = reference(kind, "moe" if plugin == "moe" else "single")
         weights, _ = everywhere[0][number]
         for name, tensor in wanted.items():
             torch.testing.assert_close(
@@ -263,20 +286,66 @@ def compare(plugin, kinds, tolerance):
         for results in everywhere:
             rows = results[number][1]
             assert len(rows) == STEPS
-            for row, (step_loss, norm) in zip(rows, steps, strict=True):
-                assert row["train/loss"] == pytest.approx(step_loss, rel=tolerance), kind
-                assert row["grad/norm"] == pytest.approx(norm, rel=tolerance), kind
-            assert rows[-1]["eval/loss"] == pytest.approx(loss, rel=tolerance), kind
-            assert rows[-1].get("eval/accuracy") == accuracy, kind
+            for row, (step_loss, norm, clipped) in zip(rows, steps, strict=True):
+                assert row["train/loss"] == near(step_loss), kind
+                assert row["grad/norm"] == near(norm), kind
+                assert row["clip/fraction"] == clipped, kind
+            assert rows[-1]["eval/loss"] == near(loss), kind
+            assert accuracy is None or rows[-1]["eval/accuracy"] == accuracy, kind
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
+def test_steps_with_any_loss_are_those_of_torch(plugin):
+    # A criterion for each way to count is enough where a step is slow.
+    few = ("weight", "sum", "probabilities")
+    compare(plugin, few if plugin in ("moe", "hybrid") else CRITERIA)
+
+
+@pytest.mark.parametrize("plugin", ["single", "ddp", "fsdp"])
 def test_steps_on_batches_of_any_structure_are_those_of_torch(plugin):
-    compare(plugin, OWN, 1e-9)
-
-
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_steps_of_models_of_transformers_are_those_of_torch(plugin):
+    compare(plugin, STRUCTURES, (3,))
     pytest.importorskip("transformers")
     # Their causal loss is computed in float32.
-    compare(plugin, ["bert_tags", "bert_classes", "gpt2"], 1e-5)
+    compare(plugin, ("bert_tags", "bert_classes", "gpt2"), (3,), 1e-5)
+
+
+def by_stages(criteria):
+    """Losses and norms of ``booster.execute_pipeline``, also of a batch without samples."""
+    found = []
+    for kind in criteria:
+        booster, model = Booster(plugin=PipelineParallelPlugin(num_microbatches=3)), make(kind, "")
+        wrapped, optimizer, criterion, *_ = booster.boost(model, sgd(model), CRITERIA[kind]())
+        data, steps = Samples(kind, SAMPLES, 1), []
+        for number in range(STEPS):
+            at = slice(BATCH) if number % 2 == 0 else slice(BATCH, None)
+            batch = iter([data.of(at), *[data.of(slice(0))] * 2])
+            told = [
+                booster.execute_pipeline(batch, wrapped, criterion, each)["loss"]
+                for each in (optimizer, optimizer, None)
+            ]
+            norm = float(optimizer.clip_grad_by_norm(max_norm=THRESHOLD))
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append([None if loss is None else float(loss) for loss in (*told, norm)])
+        named = iter([{"x": data.x, "y": data.y}])
+        with pytest.raises(TypeError, match=r"a dict with the keys 'x', 'y'.*collate_fn"):
+            booster.execute_pipeline(named, wrapped, criterion, optimizer)
+        found.append((steps, booster.state_dict(wrapped)))
+    return found
+
+
+def test_execute_pipeline_counts_items_and_takes_a_batch_without_samples():
+    criteria = ["weight", "smoothing", "sum", "probabilities", "by_hand"]
+    first, last = run_ranks(by_stages, 2, criteria)
+    for kind, (_, weights), (found, _) in zip(criteria, first, last, strict=True):
+        wanted, steps, *_ = reference(kind, "single")
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(
+                weights[name], tensor.detach(), rtol=1e-9, atol=1e-11, msg=kind
+            )
+        for (loss, empty, unseen, norm), (expected, wanted_norm, _) in zip(
+            found, steps, strict=True
+        ):
+            assert loss == pytest.approx(expected, rel=1e-9), kind
+            assert (empty, unseen) == (0.0, 0.0)
+            assert norm == pytest.approx(wanted_norm, rel=1e-6), kind

@@ -24,16 +24,11 @@ TEXT = [
 EXPERTS = ["model=moe", "model.layers=2", "model.heads=2", "model.width=16", "model.context=16"]
 LAYOUTS = {
     "single": 1,
-    "ddp plugin.nproc=2": 2,
     "fsdp plugin.nproc=4 plugin.dp_replicate=2": 4,
-    "zero plugin.nproc=2": 2,
-    "tensor plugin.nproc=2": 1,
     "tensor plugin.nproc=4 plugin.tp_size=2": 2,
-    "pipeline plugin.nproc=2": 1,
     "pipeline plugin.nproc=4 plugin.pp_size=2": 2,
     "moe plugin.nproc=4 plugin.ep_size=2": 4,
     "hybrid plugin.nproc=8 plugin.tp_size=2 plugin.pp_size=2": 2,
-    "hybrid plugin.tp_size=2 plugin.pp_size=2": 1,
 }
 """Requests, and how many ranks of each read samples of their own."""
 

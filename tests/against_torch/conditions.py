@@ -1,0 +1,582 @@
+"""What ordinary scripts do: the conditions of :mod:`tests.against_torch.test_same_step`."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from timm.optim import AdamP, Lamb, Lars, Lion, NvNovoGrad
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from runner.booster import SinglePlugin
+from runner.booster.plugin import (
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    MoeHybridParallelPlugin,
+    PipelineParallelPlugin,
+    TensorParallelPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
+from runner.models.mixture import Mixture
+
+PLAN = {"0.linear": "colwise", "1.linear": "rowwise", "2": "colwise_rep"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A plugin, its ranks, its data-parallel ranks, and the microbatches of its pipeline."""
+
+    make: Any
+    ranks: int = 2
+    parts: int = 2
+    chunks: int = 1
+
+
+PLUGINS = {
+    "single": Kind(SinglePlugin, 1, 1),
+    "ddp": Kind(TorchDDPPlugin),
+    "fsdp": Kind(TorchFSDPPlugin),
+    "zero1": Kind(partial(LowLevelZeroPlugin, 1)),
+    "zero2": Kind(partial(LowLevelZeroPlugin, 2)),
+    "zero3": Kind(partial(LowLevelZeroPlugin, 3)),
+    "tensor": Kind(partial(TensorParallelPlugin, tp_plan=PLAN), parts=1),
+    "pipeline": Kind(partial(PipelineParallelPlugin, split=["1"]), parts=1, chunks=2),
+    "moe": Kind(MoeHybridParallelPlugin),
+    "hybrid": Kind(
+        partial(HybridParallelPlugin, tp_size=2, pp_size=2, tp_plan=PLAN, split=["1"]), 4, 1, 2
+    ),
+}
+FURTHER = {
+    "hsdp": Kind(partial(TorchFSDPPlugin, dp_replicate=2), 4, 4),
+    "tensor_zero3": Kind(
+        partial(HybridParallelPlugin, tp_size=2, zero_stage=3, tp_plan=PLAN), 4, 2
+    ),
+    "pipeline_zero2": Kind(
+        partial(HybridParallelPlugin, pp_size=2, zero_stage=2, split=["1"]), 4, 2, 2
+    ),
+    "zero_bubble": Kind(partial(PipelineParallelPlugin, schedule="zero_bubble"), 2, 1, 4),
+}
+"""Plugins that only some conditions are run under: those of ``SOME``."""
+SOME = ("plain", "unfrozen", "hooks", "branches", "turns", "batch norm")
+KINDS = PLUGINS | FURTHER
+REPLACED = ("fsdp", "zero2", "zero3", "tensor", "hybrid")  # Parameters become others.
+SHARDED, STAGES = ("fsdp", "zero2", "zero3"), ("pipeline", "hybrid")
+SOME_STEPPED = ("zero1", "pipeline", "moe", "hybrid")  # A rank steps some parameters.
+ALL = tuple(PLUGINS)
+LIMITS = {"norm": 0.05, "norm of all": 0.05, "value": 0.004, "adaptive": 0.02, "none": None}
+
+
+class Block(nn.Module):
+    """A linear layer and what follows it."""
+
+    def __init__(self, before, after):
+        super().__init__()
+        self.linear, self.then, self.recomputes = nn.Linear(before, after), nn.Tanh(), False
+        self.further = None
+
+    def forward(self, inputs):
+        if self.recomputes:
+            return checkpoint(self._run, inputs, use_reentrant=False)
+        return self._run(inputs)
+
+    def _run(self, inputs):
+        out = self.then(self.linear(inputs))
+        return out if self.further is None else out + self.further.sum().real
+
+
+class Branches(nn.Module):
+    """One of two layers, by the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, hidden):
+        branch = self.left if float(hidden.detach()[:, 0].sum()) > 0 else self.right
+        return branch(hidden).tanh()
+
+
+class Turns(nn.Module):
+    """Two layers used in turn, which are sharded each by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.either, self.turn = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), 0
+
+    def forward(self, hidden):
+        return self.either[self.turn](hidden).tanh()
+
+
+class Merged(nn.Module):
+    """A weight that is the sum of two, which autograd gives one gradient tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+        self.stacked = True
+
+    def forward(self, hidden):
+        both = [self.first, self.second]
+        return hidden @ (torch.stack(both).sum(0) if self.stacked else both[0] + both[1])
+
+
+class Conv1D(nn.Module):
+    """A linear layer with its weight [in, out], by the name that transformers gives it."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.3)
+        self.bias = nn.Parameter(torch.randn(nf) * 0.1)
+
+    def forward(self, hidden):
+        return hidden @ self.weight + self.bias
+
+
+class Experts(nn.Module):
+    """Gated experts, each weight [experts, out, in], or [experts, in, out] if ``turned``."""
+
+    def __init__(self, turned):
+        super().__init__()
+        self.turned = turned
+        # A different size of each unit, so that one unit for an expert would be another limit.
+        gate_up, down = (
+            torch.randn(shape) * torch.linspace(0.1, 0.9, shape[1])[:, None]
+            for shape in ((3, 10, 4), (3, 4, 5))
+        )
+        self.gate_up_proj = nn.Parameter(gate_up.mT.contiguous() if turned else gate_up)
+        self.down_proj = nn.Parameter(down.mT.contiguous() if turned else down)
+
+    def forward(self, hidden):
+        both = self.gate_up_proj, self.down_proj
+        gate_up, down = (each.mT for each in both) if self.turned else both
+        gate, up = torch.einsum("bth,eoh->ebto", hidden, gate_up).chunk(2, -1)
+        return torch.einsum("ebti,ehi->bth", F.silu(gate) * up, down)
+
+
+class Batched(nn.Module):
+    """One matrix for each expert, [experts, in, out]; nothing about it says which is which."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4, 4) * torch.linspace(0.1, 0.6, 4))
+
+    def forward(self, hidden):
+        return torch.einsum("bti,eio->bto", hidden, self.w)
+
+
+class Odd(nn.Module):
+    """Layers that keep their outputs elsewhere than in dimension 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.c_fc, self.c_proj, self.batched = Conv1D(5, 4), Conv1D(4, 5), Batched()
+        self.experts, self.turned = Experts(turned=False), Experts(turned=True)
+        self.depthwise = nn.Conv1d(4, 4, 3, padding=1, groups=4)
+        self.rnn = nn.GRU(4, 4, batch_first=True)
+        self.mix = nn.Parameter(torch.randn(2, 4) * 0.3)
+
+    def forward(self, inputs):
+        hidden = torch.stack([inputs, inputs.cos(), inputs.sin()], 1)
+        hidden = hidden + self.c_proj(self.c_fc(hidden).tanh())
+        hidden = hidden + self.experts(hidden) + self.turned(hidden) + self.batched(hidden)
+        return (self.rnn(self.depthwise(hidden.mT).mT)[0] * self.mix[0] + self.mix[1]).mean(1)
+
+
+UNITS = {"*.batched.*": (0, 2), "0.linear.weight": 1, "*.mix": (), "1.linear.bias": 0}
+"""The dimensions of outputs that a user names."""
+INPUTS = {
+    **{f"1.then.{name}.weight": [0] for name in ("c_fc", "c_proj")},
+    **{f"1.then.experts.{key}": [2] for key in ("gate_up_proj", "down_proj")},
+    **{f"1.then.turned.{key}": [1] for key in ("gate_up_proj", "down_proj")},
+    "1.then.batched.w": [1],
+    "1.then.mix": [0, 1],
+    "0.linear.weight": [0],
+    "1.linear.bias": None,
+}
+"""Dimensions of inputs then; by default all but the first of a matrix. None: each element."""
+
+
+class Learned(nn.Module):
+    """A criterion with parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.7, dtype=torch.float64))
+        self.shift = nn.Parameter(torch.linspace(-1, 1, 6).double(), requires_grad=False)
+
+    def forward(self, outputs, targets):
+        return mean_square(outputs * self.scale + self.shift, targets)
+
+
+class Stated:
+    """A mean that divides by something else than samples, with its divisor."""
+
+    def __call__(self, outputs, targets):
+        return weighted(outputs, targets)
+
+    def loss_items(self, targets):
+        return float((targets > 0).sum())
+
+
+class GlobalRate(Optimizer):
+    """Divides the learning rate by the norm of all gradients, as parameter-free methods do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(p.grad.square().sum() for p in held) ** 0.5
+        for p in held:
+            p.sub_(p.grad * (self.param_groups[0]["lr"] / norm))
+
+
+def network(name):
+    """Layers that can be split, cut into stages and sharded; the same weights each time."""
+    torch.manual_seed(0)
+    further = {"moe": [Mixture(4, experts=3, top_k=2, bias=True)], "zero_bubble": [Block(4, 4)]}
+    return nn.Sequential(Block(4, 6), Block(6, 4), *further.get(name, []), nn.Linear(4, 6)).double()
+
+
+def sgd(net, **options):
+    return SGD(net.parameters(), lr=0.3, momentum=0.9, weight_decay=0.1, **options)
+
+
+def two_optimizers(net):
+    return [sgd(net[0]), AdamW(net[1:].parameters(), lr=0.01, weight_decay=0.1)]
+
+
+def muon(net):
+    matrices = [net[0].linear.weight, net[1].linear.weight]
+    rest = [p for p in net.parameters() if p is not matrices[0] and p is not matrices[1]]
+    return [Muon(matrices, lr=0.02), SGD(rest, lr=0.3)]
+
+
+def mean_square(outputs, targets):
+    return (outputs - targets).square().mean()
+
+
+def weighted(outputs, targets):
+    counts = (targets > 0).to(outputs.dtype)
+    return ((outputs - targets).square() * counts).sum() / counts.sum()
+
+
+def nothing(*_):
+    pass
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a script does.
+
+    Attributes:
+        build: changes the model before it is boosted, or returns another one.
+        change: called before each step with its number, the model and the optimizer.
+        after: called between the backward pass and clipping.
+        optimizer: makes the optimizer, or a list of several.
+        criterion: the loss, or its class.
+        passes: calls the backward passes of (model, inputs, targets, share of the loss, backward).
+        refused: for names of plugins a pattern of the message.
+        without: plugins for which the condition makes no sense.
+        tolerance: of weights and norms.
+        mode: clipping mode; in turn by default.
+        options: further settings; ``chunks``: what the model does depends on the samples of each
+            microbatch of a pipeline.
+    """
+
+    build: Any = nothing
+    change: Any = nothing
+    after: Any = nothing
+    optimizer: Any = sgd
+    criterion: Any = mean_square
+    passes: Any = None
+    refused: dict[tuple[str, ...], str] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    tolerance: float = 1e-12
+    mode: str = ""
+    options: tuple[str, ...] = ()
+
+    def message(self, name):
+        """The pattern of the refusal under a plugin; None if it is not refused."""
+        return next((text for names, text in self.refused.items() if name in names), None)
+
+
+def at(when, do):
+    return lambda step, net, optimizer: do(net, optimizer) if step == when else None
+
+
+def freeze(number, trained=False):
+    def do(net, *_):
+        net[number].requires_grad_(trained)
+
+    return do
+
+
+def freeze_and_thaw(step, net, optimizer):
+    net[1].requires_grad_(not 3 <= step < 6)
+
+
+def thaw_last(net, optimizer):
+    optimizer.param_groups[-1]["params"][-1].requires_grad_(True)
+
+
+def head_later(net, optimizer):
+    optimizer.add_param_group({"params": list(net[-1].parameters()), "lr": 0.1})
+
+
+def keep_old(net):
+    net.old = list(net[-1].parameters())
+
+
+def new_layer(net, optimizer):
+    net.add_module("late", nn.Linear(6, 6).double())
+
+
+def new_head(net, optimizer):
+    net[-1] = nn.Linear(4, 6).double()
+
+
+def tie(net, *_):
+    net[-1].weight = net[0].linear.weight
+
+
+def recompute(net):
+    net[0].recomputes = net[1].recomputes = True
+
+
+def further(value):
+    def build(net):
+        net[1].further = nn.Parameter(value.clone())
+
+    return build
+
+
+def then(make):
+    def build(net):
+        net[1].then = make().double()
+
+    return build
+
+
+def norms():
+    return nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None))
+
+
+def turn(step, net, optimizer):
+    net[1].then.turn = step % 2
+
+
+def unused(net):
+    net[0].never = nn.Linear(3, 3).double()
+
+
+def hooked(net):
+    """Hooks that need the whole gradient of a rank as a plain tensor, and one to be removed."""
+
+    def mask(gradient):
+        kept = torch.zeros(gradient.shape, dtype=gradient.dtype)
+        kept[1::2, ::2] = 1.0
+        return gradient * kept
+
+    net[0].linear.weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+    net[0].linear.weight.register_hook(lambda gradient: 3.0 * gradient)
+    net[1].linear.weight.register_hook(mask)
+    net[1].linear.bias.register_hook(lambda gradient: gradient * torch.arange(4.0).double())
+    net.handle = net[-1].weight.register_hook(torch.zeros_like)
+    net[0].requires_grad_(False)
+
+
+def unhook_and_thaw(step, net, optimizer):
+    net.handle.remove()
+    net[0].requires_grad_(step > 2)
+
+
+def halved(net):
+    def hook(parameter):
+        parameter.grad.mul_(0.5)
+
+    net[1].linear.weight.register_post_accumulate_grad_hook(hook)
+
+
+def hook_later(net, optimizer):
+    if net[1].linear.weight is not None:
+        net[1].linear.weight.register_hook(lambda gradient: gradient * 2.0)
+
+
+def sparse(net):
+    class Words(nn.Embedding):
+        def forward(self, inputs):
+            return super().forward((inputs[:, 0] > 0).long())
+
+    return nn.Sequential(Words(2, 4, sparse=True).double(), *net)
+
+
+def plain_backward(model, inputs, targets, share, backward):
+    (mean_square(model(inputs), targets) * share).backward()
+
+
+def twice(model, inputs, targets, share, backward):
+    outputs = model(inputs)
+    (outputs.square().mean() * share).backward(retain_graph=True)
+    (mean_square(outputs, targets) * share).backward()
+
+
+def crosswise(model, inputs, targets, share, backward):
+    halves = [model(half) for half in inputs.chunk(2)]
+    for outputs, half in zip(halves, targets.chunk(2), strict=True):
+        (mean_square(outputs, half) * share / 2).backward()
+
+
+def penalized(model, inputs, targets, share, backward):
+    inputs = inputs.clone().requires_grad_()
+    outputs = model(inputs)
+    (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    backward((mean_square(outputs, targets) + slope.square().mean()) * share)
+
+
+CHANGED = r"\S+\.weight was (replaced|added).*after boost.*before booster.boost"
+SHARDS = {REPLACED: " (cannot step|decides by|takes other steps|searches along)"}
+PARTS = {SOME_STEPPED: " (computes its steps from all parameters|searches along)"}
+OPTIMIZERS = {
+    "lion": (partial(Lion, lr=0.01), {}),
+    "lars": (partial(Lars, lr=0.5, momentum=0.9, weight_decay=0.1), {}),
+    "lamb": (partial(Lamb, lr=0.05), PARTS),
+    "lamb without its clipping": (partial(Lamb, lr=0.05, max_grad_norm=None), {}),
+    "global rate": (partial(GlobalRate, lr=0.1), PARTS),
+    "adafactor": (partial(Adafactor, lr=0.05), SHARDS),
+    "adamp": (partial(AdamP, lr=0.05, weight_decay=0.1), SHARDS),
+    "novograd": (partial(NvNovoGrad, lr=0.05), SHARDS),
+}
+CONDITIONS = {
+    "plain": Condition(),
+    "unfrozen": Condition(build=freeze(0), change=at(3, freeze(0, True))),
+    "frozen later": Condition(change=freeze_and_thaw),
+    "frozen with a gradient": Condition(
+        change=at(4, lambda net, _: net.requires_grad_(True)),
+        after=at(3, lambda net, _: net.requires_grad_(False)),
+        refused={ALL[2:]: r"linear\.weight was frozen while it has a gradient"},
+    ),
+    "group later": Condition(optimizer=lambda net: sgd(net[:-1]), change=at(3, head_later)),
+    "group of old parameters": Condition(
+        build=keep_old,
+        optimizer=lambda net: sgd(net[:-1]),
+        change=at(3, lambda net, optimizer: optimizer.add_param_group({"params": net.old})),
+        refused={REPLACED: r"param_groups\[1\]\['params'\]\[0\] of SGD, .* is no parameter"},
+        without=("pipeline",),
+    ),
+    "layer added": Condition(
+        change=at(3, new_layer), refused={ALL: CHANGED.replace(r"\d", "late")}
+    ),
+    "head replaced": Condition(change=at(3, new_head), refused={ALL: CHANGED}),
+    "tied later": Condition(change=at(3, tie), refused={ALL: CHANGED}, without=STAGES),
+    "converted": Condition(
+        change=at(3, lambda net, _: net.float()),
+        refused={
+            REPLACED: r"Couldn't swap Linear\.weight",  # torch refuses it already
+            ALL[1:]: r"linear\.weight is torch\.float32, but was torch\.float64 at boost: convert",
+        },
+        tolerance=1e-4,
+        options=("converted",),
+    ),
+    "tied": Condition(build=tie, mode="value"),
+    "tied and frozen": Condition(
+        build=tie,
+        change=at(3, freeze(0)),
+        refused={STAGES: r"0\.linear\.weight is tied across pipeline stages, and frozen on some"},
+    ),
+    "checkpoint": Condition(build=recompute),
+    "batch norm": Condition(build=then(norms), tolerance=1e-11, options=("chunks",)),
+    "compiled": Condition(
+        build=lambda net: torch.compile(net, backend="eager"),
+        without=("moe",),  # torch cannot trace the exchange of tokens
+    ),
+    "average": Condition(
+        refused={(*SHARDED, *STAGES): "cannot be copied: for an average of its weights"},
+        options=("average",),
+    ),
+    "sparse": Condition(
+        build=sparse,
+        refused={
+            ("single", "ddp"): r"0\.weight has a sparse gradient: build .* sparse=False",
+            ALL: r"0 has sparse gradients, which \w+ cannot synchronise.*sparse=False",
+        },
+    ),
+    "complex": Condition(
+        build=further(torch.ones(3, dtype=torch.complex128)),
+        refused={ALL: r"1\.further is complex: clipping is defined on real"},
+    ),
+    "one of bf16": Condition(
+        build=further(torch.ones(3, dtype=torch.bfloat16)),
+        refused={SHARDED: r"1\.further is torch\.bfloat16, and others of its block .*float64"},
+        mode="norm",
+        tolerance=1e-2,
+    ),
+    "bf16": Condition(
+        build=lambda net: net.to(torch.bfloat16), tolerance=3e-2, mode="norm", options=("bf16",)
+    ),
+    "empty": Condition(
+        build=further(torch.ones(0)),
+        mode="adaptive",
+        refused={SHARDED: r"1\.further has no elements, and fully_shard cannot reduce"},
+    ),
+    "odd layers": Condition(build=then(Odd), mode="adaptive", options=("units",)),
+    "unused": Condition(build=unused, options=("unused",)),
+    "branches": Condition(build=then(Branches), options=("chunks", "unused")),
+    "turns": Condition(build=then(Turns), change=turn, options=("unused",)),
+    "turns with zeros": Condition(build=then(Turns), change=turn, options=("unused", "zeros")),
+    "shared gradient": Condition(build=then(Merged)),
+    "hooks": Condition(build=hooked, change=unhook_and_thaw, options=("chunks",)),
+    "post-accumulate hook": Condition(
+        build=halved,
+        refused={REPLACED: r"1\.linear\.weight: a hook of register_post_acc.* use register_hook"},
+        options=("chunks",),
+    ),
+    "hook after boost": Condition(
+        change=at(3, hook_later),
+        refused={SHARDED: r"1\.linear\.weight: a hook was registered after boost"},
+    ),
+    "two optimizers": Condition(optimizer=two_optimizers, tolerance=1e-10),
+    "muon": Condition(optimizer=muon, tolerance=1e-10, mode="norm"),
+    "muon, all scaled": Condition(optimizer=muon, tolerance=1e-10, mode="norm of all"),
+    "muon, adaptive": Condition(optimizer=muon, tolerance=1e-10, mode="adaptive"),
+    "muon, one call": Condition(
+        optimizer=muon, tolerance=1e-10, mode="norm", options=("one call",)
+    ),
+    "learned criterion": Condition(criterion=Learned, change=at(3, thaw_last)),
+    "foreach": Condition(optimizer=partial(sgd, foreach=False)),
+    "one call": Condition(mode="norm", options=("one call",)),
+    "plain backward": Condition(passes=plain_backward, without=STAGES),
+    "closure": Condition(options=("closure",)),
+    "closure that does not clip": Condition(options=("closure",), mode="none"),
+    "lbfgs": Condition(
+        optimizer=lambda net: LBFGS(net.parameters(), lr=0.1, max_iter=2),
+        refused={ALL[2:]: "LBFGS searches along a direction over all parameters"},
+        options=("closure",),
+        tolerance=1e-9,
+        mode="norm",
+    ),
+    "two backward passes": Condition(passes=twice, without=STAGES),
+    "crosswise": Condition(passes=crosswise, without=STAGES),
+    "gradient penalty": Condition(
+        passes=penalized,
+        refused={SHARDED: "storage of size 0", ("tensor",): "differentiate twice"},
+        without=STAGES,
+    ),
+    "inf": Condition(options=("fp16",), tolerance=1e-10),
+    "divisor": Condition(
+        criterion=weighted, refused={STAGES: r"the mean loss of a batch .* loss_items\(targets\)"}
+    ),
+    "divisor stated": Condition(criterion=Stated),
+    **{
+        title: Condition(
+            optimizer=lambda net, make=make: make(net.parameters()), refused=refused, tolerance=1e-9
+        )
+        for title, (make, refused) in OPTIMIZERS.items()
+    },
+}

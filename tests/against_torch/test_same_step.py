@@ -1,0 +1,376 @@
+"""An ordinary script takes the same steps under every plugin as in plain PyTorch, or is refused.
+
+The reference is one process in float64 with a clipping of its own: it takes the part of each
+data-parallel rank in turn. Each pair of plugin and condition is compared with it, and the replicas
+on all ranks with each other, bit for bit.
+"""
+
+import re
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from hashlib import sha256
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+
+from runner import GradientClipping, Trainer, apply_gradient_clipping
+from runner.booster import Booster, LossScale
+from runner.clip import build
+from runner.data.dataset import TensorPairs
+from tests.against_torch.conditions import (
+    CONDITIONS,
+    INPUTS,
+    KINDS,
+    LIMITS,
+    PLUGINS,
+    SOME,
+    UNITS,
+    Condition,
+    Learned,
+    network,
+    sgd,
+)
+from tests.ranks import run_ranks
+
+STEPS, MICROS, SAMPLES, IGNORE = 10, 2, 8, -7
+
+
+def data(condition, step, micro):
+    """Inputs [8, 4] and targets [8, 6] of all ranks."""
+    generator = torch.Generator().manual_seed(MICROS * step + micro)
+    drawn = torch.randn(SAMPLES, 10, dtype=torch.float64, generator=generator)
+    if "fp16" in condition.options and (step, micro) == (3, 0):
+        drawn[0, 0] = torch.inf
+    if "converted" in condition.options and step >= 3:
+        drawn = drawn.float()
+    if "bf16" in condition.options:
+        drawn = drawn.to(torch.bfloat16)
+    return drawn[:, :4], drawn[:, 4:]
+
+
+def mode_of(name, title):
+    """The modes in turn, so that each plugin has each."""
+    place = [*KINDS].index(name) + [*CONDITIONS].index(title)
+    return CONDITIONS[title].mode or ("norm", "value", "adaptive")[place % 3]
+
+
+def made(condition, name):
+    """The model, the criterion, the module that owns all parameters, and the optimizers."""
+    net, criterion = network(name), condition.criterion
+    built = condition.build(net)
+    net = net if built is None else built
+    optimizers = condition.optimizer(net)
+    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+    if isinstance(criterion, type):
+        criterion = criterion()
+    if not isinstance(criterion, nn.Module):
+        return net, criterion, net, optimizers
+    optimizers[0].add_param_group({"params": list(criterion.parameters())})
+    return net, criterion, nn.ModuleList([criterion, net]), optimizers
+
+
+def state(weights, criterion):
+    """The weights of a model and of its criterion."""
+    learned = criterion.state_dict() if isinstance(criterion, nn.Module) else {}
+    whole = weights | {f"criterion.{key}": value for key, value in learned.items()}
+    return {key.removeprefix("_orig_mod."): value.clone() for key, value in whole.items()}
+
+
+def clip(owner, mode, unscaled=(), inputs=None):
+    """Clip in plain PyTorch; return ‖G‖ and the share of units that were clipped.
+
+    Args:
+        owner: module that has all parameters; its last linear layer is the head.
+        mode: clipping mode.
+        unscaled: parameters of Muon, which mode ``norm`` leaves as they are.
+        inputs: dimensions that a unit spans, by the name of the parameter.
+    """
+    head = [module for module in owner.modules() if isinstance(module, nn.Linear)][-1].weight
+    held = {n: p for n, p in owner.named_parameters() if p.grad is not None and p.numel()}
+    skipped = {id(p) for p in unscaled if mode == "norm"}
+    limited = {name: p for name, p in held.items() if id(p) not in skipped}
+    whole, part = (
+        float(torch.cat([p.grad.double().flatten() for p in some.values()]).norm())
+        for some in (held, limited)
+    )
+    limit, over = LIMITS[mode], []
+    for name, p in limited.items():
+        if mode == "value":
+            over.append(p.grad.abs() > limit)
+            p.grad.clamp_(-limit, limit)
+        elif mode == "adaptive" and p is not head:
+            dims = (inputs or {}).get(name, list(range(p.ndim > 1, p.ndim)))
+            size, weight = (
+                each.abs() if dims is None else each.square().sum(dims, keepdim=True).sqrt()
+                for each in (p.grad, p.detach())
+            )
+            most = limit * weight.clamp(min=1e-3)
+            over.append(size > most)
+            p.grad = p.grad * torch.where(over[-1], most / size, 1.0)
+        elif mode.startswith("norm"):
+            p.grad.mul_(min(1.0, limit / part))
+            over = [torch.tensor([part > limit])]
+    units = sum(each.numel() for each in over)
+    return whole, sum(int(each.sum()) for each in over) / max(1, units)
+
+
+def in_plain_pytorch(name, title):
+    """Norms, shares and weights of one process."""
+    kind, condition, mode = KINDS[name], CONDITIONS[title], mode_of(name, title)
+    net, criterion, owner, optimizers = made(condition, name)
+    parameters, buffers = list(owner.parameters()), list(net.buffers())
+    unscaled = optimizers[0].param_groups[0]["params"] if title.startswith("muon") else []
+    to_none, found, average = "zeros" not in condition.options, [], AveragedModel(net)
+    if title == "shared gradient":
+        net[1].then.stacked = False  # PyTorch would add each microbatch to the one tensor twice.
+
+    def of_part(inputs, targets):
+        chunks = kind.chunks if "chunks" in condition.options else 1
+        for x, y in zip(inputs.chunk(chunks), targets.chunk(chunks), strict=True):
+            if condition.passes is not None:
+                condition.passes(net, x, y, 1 / MICROS, torch.Tensor.backward)
+            else:
+                (criterion(net(x), y) / (MICROS * chunks)).backward()
+
+    def gradients(step):
+        total = {p: torch.zeros_like(p) for p in parameters if p.grad is not None}
+        before, first = [buffer.clone() for buffer in buffers], None
+        for part in range(kind.parts):
+            owner.zero_grad()
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+            for micro in range(MICROS):
+                of_part(*(each.chunk(kind.parts)[part] for each in data(condition, step, micro)))
+            for p in parameters:
+                if p.grad is not None:
+                    total[p] = total.get(p, 0.0) + p.grad / kind.parts
+            first = first or [buffer.clone() for buffer in buffers]
+        for buffer, value in zip(buffers, first, strict=True):
+            buffer.copy_(value)  # those of the first rank
+        for p in parameters:
+            p.grad = total.get(p)
+
+    def clip_now():
+        found.append(clip(owner, mode, unscaled, INPUTS if "units" in condition.options else None))
+
+    def closure(step):
+        owner.zero_grad()
+        gradients(step)
+        clip_now()
+        return 0.0
+
+    for step in range(STEPS):
+        condition.change(step, net, optimizers[0])
+        if "closure" in condition.options:
+            optimizers[0].step(torch.enable_grad()(partial(closure, step)))
+            continue
+        gradients(step)
+        condition.after(step, net, optimizers[0])
+        finite = all(bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None)
+        clip_now()
+        for each in optimizers if finite else ():
+            each.step()
+        average.update_parameters(net)
+        owner.zero_grad(set_to_none=to_none)
+    held = average.module if "average" in condition.options else net
+    return {"found": found, "weights": state(held.state_dict(), criterion)}
+
+
+def same_step(name, title):
+    """The same under a plugin on this rank: with bits of what it holds, or why it is refused."""
+    condition, mode = CONDITIONS[title], mode_of(name, title)
+    uneven = name == "ddp" and "unused" in condition.options
+    plugin = KINDS[name].make(**({"find_unused_parameters": True} if uneven else {}))
+    fp16 = LossScale(2.0**10) if "fp16" in condition.options else None
+    booster = Booster("fp16" if fp16 else None, plugin=plugin, loss_scale=fp16)
+    net, criterion, _, optimizers = made(condition, name)
+    if isinstance(criterion, Learned) and plugin.rank:
+        criterion.scale.data.fill_(99.0)  # Ranks are given the first one's.
+    try:
+        given = optimizers if len(optimizers) > 1 else optimizers[0]
+        model, optimizer, *_ = booster.boost(net, given, criterion)
+        average = AveragedModel(model) if "average" in condition.options else None
+        found = train(booster, model, optimizer, condition, criterion, mode, average)
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
+        return str(error)
+    if title == "batch norm" and model.pipeline is None:
+        with torch.no_grad():  # DDP synchronises buffers in a forward pass.
+            model.eval()(data(condition, 0, 0)[0])
+    assert fp16 is None or fp16.scale == 2.0**9
+    held = model if average is None else average.module
+    tensors = [*held.unwrap().named_parameters(), *held.unwrap().named_buffers()]
+    here = {model.renamed.get(key, key): whole(tensor) for key, tensor in tensors}
+    weights = here if average is not None else booster.state_dict(model)
+    return {
+        "found": found,
+        "weights": state(weights, criterion),
+        "bits": {key: bits(tensor) for key, tensor in state(here, criterion).items()},
+    }
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def bits(tensor):
+    return sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+def train(booster, model, optimizer, condition, criterion, mode, average):
+    """Train under a plugin; return norms and shares."""
+    net, first, found = model.unwrap(), optimizer.optimizers[0], []
+    options = {"scales": "all"} if mode == "norm of all" else {}
+    if "units" in condition.options:
+        options["units"] = UNITS
+    clipping = build(mode.split()[0], threshold=LIMITS[mode], **options)
+    rank, size = booster.plugin.data_rank, booster.plugin.data_size
+    backward = partial(booster.backward, optimizer=optimizer)
+
+    def share(outputs, targets):
+        return criterion(outputs, targets) / MICROS
+
+    if hasattr(criterion, "loss_items"):
+        share.loss_items = criterion.loss_items
+
+    def gradients(step):
+        for micro in range(MICROS):
+            inputs, targets = (each.chunk(size)[rank] for each in data(condition, step, micro))
+            last = micro == MICROS - 1
+            with nullcontext() if last else booster.no_sync(model, optimizer):
+                if condition.passes is not None:
+                    condition.passes(model, inputs, targets, 1 / MICROS, backward)
+                elif model.pipeline is None:
+                    backward(share(model(inputs), targets))
+                else:
+                    # Its outputs take a forward pass of their own, which must leave no trace.
+                    batch = iter([(inputs, targets)])
+                    booster.execute_pipeline(batch, model, share, optimizer, return_outputs=last)
+
+    def clip_now(step):
+        if "one call" in condition.options:
+            asked = [model, model.module, net, model.parameters(), list(net.parameters())]
+            decision = apply_gradient_clipping(asked[step % 5], mode, LIMITS[mode])
+        else:
+            clipping.bind(optimizer.layout)
+            decision = optimizer.clip(clipping)
+        found.append((float(decision.norm), float(decision.fraction)))
+
+    def closure(step):
+        optimizer.zero_grad()
+        gradients(step)
+        if condition.mode != "none":
+            clip_now(step)
+        return 0.0
+
+    for step in range(STEPS):
+        condition.change(step, net, first)
+        if "closure" in condition.options:
+            optimizer.step(torch.enable_grad()(partial(closure, step)))
+            continue
+        gradients(step)
+        condition.after(step, net, first)
+        clip_now(step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none="zeros" not in condition.options)
+        if average is not None:
+            average.update_parameters(model)
+    return found
+
+
+def classes():
+    """Samples of which the second half of each batch has few classes that count."""
+    generator = torch.Generator().manual_seed(9)
+    inputs = torch.randn(STEPS * MICROS * SAMPLES, 4, dtype=torch.float64, generator=generator)
+    targets = torch.randint(6, (len(inputs),), generator=generator)
+    ignored = torch.rand(len(inputs), generator=generator) < torch.linspace(0, 0.9, 8).repeat(20)
+    return TensorPairs(inputs, targets.where(~ignored, IGNORE))
+
+
+def ignoring(name):
+    """Weights after steps of the trainer whose ranks have different numbers of items."""
+    plugin, net = PLUGINS[name].make(), network(name)
+    trainer = Trainer(
+        net,
+        plugin.prepare_dataloader(classes(), SAMPLES // plugin.data_size),
+        f"{STEPS}ba",
+        GradientClipping("norm", LIMITS["norm"]),
+        optimizers=sgd(net),
+        criterion=nn.CrossEntropyLoss(ignore_index=IGNORE),
+        plugin=plugin,
+        accumulation_steps=MICROS,
+    )
+    trainer.fit()
+    return {"weights": trainer.booster.state_dict(trainer.model)}
+
+
+def ignoring_in_plain_pytorch(name):
+    net, pairs = network(name), classes()
+    optimizer = sgd(net)
+    for x, y in zip(pairs.inputs.chunk(STEPS), pairs.targets.chunk(STEPS), strict=True):
+        F.cross_entropy(net(x), y, ignore_index=IGNORE).backward()
+        clip(net, "norm")
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": net.state_dict(), "found": []}
+
+
+@contextmanager
+def exact_muon():
+    """Muon's own cast to bfloat16 rounds away what is compared here."""
+    before = torch.Tensor.bfloat16
+    torch.Tensor.bfloat16 = lambda tensor: tensor
+    try:
+        yield
+    finally:
+        torch.Tensor.bfloat16 = before
+
+
+def table(name):
+    found = {}
+    for title in CONDITIONS if name in PLUGINS else SOME:
+        if name not in CONDITIONS[title].without:
+            torch._dynamo.reset()
+            with exact_muon():
+                found[title] = same_step(name, title)
+    return found | ({"ignore_index": ignoring(name)} if name in PLUGINS else {})
+
+
+def compare(name, title, results):
+    """Describe what is wrong with the results of all ranks for one condition."""
+    condition = CONDITIONS.get(title, Condition())
+    pattern = condition.message(name)
+    if pattern is not None or any(isinstance(result, str) for result in results):
+        right = [isinstance(r, str) and re.search(pattern or "$^", r) for r in results]
+        return [] if all(right) else [f"{title}: {results!r:.300}"]
+    with exact_muon():
+        ignores = title == "ignore_index"
+        wanted = ignoring_in_plain_pytorch(name) if ignores else in_plain_pytorch(name, title)
+    off = []
+    for key, tensor in wanted["weights"].items():
+        got = next((r["weights"][key] for r in results if key in r["weights"]), tensor.new_zeros(0))
+        far = (got - tensor).abs().max() / max(1.0, tensor.abs().max()) if tensor.numel() else 0.0
+        if got.shape != tensor.shape or not far <= condition.tolerance:
+            off.append(f"{title}: {key} is off by {far:.1e}")
+    same = {}
+    for rank, result in enumerate(results):
+        for key, value in result.get("bits", {}).items():
+            if same.setdefault(key, value) != value:
+                off.append(f"{title}: rank {rank} has another {key}")
+        found = result.get("found", [])
+        for a, b in zip(found, wanted["found"], strict=True) if found and title != "inf" else ():
+            if a != pytest.approx(b, rel=max(condition.tolerance, 1e-11)):
+                off.append(f"{title}: rank {rank}: {a} instead of {b}")
+    return off
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_condition_is_right_or_refused(name):
+    ranks = run_ranks(table, KINDS[name].ranks, name) if KINDS[name].ranks > 1 else [table(name)]
+    wrong = [
+        each for title in ranks[0] for each in compare(name, title, [rank[title] for rank in ranks])
+    ]
+    assert not wrong, "\n".join(wrong)

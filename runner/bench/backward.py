@@ -32,11 +32,7 @@ Make = Callable[[str], tuple[nn.Module, Loss]]
 
 
 class LiveGradients:
-    """Counts the bytes of gradients that are alive at once in backward passes.
-
-    A gradient counts from when autograd has accumulated it until its memory is freed, whoever
-    refers to it. Make it before anybody else registers hooks on the parameters.
-    """
+    """Counts the bytes of gradients that are alive at once in backward passes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.most = 0

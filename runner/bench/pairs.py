@@ -38,10 +38,7 @@ class Spread(NamedTuple):
 
 
 def interleave(sides: Mapping[str, Side], rounds: int, warm_up: int = 1) -> Times:
-    """Run every side once in each round, in an order that rotates from round to round.
-
-    Times of the ``warm_up`` rounds before are dropped.
-    """
+    """Run every side once in each round, in an order that rotates from round to round."""
     names = list(sides)
     times: Times = {name: [] for name in names}
     for turn in range(warm_up + rounds):
@@ -59,11 +56,7 @@ def ratio(ours: Iterable[float], theirs: Iterable[float]) -> Spread:
 
 
 def added(ours: Iterable[float], theirs: Iterable[float], bare: Iterable[float]) -> Spread:
-    """Return the spread of what ``ours`` adds to ``bare``, divided by what ``theirs`` adds.
-
-    Rounds in which noise made the bare side slower than ``theirs`` are left out; with no other
-    round the spread is that of the medians.
-    """
+    """Return the spread of what ``ours`` adds to ``bare``, divided by what ``theirs`` adds."""
     rounds = list(zip(ours, theirs, bare, strict=True))
     kept = [(our - base) / (their - base) for our, their, base in rounds if their > base]
     if not kept:

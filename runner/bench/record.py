@@ -30,10 +30,8 @@ def record(
     command: str,
     show: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure tables, show each row at once, and write both files to ``folder`` after each table.
-
-    Raises:
-        Stopped: a signal asked to stop.
+    """Measure tables, show each row at once, and write both files to ``folder`` after each
+    table.
     """
     lines: list[str] = []
 

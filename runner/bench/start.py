@@ -61,11 +61,7 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 
 def run(arguments: Sequence[str], setting: Setting, code: int = 0) -> None:
-    """Run Python with ``arguments`` to its end, with its outputs in the folder of ``setting``.
-
-    Raises:
-        RuntimeError: its exit code is not ``code``; the message has the end of what it printed.
-    """
+    """Run Python with ``arguments`` to its end, with its outputs in the folder of ``setting``."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     kept = {name: value for name, value in os.environ.items() if name not in ranks}
     path = [str(Path(__file__).parents[2]), *filter(None, [kept.get("PYTHONPATH")])]

@@ -58,10 +58,7 @@ class Subject:
         torch._foreach_copy_(self.gradients, self._saved)
 
     def side(self, work: Callable[[], object]) -> Side:
-        """Return a side that restores the gradients and times ``work``.
-
-        Short work is done three times and the fastest counts, which leaves out interruptions.
-        """
+        """Return a side that restores the gradients and times ``work``."""
         clock = clock_of(self.device)
 
         def once() -> float:

@@ -18,15 +18,7 @@ HEADER = f"{'':<{WIDTH}}  median   quartiles        limit         medians in ms"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a benchmark is asked for.
-
-    Attributes:
-        folder: folder for files that the measured programs write; removed afterwards.
-        quick: whether to measure small sizes in few rounds, to see that everything runs.
-        peers: whether to measure other libraries too, where they are installed.
-        device: device of the tables of clipping in one process, such as ``cpu``.
-        rounds: number of rounds, instead of that of each row.
-    """
+    """What a benchmark is asked for."""
 
     folder: Path
     quick: bool = False
@@ -41,15 +33,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table.
-
-    Attributes:
-        what: what was measured.
-        value: its median and quartiles.
-        limit: largest value that the project aims at; None where there is none.
-        unit: empty for ratios; ``s``, ``MB`` or ``error`` (relative).
-        ms: medians of the sides in milliseconds, by name.
-    """
+    """One line of a table."""
 
     what: str
     value: Spread
@@ -87,11 +71,7 @@ def compared(
     bare: str | None = None,
     steps: int = 1,
 ) -> Row:
-    """Return the row with the ratio of the times of the sides ``ours`` and ``base``.
-
-    The times of the side ``bare`` are subtracted from both before. A side takes ``steps`` training
-    steps, and the row shows the time of one.
-    """
+    """Return the row with the ratio of the times of the sides ``ours`` and ``base``."""
     if bare is None:
         spread = ratio(times[ours], times[base])
     else:

@@ -43,11 +43,7 @@ class ModelCall(NamedTuple):
     kwargs: Mapping[str, Any] = {}
 
     def only_tensor(self) -> Tensor:
-        """Return the input of a model that takes one tensor.
-
-        Raises:
-            BatchError: there are more inputs, or another one.
-        """
+        """Return the input of a model that takes one tensor."""
         named = dict(self.kwargs)
         own = target_name(named)
         if own is not None and len(named) + len(self.args) > 1:
@@ -63,13 +59,7 @@ class ModelCall(NamedTuple):
 
 
 class Calls:
-    """Knows what the ``forward`` of a model takes.
-
-    Args:
-        model: the user's model, before a plugin wraps it.
-        whole: whether it gets every batch whole.
-        labelled: whether it gets the targets of dictionaries too, where its ``forward`` takes them.
-    """
+    """Knows what the ``forward`` of a model takes."""
 
     def __init__(self, model: nn.Module, whole: bool, labelled: bool) -> None:
         self._whole, self._labelled = whole, labelled
@@ -81,11 +71,7 @@ class Calls:
         self._takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 
     def of(self, batch: Any) -> ModelCall:
-        """Return what the model is called with for a batch.
-
-        Raises:
-            BatchError: the batch has none of the structures above.
-        """
+        """Return what the model is called with for a batch."""
         if self._whole:
             return ModelCall((batch,))
         if isinstance(batch, tuple | list) and len(batch) > 1:
@@ -172,11 +158,7 @@ def tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def batch_size(batch: Any) -> int:
-    """Return the length of the first tensor in a batch of any structure.
-
-    Raises:
-        BatchError: the batch has no tensor with a dimension.
-    """
+    """Return the length of the first tensor in a batch of any structure."""
     for leaf in tensors(batch):
         if leaf.ndim:
             return len(leaf)

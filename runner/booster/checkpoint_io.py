@@ -49,21 +49,7 @@ class CheckpointIO:
         size_per_shard: int = 1024,
         use_safetensors: bool = False,
     ) -> None:
-        """Save the weights of the model.
-
-        Args:
-            model: the boosted model.
-            checkpoint: with ``shard`` a folder, which is made; else a file.
-            shard: whether each rank writes what it holds, as safetensors. Otherwise the first rank
-                gathers the whole model and writes one file.
-            size_per_shard: accepted, without effect.
-            use_safetensors: whether that one file is in the format of safetensors, as it also is if
-                its name ends so; else it is what ``torch.save`` writes.
-
-        Raises:
-            OSError: it cannot be written, on every rank. A former file is unchanged.
-            ValueError: the folder holds an optimizer.
-        """
+        """Save the weights of the model."""
         path = Path(checkpoint)
         if shard:
             _write_folder(path, saved.model_tensors(model), of_optimizer=False)
@@ -82,18 +68,7 @@ class CheckpointIO:
         checkpoint: str | Path,
         strict: bool = True,
     ) -> None:
-        """Load what :meth:`save_model` saved, or the state dict of a model that was not boosted.
-
-        Args:
-            model: the boosted model.
-            checkpoint: folder or file.
-            strict: whether the names have to be those of the model. Otherwise those that both have
-                are loaded.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: names or shapes are not those of the model, or it holds something else.
-        """
+        """Load what :meth:`save_model` saved, or the state dict of a model that was not boosted."""
         path = Path(checkpoint)
         if path.is_dir():
             saved.load_model(model, Folder(path), missing=not strict)
@@ -109,18 +84,7 @@ class CheckpointIO:
         checkpoint: str | Path,
         shard: bool = False,
     ) -> None:
-        """Save the state of the optimizers and of the fp16 loss scale.
-
-        Args:
-            optimizer: the boosted optimizer.
-            checkpoint: with ``shard`` a folder, which is made; else a file.
-            shard: whether each rank writes what it holds. Otherwise the first rank gathers all.
-
-        Raises:
-            OSError: it cannot be written, on every rank.
-            ValueError: it cannot be known which part of a whole tensor a rank holds; or the folder
-                holds a model.
-        """
+        """Save the state of the optimizers and of the fp16 loss scale."""
         path = Path(checkpoint)
         tensors, values = saved.optimizer_tensors(optimizer), saved.optimizer_values(optimizer)
         if shard:
@@ -135,16 +99,7 @@ class CheckpointIO:
         optimizer: OptimizerWrapper,
         checkpoint: str | Path,
     ) -> None:
-        """Load what :meth:`save_optimizer` saved.
-
-        Args:
-            optimizer: the boosted optimizer, of the same kind and with the same groups.
-            checkpoint: folder or file.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it is the state of another optimizer, or something else.
-        """
+        """Load what :meth:`save_optimizer` saved."""
         path = Path(checkpoint)
         values = _read(path / _VALUES if path.is_dir() else path)
         if path.is_dir():
@@ -154,23 +109,13 @@ class CheckpointIO:
             saved.load_optimizer(optimizer, held, values)
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
-        """Save the state of a scheduler to a file.
-
-        Raises:
-            OSError: it cannot be written, on every rank.
-            ValueError: only the scheduler's code could load its state, on every rank.
-        """
+        """Save the state of a scheduler to a file."""
         path = Path(checkpoint)
         state = lr_scheduler.state_dict()
         _write_file(path, lambda part: part.write_bytes(saved.packed(state)))
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
-        """Load what :meth:`save_lr_scheduler` saved.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it is no state of a scheduler.
-        """
+        """Load what :meth:`save_lr_scheduler` saved."""
         lr_scheduler.load_state_dict(_read(Path(checkpoint)))
 
 

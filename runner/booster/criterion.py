@@ -50,12 +50,7 @@ def summed(criterion: Any) -> Criterion | None:
 
 
 def cross_entropy_sum(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Sum the cross entropy of logits.
-
-    Args:
-        outputs: logits ``(..., classes)``.
-        targets: classes ``(...)``, or class probabilities ``(..., classes)``.
-    """
+    """Sum the cross entropy of logits."""
     flat = targets.flatten(0, -2) if targets.is_floating_point() else targets.flatten()
     return functional.cross_entropy(
         outputs.flatten(0, -2), flat, ignore_index=IGNORED, reduction="sum"

@@ -28,10 +28,6 @@ class Fold:
     """Leaves the multiplication of gradients to the step of fused optimizers, where that is right.
 
     The step reads each gradient anyway, so clipping in it saves a read and a write of all of them.
-
-    Args:
-        optimizers: optimizers that step together.
-        layout: where the gradients live.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], layout: Layout) -> None:
@@ -40,12 +36,7 @@ class Fold:
         self._known: tuple[Any, list[ParamShard] | None] | None = None
 
     def scaled(self, some: bool) -> Sequence[Optimizer]:
-        """Return the optimizers whose gradients the coefficient multiplies.
-
-        Args:
-            some: whether it leaves out the gradients of :meth:`Layout.leave_unscaled`. An optimizer
-                that has others too is among those that are returned.
-        """
+        """Return the optimizers whose gradients the coefficient multiplies."""
         if not some:
             return self._optimizers
         left_out = {id(shard.param) for shard in self._layout.shards if not shard.scaled}
@@ -60,10 +51,6 @@ class Fold:
 
         If so, those of them that no optimizer steps are multiplied here. A hook that runs before a
         step has to see clipped gradients, so then nothing is folded.
-
-        Args:
-            coef: factor of the gradients.
-            some: see :meth:`scaled`.
         """
         if not isinstance(coef, Tensor) and not coef * LARGEST_SCALE >= 1.0:
             return False
@@ -130,16 +117,7 @@ def step_where(
     coef: Number = 1.0,
     scaled: Sequence[Optimizer] | None = None,
 ) -> None:
-    """Step optimizers if ``finite`` holds. Fused kernels read a tensor on the device.
-
-    Args:
-        finite: whether to take the step.
-        optimizers: optimizers that step together.
-        closure: closure of the one optimizer.
-        coef: factor of the gradients of ``scaled``, for optimizers for which :class:`Fold` takes
-            it. The kernels write the product to the gradients too.
-        scaled: optimizers whose gradients are multiplied; all by default.
-    """
+    """Step optimizers if ``finite`` holds. Fused kernels read a tensor on the device."""
     if isinstance(finite, Tensor) and _starts_momentum(optimizers):
         finite = bool(finite)
     if finite is False:

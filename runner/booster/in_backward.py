@@ -64,14 +64,6 @@ class _Part:
 class InBackward:
     """Clips, and steps where asked, what becomes final in a backward pass.
 
-    Args:
-        layout: where all gradients live.
-        optimizers: optimizers that step together.
-        mode: the clipping mode, bound to ``layout``.
-        accumulates: returns whether the gradients of the backward pass that runs are not final.
-        steps: whether each parameter is stepped beside its clipped gradient.
-        each: whether the share of each gradient in the norm is wanted in ``powers``.
-
     Attributes:
         mode: the mode.
         steps: see above.
@@ -127,12 +119,7 @@ class InBackward:
 
     @torch.no_grad()
     def clip(self, parameters: Sequence[Tensor]) -> None:
-        """Clip parameters whose gradients have become final, and step them where asked.
-
-        Raises:
-            StepOrderError: a gradient was final before in this step, or an optimizer has hooks
-                that run once a step.
-        """
+        """Clip parameters whose gradients have become final, and step them where asked."""
         if not (self.began or self._waits):
             self._begin()
         if self._waits:
@@ -247,12 +234,7 @@ class InBackward:
         return combine(self._adding.gather([self._sum(powers)])[0], self.mode.norm_type)
 
     def decide(self, norm: Number, finite: bool | Tensor) -> Decision:
-        """Return the decision on all parts; one collective, where :meth:`finish` has one.
-
-        Args:
-            norm: ‖G‖.
-            finite: whether it is finite. Where it is not, the history of the mode is as before.
-        """
+        """Return the decision on all parts; one collective, where :meth:`finish` has one."""
         self.mode.end_parts()
         self.mode.undo(self._history, finite)
         if finite is False:
@@ -299,17 +281,7 @@ class InBackward:
 def require_possible(
     mode: ClipMode, optimizers: Sequence[Optimizer], *, step: bool, **options: Any
 ) -> None:
-    """Check that gradients can be clipped in the backward pass.
-
-    Args:
-        mode: the clipping mode.
-        optimizers: the optimizers.
-        step: whether they step in the backward pass too.
-        options: further arguments of :func:`runner.config.in_backward.refusals`.
-
-    Raises:
-        ValueError: they cannot; the message says why.
-    """
+    """Check that gradients can be clipped in the backward pass."""
     for key, why in refusals(type(mode), vars(mode), step=step, **options):
         raise ValueError(f"clipping in the backward pass: {key}: {why}")
     for optimizer in optimizers if step else ():
@@ -334,12 +306,7 @@ def why_not_in_parts(optimizer: Optimizer) -> str:
 
 
 def step_some(optimizer: Optimizer, groups: dict[int, list[Any]]) -> None:
-    """Step some parameters of an optimizer alone.
-
-    Args:
-        optimizer: an optimizer whose step of one parameter needs no other one.
-        groups: the parameters, by the number of their group.
-    """
+    """Step some parameters of an optimizer alone."""
     held = [group["params"] for group in optimizer.param_groups]
     try:
         for number, group in enumerate(optimizer.param_groups):

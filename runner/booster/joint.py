@@ -22,15 +22,7 @@ CRITERION = "criterion."
 
 
 def named(models: Sequence[nn.Module], criterion: Any) -> dict[str, nn.Module]:
-    """Return the modules that are trained together, by the prefix of their parameters' names.
-
-    Args:
-        models: models. One model has no prefix; several have their numbers.
-        criterion: the loss function, included if it is a module with its own trainable parameters.
-
-    Raises:
-        ValueError: two models, or a model and a criterion, share a parameter.
-    """
+    """Return the modules that are trained together, by the prefix of their parameters' names."""
     parts = {"": models[0]} if len(models) == 1 else {f"{i}.": m for i, m in enumerate(models)}
     owner: dict[nn.Parameter, str] = {}
     for prefix, model in parts.items():
@@ -56,16 +48,7 @@ def named(models: Sequence[nn.Module], criterion: Any) -> dict[str, nn.Module]:
 
 
 def replicate(criterion: nn.Module, plugin: Plugin) -> ParallelModel:
-    """Replicate a criterion on every rank, with gradients averaged over data-parallel ranks.
-
-    Args:
-        criterion: module that every rank calls with its own outputs (with pipeline stages: that the
-            last stage calls).
-        plugin: plugin that distributes the model.
-
-    Raises:
-        ValueError: the pipeline schedule computes no gradients of a criterion's parameters.
-    """
+    """Replicate a criterion on every rank, with gradients averaged over data-parallel ranks."""
     schedule = getattr(plugin, "schedule", "gpipe")
     if SCHEDULES[schedule].splits_backward and getattr(plugin, "stage_count", 1) > 1:
         raise ValueError(
@@ -95,11 +78,7 @@ def _average(replicas: Replicas, plugin: Plugin) -> None:
 def require_known(
     optimizers: Sequence[Optimizer], given: Mapping[str, Mapping[str, nn.Parameter]]
 ) -> None:
-    """Refuse a parameter that would be neither synchronised nor clipped.
-
-    Raises:
-        ValueError: an optimizer holds a parameter of none of the modules.
-    """
+    """Refuse a parameter that would be neither synchronised nor clipped."""
     known = {id(parameter) for named in given.values() for parameter in named.values()}
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
@@ -117,12 +96,7 @@ def require_known(
 def names_of(
     parameters: Iterable[Tensor], given: Mapping[str, Mapping[str, nn.Parameter]]
 ) -> set[str]:
-    """Return the names of parameters in the layout of all modules.
-
-    Args:
-        parameters: some parameters of the modules, before distribution.
-        given: see :func:`rebind`.
-    """
+    """Return the names of parameters in the layout of all modules."""
     wanted = {id(parameter) for parameter in parameters}
     return {
         prefix + name
@@ -138,17 +112,7 @@ def rebind(
     parts: Mapping[str, nn.Module],
     parallel: Mapping[str, ParallelModel],
 ) -> None:
-    """Replace the parameters of optimizers by those that this rank steps after distribution.
-
-    Args:
-        optimizers: the user's optimizers.
-        given: original parameters of each module by name.
-        parts: the modules with their current parameters.
-        parallel: each module after distribution.
-
-    Raises:
-        ValueError: an optimizer has taken a step already, so its state is that of whole parameters.
-    """
+    """Replace the parameters of optimizers by those that this rank steps after distribution."""
     replaced: dict[int, list[nn.Parameter]] = {}
     for prefix, made in parallel.items():
         now: dict[str, list[nn.Parameter]] = {}

@@ -85,15 +85,6 @@ class WindowLoss:
     have. The items of such a mean are the labels of the batch that are not ignored, but the first
     of each sequence where the model shifts them, or what its method ``loss_items(batch)`` returns.
     Otherwise it is the cross entropy over the last dimension of the outputs.
-
-    Args:
-        model: the user's model; :mod:`runner.booster.batch` tells what it is called with.
-        criterion: loss of (outputs, targets) to use instead of all these.
-        checked: whether to warn, once, if the loss of a batch is not the mean over the items of its
-            parts.
-
-    Raises:
-        ValueError: the criterion does not reduce its losses to one number.
     """
 
     def __init__(
@@ -131,12 +122,7 @@ class WindowLoss:
         self.unproved = not self._sums and self._divisor is None
 
     def items(self, batch: Any) -> Count:
-        """Count the items, samples and tokens of a microbatch.
-
-        Raises:
-            BatchError: the batch has no targets, see :mod:`runner.booster.batch`, and the model
-                neither has a ``loss`` nor can return one.
-        """
+        """Count the items, samples and tokens of a microbatch."""
         targets, named = self._labels(batch), named_parts(batch) is not None
         if targets is None:
             if not (self.takes_batch or (self._may_return and named)):
@@ -194,14 +180,7 @@ class WindowLoss:
         return logits_of(outputs)
 
     def sum(self, outputs: Any, batch: Any, items: float | None) -> Tensor:
-        """Sum the item losses of a microbatch.
-
-        Args:
-            outputs: outputs of the model.
-            batch: batch that the outputs were computed from.
-            items: number of items in the microbatch. None for a batch that does not count: its sum
-                is 0, with a gradient of zeros.
-        """
+        """Sum the item losses of a microbatch."""
         own = returned_loss(outputs) if self._may_return else None
         if items is None or (items == 0 and not (self._sums and own is None)):
             return zero_with_gradient(outputs if own is None else without_loss(outputs))
@@ -299,12 +278,6 @@ class WindowLoss:
 
         A copy of the criterion computes them, so the buffers and attributes of the criterion do
         not change. True where that cannot be found out: a criterion that communicates, say.
-
-        Args:
-            outputs: outputs of the model.
-            batch: batch that the outputs were computed from.
-            loss: mean loss of the batch; computed by default.
-            items: items of the batch; counted by default.
         """
         samples = batch_size(batch)
         if samples < 2 or not isinstance(outputs, Tensor) or len(outputs) != samples:

@@ -15,12 +15,8 @@ Nonfinite = Literal["skip", "error", "ignore"]
 
 
 class NonFiniteGradient(FloatingPointError):
-    """A gradient holds NaN or inf, and ``nonfinite`` is ``error``; or too many steps were skipped.
-
-    Args:
-        finding: what is not finite.
-        advice: what to do about it.
-        norm: norm of the gradient.
+    """A gradient holds NaN or inf, and ``nonfinite`` is ``error``; or too many steps were
+    skipped.
     """
 
     def __init__(self, finding: str, advice: str = "", norm: float = math.nan) -> None:
@@ -37,11 +33,6 @@ def finding(layout: Layout, powers: Powers | None, norm: float) -> str:
     """Name the parameters whose gradient is not finite, and the ranks that hold it.
 
     One collective of the ranks of the layout, all of which have seen the same norm.
-
-    Args:
-        layout: where the gradients live.
-        powers: share of each gradient of this rank in the norm.
-        norm: norm of the whole gradient.
     """
     here = [] if powers is None else powers.not_finite()
     group = layout.group

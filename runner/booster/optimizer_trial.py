@@ -69,13 +69,6 @@ def error_on_shards(optimizer: Optimizer, mesh: DeviceMesh) -> float:
     """Return the largest relative error of updates of sharded tensors.
 
     The reference is the same optimizer on whole tensors. The error is 0 if that cannot be built.
-
-    Args:
-        optimizer: optimizer whose class, options and placements are tried.
-        mesh: mesh of the sharded parameters; every rank of it has to call this function.
-
-    Raises:
-        Exception: whatever the optimizer raises on sharded tensors.
     """
     groups = [_examples(group["params"], mesh) for group in optimizer.param_groups]
     device = torch.device(mesh.device_type)
@@ -99,15 +92,7 @@ def error_on_shards(optimizer: Optimizer, mesh: DeviceMesh) -> float:
 def error_of_parts(
     optimizer: Optimizer, step_some: Callable[[Optimizer, dict[int, list[Any]]], None]
 ) -> float:
-    """Return the largest relative difference of updates that are computed tensor by tensor.
-
-    Args:
-        optimizer: optimizer whose class and options are tried.
-        step_some: steps some tensors, given by the number of their group.
-
-    Raises:
-        Exception: whatever the class raises for its own options, or in a step.
-    """
+    """Return the largest relative difference of updates that are computed tensor by tensor."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     known = held and held[0].device.type != "meta"
     device = held[0].device if known else torch.device("cpu")

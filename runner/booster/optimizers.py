@@ -74,14 +74,6 @@ def require_safe(optimizer: Optimizer, parallel: Collection[ParallelModel], plug
     """Refuse an optimizer whose steps would differ from those of one process.
 
     Every rank has to call it: trial steps communicate, and all ranks refuse or none.
-
-    Args:
-        optimizer: optimizer that holds the parameters which this rank steps.
-        parallel: the parallel models that own its parameters.
-        plugin: the plugin, for the message.
-
-    Raises:
-        ValueError: its steps would be wrong; the message names the optimizer and what to choose.
     """
     if type(optimizer) in ELEMENTWISE or all(each.layout.group is None for each in parallel):
         return

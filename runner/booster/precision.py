@@ -15,11 +15,7 @@ would halve the scale down to 0."""
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """Return the dtype of a forward pass under precision ``name``; None for full precision.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Return the dtype of a forward pass under precision ``name``; None for full precision."""
     if name is None:
         return None
     if name not in DTYPES:

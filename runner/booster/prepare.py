@@ -30,11 +30,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def require_dense(model: nn.Module, plugin: str) -> None:
-    """Refuse a layer with sparse gradients, which cannot be sharded or summed over ranks.
-
-    Raises:
-        ValueError: the model has such a layer; the message names it.
-    """
+    """Refuse a layer with sparse gradients, which cannot be sharded or summed over ranks."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(
@@ -44,14 +40,7 @@ def require_dense(model: nn.Module, plugin: str) -> None:
 
 
 def require_real(parts: Mapping[str, nn.Module]) -> None:
-    """Refuse complex parameters, before a plugin fails on them.
-
-    Args:
-        parts: modules by the prefix of their parameters' names.
-
-    Raises:
-        TypeError: a parameter is complex; the message names it.
-    """
+    """Refuse complex parameters, before a plugin fails on them."""
     for prefix, part in parts.items():
         for name, parameter in part.named_parameters():
             if parameter.is_complex():

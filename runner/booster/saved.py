@@ -36,37 +36,20 @@ _RATES = ("initial_lr", "max_lr", "min_lr")
 
 
 def model_tensors(model: ModelWrapper, with_buffers: bool = True) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers on this rank, by their names in the whole model.
-
-    Args:
-        model: the boosted model.
-        with_buffers: whether to include buffers, which may differ between data-parallel ranks.
+    """Return the parameters and persistent buffers on this rank, by their names in the whole
+    model.
     """
     return {name: copies[0] for name, copies in model_slots(model, with_buffers).items()}
 
 
 def whole_model(model: ModelWrapper) -> dict[str, Tensor]:
-    """Gather the state dict of the whole model on the host; every rank has to call this.
-
-    Returns:
-        A state dict for the user's model on the first rank; an empty dict on the others.
-    """
+    """Gather the state dict of the whole model on the host; every rank has to call this."""
     whole = gathered(model.unwrap(), model.renamed)
     return {name: whole[first] for name, first in model.names.items()} if whole else {}
 
 
 def load_model(model: ModelWrapper, source: Source, *, missing: bool = False) -> None:
-    """Load the parameters and buffers of a model under any layout; every rank has to call this.
-
-    Args:
-        model: the boosted model.
-        source: where they are stored, by the names of :func:`model_tensors`.
-        missing: whether the source may lack some of them, which then stay as they are.
-
-    Raises:
-        ValueError: the source lacks a tensor of this model, or holds it in another shape.
-        OSError: a rank could not read, on every rank.
-    """
+    """Load the parameters and buffers of a model under any layout; every rank has to call this."""
     tensors = model_slots(model)
     if missing:
         tensors = {name: copies for name, copies in tensors.items() if name in source.stored}
@@ -94,11 +77,7 @@ def model_slots(model: ModelWrapper, with_buffers: bool = True) -> dict[str, lis
 
 
 def optimizer_tensors(optimizer: OptimizerWrapper) -> dict[str, Tensor]:
-    """Return the tensors in the state of the optimizers on this rank.
-
-    Raises:
-        ValueError: it cannot be known which part of a whole tensor one of them is.
-    """
+    """Return the tensors in the state of the optimizers on this rank."""
     return {
         key: _placed(key, value, parameter)
         for key, value, parameter in _state(optimizer)
@@ -107,14 +86,7 @@ def optimizer_tensors(optimizer: OptimizerWrapper) -> dict[str, Tensor]:
 
 
 def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
-    """Return all of the optimizers that is no tensor; every rank has to call this.
-
-    Returns:
-        ``kinds``: name of the class of each optimizer; ``groups``: for each of them the settings
-        of its parameter groups; ``state``: numbers and the like in its state, by name;
-        ``loss_scale``: the state of the fp16 scale, or None; ``skip``: the state of the skip rule,
-        if there is one.
-    """
+    """Return all of the optimizers that is no tensor; every rank has to call this."""
     here = {key: value for key, value, _ in _state(optimizer) if not isinstance(value, Tensor)}
     listed = [here]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -137,16 +109,7 @@ def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: OptimizerWrapper, source: Source, values: Mapping[str, Any]) -> None:
-    """Load the state of the optimizers under any layout; every rank has to call this.
-
-    Args:
-        optimizer: the boosted optimizers, of the same kinds and with the same groups.
-        source: where the tensors are stored, by the names of :func:`optimizer_tensors`.
-        values: what :func:`optimizer_values` returned.
-
-    Raises:
-        ValueError: the state is that of other optimizers, groups or parameters. Nothing was loaded.
-    """
+    """Load the state of the optimizers under any layout; every rank has to call this."""
     tensors, assign = optimizer_slots(optimizer, source.stored, values)
     fill(tensors, source)
     assign()
@@ -158,21 +121,7 @@ def optimizer_slots(
     values: Mapping[str, Any],
     keep: Collection[str] = (),
 ) -> tuple[dict[str, list[Tensor]], Callable[[], None]]:
-    """Make tensors that the state of the optimizers can be loaded into; nothing is changed.
-
-    Args:
-        optimizer: see :func:`load_optimizer`.
-        held: tensors that are stored, by name.
-        values: see :func:`load_optimizer`.
-        keep: settings of the groups that are not loaded, such as ``weight_decay``; with ``lr`` all
-            that schedules of the rate set.
-
-    Returns:
-        The tensors to fill, by name, and what gives them to the optimizers then.
-
-    Raises:
-        ValueError: the state is that of other optimizers, groups or parameters.
-    """
+    """Make tensors that the state of the optimizers can be loaded into; nothing is changed."""
     _require_same(optimizer, values)
     kept = {*keep, *(_RATES if "lr" in keep else ())}
     fields: dict[str, list[str]] = {}
@@ -211,9 +160,6 @@ def packed(state: Mapping[str, Any]) -> bytes:
     """Return what ``torch.save`` writes of a state that is loaded without running code in it.
 
     NumPy's numbers become Python's.
-
-    Raises:
-        ValueError: the state holds something else than tensors, numbers, strings and containers.
     """
     buffer = io.BytesIO()
     try:

@@ -20,12 +20,6 @@ def at_once(loss: Number) -> Callable[[], Number]:
 class Spikes:
     """The loss of the current step, and whether a rule leaves the step out.
 
-    Args:
-        rule: the rule; None if no step is skipped as a spike.
-        start_mean: function that starts the mean of this rank's loss over the data-parallel ranks,
-            and returns a function that waits for it; called on every rank, once a step, for a rule
-            that reads the loss.
-
     Attributes:
         found: whether the current step is a spike; False while it is not decided.
     """
@@ -53,11 +47,7 @@ class Spikes:
         self._loss = added if self._loss is None else self._loss + added
 
     def start_loss(self) -> Callable[[], Number | None]:
-        """Start to exchange the loss of the step, so that it travels while the norm is measured.
-
-        Raises:
-            StepOrderError: the rule reads the loss, which no backward pass has told.
-        """
+        """Start to exchange the loss of the step, so that it travels while the norm is measured."""
         if self.rule is None or not self.rule.reads_loss:
             return lambda: None
         if self._loss is None:
@@ -70,17 +60,7 @@ class Spikes:
     def decide(
         self, norm: Number, loss: Number | None, finite: bool | Tensor, known: bool
     ) -> Number:
-        """Decide whether the step is a spike.
-
-        Args:
-            norm: ‖G‖ before clipping.
-            loss: loss over all ranks, if the rule reads it.
-            finite: whether the gradient is finite.
-            known: whether the host decides if the step is taken; it waits for an accelerator then.
-
-        Returns:
-            1 for a spike, else 0.
-        """
+        """Decide whether the step is a spike."""
         assert self.rule is not None
         spike = self.rule.is_spike(norm, loss, finite)
         self.found = bool(spike) if known else spike

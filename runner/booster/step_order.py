@@ -42,9 +42,6 @@ Written = tuple["ReferenceType[Tensor]", int]
 class StepOrder:
     """Follows the backward passes of one optimizer step after another.
 
-    Args:
-        layout: where the gradients live.
-
     Attributes:
         stage: where the current step stands.
         accumulating: whether backward passes run under ``no_sync`` now.
@@ -71,10 +68,6 @@ class StepOrder:
         """Note the backward pass through an output of the model when it runs.
 
         This sees a plain ``loss.backward()`` too.
-
-        Args:
-            output: a tensor that the forward pass returned.
-            held: whether the forward pass ran with gradient synchronisation switched off.
         """
         if output.requires_grad and not output.is_leaf:
             output.register_hook(partial(self._reached, held))  # type: ignore[no-untyped-call]
@@ -96,11 +89,7 @@ class StepOrder:
                 self.stage = StepState.ACCUMULATING
 
     def require_clippable(self) -> None:
-        """Check that there are gradients, that they are final, and that they were not clipped.
-
-        Raises:
-            StepOrderError: they are not; the message says why.
-        """
+        """Check that there are gradients, that they are final, and that they were not clipped."""
         if self.stage is StepState.CLIPPED or self.stage is StepState.ACCUMULATING:
             raise StepOrderError(f"cannot clip now: {self.stage.value}")
         # After a backward pass a rank of a split model may have no gradient. The other ranks wait
@@ -110,15 +99,7 @@ class StepOrder:
             raise StepOrderError(f"cannot clip now: {StepState.EMPTY.value}")
 
     def require_step(self) -> bool:
-        """Check that a step may be taken.
-
-        Returns:
-            Whether there are final gradients that were not clipped. Where there are none at all, a
-            step is allowed as well.
-
-        Raises:
-            StepOrderError: gradients are not final.
-        """
+        """Check that a step may be taken."""
         if self.stage is StepState.ACCUMULATING:
             raise StepOrderError(f"cannot step now: {self.stage.value}")
         # The backward pass through an output of a class that pytree does not know is not noted.
@@ -127,12 +108,7 @@ class StepOrder:
         )
 
     def begin_step(self, zeroed: bool) -> None:
-        """Begin the next step.
-
-        Args:
-            zeroed: whether there are no gradients now. Otherwise they count only when a backward
-                pass writes to them again.
-        """
+        """Begin the next step."""
         self.stage, self._held = StepState.EMPTY, False
         self._last = None if zeroed else _written(self.layout)
 

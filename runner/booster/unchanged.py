@@ -28,14 +28,7 @@ _BEFORE = "change the model before booster.boost, or build and boost it anew"
 
 
 class BoostedParameters:
-    """The parameters that a model had when it was boosted.
-
-    Args:
-        parts: the modules that are trained together, after distribution, by prefix.
-        renamed: for each prefix, the name in the whole model of each parameter that has another
-            name on this rank.
-        plugin: the plugin.
-    """
+    """The parameters that a model had when it was boosted."""
 
     def __init__(
         self,
@@ -77,9 +70,6 @@ class BoostedParameters:
         """Check that the model has the parameters that it had at boost.
 
         Loops without bytecode: a fraction of a microsecond for each parameter.
-
-        Raises:
-            ValueError: it has not; the message names one of them, and says what to do.
         """
         self._forward_checked = True
         if not (
@@ -130,12 +120,7 @@ class BoostedParameters:
             self._record_slots()
 
     def require_final(self) -> None:
-        """Check, once a step, that no gradient belongs to a parameter that was frozen since.
-
-        Raises:
-            ValueError: one does, and the plugin averages gradients after the backward pass; or as
-                :meth:`require_same`, where the forward pass did not run through the boosted model.
-        """
+        """Check, once a step, that no gradient belongs to a parameter that was frozen since."""
         if not self._forward_checked:
             self.require_same()
         self._forward_checked = False
@@ -153,13 +138,7 @@ class BoostedParameters:
 
 
 class BoostedGroups:
-    """The parameter groups of the optimizers that step together.
-
-    Args:
-        optimizers: the optimizers.
-        layout: all parameters of the boosted modules.
-        steps: ids of the parameters that this rank steps; None for all.
-    """
+    """The parameter groups of the optimizers that step together."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], layout: Layout, steps: frozenset[int] | None
@@ -175,9 +154,6 @@ class BoostedGroups:
         """Return whether parameters were added since the last call, by ``add_param_group``, say.
 
         With ZeRO stage 1, this rank keeps those of them that it steps.
-
-        Raises:
-            ValueError: a parameter is none of the boosted modules, or Muon was given a matrix.
         """
         now = self._now()
         if now == self._seen:

@@ -26,12 +26,6 @@ wrappers: WeakKeyDictionary[nn.Module, ReferenceType[ModelWrapper]] = WeakKeyDic
 class ModelWrapper(nn.Module):
     """A boosted model: the forward pass runs under autocast and returns float32 outputs.
 
-    Args:
-        module: module that runs: the user's model, or DDP around it.
-        model: the user's model.
-        dtype: half-precision dtype of the forward pass, or None.
-        pipeline: the pipeline that runs batches, if the model is split into stages.
-
     Attributes:
         renamed: name in the whole model of each parameter that has another name on this rank.
         names: each name in the state dict of the whole model, with the first name of its tensor.
@@ -56,11 +50,7 @@ class ModelWrapper(nn.Module):
         self.optimizer: OptimizerWrapper | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
-        """Copy the model without its optimizer and without DDP, for an average of its weights.
-
-        Raises:
-            TypeError: the model is sharded by ``fully_shard`` or split into stages.
-        """
+        """Copy the model without its optimizer and without DDP, for an average of its weights."""
         sharded = any(isinstance(module, FSDPModule) for module in self.modules())
         if sharded or self.pipeline is not None:
             how = "sharded over ranks" if sharded else "cut into stages"
@@ -88,11 +78,8 @@ class ModelWrapper(nn.Module):
         return self._model[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. Half-precision outputs are converted to float32, so that losses are exact.
-
-        Raises:
-            RuntimeError: the model is split into stages, so no rank has all of it.
-            ValueError: parameters were changed after boost, see :mod:`runner.booster.unchanged`.
+        """Run the model. Half-precision outputs are converted to float32, so that losses are
+        exact.
         """
         if self.pipeline is not None:
             raise RuntimeError("this model is cut into stages: call booster.execute_pipeline")
@@ -127,16 +114,7 @@ def names_of(model: nn.Module) -> dict[str, str]:
 
 
 def require_new(models: Sequence[nn.Module], *, rewrappable: bool) -> None:
-    """Refuse to boost a model twice.
-
-    Args:
-        models: models to boost.
-        rewrappable: whether a model may be boosted again after its wrapper was deleted, because
-            the plugin does not change models.
-
-    Raises:
-        ValueError: a model was boosted before.
-    """
+    """Refuse to boost a model twice."""
     if rewrappable and any(model in wrappers for model in models):
         gc.collect()  # A Trainer and its wrapper refer to each other.
     for model in models:

@@ -19,15 +19,7 @@ POINTS = (50, 75, 90, 95, 99)
 
 @dataclass(frozen=True)
 class Distribution:
-    """Distribution of a value over steps; NaN if no value is finite.
-
-    Attributes:
-        steps: number of steps.
-        nonfinite: number of values that are NaN or inf, which the other attributes leave out.
-        mean: mean value.
-        p50: median; percentiles are linearly interpolated.
-        max: largest value.
-    """
+    """Distribution of a value over steps; NaN if no value is finite."""
 
     steps: int
     nonfinite: int
@@ -42,13 +34,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Histogram of the values of elements or units, with bins of equal width in log10.
-
-    Attributes:
-        counts: number of elements or units in each bin.
-        total: number of all elements or units, including zeros, which are in no bin.
-        lowest, highest: log10 of the outer edges.
-    """
+    """Histogram of the values of elements or units, with bins of equal width in log10."""
 
     counts: Sequence[float]
     total: float
@@ -81,13 +67,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Thresholds to try.
-
-    Attributes:
-        start: threshold to begin with.
-        low: lower end of the range for a sweep.
-        high: upper end of the range for a sweep.
-    """
+    """Thresholds to try."""
 
     start: float
     low: float
@@ -113,53 +93,26 @@ def distribution(values: Iterable[float]) -> Distribution:
 
 
 def suggest(measured: Distribution) -> Suggestion | None:
-    """Suggest thresholds, to three digits; None if no norm was finite or all were zero.
-
-    Start: 90th percentile (Deep Learning Tuning Playbook). Range: half to ten times the mean
-    (Pascanu et al. 2013, section 3.2).
-    """
+    """Suggest thresholds, to three digits; None if no norm was finite or all were zero."""
     found = [_rounded(x) for x in (measured.p90, measured.mean / 2, measured.mean * 10)]
     return Suggestion(*found) if all(math.isfinite(x) and x > 0 for x in found) else None
 
 
 def suggest_by_parts(shares: Sequence[float], parts: Histogram) -> Suggestion | None:
-    """Return thresholds to three digits for a mode that clips elements, units or tensors.
-
-    Args:
-        shares: shares of the parts that the three thresholds clip, see
-            :class:`runner.config.modes.ModeInfo`.
-        parts: all parts of the measured steps.
-
-    Returns:
-        None if all parts are zero.
-    """
+    """Return thresholds to three digits for a mode that clips elements, units or tensors."""
     found = [_rounded(parts.largest(share)) for share in shares]
     return Suggestion(*found) if all(x > 0 for x in found) else None
 
 
 def would_clip(peaks: Sequence[float], threshold: float) -> float:
-    """Return the share of the steps that ``threshold`` would have clipped.
-
-    It equals ``clip/what_if/<λ>`` at the end of an unclipped run: a step that was skipped (NaN)
-    counts as a step that was not clipped.
-
-    Args:
-        peaks: largest value of each step that the mode compares with its threshold.
-        threshold: λ.
-    """
+    """Return the share of the steps that ``threshold`` would have clipped."""
     return sum(peak > threshold for peak in peaks) / max(len(peaks), 1)
 
 
 def candidates(
     studied: Iterable[float], suggestion: Suggestion | None, also: Iterable[float | None] = ()
 ) -> list[float]:
-    """Return the thresholds to compare, rising.
-
-    Args:
-        studied: thresholds that publications use, see :class:`runner.config.modes.ModeInfo`.
-        suggestion: result of :func:`suggest` or :func:`suggest_by_parts`.
-        also: further thresholds, such as the request's own; None among them is left out.
-    """
+    """Return the thresholds to compare, rising."""
     listed = [*studied, *(x for x in also if x is not None)]
     if suggestion is not None:
         listed += [suggestion.start, suggestion.low, suggestion.high]

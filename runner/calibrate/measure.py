@@ -20,20 +20,8 @@ from runner.train.job import make_trainer
 
 
 def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
-    """Train for ``calibrate.steps``, or to the end of a shorter run, and return what was measured.
-
-    Weights, data and schedule are those of the run; the mode measures in its own units and never
-    clips.
-
-    Args:
-        config: the whole configuration.
-        sinks: sinks for rows; empty except on the first rank.
-
-    Returns:
-        ``norms`` and ``peaks`` of every step (see :class:`runner.clip.Decision`), the ``loss`` of
-        the last step, the ``kind`` of data (``language``, ``vision`` or ``other``), and ``parts``,
-        the elements or units of the steps after the warm-up (see
-        :class:`runner.calibrate.distribution.Histogram`), empty for a mode that clips whole steps.
+    """Train for ``calibrate.steps``, or to the end of a shorter run, and return what was
+    measured.
     """
     mode, end = unclipped(config), end_of(config)
     tally = mode.tally = Tally(warm_up(end.value, config.calibrate.warmup_steps))

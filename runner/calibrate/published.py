@@ -17,15 +17,7 @@ NEAREST = 4
 
 @dataclass(frozen=True)
 class Published:
-    """The threshold of a recipe.
-
-    Attributes:
-        recipe: name of the recipe.
-        kind: kind of its data, ``language`` or ``vision``.
-        mode: clipping mode.
-        threshold: λ.
-        source: source that the recipe's header names.
-    """
+    """The threshold of a recipe."""
 
     recipe: str
     kind: str
@@ -48,16 +40,7 @@ def published() -> list[Published]:
 
 
 def nearest(mode: str, kind: str, start: float | None) -> list[Published]:
-    """Return recipes of this mode and kind of data, the threshold nearest to ``start`` first.
-
-    Recipes of other modes are left out, because their thresholds have other units. Recipes of other
-    kinds are returned if there are none of this kind.
-
-    Args:
-        mode: ``norm``, ``value`` or ``adaptive``.
-        kind: ``language``, ``vision`` or ``other``.
-        start: suggested threshold.
-    """
+    """Return recipes of this mode and kind of data, the threshold nearest to ``start`` first."""
     alike = [one for one in published() if one.mode == mode]
     alike = [one for one in alike if one.kind == kind] or alike
     if start is not None:

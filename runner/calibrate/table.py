@@ -15,11 +15,7 @@ COLUMNS = ("mean", *(f"p{point}" for point in POINTS), "max")
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines to print.
-
-    Args:
-        found: content of ``calibrate.json``.
-    """
+    """Yield the lines to print."""
     measured = plural(found["steps"], "step")
     yield f"{measured} without clipping, the first {found['warmup_steps']} as warm-up"
     yield from _trouble(found)

@@ -53,21 +53,7 @@ class Training(Protocol):
 
 
 def save(training: Training, checkpoints: Path, step: int, about: Mapping[str, Any]) -> Path:
-    """Save a training between two steps; every rank has to call this.
-
-    Args:
-        training: the training.
-        checkpoints: folder of all checkpoints of the run, on a disk that all ranks share.
-        step: number of optimizer steps taken.
-        about: what the manifest says of the checkpoint, such as its configuration.
-
-    Returns:
-        The checkpoint.
-
-    Raises:
-        OSError: a rank could not write, on every rank; the message names a disk that is full.
-            Earlier checkpoints are unchanged.
-    """
+    """Save a training between two steps; every rank has to call this."""
     tensors, rest = _content(training)
     content = {"step": step, **_names(training), **about}
     part = _begin(checkpoints, step, tensors)
@@ -84,16 +70,7 @@ def save_later(
     group: dist.ProcessGroup | None,
     after: Callable[[], None],
 ) -> Pending:
-    """Copy a training to host memory and save it while the training goes on; see :func:`save`.
-
-    Args:
-        training: the training.
-        checkpoints: folder of all checkpoints of the run, on a disk that all ranks share.
-        step: number of optimizer steps taken.
-        about: what the manifest says of the checkpoint.
-        group: gloo group of all ranks that nothing else uses; None on one rank.
-        after: called on the first rank when the checkpoint is complete.
-    """
+    """Copy a training to host memory and save it while the training goes on; see :func:`save`."""
     tensors, rest = _content(training)
     content = {"step": step, **_names(training), **about}
     part = _begin(checkpoints, step, tensors)
@@ -117,22 +94,7 @@ def save_weights(training: Training, checkpoints: Path, about: Mapping[str, Any]
 def load(
     training: Training, checkpoint: Path, verify: bool = True, keep: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Continue a training from a checkpoint, under any layout; every rank has to call this.
-
-    Args:
-        training: a training of the same model, optimizers and clipping mode, before its first step.
-        checkpoint: folder that :func:`save` returned.
-        verify: whether to read all files first and compare their checksums with the manifest.
-        keep: settings that are not loaded; see :meth:`runner.Trainer.load`.
-
-    Returns:
-        The manifest of the checkpoint.
-
-    Raises:
-        DamagedCheckpoint: the checkpoint is not whole, or holds something else than a training.
-        ValueError: it is that of another training, or it holds weights alone. In both cases nothing
-            was loaded.
-    """
+    """Continue a training from a checkpoint, under any layout; every rank has to call this."""
     manifest = _manifest(checkpoint, verify)
     if files.STATE not in manifest["files"]:
         raise ValueError(f"{checkpoint} holds weights alone: no training can continue from it")
@@ -162,21 +124,13 @@ def _manifest(checkpoint: Path, verify: bool) -> dict[str, Any]:
 
 
 def require_savable(training: Training) -> None:
-    """Check that the state of a training can be saved and loaded; every rank has to call this.
-
-    Raises:
-        ValueError: a scheduler or an optimizer has no state, or one that only its code could load.
-    """
+    """Check that the state of a training can be saved and loaded; every rank has to call this."""
     rest = _values(training)
     on_first(lambda: len(saved.packed(rest)))
 
 
 def state_of(checkpoint: Path) -> dict[str, Any]:
-    """Return the state of a training besides its tensors; no code in the file is run.
-
-    Raises:
-        DamagedCheckpoint: the file holds something else.
-    """
+    """Return the state of a training besides its tensors; no code in the file is run."""
     path = checkpoint / files.STATE
     try:
         with warnings.catch_warnings():
@@ -226,11 +180,7 @@ def _complete(part: Path, rest: bytes, about: dict[str, Any]) -> Path:
 
 
 def _names(training: Training) -> dict[str, Any]:
-    """Return what an export needs to know besides the tensors.
-
-    ``tied``: further names of tied tensors in the plain model, with the first name of each;
-    ``criterion``: names of tensors that are the criterion's, not the model's.
-    """
+    """Return what an export needs to know besides the tensors."""
     names = training.model.names.items()
     return {
         "tied": {name: first for name, first in names if name != first},
@@ -239,11 +189,7 @@ def _names(training: Training) -> dict[str, Any]:
 
 
 def _model(training: Training) -> dict[str, Tensor]:
-    """Return the parameters and buffers of model and criterion.
-
-    Buffers of data-parallel ranks may differ between steps: those of the first one are written, as
-    the next forward pass would send them to the others.
-    """
+    """Return the parameters and buffers of model and criterion."""
     first = training.plugin.data_rank == 0
     return saved.model_tensors(training.model, with_buffers=first) | _criterion(training)
 

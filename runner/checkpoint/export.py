@@ -26,22 +26,7 @@ class NoCheckpoint(ValueError):
 def choose(
     run: Path, which: str | None, objective: str, maximizes: bool
 ) -> tuple[Path, dict[str, Any]]:
-    """Find a checkpoint of a run, and check that it is whole.
-
-    Args:
-        run: folder of the run.
-        which: ``final``, ``last`` (the newest), ``best`` or a number of optimizer steps; None: the
-            final weights, or the newest whole checkpoint of a run that has none.
-        objective: metric that ``best`` goes by.
-        maximizes: whether a higher value of the metric is better.
-
-    Returns:
-        The folder of the checkpoint, and its manifest.
-
-    Raises:
-        NoCheckpoint: there is none.
-        DamagedCheckpoint: it is not whole.
-    """
+    """Find a checkpoint of a run, and check that it is whole."""
     saved = run / files.CHECKPOINTS
     final, listed = saved / files.FINAL, folder.found(saved)
     chosen: Path | None
@@ -70,19 +55,7 @@ def _absent(which: str | None, listed: list[Path], final: Path, objective: str) 
 
 
 def whole_model(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Read the state dict of the whole model, on the host.
-
-    Args:
-        checkpoint: folder of the checkpoint, which is whole.
-        manifest: its manifest.
-
-    Returns:
-        Tensors by the names of the plain model. Names of one tied tensor share their memory. The
-        parameters of a criterion are left out, as they are not the model's.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Read the state dict of the whole model, on the host."""
     source, others = Folder(checkpoint), set(manifest.get("criterion", ()))
     model: dict[str, Tensor] = {
         name: torch.empty(one.shape, dtype=one.dtype)
@@ -96,18 +69,7 @@ def whole_model(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Tens
 def write(
     model: Mapping[str, Tensor], file: Path, form: Format, metadata: Mapping[str, str]
 ) -> None:
-    """Write a state dict to a file, which gets its name when it is complete.
-
-    Args:
-        model: tensors by name, on the host.
-        file: file to write; one that exists is replaced.
-        form: ``safetensors``, where each name has its own copy of a tied tensor, and the header has
-            the metadata; ``torch`` for what ``torch.save`` writes.
-        metadata: texts about the weights.
-
-    Raises:
-        OSError: it cannot be written; a former file is unchanged.
-    """
+    """Write a state dict to a file, which gets its name when it is complete."""
     with replacing(file) as part:
         try:
             if form == "torch":

@@ -30,17 +30,7 @@ class DamagedCheckpoint(ValueError):
 
 
 def begin(folder: Path, step: int | None) -> Path:
-    """Make the folder that a checkpoint is written to, until it is whole.
-
-    What earlier writes have left unfinished is removed.
-
-    Args:
-        folder: folder of all checkpoints of a run.
-        step: number of optimizer steps taken; None for the weights of the end.
-
-    Returns:
-        A hidden folder, empty.
-    """
+    """Make the folder that a checkpoint is written to, until it is whole."""
     _tidy(folder)
     name = files.FINAL if step is None else _name(step)
     part = folder / f".{name}{_PART}"
@@ -49,15 +39,7 @@ def begin(folder: Path, step: int | None) -> Path:
 
 
 def complete(part: Path, about: dict[str, Any]) -> Path:
-    """Write the manifest of a checkpoint and give the folder its name.
-
-    Args:
-        part: what :func:`begin` returned, with all files of the checkpoint.
-        about: what the manifest says of the checkpoint besides its files.
-
-    Returns:
-        The checkpoint. One of the same step is replaced, on Linux at one moment.
-    """
+    """Write the manifest of a checkpoint and give the folder its name."""
     content = {file.name: _entry(file) for file in sorted(part.iterdir())}
     manifest = part / files.MANIFEST
     manifest.write_text(encode({"version": VERSION, **about, "files": content}, indent=2) + "\n")
@@ -91,11 +73,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        DamagedCheckpoint: it is missing, cannot be read, or is of a later version.
-    """
+    """Return the manifest of a checkpoint."""
     path = checkpoint / files.MANIFEST
     try:
         manifest = decode(path.read_bytes())
@@ -123,14 +101,7 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def require_whole(checkpoint: Path) -> dict[str, Any]:
-    """Check the files of a checkpoint against its manifest, and return the manifest.
-
-    Args:
-        checkpoint: folder of the checkpoint.
-
-    Raises:
-        DamagedCheckpoint: a file is missing, or has another size or checksum.
-    """
+    """Check the files of a checkpoint against its manifest, and return the manifest."""
     manifest = manifest_of(checkpoint)
     for name, wanted in manifest["files"].items():
         path = checkpoint / name
@@ -158,16 +129,7 @@ def whole(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def prune(
     folder: Path, keep: int, best: str | None, maximizes: bool, newest: int | None = None
 ) -> None:
-    """Remove all but the newest checkpoints, and what unfinished writes have left.
-
-    Args:
-        folder: folder of all checkpoints of a run.
-        keep: number of checkpoints to keep.
-        best: name of a metric of the manifests: the checkpoint that has the best value is kept too.
-        maximizes: whether a higher value is better.
-        newest: step of the newest checkpoint. Those of later steps are removed: the run went on
-            from an earlier one.
-    """
+    """Remove all but the newest checkpoints, and what unfinished writes have left."""
     listed = found(folder)
     current = [one for one in listed if newest is None or one.name <= _name(newest)]
     kept = set(current[:keep])

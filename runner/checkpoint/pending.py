@@ -13,13 +13,7 @@ from runner.parallel.sharded_files import one_error
 
 
 class Pending:
-    """A checkpoint whose tensors are being written.
-
-    Args:
-        part: folder that they are written to.
-        written: done when all ranks have written them.
-        complete: makes the checkpoint of ``part`` then, on the first rank.
-    """
+    """A checkpoint whose tensors are being written."""
 
     def __init__(self, part: Path, written: Future[Any], complete: Callable[[], None]) -> None:
         def finish() -> None:
@@ -38,11 +32,7 @@ class Pending:
         return self._finished.done() and self._finished.exception() is not None
 
     def wait(self) -> None:
-        """Wait for the checkpoint; every rank has to call this.
-
-        Raises:
-            OSError: it could not be written, on every rank.
-        """
+        """Wait for the checkpoint; every rank has to call this."""
         wait([self._finished])
         with explained(self._part):
             on_first(self._finished.result)

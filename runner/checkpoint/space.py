@@ -15,16 +15,7 @@ from runner.parallel.first_rank import on_first
 
 
 def require_space(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse to begin a checkpoint that does not fit on the disk.
-
-    Args:
-        folder: folder of checkpoints, which exists.
-        tensors: tensors of this rank. Whole ones are counted, wherever their shards are written;
-            those of other pipeline stages are not known here.
-
-    Raises:
-        OSError: the disk has less space; the message names it.
-    """
+    """Refuse to begin a checkpoint that does not fit on the disk."""
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     free = disk.free(folder)
     if free < needed:
@@ -38,10 +29,7 @@ def require_space(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def explained(part: Path) -> Iterator[None]:
-    """Remove an unfinished checkpoint after an error, and name the disk if that is full.
-
-    The block raises its OSError on every rank.
-    """
+    """Remove an unfinished checkpoint after an error, and name the disk if that is full."""
     try:
         yield
     except OSError as error:

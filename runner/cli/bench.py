@@ -31,16 +31,7 @@ measured where they are named. Leave the machine alone meanwhile.
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure the tables that are asked for, print them, and write them to a new folder.
-
-    Returns:
-        0, also where a limit is missed; 1 if a table could not be measured; 129 or 143 after a
-        signal.
-
-    Raises:
-        KeyboardInterrupt: the user interrupted.
-        RequestError: the folder cannot be written, or the device is not there.
-    """
+    """Measure the tables that are asked for, print them, and write them to a new folder."""
     parser = argparse.ArgumentParser(
         prog="python -m runner bench",
         description=DESCRIPTION,

@@ -52,14 +52,7 @@ Exit codes: 0 measured   1 training failed   2 the request was wrong   129, 130,
 
 
 def main(words: Sequence[str]) -> int:
-    """Calibrate as the arguments ``words`` ask.
-
-    Returns:
-        0; 1 if training failed; 130 if it was interrupted; 129 or 143 after another signal.
-
-    Raises:
-        RequestError: the request is wrong; nothing was created.
-    """
+    """Calibrate as the arguments ``words`` ask."""
     [job] = single(words, "a calibration").jobs
     clip = job.config.clip
     if clip.info.nested:
@@ -157,13 +150,7 @@ def describe(job: Job, measured: Mapping[str, Any], words: Sequence[str]) -> dic
 
 
 def commands(words: Sequence[str], mode: str, start: float | None) -> dict[str, str]:
-    """Return commands of a run and of a sweep to try next, for the arguments ``words``.
-
-    Args:
-        words: arguments of the calibration.
-        mode: clipping mode.
-        start: suggested threshold; without one there are no commands.
-    """
+    """Return commands of a run and of a sweep to try next, for the arguments ``words``."""
     if start is None:
         return {}
     settled = ("clip", "clip.threshold", "clip.what_if")

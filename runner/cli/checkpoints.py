@@ -26,11 +26,7 @@ def which(word: str) -> str:
 
 
 def folder_of_run(given: Path) -> Path:
-    """Return the absolute path of a run's folder.
-
-    Raises:
-        RequestError: there is no such folder, or it is that of a sweep.
-    """
+    """Return the absolute path of a run's folder."""
     message = None
     if not given.is_dir():
         message = "there is no such folder"
@@ -42,12 +38,7 @@ def folder_of_run(given: Path) -> Path:
 
 
 def chosen(run: Path, name: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return a whole checkpoint of a run and its manifest, see :func:`export.choose`.
-
-    Raises:
-        RequestError: there is none of this name.
-        DamagedCheckpoint: it is not whole.
-    """
+    """Return a whole checkpoint of a run and its manifest, see :func:`export.choose`."""
     from runner.checkpoint.export import NoCheckpoint, choose
 
     objective, maximizes = _objective(run) if name == "best" else ("", False)

@@ -20,12 +20,7 @@ from runner.run_folder.atomic import write_text
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Save the workspace to wandb if an API key is configured, else to a file; print where.
-
-    Returns:
-        0; 2 if an argument is wrong, wandb-workspaces is missing, or the file cannot be written;
-        130 if interrupted.
-    """
+    """Save the workspace to wandb if an API key is configured, else to a file; print where."""
     asked = _parser().parse_args(words)
     if importlib.util.find_spec(EXTRA) is None:
         return _refuse(

@@ -44,15 +44,7 @@ Exit codes: 0 evaluated   1 the checkpoint is damaged, or a rank failed   2 the 
 
 
 def main(words: Sequence[str]) -> int:
-    """Evaluate the run that the arguments ``words`` name.
-
-    Returns:
-        0; 1 if the checkpoint is damaged or a rank failed; 130 if it was interrupted; 143 if it was
-        terminated.
-
-    Raises:
-        RequestError: the request is wrong.
-    """
+    """Evaluate the run that the arguments ``words`` name."""
     asked = _read(words)
     run = folder_of_run(asked.run)
     job = recorded(run / files.CONFIG, asked.overrides, Source(extra=asked.config_dir))
@@ -115,11 +107,7 @@ def _evaluate(job: Job, checkpoint: Path) -> dict[str, Any] | int:
 
 
 def _read(words: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments.
-
-    Raises:
-        RequestError: one of them is wrong.
-    """
+    """Read the arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m runner evaluate", allow_abbrev=False, add_help=False, exit_on_error=False
     )

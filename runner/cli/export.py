@@ -34,14 +34,7 @@ Exit codes: 0 written   1 the checkpoint is damaged, or the file cannot be writt
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write the file and print its name.
-
-    Returns:
-        0; 1 if the checkpoint is damaged or the file cannot be written.
-
-    Raises:
-        RequestError: the run has no such checkpoint, or the file exists.
-    """
+    """Write the file and print its name."""
     asked = _parser().parse_args(words)
     run = folder_of_run(asked.run)
     file, form = _destination(asked, run)
@@ -97,11 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _destination(asked: argparse.Namespace, run: Path) -> tuple[Path, Format]:
-    """Return the file to write and its format.
-
-    Raises:
-        RequestError: it exists, or its folder does not.
-    """
+    """Return the file to write and its format."""
     by_name = SUFFIXES.get(asked.output.suffix) if asked.output else None
     form: Format = asked.format or by_name or "safetensors"
     suffix = next(suffix for suffix, of in SUFFIXES.items() if of == form)

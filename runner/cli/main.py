@@ -48,11 +48,7 @@ LISTENING = 5.0
 
 
 def start() -> int:
-    """Run the command line of this process; the console script calls this.
-
-    Returns:
-        The exit code, see :func:`main`.
-    """
+    """Run the command line of this process; the console script calls this."""
     open_streams()
     signals.listen()
     _find_own_code()
@@ -77,15 +73,7 @@ def _find_own_code() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command.
-
-    Args:
-        arguments: the command, or none for a run, and its arguments.
-
-    Returns:
-        0 finished; 1 a run failed; 2 the request is wrong (one message on stderr, nothing is
-        created); 129 hung up; 130 interrupted; 143 terminated.
-    """
+    """Run a command."""
     # Threads of torch that wait for work spin for some microseconds, then sleep. By default they
     # spin for milliseconds: a small net's step takes three to ten times as long as soon as anything
     # else wants a core. If they slept at once, it would take 1.5 times as long on a quiet machine.

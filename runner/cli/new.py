@@ -32,11 +32,7 @@ _VALUES = {"true", "false", "null", "none", "nan", "inf"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the folder, and print the commands to run next.
-
-    Raises:
-        RequestError: the name cannot be used, or the folder cannot be written.
-    """
+    """Write the folder, and print the commands to run next."""
     parser = argparse.ArgumentParser(
         prog="python -m runner new",
         description=DESCRIPTION,

@@ -11,17 +11,7 @@ from runner.config.problem import Problem, RequestError
 
 
 def new_folder(kind: str, file: str, key: str, given: Path | None) -> Path:
-    """Return the folder, which can be written and does not hold ``file`` yet.
-
-    Args:
-        kind: what the folder is for: ``calibration`` or ``verification``.
-        file: name of the file to write.
-        key: key of the configuration that names the folder.
-        given: value of this key; None for a new folder of ``outputs``.
-
-    Raises:
-        RequestError: the folder cannot be written, or holds the file already.
-    """
+    """Return the folder, which can be written and does not hold ``file`` yet."""
     name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
     folder = given.absolute() if given else outputs() / f"{kind}s" / name
     message = obstacle(folder)

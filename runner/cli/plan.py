@@ -29,11 +29,7 @@ USAGE = __doc__
 
 
 def main(words: Sequence[str]) -> int:
-    """Print what the arguments ``words`` would run.
-
-    Raises:
-        RequestError: the request is wrong, as ``python -m runner`` would raise it.
-    """
+    """Print what the arguments ``words`` would run."""
     args = read(words, "a plan", also=["multirun"])
     wanted = request(
         args.overrides, multirun=args.multirun, source=source_of(args), earlier=earlier_record
@@ -68,12 +64,7 @@ def _states(wanted: Request) -> list[tuple[str, str]]:
 
 
 def _steps(job: Job, samples: int | None) -> int | None:
-    """Return the optimizer steps of a run; None if its duration and data do not give them.
-
-    Args:
-        job: the run.
-        samples: number of training samples, if it is known without torch.
-    """
+    """Return the optimizer steps of a run; None if its duration and data do not give them."""
     if samples is not None:
         return steps_of(job.config, samples, data_size=1)
     from runner.train import build

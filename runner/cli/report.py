@@ -27,14 +27,7 @@ _TABLES = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Write the page, and the files that are asked for, and print where they lie.
-
-    Returns:
-        0; 2 where the folder is missing, holds no run, or cannot be written.
-
-    Raises:
-        RequestError: an override is not ``report.baseline``, or names no setting.
-    """
+    """Write the page, and the files that are asked for, and print where they lie."""
     # Overrides may stand before and after flags.
     asked = _parser().parse_intermixed_args(words)
     baseline = _baseline(asked.overrides)
@@ -83,11 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _baseline(overrides: Sequence[str]) -> str | None:
-    """Return the value of ``report.baseline``; None without one.
-
-    Raises:
-        RequestError: there is another override, or one without a value.
-    """
+    """Return the value of ``report.baseline``; None without one."""
     wrong = []
     for word in overrides:
         key, _, value = word.partition("=")
@@ -100,11 +89,7 @@ def _baseline(overrides: Sequence[str]) -> str | None:
 
 
 def _require_known(found: Findings, baseline: str) -> None:
-    """Check that the baseline names a setting.
-
-    Raises:
-        RequestError: it names none.
-    """
+    """Check that the baseline names a setting."""
     if found.unknown is not None:
         labels = [group.label for group in found.groups]
         message = f"names no setting of {found.sweep.name}{did_you_mean(baseline, labels)}"

@@ -40,14 +40,7 @@ from runner.telemetry.sinks.console import announce, print_line
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the request of the arguments ``words``, or print what their flags ask for.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        RequestError: the request is wrong; nothing was created.
-    """
+    """Run the request of the arguments ``words``, or print what their flags ask for."""
     args = read(words)
     if args.help or args.cfg is not None or args.info is not None:
         return _show(args)
@@ -123,17 +116,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def read(words: Sequence[str], purpose: str = "", also: Sequence[str] = ()) -> argparse.Namespace:
-    """Read overrides and Hydra's flags, which may stand in any order.
-
-    Args:
-        words: arguments of a command.
-        purpose: what the command makes, for the message about flags that it does not take. With a
-            purpose, only the flags that say where the configuration is read are taken.
-        also: further flags that are taken.
-
-    Raises:
-        RequestError: a flag is wrong; it names every wrong flag and override.
-    """
+    """Read overrides and Hydra's flags, which may stand in any order."""
     parser = get_args_parser()
     parser.exit_on_error = False  # an error goes into the one message
     spelled = []
@@ -168,15 +151,7 @@ def read(words: Sequence[str], purpose: str = "", also: Sequence[str] = ()) -> a
 
 
 def single(words: Sequence[str], purpose: str) -> Request:
-    """Read and check a request for one run; nothing is created.
-
-    Args:
-        words: overrides, and flags that say where the configuration is read.
-        purpose: what the run is for, for the message about a sweep.
-
-    Raises:
-        RequestError: anything is wrong; it names everything that is.
-    """
+    """Read and check a request for one run; nothing is created."""
     args = read(words, purpose)
     wanted = request(args.overrides, source=source_of(args), writes=False)
     if wanted.sweep is not None:
@@ -198,15 +173,7 @@ def source_of(args: argparse.Namespace) -> Source:
 
 
 def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
-    """Check what needs torch: targets, data, device and clipping mode of each distinct job.
-
-    Args:
-        jobs: the jobs.
-        where: where they run; of another machine nothing is known.
-
-    Raises:
-        RequestError: anything is wrong; it names everything that is.
-    """
+    """Check what needs torch: targets, data, device and clipping mode of each distinct job."""
     if not jobs:
         return
     from runner.launch import local_ranks
@@ -228,10 +195,7 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
 
 
 def _torchs_problems(jobs: Sequence[Job], here: bool) -> list[Problem]:
-    """Return what is wrong with each distinct job, as far as only torch can tell.
-
-    Jobs that differ in their seed alone are checked once.
-    """
+    """Return what is wrong with each distinct job, as far as only torch can tell."""
     with importing("torch"):
         from runner.train import preflight
 
@@ -283,10 +247,7 @@ def _wrong_overrides(args: argparse.Namespace) -> Sequence[Problem]:
 
 
 def _flag_problems(args: argparse.Namespace) -> list[Problem]:
-    """Return a problem for flags that exclude each other, or whose value is wrong.
-
-    A wrong value is reset to None.
-    """
+    """Return a problem for flags that exclude each other, or whose value is wrong."""
     problems = []
     modes = {
         "-m": args.multirun,

@@ -43,15 +43,7 @@ Exit codes: 0 equal   1 not equal, or a rank failed   2 the request was wrong
 
 
 def main(words: Sequence[str]) -> int:
-    """Compare the plugin that the arguments ``words`` choose with one process.
-
-    Returns:
-        0 if the plugin's steps equal those of one process; 1 if they do not or a rank failed; 130
-        if it was interrupted; 129 or 143 after another signal.
-
-    Raises:
-        RequestError: the request is wrong; nothing was created.
-    """
+    """Compare the plugin that the arguments ``words`` choose with one process."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may have no ‖
     wanted, also = checked(words)
@@ -100,14 +92,7 @@ def _write(folder: Path, job: Job, words: Sequence[str], found: dict[str, Any]) 
 
 
 def checked(words: Sequence[str]) -> tuple[Request, list[str]]:
-    """Return the checked request of ``words``, and the overrides that were added to them.
-
-    If ``words`` do not choose the data, and the model does not take the default data, the data is
-    text: a comparison needs samples, but no particular ones.
-
-    Raises:
-        RequestError: something is wrong; the message names all of it.
-    """
+    """Return the checked request of ``words``, and the overrides that were added to them."""
     try:
         return single(words, "a verification"), []
     except RequestError as error:

@@ -37,9 +37,6 @@ class AdaGCClip(AdaGC, PastNorms, TensorMode):  # type: ignore[misc]
 
     The history is ``step``, the number of finite steps so far, and ``gamma``, one value for each of
     ``layout.names``, [parameters], infinite before the first gradient: the same on every rank.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     _names: Sequence[str] = field(default=(), init=False, repr=False)

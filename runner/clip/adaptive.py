@@ -34,11 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class AdaptiveClip(Adaptive, ClipMode):
-    """Scale each unit's gradient by its own coefficient.
-
-    Raises:
-        ValueError: an eps that is not above 0, units that are no dimensions.
-    """
+    """Scale each unit's gradient by its own coefficient."""
 
     _layout: Layout | None = field(default=None, init=False, repr=False)
     _shards: list[ParamShard] = field(default_factory=list, init=False, repr=False)
@@ -206,12 +202,7 @@ def _of_each_shard(layout: Layout) -> list[Tensor | None]:
 
 
 def _fit_float32(norm: float, least: float) -> bool:
-    """Return whether squares in float32 tell which units are to be clipped.
-
-    Args:
-        norm: ‖G‖, which no unit exceeds.
-        least: the smallest norm that any unit is limited to.
-    """
+    """Return whether squares in float32 tell which units are to be clipped."""
     large_enough = norm == 0.0 or norm * norm > VANISHES
     return large_enough and norm * norm < OVERFLOWS and least * least > VANISHES
 
@@ -220,10 +211,6 @@ def _complete_rows(index: UnitIndex, lengths: list[Tensor]) -> None:
     """Complete the units that a shard boundary cuts: one flat buffer for each group of ranks.
 
     Whether a rank has a gradient plays no part in which collectives run: an absent one adds zeros.
-
-    Args:
-        index: order of the units.
-        lengths: norms of weights and of gradients, which are replaced.
     """
     if index.cuts:
         lengths[:] = [each.clone() for each in lengths]
@@ -238,17 +225,8 @@ def _complete_rows(index: UnitIndex, lengths: list[Tensor]) -> None:
 def _complete_vectors(
     layout: Layout, index: UnitIndex, lengths: list[Tensor], eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Complete the vectors that are spread over ranks: one flat buffer with a place for each name.
-
-    Args:
-        layout: where the vectors live.
-        index: order of the units.
-        lengths: norms of weights and of gradients, which are replaced.
-        eps: lower bound of a weight's norm.
-
-    Returns:
-        ‖G_u‖/max(‖W_u‖, ε) of every such vector of the model, and whether it has a gradient
-        anywhere (the ratio is 0 where it has none); the same on all ranks.
+    """Complete the vectors that are spread over ranks: one flat buffer with a place for each
+    name.
     """
     device = layout.device
     names = {name: i for i, name in enumerate(layout.sharded_vector)}

@@ -100,11 +100,6 @@ def _compare(flat: Tensor, bound: Tensor, squares: Tensor) -> tuple[float, float
 
     The square of a float32 number near 1 is another one for each number, so comparing squares
     counts exactly, and the root of the largest square is exact.
-
-    Args:
-        flat: the elements, float32 or float64.
-        bound: λ as the gradients' type holds it.
-        squares: room for as many elements.
     """
     torch.mul(flat, flat, out=squares)
     power = squares.sum().item()

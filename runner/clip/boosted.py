@@ -36,31 +36,14 @@ _clippers = WeakIdKeyDictionary()
 
 
 def register(clipper: Clipper | None, owned: Iterable[nn.Module | Tensor]) -> None:
-    """Register which clipper clips modules and parameters.
-
-    Args:
-        clipper: the clipper, of which a weak reference is kept; None for a model that was boosted
-            without an optimizer, so that nothing synchronises its gradients.
-        owned: modules that users may pass, and parameters, including those that were replaced.
-    """
+    """Register which clipper clips modules and parameters."""
     known = "none" if clipper is None else ref(clipper)
     for each in owned:
         _clippers[each] = known
 
 
 def clip_boosted(given: nn.Module | list[Tensor], mode: ClipMode) -> Decision | None:
-    """Clip a module or parameters of a boosted model.
-
-    Args:
-        given: a module, or parameters.
-        mode: clipping mode.
-
-    Returns:
-        What was done; None if nothing was clipped, because the caller has to clip.
-
-    Raises:
-        ValueError: the gradients cannot be clipped as asked; the message says what to write.
-    """
+    """Clip a module or parameters of a boosted model."""
     for module in given.modules() if isinstance(given, nn.Module) else ():
         if isinstance(module, FSDPModule):
             # A forward pass after the backward pass may have gathered other parameters than those

@@ -23,12 +23,7 @@ MOST_MODES = 8
 
 @dataclass
 class Bound:
-    """The layout of a model, and modes that are bound to it.
-
-    Args:
-        layout: the layout.
-        mark: what :func:`_mark` returned when it was made.
-    """
+    """The layout of a model, and modes that are bound to it."""
 
     layout: Layout
     mark: list[Any]
@@ -57,10 +52,6 @@ def bound(model: nn.Module) -> Bound:
 
     Where parameters are sharded, a new layout takes a collective: all ranks have to call this, and
     to change their parameters together.
-
-    Args:
-        model: see :meth:`Layout.of_model`; wrappers of DDP, Fabric and ``torch.compile`` are
-            looked through.
     """
     mark = [*_mark(model)]
     known: Bound | None = _bound.get(model)  # type: ignore[no-untyped-call]

@@ -44,9 +44,6 @@ class ChainClip(Chain, ClipMode):
     """Clip by one mode after the other.
 
     A step that is not finite is skipped by all of them, and no history changes.
-
-    Raises:
-        ValueError: there is no link, one is wrong, or the chain is given a threshold.
     """
 
     modes: list[ClipMode] = field(default_factory=list, init=False, repr=False)
@@ -60,11 +57,7 @@ class ChainClip(Chain, ClipMode):
         self.modes = [made(f"links.{i}", one, self) for i, one in enumerate(self.links)]
 
     def bind(self, layout: Layout) -> None:
-        """Bind each link to ``layout``.
-
-        Raises:
-            OptionError: a link clips parts, and ``scales=auto`` leaves out gradients for another.
-        """
+        """Bind each link to ``layout``."""
         kinds = {mode.info.parts is None for mode in self.modes}
         if layout.partly_scaled and self.scales == "auto" and len(kinds) > 1:
             raise OptionError(
@@ -168,12 +161,7 @@ class ChainClip(Chain, ClipMode):
             progress = self._decide(layout, stats, decisions)
 
     def _whole(self, decisions: Sequence[Decision], factor: Number | Tensor | None) -> Decision:
-        """Return the decision of all links.
-
-        Args:
-            decisions: what each decided.
-            factor: factor that is left to apply, if that is all that the links do.
-        """
+        """Return the decision of all links."""
         each = isinstance(factor, Tensor) and factor.ndim > 0
         return together(
             decisions[0].norm,

@@ -27,11 +27,6 @@ class Direction:
 
     Make it when the mode has decided and no gradient has changed; the host does not wait for an
     accelerator, and there is no collective.
-
-    Args:
-        layout: where the gradients live.
-        decision: what was decided; None where clipping decides and changes gradients in one call.
-        powers: share of each gradient in the norm, if it was measured.
     """
 
     @torch.no_grad()
@@ -51,12 +46,8 @@ class Direction:
 
     @torch.no_grad()
     def sums(self) -> Tensor:
-        """Return this rank's share of three sums over all elements, once the gradient is clipped.
-
-        Returns:
-            Σ g·g', Σ g² and Σ g'² of the gradient g before clipping and g' after it, [3], on the
-            device of the layout; those of two equal vectors where one coefficient multiplies the
-            whole gradient.
+        """Return this rank's share of three sums over all elements, once the gradient is
+        clipped.
         """
         device = self._layout.device
         before, self._before = self._before, None

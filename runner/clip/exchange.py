@@ -14,14 +14,6 @@ def start_gather(row: Tensor, group: dist.ProcessGroup | None) -> Callable[[], T
     On a host every rank sends its vector to all others at once. In an all-gather or an all-reduce
     of gloo it would travel from rank to rank, each of which has to wake up first: on 8 ranks that
     takes two to three times as long.
-
-    Args:
-        row: this rank's values [values], of the same length on every rank.
-        group: the ranks; None for all of the process group.
-
-    Returns:
-        A function that waits for the values of all ranks, [ranks, values], the same bits on every
-        rank. On an accelerator its stream waits, not the host.
     """
     ranks = dist.get_world_size() if group is None else group.size()
     rows = row.new_empty(ranks * len(row))

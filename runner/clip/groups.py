@@ -52,9 +52,6 @@ class GroupsClip(ByGroups, ClipMode):
     """Clip each group of parameters by a mode of its own.
 
     A gradient that is not finite in one group skips the step of all, and no history changes.
-
-    Raises:
-        ValueError: there is no group, a mode is wrong, or the whole is given a threshold.
     """
 
     modes: dict[str, ClipMode] = field(default_factory=dict, init=False, repr=False)
@@ -73,12 +70,7 @@ class GroupsClip(ByGroups, ClipMode):
         }
 
     def bind(self, layout: Layout) -> None:
-        """Divide the parameters of ``layout``, and bind the mode of each group to its own.
-
-        Raises:
-            OptionError: a pattern matches nothing, or nothing that earlier ones do not match; ``*``
-                alone may be left with nothing.
-        """
+        """Divide the parameters of ``layout``, and bind the mode of each group to its own."""
         self._layout, self._bound = layout, []
         left = dict.fromkeys(layout.names)
         for pattern, mode in self.modes.items():

@@ -13,15 +13,7 @@ Groups = list[list[Tensor]]
 
 
 def optimizer_like(optimizer: Optimizer, groups: Groups) -> Optimizer:
-    """Make an optimizer of the class and the options of ``optimizer``.
-
-    Args:
-        optimizer: its class, its options and those of its parameter groups are taken.
-        groups: initial values of the parameters of each group; they are not changed.
-
-    Raises:
-        Exception: whatever the class raises for these tensors, or for its own options.
-    """
+    """Make an optimizer of the class and the options of ``optimizer``."""
     kind = type(optimizer)
     options = vars(optimizer) | optimizer.defaults
     accepted = [name for name in inspect.signature(kind).parameters if name in options]

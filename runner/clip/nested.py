@@ -19,17 +19,7 @@ from runner.config.problem import NOTHING
 
 
 def made(where: str, given: Any, outer: Mode, **options: Any) -> ClipMode:
-    """Make a mode inside of another one.
-
-    Args:
-        where: its place, such as ``links.0``.
-        given: what the option has there.
-        outer: the mode around it, whose ``norm_type`` and ``scales`` all modes inside of it share.
-        options: further options that it has from there.
-
-    Raises:
-        ValueError: it is no mode, or an option is wrong; the message says which.
-    """
+    """Make a mode inside of another one."""
     for key, message, _ in problems(where, given, options):
         raise ValueError(f"{key}: {message}")
     node = written_out(given)
@@ -38,11 +28,7 @@ def made(where: str, given: Any, outer: Mode, **options: Any) -> ClipMode:
 
 
 def bind(mode: ClipMode, layout: Layout, where: str) -> None:
-    """Bind a mode inside of another one.
-
-    Raises:
-        OptionError: an option does not fit the layout; it is named with its place.
-    """
+    """Bind a mode inside of another one."""
     try:
         mode.bind(layout)
     except OptionError as error:
@@ -64,14 +50,6 @@ def together(
     """Return the decision that several modes come to.
 
     It has no λ of its own, and no value that is compared with one.
-
-    Args:
-        norm: ‖G‖ before the first.
-        after: ‖G‖ after the last.
-        inner: what each mode decided.
-        coef: factor of all gradients; by default the ratio of the two norms.
-        scales: factor of each parameter, see :class:`Decision`.
-        fraction: share clipped; by default that of the step.
     """
     nan = math.nan
     clipped = combine([each.decision.clipped for each in inner], math.inf)

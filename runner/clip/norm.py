@@ -27,13 +27,6 @@ def limit_norm(
 
     No epsilon is added to ‖G‖: the clipped norm is ``limit``, and a gradient whose norm is exactly
     ``limit`` is not touched.
-
-    Args:
-        norm: ‖G‖.
-        limit: limit of the norm, above 0; it may be a tensor where ``norm`` is one.
-        max_stat: what the mode compares with λ, where that is not ‖G‖.
-        threshold: λ in force, where that is not ``limit``.
-        to: norm of a gradient that was above ``limit``, where that is not ``limit``.
     """
     stat = norm if max_stat is None else max_stat
     in_force = limit if threshold is None else threshold

@@ -73,10 +73,6 @@ class Powers(NamedTuple):
         """Return the share of each parameter, [parameters], on the device of ``layout``.
 
         There is no collective, and the host does not wait for an accelerator.
-
-        Returns:
-            One value for each of ``layout.names``, in the widest type of the device: 0 where this
-            rank has no gradient of the parameter.
         """
         device = layout.device
         index = layout.positions
@@ -104,13 +100,7 @@ class Measured(NamedTuple):
 
 
 def measure(layout: Layout, norm_type: float = 2.0, each: bool = False) -> Measured:
-    """Measure all gradients of ``layout``; one small collective if it spans ranks.
-
-    Args:
-        layout: where the gradients live. A rank without gradients takes part with 0.
-        norm_type: p of the norm, at least 1, or inf.
-        each: whether the share of each gradient is wanted.
-    """
+    """Measure all gradients of ``layout``; one small collective if it spans ranks."""
     power, powers = local_powers(layout, norm_type, each)
     norm = combine([power] if layout.group is None else layout.gather([power])[0], norm_type)
     return Measured(norm, powers)
@@ -140,12 +130,8 @@ def combine(powers: Sequence[Number], norm_type: float) -> Number:
 def local_powers(
     layout: Layout, norm_type: float, each: bool = False
 ) -> tuple[Number, Powers | None]:
-    """Return this rank's share of ‖G‖^p (its largest |g| for p = inf), and that of each gradient.
-
-    Args:
-        layout: where the gradients live.
-        norm_type: p of the norm.
-        each: see :func:`measure`.
+    """Return this rank's share of ‖G‖^p (its largest |g| for p = inf), and that of each
+    gradient.
     """
     return powers_of(*layout.gradients(), norm_type, each)
 
@@ -187,16 +173,7 @@ def norms(layout: Layout, norm_type: float = 2.0) -> dict[str, float]:
 
 
 def parameter_norms(layout: Layout, shares: Tensor, norm_type: float = 2.0) -> Tensor:
-    """Combine the ranks' shares of parameter norms; one collective where a layout spans ranks.
-
-    Args:
-        layout: layout that the shares were measured on.
-        shares: results of :meth:`Powers.of_parameters` of several steps, [steps, parameters].
-        norm_type: p of the norm.
-
-    Returns:
-        The norm of each parameter's gradient in each step, [steps, parameters], on the device.
-    """
+    """Combine the ranks' shares of parameter norms; one collective where a layout spans ranks."""
     every = layout.rows_of_ranks(shares.flatten()).view(-1, *shares.shape)
     return combined_norms(every, norm_type)
 
@@ -238,12 +215,7 @@ def _local_sum(
 
 
 def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> float:
-    """Return Σ|g|^p of all elements of gradients on a CPU; NaN or inf where any element is.
-
-    Args:
-        gradients: tensors of any floating-point types, shapes and strides.
-        norm_type: p, at least 1 and finite.
-    """
+    """Return Σ|g|^p of all elements of gradients on a CPU; NaN or inf where any element is."""
     small = list(map(SMALL.__ge__, map(Tensor.numel, gradients)))
     if all(small):
         few = norm_type == 2.0 and len(gradients) <= FEW

@@ -14,9 +14,6 @@ class PastNorms(ClipMode):
 
     Option ``history`` is ``"raw"`` or ``"clipped"``. Once the mode is made, the attribute of that
     name holds what it remembers, as in every mode.
-
-    Raises:
-        ValueError: ``history`` is neither.
     """
 
     _keeps_clipped: bool = field(default=False, init=False, repr=False)

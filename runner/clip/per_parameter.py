@@ -21,11 +21,7 @@ from runner.config.modes.per_parameter import PerParameter
 
 @dataclass(eq=False)
 class PerParameterClip(PerParameter, TensorMode):
-    """Limit the norm of each tensor, or of each block of tensors.
-
-    Raises:
-        ValueError: ``by`` is neither ``tensor`` nor ``block``.
-    """
+    """Limit the norm of each tensor, or of each block of tensors."""
 
     _layout: Layout | None = field(default=None, init=False, repr=False)
     _block: Tensor | None = field(default=None, init=False, repr=False)

@@ -39,9 +39,6 @@ class PercentileClip(Percentile, PastNorms):  # type: ignore[misc]
     The history holds ``count``, the number of finite steps so far; ``norms``, those that count in
     rising order; and with a window ``recent``, the same in the order of the steps. Places that are
     not filled yet hold inf.
-
-    Raises:
-        ValueError: options out of range.
     """
 
     _most: int = field(default=0, init=False, repr=False)  # steps that may have been finite
@@ -99,11 +96,7 @@ class PercentileClip(Percentile, PastNorms):  # type: ignore[misc]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, also on another device.
-
-        Raises:
-            ValueError: the state is that of another window.
-        """
+        """Load what :meth:`state_dict` returned, also on another device."""
         past = state.get("history", {})
         held = len(past.get("norms", ()))
         same = held == min(int(past.get("count", 0)), self.window or sys.maxsize)

@@ -32,9 +32,6 @@ class ScheduleClip(Schedule, ClipMode):
 
     Attributes:
         inner: the mode that clips.
-
-    Raises:
-        ValueError: options out of range, or a scheduler that cannot be made.
     """
 
     initial_history: ClassVar = {"step": 0}
@@ -55,11 +52,7 @@ class ScheduleClip(Schedule, ClipMode):
         return int(self.history["step"])
 
     def bind(self, layout: Layout) -> None:
-        """Bind the mode that clips.
-
-        Raises:
-            OptionError: as its own ``bind``, with the option below ``of``.
-        """
+        """Bind the mode that clips."""
         nested.bind(self.inner, layout, "of")
 
     @property
@@ -130,15 +123,7 @@ class ScheduleClip(Schedule, ClipMode):
 
 
 class _Rates:
-    """The learning rates that a scheduler makes of one rate, step after step.
-
-    Args:
-        target: ``_target_`` and arguments of the scheduler.
-        base: the rate.
-
-    Raises:
-        OptionError: it cannot be made, or its step needs more than the number of steps.
-    """
+    """The learning rates that a scheduler makes of one rate, step after step."""
 
     def __init__(self, target: dict[str, Any], base: float) -> None:
         self.base = base

@@ -100,10 +100,6 @@ class Stepped:
     With ZeRO stage 1 another rank may step the shard of a parameter. One collective where a layout
     spans ranks, so every rank has to make it.
 
-    Args:
-        optimizers: optimizers of this rank.
-        layout: where the gradients live.
-
     Attributes:
         copies: for each parameter of the layout the number of ranks that step each of its elements;
             0 where no optimizer holds it.
@@ -146,17 +142,7 @@ class Stepped:
 
 
 class SecondMoments(Stepped):
-    """The second moments of the shards that the optimizers of this rank step.
-
-    Args:
-        optimizers: see :class:`Stepped`.
-        layout: see :class:`Stepped`.
-        mode: name of the mode that reads them, for messages.
-        predicts: see :func:`require_second_moments`.
-
-    Raises:
-        OptimizerMisfit: see :func:`require_second_moments`.
-    """
+    """The second moments of the shards that the optimizers of this rank step."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], layout: Layout, mode: str, *, predicts: bool
@@ -175,19 +161,7 @@ class SecondMoments(Stepped):
 def require_second_moments(
     optimizers: Sequence[Optimizer], mode: str, *, predicts: bool
 ) -> list[Kept]:
-    """Check that every optimizer keeps a second moment of each element.
-
-    Args:
-        optimizers: optimizers from torch or another library. No state of theirs is changed.
-        mode: name of the mode that needs them, for the message.
-        predicts: whether a step has to change them as the top of this module says.
-
-    Returns:
-        How each optimizer keeps them.
-
-    Raises:
-        OptimizerMisfit: one does not; the message says what to choose instead.
-    """
+    """Check that every optimizer keeps a second moment of each element."""
     return [_require(optimizer, mode, predicts) for optimizer in optimizers]
 
 

@@ -87,11 +87,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_gradients(shards: Sequence[ParamShard]) -> list[Any]:
-    """Return the local shard of each gradient, None where there is none.
-
-    Raises:
-        TypeError: ranks have not added up a gradient yet.
-    """
+    """Return the local shard of each gradient, None where there is none."""
     found: list[Any] = list(map(_GRADIENT, shards))
     kinds = {*map(type, found)}
     distributed = {kind for kind in kinds if hasattr(kind, "_local_tensor")}
@@ -143,12 +139,7 @@ class Whole(NamedTuple):
 
 
 def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> ParamShard:
-    """Return the shard of ``parameter`` on this rank, if ``ranks`` ranks hold the parameter.
-
-    Raises:
-        TypeError: its placements leave open where its elements, or its units, lie.
-        LayoutError: its parts do not divide ``ranks``.
-    """
+    """Return the shard of ``parameter`` on this rank, if ``ranks`` ranks hold the parameter."""
     units = units_of(parameter, module)
     if not is_dtensor(parameter):
         return ParamShard(name, parameter, units, num_replicas=ranks)
@@ -172,14 +163,7 @@ def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Param
 def account(
     shards: Sequence[ParamShard], group: dist.ProcessGroup, whole: Mapping[str, int]
 ) -> tuple[dict[str, Whole], str]:
-    """Check that the shards of all ranks add up to ``whole``.
-
-    Returns:
-        All parameters by name, and the type of device that they are on.
-
-    Raises:
-        LayoutError: they do not add up.
-    """
+    """Check that the shards of all ranks add up to ``whole``."""
     here = [(p.name, p.weight.numel() / p.num_replicas, Whole.of(p)) for p in shards]
     mine = (shards[0].param.device.type if shards else None, here)
     everywhere: list[Any] = [None] * group.size()

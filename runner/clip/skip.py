@@ -107,12 +107,6 @@ class SkipRule(SkipOptions):
 class _History(ABC):
     """What a rule remembers, as tensors on one device, which are replaced and never written to.
 
-    Args:
-        k: how far above the history a value is a spike.
-        min_steps: number of kept steps before there are spikes.
-        accept_after: number of skips in a row that are accepted as a new level.
-        values: a vector of as many values as a step has, on the device.
-
     Attributes:
         kept: what is known of kept steps.
         count: number of them.

@@ -66,14 +66,7 @@ class Spikes:
 
     @classmethod
     def of(cls, layout: Layout, moments: SecondMoments, limit: float, min_steps: int) -> Spikes:
-        """Compare the gradients of ``layout`` with θ = ``limit`` times their second moments.
-
-        Args:
-            layout: where the gradients live.
-            moments: second moments of this rank's shards.
-            limit: θ.
-            min_steps: number of steps that a second moment has to have averaged.
-        """
+        """Compare the gradients of ``layout`` with θ = ``limit`` times their second moments."""
         shards, gradients = layout.gradients()
         host = transfer.can_read(layout.device)
         weights = [_weight(shard, moments) for shard in shards]
@@ -108,11 +101,7 @@ class Spikes:
         )
 
     def weighted(self, powers: Powers) -> Number:
-        """Return this rank's share of ‖G‖^p (its largest |g| for p = inf) of clamped gradients.
-
-        Args:
-            powers: Σ|g|^p ÷ num_replicas of each of ``shards`` (max|g| for p = inf).
-        """
+        """Return this rank's share of ‖G‖^p (its largest |g| for p = inf) of clamped gradients."""
         each = powers.each if isinstance(powers.each, Tensor) else list(powers.each)
         if math.isinf(powers.norm_type):
             kept = [power for power, weight in zip(each, self.weights, strict=True) if weight]

@@ -28,11 +28,7 @@ CHUNK = 2**24
 
 
 class Tally:
-    """Counts elements or units in bins, on their device, without waiting for the host.
-
-    Args:
-        skip: number of steps to leave out at the start.
-    """
+    """Counts elements or units in bins, on their device, without waiting for the host."""
 
     def __init__(self, skip: int = 0) -> None:
         self._skip = skip
@@ -42,12 +38,7 @@ class Tally:
         self._step_total: Number = 0.0
 
     def add(self, values: Tensor, weight: float) -> None:
-        """Count ``values`` of the current step.
-
-        Args:
-            values: at least 0, of any shape; NaN is not counted.
-            weight: weight of each value: 1 ÷ the number of ranks in the group that count it.
-        """
+        """Count ``values`` of the current step."""
         if self._skip > 0 or values.numel() == 0:
             return
         wide = transfer.widest(values.device)
@@ -59,11 +50,7 @@ class Tally:
         self._step_total = self._step_total + (values == values).sum().to(wide) * weight
 
     def end_step(self, norm: Number) -> None:
-        """Keep the counts of the current step, unless its gradient was not finite.
-
-        Args:
-            norm: norm of the whole gradient.
-        """
+        """Keep the counts of the current step, unless its gradient was not finite."""
         self._skip -= 1
         step, total = self._step, self._step_total
         self._step, self._step_total = None, 0.0

@@ -96,17 +96,7 @@ class TensorMode(ClipMode):
         max_stat: Number,
         threshold: Number,
     ) -> Decision:
-        """Decide to multiply each tensor by its own factor.
-
-        Args:
-            stats: what was measured of the gradient.
-            tensors: norm of each tensor.
-            scales: factor of each tensor, [parameters].
-            over: which of what the mode clips, tensors or blocks of them, are above λ.
-            present: which of them have a gradient.
-            max_stat: largest value that the mode compares with λ.
-            threshold: λ in force.
-        """
+        """Decide to multiply each tensor by its own factor."""
         share, total = transfer.read(share_of(over, present)), transfer.count(present)
         if not isinstance(share, Tensor) and share == 0.0:
             kept = Decision.untouched(stats.norm, threshold, max_stat)

@@ -37,12 +37,7 @@ def read(value: Tensor) -> Number:
 
 
 def read_later(value: Tensor) -> Callable[[], float]:
-    """Start a copy of a 0-dimensional tensor to the host.
-
-    Returns:
-        A function that returns the value. On CUDA it waits for the copy, but not for work that was
-        queued after it.
-    """
+    """Start a copy of a 0-dimensional tensor to the host."""
     if value.device.type != "cuda":
         return value.item
     copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)

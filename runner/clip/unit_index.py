@@ -82,11 +82,6 @@ class UnitIndex:
     units are sorted by length. Shards that are not clipped follow at the end, each as one unit: the
     total norm needs them. A shard without a gradient takes part where other ranks may have one.
 
-    Args:
-        shards: all shards of a layout.
-        present: which of them have a gradient.
-        left_out: which of them are not clipped.
-
     Attributes:
         shards: the same shards.
         present: the same flags.
@@ -179,17 +174,7 @@ class UnitIndex:
     def norms(
         self, tensors: Sequence[Tensor | None], dtype: torch.dtype, stop: int | None = None
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Measure units.
-
-        Args:
-            tensors: gradient or weight of each shard of the layout; where it is None, norms are 0.
-            dtype: type to sum squares in, at least.
-            stop: number of units to measure; all by default.
-
-        Returns:
-            The norm of the part of each unit on this rank, [size], in the widest type of the
-            device; and for each call the copied tensors as a matrix [units, length], or None.
-        """
+        """Measure units."""
         norms: list[Tensor] = []
         matrices: list[Tensor | None] = []
         for call in self._calls:
@@ -227,11 +212,7 @@ class UnitIndex:
         return found
 
     def sums(self, values: Tensor) -> Tensor:
-        """Return the sum of the values of each place.
-
-        Args:
-            values: one for each unit [size], or for each that is clipped [units].
-        """
+        """Return the sum of the values of each place."""
         sizes = self._sizes if len(values) == self.size else self._sizes[: self._clipped]
         if values.device.type == "mps":  # It has no sums of segments.
             owners = torch.repeat_interleave(sizes)
@@ -244,13 +225,7 @@ class UnitIndex:
         return powers if self._replicas is None else powers / self._replicas
 
     def counted(self, ratios: Tensor, gradients: Tensor) -> Iterator[tuple[Tensor, int]]:
-        """Yield the ratios that this rank counts, and how many ranks count them.
-
-        Args:
-            ratios: one for each unit that is clipped [units].
-            gradients: norms of the gradients' whole units [units]. A cut unit without a gradient
-                on any rank is yielded as NaN.
-        """
+        """Yield the ratios that this rank counts, and how many ranks count them."""
         if self.absent:
             ratios = ratios.clone()
         for place in self.absent:
@@ -262,11 +237,7 @@ class UnitIndex:
                 yield ratios[places[0].start : places[-1].stop], held
 
     def total(self, gradients: Tensor) -> Number:
-        """Return how many units this rank counts, each divided by the ranks that count it.
-
-        Args:
-            gradients: norms of the gradients' whole units [units].
-        """
+        """Return how many units this rank counts, each divided by the ranks that count it."""
         total: Number = self._present_units
         for place in self.absent:
             total = total + transfer.count(gradients[place.start : place.stop] > 0) / place.held
@@ -282,13 +253,7 @@ class UnitIndex:
         coefs: Tensor,
         clipped: Sequence[float] | None,
     ) -> None:
-        """Multiply units in place.
-
-        Args:
-            measured: measurements of the gradients; its matrices are overwritten.
-            coefs: coefficient of each unit [units].
-            clipped: for each place, how many of them are not 1; None if only an accelerator knows.
-        """
+        """Multiply units in place."""
         targets: list[Tensor] = []
         values: list[Tensor] = []
         for call, matrix in zip(self._calls, measured.matrices, strict=True):

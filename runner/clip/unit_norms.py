@@ -26,12 +26,7 @@ SPARSE = 4
 
 
 def row_norms(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the norm of each row.
-
-    Args:
-        rows: contiguous matrix [units, length].
-        dtype: type to sum squares in, at least.
-    """
+    """Return the norm of each row."""
     wide = torch.promote_types(rows.dtype, dtype)
     length = rows.shape[1]
     if not transfer.can_read(rows.device):
@@ -63,13 +58,7 @@ def _long_row_norms(rows: Tensor) -> Tensor:
 
 
 def large_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
-    """Return the norm of each unit of a large tensor, [units].
-
-    Args:
-        tensor: its first ``kept`` dimensions index units.
-        kept: number of these dimensions; 0 if the tensor is one unit.
-        dtype: type to sum squares in, at least.
-    """
+    """Return the norm of each unit of a large tensor, [units]."""
     wide = torch.promote_types(tensor.dtype, dtype)
     reduced = tuple(range(kept, tensor.ndim))
     if not reduced:
@@ -116,14 +105,7 @@ def _add_squares(tensor: Tensor, sums: Tensor, dtype: torch.dtype) -> None:
 
 
 def scale_large(tensor: Tensor, kept: int, coefs: Tensor, clipped: float | None) -> None:
-    """Multiply each unit of a large tensor in place.
-
-    Args:
-        tensor: see :func:`large_norms`.
-        kept: see :func:`large_norms`.
-        coefs: coefficient of each unit [units].
-        clipped: how many of them are not 1; None if only an accelerator knows.
-    """
+    """Multiply each unit of a large tensor in place."""
     if clipped is not None and clipped * SPARSE <= len(coefs):
         rows = as_rows(tensor, kept)
         if rows is not None:

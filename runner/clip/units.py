@@ -63,12 +63,7 @@ class Units:
 
 
 def units_of(parameter: Tensor, module: nn.Module | None = None) -> Units:
-    """Return the units of ``parameter``.
-
-    Args:
-        parameter: whole parameter, or a DTensor, which has the shape of the whole parameter.
-        module: module that owns it; None if unknown.
-    """
+    """Return the units of ``parameter``."""
     n = parameter.ndim
     if n < 2:
         return Units(tuple(range(n)))

@@ -60,9 +60,6 @@ class UpdateClip(Update, ClipMode):
 
     Before it is bound to optimizers it cannot decide. ``norm_clipped`` of a decision is ``norm``,
     and ``coef`` is the smallest factor that the update of a tensor is multiplied by.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     _stepped: Stepped | None = field(default=None, init=False, repr=False)

@@ -56,13 +56,6 @@ def rms_of_tensors(
 
     One collective. With ZeRO stage 1 the rank that has the second moment of a tensor measures it;
     where several ranks step the same elements, each of them counts them.
-
-    Args:
-        layout: where the gradients live.
-        moments: second moments of this rank's shards.
-        eps: lower bound of the root of a second moment.
-        norm_type: p of ‖G‖.
-        each: whether the share of each gradient in ‖G‖ is wanted.
     """
     shards, gradients = layout.gradients()
     host = transfer.can_read(layout.device)
@@ -149,15 +142,7 @@ def _sums_of(
 
 
 def blocks(gradient: Tensor, value: Tensor | None) -> Sequence[tuple[Tensor, Tensor | None]]:
-    """Return blocks of all elements of a gradient with those of its second moment.
-
-    Args:
-        gradient: tensor on a CPU, of any strides and floating-point type.
-        value: tensor of the same shape, or None.
-
-    Returns:
-        Pairs of vectors, float32 or float64, views where that is possible.
-    """
+    """Return blocks of all elements of a gradient with those of its second moment."""
     if value is None or value.stride() == gradient.stride():
         flat, other = flatten(gradient), None if value is None else flatten(value)
     else:

@@ -29,13 +29,7 @@ SMALLEST = 1e-6
 
 
 class PastUpdates:
-    """Limits updates by those of earlier steps.
-
-    Args:
-        history: norms of earlier updates: ``norms``, [window], the latest last, and ``count``, how
-            many of them there are. It is replaced, and never written to in place.
-        factor: number of standard deviations above the mean.
-    """
+    """Limits updates by those of earlier steps."""
 
     def __init__(self, history: dict[str, Number], factor: float) -> None:
         self._history = history
@@ -53,14 +47,7 @@ class PastUpdates:
         kept: Sequence[tuple[ParamShard, Tensor, Number]],
         stepped: Stepped,
     ) -> Decision:
-        """Measure the update that was taken, limit it, and remember its norm; one collective.
-
-        Args:
-            layout: where the parameters live.
-            decision: what was decided before the step.
-            kept: shards that this rank has stepped, and their values before, which are overwritten.
-            stepped: which ranks step which shard.
-        """
+        """Measure the update that was taken, limit it, and remember its norm; one collective."""
         weights, backwards = [s.weight for s, *_ in kept], [before for _, before, _ in kept]
         if kept:
             torch._foreach_sub_(backwards, weights)

@@ -16,10 +16,6 @@ def without_wrappers(model: nn.Module) -> nn.Module:
     """Return the model that DDP, ``torch.compile`` and Lightning Fabric have wrapped.
 
     Its parameters have the names of the user's own model.
-
-    Raises:
-        TypeError: a module is wrapped by FSDP 1, whose flat parameters do not tell where the units
-            and the elements of a parameter are.
     """
     for module in model.modules():
         if type(module).__name__ == "FullyShardedDataParallel":

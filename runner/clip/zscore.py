@@ -35,11 +35,7 @@ from runner.config.modes.zscore import ZScore
 
 @dataclass(eq=False)
 class ZScoreClip(ZScore, PastNorms):  # type: ignore[misc]
-    """Scale down a gradient whose norm lies far above a running mean.
-
-    Raises:
-        ValueError: options out of range.
-    """
+    """Scale down a gradient whose norm lies far above a running mean."""
 
     initial_history: ClassVar = {"count": 0.0, "mean": 0.0, "variance": 0.0}
 

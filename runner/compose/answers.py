@@ -15,14 +15,7 @@ from runner.compose.request import logging_restored, request
 
 
 def help_text(given: Sequence[str], source: Source | None = None) -> str:
-    """Return the text of ``--help``, with the values that the overrides ``given`` give.
-
-    Hydra would print the same, but lists every group of its own first, which takes longer than
-    everything else.
-
-    Raises:
-        RequestError: the overrides are wrong.
-    """
+    """Return the text of ``--help``, with the values that the overrides ``given`` give."""
     if given:
         wanted = request(given, source=source, writes=False)
         composer, composed = wanted.composer, wanted.composed
@@ -34,14 +27,7 @@ def help_text(given: Sequence[str], source: Source | None = None) -> str:
 
 
 def answer(args: argparse.Namespace, composer: Composer) -> int:
-    """Print Hydra's answer to ``--cfg``, ``--info`` or ``--hydra-help``.
-
-    Hydra prints into memory, and this process to the terminal: Hydra would report a reader that
-    leaves early, as in ``--info | head``, as a failure of its own.
-
-    Returns:
-        The exit code: 0, or what Hydra exits with.
-    """
+    """Print Hydra's answer to ``--cfg``, ``--info`` or ``--hydra-help``."""
     printed, code = io.StringIO(), 0
     hydra, name, overrides = composer.hydra, composer.source.name, list(args.overrides)
     with composer.active(), logging_restored(), redirect_stdout(printed):

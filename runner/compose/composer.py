@@ -69,18 +69,7 @@ def register() -> None:
 
 
 class Composer:
-    """Hydra for one source of configuration files.
-
-    Args:
-        source: where the configuration is read.
-        given: overrides, if nothing else will be composed.
-
-    Attributes:
-        broken_recipes: error of each recipe that cannot be read, by the recipe's name.
-
-    Raises:
-        RequestError: the file that ``source`` names does not exist.
-    """
+    """Hydra for one source of configuration files."""
 
     def __init__(self, source: Source, given: Sequence[str] | None = None) -> None:
         self.source = source
@@ -115,19 +104,11 @@ class Composer:
             HydraConfig.instance().cfg = None
 
     def read(self, words: Iterable[str]) -> tuple[list[Override], list[Problem]]:
-        """Parse overrides.
-
-        Returns:
-            The parsed overrides, and a problem for each one that cannot be parsed.
-        """
+        """Parse overrides."""
         return parse(words, self.loader)
 
     def compose(self, given: Sequence[str]) -> DictConfig:
-        """Compose ``given``.
-
-        Raises:
-            Exception: what Hydra and OmegaConf raise for overrides that are wrong.
-        """
+        """Compose ``given``."""
         return self.hydra.compose_config(
             self.source.name, list(given), RunMode.RUN, from_shell=False
         )
@@ -161,16 +142,7 @@ class Composer:
 
 
 def with_own_mode(given: Sequence[str]) -> list[str]:
-    """Let ``clip._target_=package.Mode`` and the mode's options be given without ``+``.
-
-    Files of ``conf/clip`` have no place for them, so Hydra would ask for it.
-
-    Args:
-        given: overrides, as typed.
-
-    Returns:
-        The overrides with ``++`` before each key that only a user's mode has.
-    """
+    """Let ``clip._target_=package.Mode`` and the mode's options be given without ``+``."""
     keys = [word.lstrip("+").partition("=")[0] for word in given]
     if "clip._target_" not in keys:
         return list(given)
@@ -195,18 +167,7 @@ def destination(
     overrides: Sequence[Override] | None = None,
     earlier: Earlier | None = None,
 ) -> tuple[Path | None, list[Problem]]:
-    """Resolve the folder that a run or a sweep will be written to; nothing is created.
-
-    Args:
-        config: the composition, Hydra's part included.
-        kind: ``run`` or ``sweep``.
-        overrides: overrides of the request, to check that the folder can be written; None leaves
-            that out.
-        earlier: returns why a run must not be written to a folder; None for any folder.
-
-    Returns:
-        The folder, None if it cannot be resolved, and why it cannot be written.
-    """
+    """Resolve the folder that a run or a sweep will be written to; nothing is created."""
     HydraConfig.instance().set_config(config)
     key = f"hydra.{kind}.dir"
     try:

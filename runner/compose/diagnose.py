@@ -30,13 +30,7 @@ _EXTRAS = {
 
 @dataclass
 class Diagnosis:
-    """Wrong and right overrides of one job.
-
-    Attributes:
-        problems: a problem for each wrong override.
-        good: overrides that compose.
-        unsettled: groups whose chosen option does not exist.
-    """
+    """Wrong and right overrides of one job."""
 
     problems: list[Problem] = field(default_factory=list)
     good: list[str] = field(default_factory=list)
@@ -100,13 +94,7 @@ def chooses_option(override: Override, loader: ConfigLoader) -> bool:
 
 
 def wrong(override: Override, base: Any, loader: ConfigLoader) -> Problem | None:
-    """Return the problem of one override of a configuration; None if it is right.
-
-    Args:
-        override: the override, which lists no values.
-        base: the configuration as plain containers.
-        loader: Hydra's loader, which knows the options of groups.
-    """
+    """Return the problem of one override of a configuration; None if it is right."""
     if chooses(override, loader):
         return _wrong_choice(override, loader)
     return _wrong_value(override, base)

@@ -46,14 +46,7 @@ _COUNTS: dict[str, Any] = {"n_trials": Count, "n_jobs": Count, "max_batch_size":
 
 @dataclass(frozen=True)
 class Job:
-    """One training job of a request.
-
-    Attributes:
-        config: its configuration.
-        plain: the same as it is recorded, in plain containers: without secrets.
-        words: all overrides of the job.
-        apart: overrides that set it apart from the other jobs; none for a single job.
-    """
+    """One training job of a request."""
 
     config: RunConfig
     plain: dict[str, Any]
@@ -73,17 +66,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep before it starts.
-
-    Attributes:
-        name: name of its folder; the same for the same jobs.
-        folder: folder of the sweep.
-        identity: hash of the request, see :func:`runner.config.identity.request_hash`.
-        trials: number of jobs that a sweeper chooses as it goes; None if all jobs are known.
-        keys: keys with a list of values.
-        words: overrides for Hydra.
-        where: where its runs run.
-    """
+    """A sweep before it starts."""
 
     name: str
     folder: Path
@@ -96,13 +79,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Lists:
-    """The overrides of a sweep, and their composition without the lists of values.
-
-    Attributes:
-        overrides: parsed overrides.
-        final: the same as text that Hydra can compose without the lists too.
-        master: composition without the lists; None if it fails.
-    """
+    """The overrides of a sweep, and their composition without the lists of values."""
 
     overrides: Sequence[Override]
     final: tuple[str, ...]
@@ -150,16 +127,7 @@ def read(composer: Composer, given: Sequence[str], overrides: Sequence[Override]
 
 
 def jobs(composer: Composer, lists: Lists, check: Check) -> tuple[list[Job], list[Problem]]:
-    """Return the jobs of a sweep, and everything that is wrong with them.
-
-    For a sweeper that chooses its jobs as it goes these are representative jobs: one for each value
-    of each list, and for both ends of each interval.
-
-    Args:
-        composer: Hydra.
-        lists: overrides of the sweep.
-        check: checks one job.
-    """
+    """Return the jobs of a sweep, and everything that is wrong with them."""
     listed, problems = composer.read(lists.params)
     wanted, found = words.jobs(
         [*listed, *lists.overrides],
@@ -204,14 +172,7 @@ def _sweeper_problems(master: DictConfig | None) -> Iterator[Problem]:
 def placed(
     lists: Lists, made: Sequence[Job], writes: bool, earlier: Earlier | None
 ) -> tuple[Sweep | None, list[Problem]]:
-    """Return the sweep of the jobs ``made``, and why its folder cannot be written.
-
-    Args:
-        lists: overrides of the sweep.
-        made: jobs of the sweep, at least one.
-        writes: whether to try that the folder can be written.
-        earlier: as in :func:`runner.compose.request.request`.
-    """
+    """Return the sweep of the jobs ``made``, and why its folder cannot be written."""
     if lists.master is None:
         return None, []
     typed = [override for override in lists.overrides if override.is_sweep_override()]
@@ -291,11 +252,7 @@ def _merged(by_job: Sequence[Sequence[Problem]]) -> list[Problem]:
 
 
 def _for_every_job(composer: Composer, overrides: Sequence[Override]) -> tuple[str, ...]:
-    """Return the overrides of a sweep in a form that Hydra can compose without the lists too.
-
-    Hydra first composes a sweep without its lists. ``model.layers=2`` fails there if the model with
-    layers is one of a list. Every job is checked, so such a key is forced with ``++``.
-    """
+    """Return the overrides of a sweep in a form that Hydra can compose without the lists too."""
     settled = [
         plain_word(override)
         for override in overrides

@@ -34,11 +34,7 @@ _HEADER = 512
 
 
 class Loader(ConfigLoaderImpl):
-    """Loads configurations from files, which do not change meanwhile.
-
-    Args:
-        search_path: folders and packages that hold the files.
-    """
+    """Loads configurations from files, which do not change meanwhile."""
 
     def __init__(self, search_path: ConfigSearchPath) -> None:
         self.config_search_path = search_path
@@ -73,11 +69,7 @@ class Loader(ConfigLoaderImpl):
 
 
 class _Repository(ConfigRepository):
-    """Files that were read, which all compositions share.
-
-    Hydra copies its repository for each composition. A composition can only replace the list of
-    sources (``hydra.searchpath``), so that list alone is copied.
-    """
+    """Files that were read, which all compositions share."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Repository:
         return copy.copy(self)

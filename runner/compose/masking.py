@@ -31,19 +31,7 @@ from runner.config.secrets import (
 
 
 def resolved_and_recorded(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a job's configuration in plain containers: resolved, and as it is recorded.
-
-    The second is the first if it has neither secrets nor values of the environment. Its section
-    ``environment`` has, by their keys, digests of the values that come from the environment and are
-    no secrets, so that another value is another configuration. The secrets become known to
-    :func:`runner.config.secrets.hide`.
-
-    Args:
-        config: composed configuration of the job, without the section ``hydra``.
-
-    Raises:
-        omegaconf.errors.OmegaConfBaseException: a value cannot be resolved.
-    """
+    """Return a job's configuration in plain containers: resolved, and as it is recorded."""
     with _watched() as read:
         plain = plain_config(config)
     has_secrets = learn_secrets(plain)
@@ -75,11 +63,7 @@ def write_composition(home: Path) -> None:
 
 
 def unresolved(config: DictConfig) -> dict[str, Any]:
-    """Return a composition in plain containers, references unresolved, without secrets.
-
-    Args:
-        config: the composition, Hydra's part included.
-    """
+    """Return a composition in plain containers, references unresolved, without secrets."""
     content: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
     job, overrides = content["hydra"]["job"], content["hydra"]["overrides"]
     for name in job["env_copy"]:  # Hydra has copied the values into env_set
@@ -117,14 +101,7 @@ def _watched() -> Iterator[dict[str, Any]]:
 def _recorded(
     node: DictConfig | ListConfig, plain: Any, path: tuple[str, ...], digests: dict[str, str]
 ) -> Any:
-    """Return a container as it is recorded.
-
-    Args:
-        node: the container, secrets masked, references unresolved.
-        plain: the same, resolved, with the values of secrets.
-        path: keys that lead to it.
-        digests: gets a digest of each value that comes from the environment.
-    """
+    """Return a container as it is recorded."""
     written: Any = OmegaConf.to_container(node, resolve=False)
     pairs = written.items() if isinstance(written, dict) else enumerate(written)
     entries = {

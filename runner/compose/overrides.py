@@ -42,12 +42,7 @@ def spelled_out(given: Iterable[str]) -> list[str]:
 
 
 class JobOverrides(NamedTuple):
-    """The overrides of one job of a sweep.
-
-    Attributes:
-        words: all overrides.
-        apart: overrides that set it apart from the other jobs.
-    """
+    """The overrides of one job of a sweep."""
 
     words: list[str]
     apart: list[str]
@@ -62,22 +57,7 @@ def jobs(
     enumerated: bool = True,
     most: int,
 ) -> tuple[list[JobOverrides], list[Problem]]:
-    """Return the jobs of a sweep: every combination of the listed values.
-
-    As in Hydra's own sweeper, the last override of a key holds.
-
-    Args:
-        overrides: overrides of the sweep.
-        loader: Hydra's loader, which lists groups and their options.
-        refuse: returns the problem of a listed option that no job can have.
-        together: keys whose lists advance together.
-        enumerated: whether the jobs are all combinations. False for a sweeper that chooses its
-            jobs: then each value, and each end of an interval, comes once.
-        most: number of jobs that are too many if it is exceeded.
-
-    Returns:
-        The overrides of each job, and a problem for each wrong list and each refused value.
-    """
+    """Return the jobs of a sweep: every combination of the listed values."""
     values: dict[str, list[str]] = {}
     problems: list[Problem] = []
     for override in overrides:
@@ -151,10 +131,7 @@ def given_twice(overrides: Iterable[Override]) -> list[str]:
 
 
 def _listed(override: Override, most: int) -> list[str]:
-    """Return the values of a list, or both ends of an interval.
-
-    Of a range with more than ``most`` values, one more than that many are returned.
-    """
+    """Return the values of a list, or both ends of an interval."""
     sweep = override.value()
     if isinstance(sweep, RangeSweep) and len(first := [*islice(sweep.range(), most + 1)]) > most:
         return [str(value) for value in first]  # a range may have billions of values
@@ -166,10 +143,7 @@ def _listed(override: Override, most: int) -> list[str]:
 def _combinations(
     values: Mapping[str, Sequence[str]], together: Sequence[str]
 ) -> list[dict[str, str]]:
-    """Return every combination; the lists of ``together`` count as one.
-
-    A key of ``together`` is left out where its value is :data:`UNSET`.
-    """
+    """Return every combination; the lists of ``together`` count as one."""
     zipped = [key for key in values if key in together]
     groups = [zipped if key in zipped else [key] for key in values if key not in zipped[1:]]
     rows = [list(zip(*(values[key] for key in keys), strict=True)) for keys in groups]

@@ -25,11 +25,7 @@ _ODD = re.compile("[\0\ud800-\udfff]")
 
 
 def parse(words: Iterable[str], loader: ConfigLoader) -> tuple[list[Override], list[Problem]]:
-    """Parse overrides.
-
-    Returns:
-        The parsed overrides, and a problem for each one that cannot be parsed.
-    """
+    """Parse overrides."""
     parser = _parser(loader)
     overrides, problems = [], []
     for word in words:

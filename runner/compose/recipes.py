@@ -26,15 +26,7 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Recipe:
-    """One file of ``recipes/``, or of the folder ``recipe`` of a user's configuration.
-
-    Attributes:
-        name: the file's name without its ending.
-        purpose: the rest of the header's first line, after the name.
-        source: the text of the header's line ``source:``.
-        content: what the file holds; empty where it cannot be read.
-        error: why the file cannot be read, or None.
-    """
+    """One file of ``recipes/``, or of the folder ``recipe`` of a user's configuration."""
 
     name: str
     purpose: str = ""
@@ -44,15 +36,7 @@ class Recipe:
 
 
 def folders(search_path: ConfigSearchPath | None = None) -> list[Path]:
-    """Return the folders that hold recipes: this project's, and those of a user.
-
-    Args:
-        search_path: where the configuration is read; None for this project's files alone.
-
-    Returns:
-        Folders in ascending precedence: a file takes the place of one with its name in an earlier
-        folder.
-    """
+    """Return the folders that hold recipes: this project's, and those of a user."""
     listed = [] if search_path is None else reversed(search_path.get_path())
     paths = [(one.path or "").removeprefix("file://") for one in listed]
     own = [Path(path, "recipe") for path in paths if path and "://" not in path]
@@ -60,22 +44,12 @@ def folders(search_path: ConfigSearchPath | None = None) -> list[Path]:
 
 
 def read_all(homes: Iterable[Path] | None = None) -> list[Recipe]:
-    """Return every recipe of the folders ``homes``; one that cannot be read has its error.
-
-    Args:
-        homes: see :func:`folders`; this project's recipes by default.
-
-    Returns:
-        Recipes, sorted by name.
-    """
+    """Return every recipe of the folders ``homes``; one that cannot be read has its error."""
     return [_read(file) for file in _files(homes)]
 
 
 def read(given: Sequence[str]) -> list[Recipe]:
-    """Return this project's recipes, or none if no override of ``given`` can choose one.
-
-    A recipe that no override names comes without its content.
-    """
+    """Return this project's recipes, or none if no override of ``given`` can choose one."""
     words = " ".join(word for word in given if "recipe" in word)
     if not words:
         return []
@@ -95,12 +69,7 @@ def _files(homes: Iterable[Path] | None = None) -> list[Path]:
 
 
 def register(found: Iterable[Recipe]) -> dict[str, str]:
-    """Make each recipe of ``found`` a choice of the group ``recipe``.
-
-    Returns:
-        The error of each recipe that cannot be read, by its name. Such a recipe is a choice too, so
-        that its error is reported only to someone who chooses it.
-    """
+    """Make each recipe of ``found`` a choice of the group ``recipe``."""
     store = ConfigStore.instance()
     store.repo.pop("recipe", None)
     store.repo.get("hydra", {}).pop("recipe", None)

@@ -24,18 +24,7 @@ from runner.config.yaml_file import read_yaml
 
 
 def recorded(file: Path, given: Sequence[str], source: Source | None = None) -> Job:
-    """Return the job that the configuration file of a run describes, with overrides.
-
-    An option of a group takes the place of the section that the run had.
-
-    Args:
-        file: recorded configuration of a run. Values of the environment are read from it anew.
-        given: overrides of single values, and options of groups.
-        source: where the options are read.
-
-    Raises:
-        RequestError: the file cannot be read, or an override is wrong; it names everything that is.
-    """
+    """Return the job that the configuration file of a run describes, with overrides."""
     try:
         content = read_yaml(file)
     except Refusal as error:

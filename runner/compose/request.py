@@ -44,17 +44,7 @@ Waiting: TypeAlias = tuple[int, Sequence[str]]
 
 @dataclass(frozen=True)
 class Request:
-    """A request that can be run.
-
-    Attributes:
-        composer: Hydra, with the files that the request was composed from.
-        jobs: jobs of the request, in Hydra's order; of a sweep that chooses its jobs as it goes,
-            representative jobs.
-        sweep: the sweep; None for one run.
-        composed: the composition of one run, Hydra's part included; None for a sweep.
-        folder: folder of one run; None for a sweep.
-        notes: sentences about overrides that are allowed, but may not be meant.
-    """
+    """A request that can be run."""
 
     composer: Composer
     jobs: tuple[Job, ...]
@@ -69,15 +59,7 @@ class Request:
         return [] if self.composed is None else recorded_words(self.composed.hydra.overrides.task)
 
     def run(self, work: Callable[[Path], T], folder: Path | None = None) -> T:
-        """Call ``work`` with the folder of the run, in which Hydra has set up logging.
-
-        Args:
-            work: what the run does.
-            folder: another folder than that of the request.
-
-        Returns:
-            What ``work`` returned.
-        """
+        """Call ``work`` with the folder of the run, in which Hydra has set up logging."""
         composed = self.composed
         assert composed is not None
         with read_write(composed.hydra):
@@ -100,12 +82,7 @@ class Request:
             return returned
 
     def launch(self, work: Callable[[DictConfig], Any], waiting: Sequence[Waiting]) -> None:
-        """Let Hydra's sweeper and launcher call ``work`` for each job of the sweep.
-
-        Args:
-            work: function of a module, which a launcher may import in other processes.
-            waiting: number and overrides of each run that is left, if they are known.
-        """
+        """Let Hydra's sweeper and launcher call ``work`` for each job of the sweep."""
         assert self.sweep is not None
         import_module("hydra_plugins.clip_runner").RecordSweeper.waiting = waiting
         with self.composer.active(), logging_restored():
@@ -120,20 +97,7 @@ def request(
     writes: bool = True,
     earlier: Earlier | None = None,
 ) -> Request:
-    """Compose and check every job that the overrides ``given`` ask for. Nothing is written.
-
-    Args:
-        given: overrides, as typed.
-        multirun: whether a sweep is asked for (``-m``).
-        source: where the configuration is read; the project's own files by default.
-        writes: whether the request will write a folder, so that this is tried. Overrides that only
-            a sweep uses are then refused for one run.
-        earlier: returns why that folder must not be written again, such as
-            :func:`runner.run_folder.earlier.earlier_record`. None for a folder that may be.
-
-    Raises:
-        RequestError: anything is wrong; it names everything that is.
-    """
+    """Compose and check every job that the overrides ``given`` ask for. Nothing is written."""
     composer = Composer(source or Source(), given)
     sweep = composed = folder = None
     with composer.active():
@@ -208,18 +172,7 @@ def _check(
     config: DictConfig | None,
     number: int | None = None,
 ) -> tuple[RunConfig | None, dict[str, Any], list[Problem]]:
-    """Check the job of ``overrides``.
-
-    Args:
-        composer: Hydra, which composed them.
-        overrides: overrides of one job, without lists of values.
-        config: their composition; None where they do not compose.
-        number: number of the job in its sweep; None for a run.
-
-    Returns:
-        The typed configuration (None if anything is wrong), the same as it is recorded, and
-        everything that is wrong.
-    """
+    """Check the job of ``overrides``."""
     found = diagnose.Diagnosis()
     if config is None or diagnose.misuses_group(overrides, composer.loader):
         found = diagnose.examine(overrides, composer)
@@ -240,12 +193,7 @@ def _check(
 def _resolved(
     config: DictConfig, number: int | None
 ) -> tuple[dict[str, Any], dict[str, Any], list[Problem]]:
-    """Resolve the job's part of a composition.
-
-    Returns:
-        The configuration as plain containers, the same as it is recorded, and what cannot be
-        resolved in it.
-    """
+    """Resolve the job's part of a composition."""
     folder = None if number is not None else destination(config, "run")[0]
     with read_write(config), open_dict(config), read_write(config.hydra):
         if number is not None:  # as the launcher of a sweep does

@@ -43,10 +43,7 @@ def _first(*values: Any) -> Any:
 
 
 def _for_help(text: Callable[[Container], str]) -> Callable[..., str]:
-    """Return a resolver of a part of the help, which values of a run cannot refer to.
-
-    ``${runner.keys:}`` in the value of a key would hold itself.
-    """
+    """Return a resolver of a part of the help, which values of a run cannot refer to."""
 
     def resolve(*, _root_: Container, _parent_: Container) -> str:
         if _parent_ is None or not _parent_._get_full_key("").startswith("hydra.help"):

@@ -19,11 +19,7 @@ from runner.config.problem import shown
 
 @cache
 def usual(group: str, target: str) -> Mapping[str, Any]:
-    """Return the arguments that the files of ``conf/<group>/`` give to ``target``.
-
-    Returns:
-        Empty where no file names the target. References (``${seed}``) are left out.
-    """
+    """Return the arguments that the files of ``conf/<group>/`` give to ``target``."""
     from runner.config.yaml_file import read_yaml  # a rank that checks nothing needs no reader
 
     found: dict[str, Any] = {}
@@ -34,14 +30,7 @@ def usual(group: str, target: str) -> Mapping[str, Any]:
 
 
 def misfit(example: Any, value: Any) -> str | None:
-    """Return what is allowed instead of ``value``, to follow "must be"; None if it fits.
-
-    A number that is not negative stands for one that cannot be: a width, a count, a rate, a share.
-
-    Args:
-        example: usual value of the argument.
-        value: the given one.
-    """
+    """Return what is allowed instead of ``value``, to follow "must be"; None if it fits."""
     match example:
         case bool():
             return None if isinstance(value, bool) else "true or false"

@@ -38,16 +38,7 @@ class Key(NamedTuple):
 
 
 def parse(plain: Mapping[str, Any]) -> RunConfig:
-    """Return the typed configuration that ``plain`` describes.
-
-    Args:
-        plain: the composed configuration as plain containers, interpolations resolved; ``???``
-            stands for a value that is missing.
-
-    Raises:
-        RequestError: anything is unknown, missing, of the wrong type, out of range, or excludes
-            something else; it names every such problem.
-    """
+    """Return the typed configuration that ``plain`` describes."""
     config, problems = examine(plain)
     if config is None:
         raise RequestError(problems)
@@ -57,14 +48,7 @@ def parse(plain: Mapping[str, Any]) -> RunConfig:
 def examine(
     plain: Mapping[str, Any], unsettled: Collection[str] = ()
 ) -> tuple[RunConfig | None, list[Problem]]:
-    """Return the typed configuration, or None and what is wrong with ``plain``.
-
-    Args:
-        plain: as for `parse`.
-        unsettled: sections whose option does not exist, so that another one stands in for it: each
-            value is checked, but not whether the values exclude each other, or those of other
-            sections.
-    """
+    """Return the typed configuration, or None and what is wrong with ``plain``."""
     problems = [*_problems_of_target(plain), *_problems_of_arguments(plain)]
     schema = _schema(plain)
     fields = schema.model_fields
@@ -94,12 +78,7 @@ def examine(
 
 
 def owned_keys(plain: Mapping[str, Any] | None = None) -> Mapping[str, Key]:
-    """Return the keys that this project owns by their dotted names, in the order of the schema.
-
-    Args:
-        plain: configuration whose clipping mode's options are among them; by default the options of
-            all modes of this project are.
-    """
+    """Return the keys that this project owns by their dotted names, in the order of the schema."""
     return _keys(_schema_with(every_option()) if plain is None else _schema(plain))
 
 

@@ -169,14 +169,7 @@ class _UnknownOwnClip(OwnClip):
 
 
 def clip_section(plain: object) -> type[Clip]:
-    """Return the model of section ``clip`` for the mode that ``plain`` chooses.
-
-    Args:
-        plain: the section as composed.
-
-    Raises:
-        ModeError: its ``_target_`` is no clipping mode.
-    """
+    """Return the model of section ``clip`` for the mode that ``plain`` chooses."""
     node = plain if isinstance(plain, Mapping) else {}
     target, mode = node.get("_target_"), node.get("mode")
     if target is not None:

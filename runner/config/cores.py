@@ -12,11 +12,7 @@ _ALLOCATED = "SLURM_CPUS_ON_NODE"
 
 
 def cores() -> int:
-    """Return the number of cores that this process and its ranks may use together; at least 1.
-
-    That is `CORES` if it is set; otherwise the cores that the system lets this process use, and of
-    these no more than Slurm has allocated to its job on this machine.
-    """
+    """Return the number of cores that this process and its ranks may use together; at least 1."""
     if chosen := _number(CORES):
         return chosen
     if hasattr(os, "sched_getaffinity"):

@@ -33,13 +33,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def full(path: Path, what: str, needed: int = 0) -> DiskFull:
-    """Return the error of something that did not fit on the disk of ``path``.
-
-    Args:
-        path: file or folder that could not be written; it need not exist.
-        what: what was not written, such as ``120 rows of metrics.jsonl``.
-        needed: bytes that it needs.
-    """
+    """Return the error of something that did not fit on the disk of ``path``."""
     disk = mount_of(path)
     text = (
         f"the disk {disk} is full ({size(free(disk))} free): {what} could not be written; "

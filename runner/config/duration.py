@@ -35,15 +35,7 @@ INTERVAL_PATTERN = re.compile(rf"{_NUMBER}({'|'.join(UNITS)}|{MINUTES})")
 
 @dataclass(frozen=True)
 class Duration:
-    """A whole number of units, such as 3 epochs.
-
-    Attributes:
-        value: how many, at least 1.
-        unit: ``ep`` (epochs), ``ba`` (optimizer steps), ``sp`` (samples) or ``tok`` (tokens).
-
-    Raises:
-        ValueError: ``value`` is no integer of at least 1, or ``unit`` is not one of the four.
-    """
+    """A whole number of units, such as 3 epochs."""
 
     value: int
     unit: Unit
@@ -55,11 +47,7 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str) -> Duration:
-        """Read ``3ep``, ``500ba``, ``100_000sp`` or ``1000000tok``.
-
-        Raises:
-            ValueError: ``text`` is no such duration; the message lists the four units.
-        """
+        """Read ``3ep``, ``500ba``, ``100_000sp`` or ``1000000tok``."""
         match = PATTERN.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(f"{text!r} must be {FORM}")
@@ -72,11 +60,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class Minutes:
-    """A whole number of minutes of a clock, at least 1.
-
-    Raises:
-        ValueError: ``value`` is below 1.
-    """
+    """A whole number of minutes of a clock, at least 1."""
 
     value: int
 
@@ -98,11 +82,7 @@ Interval = Duration | Minutes
 
 
 def parse_interval(text: str) -> Interval:
-    """Read a duration, or minutes such as ``10min``.
-
-    Raises:
-        ValueError: ``text`` is neither; the message lists the units.
-    """
+    """Read a duration, or minutes such as ``10min``."""
     match = INTERVAL_PATTERN.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(f"{text!r} must be {INTERVAL_FORM}")

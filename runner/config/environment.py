@@ -15,14 +15,7 @@ https://github.com/pytorch/pytorch/issues/135712
 
 
 class StartedRank(NamedTuple):
-    """The place of this process among the ranks of a launcher.
-
-    Attributes:
-        rank: number of this rank.
-        world_size: number of all ranks.
-        local_rank: number of this rank on its machine; None if the launcher does not set it.
-        local_world_size: number of ranks on this machine; 1 if the launcher does not set it.
-    """
+    """The place of this process among the ranks of a launcher."""
 
     rank: int
     world_size: int
@@ -54,10 +47,7 @@ def joins() -> bool:
 
 
 def slurm_job() -> str | None:
-    """Return the id of the Slurm job that this process belongs to; None outside of Slurm.
-
-    A job of an array is ``<array>_<number>``: its last one has the number of the array itself.
-    """
+    """Return the id of the Slurm job that this process belongs to; None outside of Slurm."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID") or None
 
@@ -68,17 +58,7 @@ def was_requeued() -> bool:
 
 
 class SlurmTask(NamedTuple):
-    """The place of this process among the tasks that ``srun`` started.
-
-    Attributes:
-        step: what identifies the start of these tasks, also after the job was queued again.
-        name: name of this machine.
-        number: number of this task.
-        tasks: number of all tasks.
-        node: number of this machine.
-        nodes: number of all machines.
-        local: number of this task on its machine.
-    """
+    """The place of this process among the tasks that ``srun`` started."""
 
     step: str
     name: str
@@ -114,10 +94,7 @@ def node_name() -> str:
 
 
 def elastic_job() -> str | None:
-    """Return what identifies the torchrun that started this process, also after a restart.
-
-    Without ``--rdzv-id`` that is the torchrun of the first rank.
-    """
+    """Return what identifies the torchrun that started this process, also after a restart."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     return f"{socket.gethostname()}-{os.getppid()}" if name == "none" else name or None
 
@@ -128,18 +105,12 @@ def elastic_agent() -> str | None:
 
 
 def restarts() -> int:
-    """Return how often torchrun started ranks again after one of this machine failed.
-
-    A torchrun does not count failures of ranks on other machines.
-    """
+    """Return how often torchrun started ranks again after one of this machine failed."""
     return _number("TORCHELASTIC_RESTART_COUNT") or 0
 
 
 def restarts_may_fail() -> bool:
-    """Return whether ranks that torchrun starts again may find addresses of the attempt before.
-
-    They do where torchrun keeps one store for all attempts, unless :data:`OWN_STORE` is set.
-    """
+    """Return whether ranks that torchrun starts again may find addresses of the attempt before."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return shared and bool(_number("TORCHELASTIC_MAX_RESTARTS"))
 

@@ -28,11 +28,7 @@ def options(group: str) -> tuple[str, ...]:
 
 
 def outputs() -> Path:
-    """Return the folder that holds all runs and sweeps.
-
-    This is ``$RUNNER_OUTPUTS`` if it is set, else ``outputs`` in the checkout that the program
-    runs from, else ``outputs`` in the working directory.
-    """
+    """Return the folder that holds all runs and sweeps."""
     if chosen := os.environ.get("RUNNER_OUTPUTS"):
         return Path(chosen).expanduser().absolute()
     checkout = _PACKAGE.parent
@@ -42,11 +38,7 @@ def outputs() -> Path:
 
 
 def obstacle(folder: Path) -> str | None:
-    """Return why ``folder`` cannot be created and written; None if it can.
-
-    A temporary folder is created in the nearest parent that exists, and removed. Permissions alone
-    do not answer the question: root has them on a read-only disk too.
-    """
+    """Return why ``folder`` cannot be created and written; None if it can."""
     for parent in (folder, *folder.parents):
         if not os.path.lexists(parent):
             continue

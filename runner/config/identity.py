@@ -50,12 +50,7 @@ _LENGTH = "train.max_duration"
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Return 16 hexadecimal digits that identify a configuration as it is recorded.
-
-    SHA-256 of canonical JSON (sorted keys, no spaces) without the sections in ``NOT_HASHED``, so
-    the order of keys does not matter. A key that earlier versions did not have counts only where
-    its value is not the default, so that a sweep of an earlier version is known again.
-    """
+    """Return 16 hexadecimal digits that identify a configuration as it is recorded."""
     return digest(_hashed(config, ""))
 
 
@@ -76,17 +71,7 @@ def _hashed(config: Mapping[str, Any], above: str) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the keys in which a run must not differ from the one that it continues.
-
-    Keys of ``MAY_CHANGE`` are left out, and so is ``train.max_duration`` where it is longer.
-
-    Args:
-        saved: recorded configuration of the checkpoint, in plain containers.
-        wanted: that of the run.
-
-    Returns:
-        By its dotted key, the value of each; `MISSING` where there is none.
-    """
+    """Return the keys in which a run must not differ from the one that it continues."""
     before, now = ({**_NEWER, **dict(leaves("", one))} for one in (saved, wanted))
     found = {}
     for key in dict.fromkeys([*now, *before]):
@@ -107,23 +92,12 @@ def _is_longer(saved: Any, wanted: Any) -> bool:
 
 
 def request_hash(hashes: Iterable[str], search: Sequence[str] = ()) -> str:
-    """Return 16 hexadecimal digits that identify a sweep: the set of its jobs, in any order.
-
-    Args:
-        hashes: hashes of the jobs, from :func:`config_hash`.
-        search: overrides of the search space, for a sweeper that chooses jobs by results.
-    """
+    """Return 16 hexadecimal digits that identify a sweep: the set of its jobs, in any order."""
     return digest([sorted(hashes), sorted(search)])
 
 
 def sweep_name(recipe: str, keys: Iterable[str], identity: str) -> str:
-    """Return the default name of a sweep: its recipe, the keys that vary, and its hash.
-
-    Args:
-        recipe: recipe of all jobs, or ``none``.
-        keys: keys with several values in the overrides.
-        identity: hash of the sweep, from :func:`request_hash`.
-    """
+    """Return the default name of a sweep: its recipe, the keys that vary, and its hash."""
     parts = [recipe] if recipe != "none" else []
     parts += keys
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))[:_LONGEST_NAME].strip("-._")

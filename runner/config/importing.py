@@ -10,11 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing(name: str) -> Iterator[None]:
-    """Pause the garbage collector in this block, which imports ``name`` unless that is done.
-
-    A sixth of the time to import torch is spent in collections that find next to nothing. What is
-    alive after the block is never looked at again, so that later collections are faster too.
-    """
+    """Pause the garbage collector in this block, which imports ``name`` unless that is done."""
     if name in sys.modules or not gc.isenabled():
         yield
         return

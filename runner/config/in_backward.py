@@ -21,16 +21,7 @@ def refusals(
     fp16: bool,
     skip: bool,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the keys that do not go with clipping in the backward pass, each with the reason.
-
-    Args:
-        mode: the clipping mode.
-        options: its options.
-        step: whether the optimizer steps in the backward pass too.
-        nonfinite: what is done with a step whose gradient is not finite.
-        fp16: whether the loss is scaled.
-        skip: whether a rule skips steps that are spikes.
-    """
+    """Yield the keys that do not go with clipping in the backward pass, each with the reason."""
     if why := mode.waits_for(options):
         able = [name for name in NAMES if built_in(name).info.by_tensor]
         yield "clip.when", f"this mode {why}: use step; backward goes with clip={or_list(able)}"
@@ -63,11 +54,7 @@ def refusals(
 
 
 def not_measured(step: bool) -> Mapping[str, str]:
-    """Return the measurements of section ``telemetry`` that are not possible, with the reasons.
-
-    Args:
-        step: whether the optimizer steps in the backward pass too.
-    """
+    """Return the measurements of section ``telemetry`` that are not possible, with the reasons."""
     gone = "compares gradients that are clipped, or freed, in the backward pass: use clip.when=step"
     found = {"clip_cosine": gone, "noise_scale": gone}
     if step:

@@ -39,21 +39,13 @@ def written_out(node: Any) -> Any:
 
 
 def kind_of(node: Mapping[str, Any]) -> type[Mode] | str:
-    """Return the name of a mode that is written out, or the user's class.
-
-    Raises:
-        ModeError: its ``_target_`` is no clipping mode.
-    """
+    """Return the name of a mode that is written out, or the user's class."""
     target = node.get("_target_")
     return str(node["mode"]) if target is None else load(str(target))
 
 
 def described_of(node: Mapping[str, Any]) -> type[Mode]:
-    """Return the description of a mode that is written out, or the user's class.
-
-    Raises:
-        ModeError: there is no such mode.
-    """
+    """Return the description of a mode that is written out, or the user's class."""
     kind = kind_of(node)
     return built_in(kind) if isinstance(kind, str) else kind
 
@@ -64,13 +56,7 @@ def arguments_of(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problems(where: str, given: Any, outer: Mapping[str, Any] | None = None) -> Iterator[Found]:
-    """Yield what is wrong with a mode inside of another one.
-
-    Args:
-        where: its place below ``clip``, such as ``links.0``.
-        given: what the configuration has there.
-        outer: options that it has from the mode around it, such as the threshold.
-    """
+    """Yield what is wrong with a mode inside of another one."""
     outer = outer or {}
     node = written_out(given)
     if not isinstance(node, Mapping):

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 
 
 def rounded(value: float, digits: int = 3) -> str:
-    """Format a number with so many significant digits, without trailing zeros.
-
-    An exponent is used below 0.0001 and from one million on. Digits before the point are kept.
-    """
+    """Format a number with so many significant digits, without trailing zeros."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     size = math.floor(math.log10(abs(value)))
@@ -23,10 +20,7 @@ def rounded(value: float, digits: int = 3) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a share as a percentage of three significant digits.
-
-    Only a share of exactly 0 or 1 reads as none or all.
-    """
+    """Format a share as a percentage of three significant digits."""
     if 0 < share < 0.001:
         return "under 0.1 %"
     if 0.999 < share < 1:
@@ -42,13 +36,7 @@ def clock(seconds: float) -> str:
 
 
 def plural(count: int, noun: str, form: str = "") -> str:
-    """Format ``count`` with ``noun``, which gets an ``s`` unless there is exactly one.
-
-    Args:
-        count: number of things.
-        noun: name of one of them.
-        form: format specification of the number, such as ``,``.
-    """
+    """Format ``count`` with ``noun``, which gets an ``s`` unless there is exactly one."""
     return f"{count:{form}} {noun}{'' if count == 1 else 's'}"
 
 

@@ -19,13 +19,7 @@ from runner.config.values import Count, OneOf, Texts, option_of
 
 
 class Use(NamedTuple):
-    """What a key is for.
-
-    Attributes:
-        neutral: the value that asks for nothing.
-        options: the plugins that use it.
-        gives: what these do with it, to follow their names.
-    """
+    """What a key is for."""
 
     neutral: Any
     options: tuple[str, ...]
@@ -199,10 +193,7 @@ class PluginSection(Section):
 
 
 def pipeline_microbatches(plugin: PluginSection) -> int | None:
-    """Return the microbatches that a batch is split into; None without a pipeline.
-
-    None also where the number depends on ranks that are not known yet.
-    """
+    """Return the microbatches that a batch is split into; None without a pipeline."""
     if plugin.name not in _PIPELINE:
         return None
     ranks = _known_ranks(plugin)

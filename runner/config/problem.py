@@ -57,14 +57,7 @@ def _reads_as_other(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a request.
-
-    Attributes:
-        key: the dotted key, or the argument, that is wrong.
-        value: its value; `NOTHING` where there is no value to show.
-        message: what is allowed, and the nearest right name if there is one.
-        job: overrides of the job that has the problem; empty if the whole request has it.
-    """
+    """One thing that is wrong with a request."""
 
     key: str
     value: Any
@@ -93,11 +86,7 @@ class DataMismatch(Problem):
 
 
 class RequestError(Exception):
-    """A request cannot be run; the text of the exception names every problem.
-
-    Args:
-        problems: all problems, at least one.
-    """
+    """A request cannot be run; the text of the exception names every problem."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -113,11 +102,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Stopped(Exception):
-    """Training ended after a step because a signal asked for it; the run can be resumed.
-
-    Args:
-        number: number of the signal.
-    """
+    """Training ended after a step because a signal asked for it; the run can be resumed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -190,12 +175,7 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
 
 
 def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
-    """Return the dotted ``keys`` that ``key`` most likely means, best first, at most three.
-
-    A key with the right last part and a missing or wrong section (``threshold`` for
-    ``clip.threshold``), and an abbreviated key (``verify.tol``), come before keys with a similar
-    spelling.
-    """
+    """Return the dotted ``keys`` that ``key`` most likely means, best first, at most three."""
     keys = sorted(set(keys) - {key})
     last = _last(key)
     here = [other for other in keys if _last(other) == last]
@@ -212,14 +192,7 @@ def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
 def unknown_key(
     key: str, known: Iterable[str], value: Any = NOTHING, choices: Iterable[str] = ()
 ) -> Problem:
-    """Return the problem of a key that does not exist, with the names that are near.
-
-    Args:
-        key: the dotted key.
-        known: dotted keys that exist.
-        value: value that was given to it.
-        choices: choices that would have the key, such as ``clip=adaptive``.
-    """
+    """Return the problem of a key that does not exist, with the names that are near."""
     if choices := [*choices]:
         return Problem(key, value, f"is an option of {or_list(choices)}")
     known = set(known)

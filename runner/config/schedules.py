@@ -7,14 +7,7 @@ from typing import NamedTuple
 
 
 class Schedule(NamedTuple):
-    """One pipeline schedule.
-
-    Attributes:
-        stages_per_rank: number of stages that each pipeline rank holds.
-        fills_every_stage: whether it starts with one microbatch in each stage.
-        splits_backward: whether it computes the gradients of a stage's parameters and of the
-            stage's input separately.
-    """
+    """One pipeline schedule."""
 
     stages_per_rank: int
     fills_every_stage: bool
@@ -30,13 +23,7 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 
 def stages_text(schedule: str, pp_size: int, section: str = "") -> str:
-    """Return how many stages ``pp_size`` ranks hold, to begin a message.
-
-    Args:
-        schedule: name of the schedule.
-        pp_size: pipeline-parallel size.
-        section: what to write before each key: ``plugin.`` in messages about a configuration.
-    """
+    """Return how many stages ``pp_size`` ranks hold, to begin a message."""
     stages = pp_size * SCHEDULES[schedule].stages_per_rank
     return f"{section}pp_size={pp_size} with {section}schedule={schedule} is {stages} stages"
 
@@ -44,14 +31,7 @@ def stages_text(schedule: str, pp_size: int, section: str = "") -> str:
 def refused_microbatches(
     schedule: str, pp_size: int, microbatches: int, section: str = ""
 ) -> str | None:
-    """Return why ``microbatches`` do not fill the pipeline; None if they do.
-
-    Args:
-        schedule: name of the schedule.
-        pp_size: pipeline-parallel size.
-        microbatches: number of microbatches of a batch.
-        section: as for :func:`stages_text`.
-    """
+    """Return why ``microbatches`` do not fill the pipeline; None if they do."""
     stages = pp_size * SCHEDULES[schedule].stages_per_rank
     given = stages_text(schedule, pp_size, section)
     if SCHEDULES[schedule].fills_every_stage and microbatches < stages:

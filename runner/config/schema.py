@@ -80,10 +80,7 @@ OWN_DATA = "runner.data.own.own"
 
 
 class DataSection(Target):
-    """The data and how it is read; further keys are arguments of ``_target_``.
-
-    A section with ``train`` and no ``_target_`` is one of :data:`OWN_DATA`.
-    """
+    """The data and how it is read; further keys are arguments of ``_target_``."""
 
     batch_size: int = Field(
         ge=1,

@@ -55,14 +55,7 @@ def is_secret(name: object) -> bool:
 
 
 def masked(value: Any, secret: bool = False) -> Any:
-    """Return plain containers, references unresolved, with the values of secret keys masked.
-
-    A reference (``${...}``) is kept; the default value of a secret variable in it is masked.
-
-    Args:
-        value: mapping, list or single value.
-        secret: whether the key of ``value`` says that it is a secret.
-    """
+    """Return plain containers, references unresolved, with the values of secret keys masked."""
     match value:
         case Mapping():
             return {key: masked(one, secret or is_secret(key)) for key, one in value.items()}
@@ -82,15 +75,7 @@ def masked_words(words: Iterable[str]) -> list[str]:
 
 
 def learn_secrets(value: Any, secret: bool = False) -> bool:
-    """Let :func:`hide` replace the values of secret keys from now on.
-
-    Args:
-        value: resolved configuration in plain containers.
-        secret: whether the key of ``value`` says that it is a secret.
-
-    Returns:
-        Whether there is any.
-    """
+    """Let :func:`hide` replace the values of secret keys from now on."""
     match value:
         case Mapping():
             found = [learn_secrets(one, secret or is_secret(key)) for key, one in value.items()]
@@ -105,10 +90,7 @@ def learn_secrets(value: Any, secret: bool = False) -> bool:
 
 
 def learn_environment(read: Mapping[str, Any]) -> None:
-    """Let :func:`hide` replace values of environment variables, by their names, from now on.
-
-    One that is not a secret is replaced in messages alone, and only if it is long and no path.
-    """
+    """Let :func:`hide` replace values of environment variables, by their names, from now on."""
     for name, value in read.items():
         text, reference = str(value), f"${{oc.env:{name}}}"
         if text in _secrets or (is_secret(name) and len(text) >= SHORTEST):
@@ -129,12 +111,7 @@ def take(given: Known) -> None:
 
 
 def hide(text: str, values: bool = True) -> str:
-    """Return ``text`` with every known secret replaced, also where it is quoted.
-
-    Args:
-        text: a message, a file name, or the like.
-        values: whether to replace other values of the environment too.
-    """
+    """Return ``text`` with every known secret replaced, also where it is quoted."""
     texts = _secrets | _values if values else _secrets
     for one in sorted(texts, key=len, reverse=True):
         for form in {one, repr(one)[1:-1], json.dumps(one)[1:-1]}:

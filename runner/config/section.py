@@ -13,13 +13,7 @@ from runner.config.values import CONFIG, DottedName
 
 
 class Conflict(NamedTuple):
-    """Values that exclude each other: the key to change, relative to the section, and why.
-
-    Attributes:
-        key: the key.
-        message: what is wrong.
-        value: its value, where the key is part of the value of another one.
-    """
+    """Values that exclude each other: the key to change, relative to the section, and why."""
 
     key: str
     message: str
@@ -27,11 +21,7 @@ class Conflict(NamedTuple):
 
 
 class Section(BaseModel):
-    """A section of the configuration, immutable.
-
-    Each field is a key, with its type, its range and a description that ``--help`` prints. A field
-    has no default: a default lives in one file of ``conf/``.
-    """
+    """A section of the configuration, immutable."""
 
     model_config = CONFIG
 

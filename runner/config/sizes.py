@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 class SizeError(ValueError):
-    """Sizes that do not multiply to the number of ranks.
-
-    Attributes:
-        key: argument of the plugin to change: ``nproc``, ``ep_size``, ...
-    """
+    """Sizes that do not multiply to the number of ranks."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -31,14 +27,7 @@ class SizeError(ValueError):
 
 
 class MeshSizes(NamedTuple):
-    """Number of ranks along each axis of the device mesh; dp · tp · pp is the world size.
-
-    Attributes:
-        dp: data-parallel size: ranks (or groups of ranks) that read different samples.
-        tp: tensor-parallel size: ranks that share the weights of each layer.
-        pp: pipeline-parallel size: ranks that hold consecutive layers.
-        ep: expert-parallel size: data-parallel ranks that share one set of experts; divides ``dp``.
-    """
+    """Number of ranks along each axis of the device mesh; dp · tp · pp is the world size."""
 
     dp: int
     tp: int = 1
@@ -62,25 +51,7 @@ class MeshSizes(NamedTuple):
         started: bool = True,
         nodes: int = 1,
     ) -> MeshSizes:
-        """Divide ``ranks`` among the axes.
-
-        The first size of ``tp_size``, ``pp_size`` and ``dp_size`` that is None is the world size
-        divided by the others; a further ``dp_size`` of None is 1. An ``ep_size`` of None is the
-        data-parallel size.
-
-        Args:
-            ranks: world size.
-            dp_size: data-parallel size.
-            tp_size: tensor-parallel size.
-            pp_size: pipeline-parallel size.
-            ep_size: expert-parallel size.
-            started: whether the ranks run already, so that only torchrun can start another number.
-            nodes: number of machines, for the message about a number of ranks.
-
-        Raises:
-            SizeError: the sizes do not multiply to ``ranks``, or ``ep_size`` does not divide the
-                data-parallel size. The message gives the numbers and what to change.
-        """
+        """Divide ``ranks`` among the axes."""
         given = _given(dp_size, tp_size, pp_size)
         rest = _open_size(given)
         product = prod(given.values())
@@ -105,17 +76,7 @@ class MeshSizes(NamedTuple):
 
 
 def sizes(plugin: PluginSection, ranks: int, *, started: bool = False) -> MeshSizes:
-    """Divide ``ranks`` among the axes as the section ``plugin`` asks.
-
-    Args:
-        plugin: the section.
-        ranks: world size.
-        started: as for :meth:`MeshSizes.of`.
-
-    Raises:
-        SizeError: see :meth:`MeshSizes.of`; or several ranks for ``plugin=single``; or tensor
-            parallelism over several machines; or another number of machines than were started.
-    """
+    """Divide ``ranks`` among the axes as the section ``plugin`` asks."""
     if plugin.name == "single" and ranks != 1:
         message = f"plugin=single is one process, not {ranks} ranks; plugin=ddp spreads over ranks"
         raise SizeError("nproc", message)
@@ -135,11 +96,7 @@ def sizes(plugin: PluginSection, ranks: int, *, started: bool = False) -> MeshSi
 
 
 def _nodes(plugin: PluginSection, started: bool) -> int:
-    """Return the number of machines of the run.
-
-    Raises:
-        SizeError: other machines, or ranks on each, were started than ``plugin`` asks for.
-    """
+    """Return the number of machines of the run."""
     there, asked = started_nodes() if started else None, plugin.nnodes
     if there is None or asked is None:
         return asked or there or 1
@@ -164,12 +121,7 @@ def data_parallel_size(plugin: PluginSection, ranks: int) -> int:
 
 
 def least_ranks(plugin: PluginSection) -> int:
-    """Return the world size to start: ``nnodes`` x ``nproc``, or the product of the given sizes.
-
-    With ``ep_size`` and no ``dp_size``, there are as many data-parallel ranks as share experts.
-    Each machine has the same number of ranks, which ``tp_size`` divides: a product that does not
-    fit is multiplied.
-    """
+    """Return the world size to start: ``nnodes`` x ``nproc``, or the product of the given sizes."""
     nodes = plugin.nnodes or 1
     if plugin.nproc is not None:
         return nodes * plugin.nproc
@@ -185,13 +137,7 @@ def may_grow(plugin: PluginSection) -> bool:
 
 
 def ranks_of(plugin: PluginSection, gpus: int = 0) -> int:
-    """Return the world size of a run that this process starts or belongs to.
-
-    Args:
-        plugin: the section.
-        gpus: number of GPUs of each machine that the run may use. Those that the sizes leave idle
-            get a rank each where `may_grow` allows it.
-    """
+    """Return the world size of a run that this process starts or belongs to."""
     if (joined := joined_ranks()) is not None:
         return joined
     least, gpus = least_ranks(plugin), gpus * (plugin.nnodes or 1)

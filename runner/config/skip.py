@@ -22,30 +22,7 @@ _K = {"sigma": 6.0, "ema": 20.0}
 
 @dataclass(eq=False)
 class SkipOptions:
-    """When an optimizer step is skipped because a value of it is a spike.
-
-    The value is compared with those of earlier steps that were kept. Rule ``sigma``: it is above
-    their mean plus k standard deviations, over the last ``window`` of them. Rule ``ema``: it is
-    above k times their exponential moving average.
-
-    ``sigma`` is the rule of OLMo-core's ``SkipStepOptimizer``, ``ema`` that of axlearn's
-    ``drop_norm_by_grad_norm_ema``.
-
-    Args:
-        rule: ``sigma`` or ``ema``.
-        of: which value: the ``norm`` of the gradient before clipping, the ``loss`` of the step, or
-            ``either``, where one of the two that is a spike is enough.
-        k: how far above; by default 6 standard deviations, or 20 times the average.
-        window: number of kept steps that ``sigma`` compares with; by default 128.
-        decay: weight of the past in the average of ``ema``; by default 0.99.
-        min_steps: kept steps before the rule acts; by default half of ``window`` (``sigma``), or
-            the memory 1/(1 - decay) of the average (``ema``).
-        accept_after: number of skips in a row after which the higher level is accepted: the history
-            starts anew from the values of these steps. None for never.
-
-    Raises:
-        ValueError: an option is unknown, out of range, or belongs to the other rule.
-    """
+    """When an optimizer step is skipped because a value of it is a spike."""
 
     rule: str = "sigma"
     of: str = "norm"
@@ -75,11 +52,7 @@ class SkipOptions:
 
 
 def problems(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the options that cannot be, each with why, before defaults are filled in.
-
-    Args:
-        given: the options of :class:`SkipOptions` by name.
-    """
+    """Yield the options that cannot be, each with why, before defaults are filled in."""
     for name, allowed in (("rule", RULES), ("of", OF)):
         if given[name] not in allowed:
             yield name, f"must be {or_list(allowed)}{did_you_mean(given[name], allowed)}"

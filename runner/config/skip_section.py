@@ -13,11 +13,7 @@ from runner.config.values import Count, Positive
 
 
 class Skip(Section):
-    """Whole optimizer steps that are left out because their loss or gradient norm is a spike.
-
-    Keys have defaults, unlike those of other sections: files of users, and runs recorded earlier,
-    lack them.
-    """
+    """Whole optimizer steps that are left out because their loss or gradient norm is a spike."""
 
     rule: Literal["sigma", "ema"] | None = Field(
         default=None,

@@ -55,13 +55,7 @@ class Telemetry(Section):
     def conflicts_with(
         self, plugin: PluginSection, clip: Clip, microbatches: int
     ) -> Iterator[Conflict]:
-        """Yield measurements that are not possible beside other sections.
-
-        Args:
-            plugin: how the model is spread over ranks.
-            clip: how gradients are clipped.
-            microbatches: number of microbatches of a step.
-        """
+        """Yield measurements that are not possible beside other sections."""
         if self.worst_layers and clip.norm_type == math.inf:
             message = "needs a norm that parameters have a share of: clip.norm_type=2, not inf"
             yield Conflict("worst_layers", message)

@@ -39,13 +39,7 @@ EXAMPLE = "{blocks.*.up:colwise}"
 
 
 def read_plan(value: Any) -> dict[str, str]:
-    """Return the plan ``value``, or the plan in the file with this path.
-
-    Raises:
-        Refusal: there is no such file, it holds something else, or a style is unknown; it names
-            every style that is.
-        ValueError: ``value`` is neither text nor a mapping.
-    """
+    """Return the plan ``value``, or the plan in the file with this path."""
     if isinstance(value, str):
         file = Path(value).expanduser()
         # A plan that is given as such, as to every rank, needs no reader of YAML.
@@ -61,11 +55,7 @@ def read_plan(value: Any) -> dict[str, str]:
 
 
 def settled(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a composed configuration with the plan in place of the path of its file.
-
-    A path that cannot be read stays, for the check to refuse. The name of a user's clipping mode
-    takes the place of the mode that it replaces, too.
-    """
+    """Return a composed configuration with the plan in place of the path of its file."""
     plain = with_mode_name(plain)
     section = plain.get("plugin")
     if isinstance(section, Mapping) and isinstance(section.get("tp_plan"), str):

@@ -33,12 +33,7 @@ class Refusal(ValueError):
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a type allows.
-
-    Attributes:
-        text: what is allowed, to follow "must be".
-        names: the names that are allowed, if only names are.
-    """
+    """What a type allows."""
 
     text: str
     names: tuple[str, ...] = ()

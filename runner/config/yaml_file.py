@@ -14,23 +14,12 @@ from runner.config.yaml_text import load_yaml
 
 
 def read_yaml(file: Path) -> Any:
-    """Return the content of a YAML file as plain containers; references stay text.
-
-    Raises:
-        Refusal: the file cannot be read; the message names the file, and the place in it.
-    """
+    """Return the content of a YAML file as plain containers; references stay text."""
     return read_text_and_config(file)[1]
 
 
 def read_text_and_config(file: Path) -> tuple[str, Any, DictConfig | ListConfig | None]:
-    """Return the text of a YAML file, its content, and the same for Hydra.
-
-    The content is in plain containers, empty for an empty file. Hydra's is None for a file that
-    holds neither keys nor a list.
-
-    Raises:
-        Refusal: see :func:`read_yaml`.
-    """
+    """Return the text of a YAML file, its content, and the same for Hydra."""
     try:
         text = file.read_text(encoding="utf-8")
         content = load_yaml(text)

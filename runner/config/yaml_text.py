@@ -42,11 +42,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def load_yaml(text: str) -> Any:
-    """Return the content of a YAML document as plain containers.
-
-    Raises:
-        yaml.YAMLError: it is no YAML.
-    """
+    """Return the content of a YAML document as plain containers."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:

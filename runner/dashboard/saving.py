@@ -19,14 +19,7 @@ _REQUEST_SECONDS = 6
 
 @dataclass(frozen=True)
 class WorkspaceRequest:
-    """A workspace to save.
-
-    Attributes:
-        entity: user or team that owns the project; None for the default entity of the key.
-        project: project whose runs are shown.
-        name: name of the workspace, see :func:`runner.dashboard.workspace.unfit`.
-        group: group of the runs that are shown, such as the name of a sweep; None for all runs.
-    """
+    """A workspace to save."""
 
     entity: str | None
     project: str
@@ -39,18 +32,7 @@ class NotSavedError(Exception):
 
 
 def save(request: WorkspaceRequest, seconds: float = SAVE_SECONDS) -> str:
-    """Save the workspace as a new view of its project, and return its URL.
-
-    A separate process does it: wandb's client retries for minutes, and only a process can be
-    killed.
-
-    Args:
-        request: workspace to save.
-        seconds: longest time that this takes.
-
-    Raises:
-        NotSavedError: the server refuses, cannot be reached, or does not answer in time.
-    """
+    """Save the workspace as a new view of its project, and return its URL."""
     until = time.monotonic() + seconds
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)

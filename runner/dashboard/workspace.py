@@ -67,10 +67,7 @@ def build(request: WorkspaceRequest) -> ws.Workspace:
 
 
 def specification(workspace: ws.Workspace) -> str:
-    """Return the workspace as JSON text: entity, project, displayName and spec.
-
-    wandb-workspaces offers this under a private name only.
-    """
+    """Return the workspace as JSON text: entity, project, displayName and spec."""
     view = workspace._to_model()
     kept = {"entity", "project", "display_name", "spec"}
     text: str = view.model_dump_json(by_alias=True, exclude_none=True, indent=2, include=kept)
@@ -164,11 +161,7 @@ def _parameters() -> ws.Section:
 
 
 def _over_seeds() -> ws.Section:
-    """Return means over runs of the same threshold.
-
-    Such runs differ in their seed alone only if nothing else was varied, so the section is closed,
-    and no other panel shows means.
-    """
+    """Return means over runs of the same threshold."""
     return _section(
         "Averaged over runs of one threshold (seeds)",
         _curve("Held-out loss, mean ± sd", keys.EVAL_LOSS, **_MEANS),
@@ -179,11 +172,7 @@ def _over_seeds() -> ws.Section:
 
 
 def _runs(group: str | None) -> ws.RunsetSettings:
-    """Show the runs that train, not those of sweeps, by sweep, mode and threshold.
-
-    They are not grouped: wandb draws the mean of a group in every panel, which would hide that its
-    runs differ in more than the seed.
-    """
+    """Show the runs that train, not those of sweeps, by sweep, mode and threshold."""
     order = [ws.Metric("Group"), *map(_stored, (MODE, THRESHOLD)), ws.Metric("CreatedTimestamp")]
     columns = [
         "run:displayName",
@@ -202,20 +191,13 @@ def _runs(group: str | None) -> ws.RunsetSettings:
 
 
 def _stored(key: wr.Config) -> ws.Config:
-    """Return the key as a server stores it, with ``value`` after the name of the section.
-
-    Panels convert their keys themselves; the order and the columns of runs do not.
-    """
+    """Return the key as a server stores it, with ``value`` after the name of the section."""
     section, _, rest = key.name.partition(".")
     return ws.Config(f"{section}.value.{rest}")
 
 
 def _quoted(text: str) -> str:
-    """Return ``text`` as a literal of wandb's filter language, each character by its code.
-
-    That language rewrites signs such as = < > inside literals too, and its quoting fails at an
-    apostrophe; codes are left as they are.
-    """
+    """Return ``text`` as a literal of wandb's filter language, each character by its code."""
     return "'" + "".join(f"\\U{ord(character):08x}" for character in text) + "'"
 
 

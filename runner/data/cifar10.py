@@ -35,19 +35,7 @@ WAYS_FORWARD = (
 
 
 class NormalisedImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images in memory as bytes, cropped, flipped and normalised by batch.
-
-    A training image is padded by four black pixels on every side and cropped at random to its
-    original size; half of the images are flipped horizontally. After `set_epoch` the augmentation
-    depends on seed, epoch and sample alone, not on the number of ranks or workers, and is the same
-    after a restart. Before it, random numbers come from PyTorch's global generator.
-
-    Args:
-        images: uint8 [N, 3, H, W].
-        targets: int64 [N].
-        augment: crop and flip as above; otherwise images are only normalised.
-        seed: seed of the augmentation.
-    """
+    """Images in memory as bytes, cropped, flipped and normalised by batch."""
 
     def __init__(self, images: Tensor, targets: Tensor, augment: bool, seed: int) -> None:
         self.images = images
@@ -85,16 +73,7 @@ class NormalisedImages(Dataset[tuple[Tensor, Tensor]]):
 
 
 def crop_and_flip(images: Tensor, choices: Tensor) -> Tensor:
-    """Crop each image from itself padded with black, and flip some of them.
-
-    Args:
-        images: [B, C, H, W].
-        choices: int64 [B, 3]: first row and first column, 0 to 8, of the crop in the padded image,
-            and 1 for an image to flip horizontally.
-
-    Returns:
-        [B, C, H, W] in the dtype of the images.
-    """
+    """Crop each image from itself padded with black, and flip some of them."""
     height, width = images.shape[-2:]
     padded = torch.nn.functional.pad(images, (PADDING,) * 4)
     top, left, flipped = choices.unbind(1)
@@ -107,17 +86,8 @@ def crop_and_flip(images: Tensor, choices: Tensor) -> Tensor:
 
 
 def cifar10(root: str | None, download: bool, augment: bool, seed: int) -> Data:
-    """Load CIFAR-10: normalised float32 images [N, 3, 32, 32] and int64 targets [N] of 10 classes.
-
-    Args:
-        root: folder that holds `cifar-10-batches-py`; None for `$DATA`.
-        download: download the data (170 MB) to that folder if it is missing.
-        augment: crop and flip the training images at random.
-        seed: seed of the augmentation.
-
-    Raises:
-        DataUnavailable: no folder is given, or it does not hold all of CIFAR-10 and a download is
-            not allowed or fails.
+    """Load CIFAR-10: normalised float32 images [N, 3, 32, 32] and int64 targets [N] of 10
+    classes.
     """
     place = data_folder(root, f": CIFAR-10 has no folder to be in. {WAYS_FORWARD}")
     train, test = _load(place, download)

@@ -18,22 +18,12 @@ IGNORED = -100
 
 
 class DataUnavailable(Exception):
-    """Data is missing or cannot be read.
-
-    The message, its only argument, names the folder, the key to change and what to set.
-    """
+    """Data is missing or cannot be read."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """The training and test data of one run.
-
-    `train` and `test` are map-style data sets of known length, or streams
-    (`torch.utils.data.IterableDataset`, see `runner.data.stream`). A map-style data set may define
-    `__getitems__(indices)`, which returns a whole batch as a tuple of two tensors (see
-    `collate_pairs`), and any data set `set_epoch(epoch)`, which is called before each epoch, for
-    data that depends on the epoch (random augmentation).
-    """
+    """The training and test data of one run."""
 
     train: Dataset[Any]
     test: Dataset[Any] | None
@@ -52,11 +42,7 @@ def length_of(dataset: Dataset[Any]) -> int | None:
 
 
 def first_sample(dataset: Dataset[Any]) -> Any:
-    """Return the first sample of a data set that is not empty; a stream is begun for it.
-
-    Raises:
-        DataUnavailable: the stream yields no sample.
-    """
+    """Return the first sample of a data set that is not empty; a stream is begun for it."""
     if not isinstance(dataset, IterableDataset):
         return dataset[0]
     drawn = RandomState.now(generators(dataset, "dataset."))
@@ -69,15 +55,7 @@ def first_sample(dataset: Dataset[Any]) -> Any:
 
 
 def data_folder(root: str | None, message: str) -> Path:
-    """Return the folder `root`, or the one that `$DATA` names.
-
-    Args:
-        root: value of `data.root`; None for `$DATA`.
-        message: end of the error message, which says what to set.
-
-    Raises:
-        DataUnavailable: neither names a folder.
-    """
+    """Return the folder `root`, or the one that `$DATA` names."""
     folder = root or os.environ.get("DATA")
     if not folder:
         raise DataUnavailable(f"data.root is not set, and neither is $DATA{message}")
@@ -85,15 +63,7 @@ def data_folder(root: str | None, message: str) -> Path:
 
 
 class TensorPairs(Dataset[tuple[Tensor, Tensor]]):
-    """Inputs and targets in memory; a batch takes one index operation for each.
-
-    Args:
-        inputs: [N, ...], any dtype.
-        targets: [N, ...], any dtype.
-
-    Raises:
-        ValueError: inputs and targets differ in length.
-    """
+    """Inputs and targets in memory; a batch takes one index operation for each."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         if len(inputs) != len(targets):
@@ -114,12 +84,7 @@ class TensorPairs(Dataset[tuple[Tensor, Tensor]]):
 
 
 def collate_pairs(batch: Any) -> Any:
-    """Collate a list of samples; return a batch that `__getitems__` has collated unchanged.
-
-    A `DataLoader` passes whatever `__getitems__` returned to `collate_fn`: here a list, PyTorch's
-    own convention, has one entry per sample, and anything else is a whole batch. Samples may be
-    dataclasses.
-    """
+    """Collate a list of samples; return a batch that `__getitems__` has collated unchanged."""
     if not isinstance(batch, list):
         return batch
     first = batch[0]

@@ -23,16 +23,7 @@ BRIGHTEST = 16.0
 
 
 def digits(test_fraction: float, seed: int) -> Data:
-    """Load digits 0 to 9: float32 images [N, 1, 8, 8] in [0, 1] and int64 targets [N].
-
-    Args:
-        test_fraction: share of the samples that is held out, between 0 and 1, equal for each digit.
-        seed: seed of the random split, from 0 to 2**32 - 1.
-
-    Raises:
-        ValueError: ``test_fraction`` leaves too few samples for training or testing.
-        DataUnavailable: scikit-learn is not installed.
-    """
+    """Load digits 0 to 9: float32 images [N, 1, 8, 8] in [0, 1] and int64 targets [N]."""
     if not 0 < test_fraction < 1:
         raise ValueError(f"test_fraction must lie between 0 and 1, not {test_fraction}")
     images, targets = _read()
@@ -59,10 +50,7 @@ def _read() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 def _split(
     targets: NDArray[np.int64], test_fraction: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the indices of the training samples and of the test samples, in random order.
-
-    Each class gives both parts its share of samples.
-    """
+    """Return the indices of the training samples and of the test samples, in random order."""
     held_out = math.ceil(test_fraction * len(targets))
     sizes = np.bincount(targets)
     for name, count in (("training", len(targets) - held_out), ("test", held_out)):
@@ -84,11 +72,7 @@ def _split(
 
 
 def _shares(sizes: NDArray[np.int64], count: int, draw: np.random.RandomState) -> NDArray[np.int64]:
-    """Divide ``count`` samples among classes in proportion to their sizes.
-
-    The classes with the largest remainders get the samples that rounding down leaves; equal
-    remainders are drawn.
-    """
+    """Divide ``count`` samples among classes in proportion to their sizes."""
     exact = sizes / sizes.sum() * count
     shares: NDArray[np.int64] = np.floor(exact).astype(np.int64)
     remainders = exact - shares

@@ -25,13 +25,7 @@ WAY_FORWARD = (
 
 
 class Pairs(Dataset[tuple[Any, Any]]):
-    """Two columns of a table as pairs (inputs, targets).
-
-    Args:
-        table: data set whose samples are dictionaries of tensors.
-        inputs: name of a column.
-        targets: name of another.
-    """
+    """Two columns of a table as pairs (inputs, targets)."""
 
     def __init__(self, table: Dataset[Any], inputs: str, targets: str) -> None:
         self.table, self.inputs, self.targets = table, inputs, targets
@@ -62,27 +56,7 @@ def datasets(
     seed: int = 0,
     items: Literal["samples", "tokens"] = "samples",
 ) -> Data:
-    """Read a folder that ``save_to_disk`` wrote, or one of parquet, json, jsonl or csv files.
-
-    Numbers and lists of numbers become tensors. Files are split by their names: those that begin
-    with ``train``, ``validation`` or ``test`` are of that split, all others are for training.
-
-    Args:
-        root: the folder; None for `$DATA`.
-        inputs: column of the inputs, if samples are to be pairs (inputs, targets).
-        targets: column of the targets.
-        columns: columns of samples that are dictionaries; None for all. Not with ``inputs``.
-        train_split: name of the split to train on.
-        eval_split: name of the split to evaluate on; None for ``validation`` or ``test``, else a
-            random share of the training samples is held out.
-        eval_fraction: that share.
-        seed: seed of the choice of held-out samples.
-        items: what the loss of a step is averaged over.
-
-    Raises:
-        DataUnavailable: the package, the folder, a split or a column is missing.
-        ValueError: ``inputs`` without ``targets``, or with ``columns``.
-    """
+    """Read a folder that ``save_to_disk`` wrote, or one of parquet, json, jsonl or csv files."""
     if (inputs is None) != (targets is None):
         raise ValueError("inputs and targets go together: give both columns or none")
     if inputs is not None and columns is not None:

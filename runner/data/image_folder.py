@@ -27,14 +27,7 @@ WAY_FORWARD = (
 
 
 class SeededImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images with random augmentation that depends on seed, epoch and sample alone.
-
-    Args:
-        images: pairs of an image and its class.
-        change: transform of an image to float32 [3, size, size], which draws random numbers from
-            PyTorch's global generator.
-        seed: seed of the augmentation.
-    """
+    """Images with random augmentation that depends on seed, epoch and sample alone."""
 
     def __init__(self, images: ImageFolder, change: v2.Transform, seed: int) -> None:
         self.images = images
@@ -59,21 +52,7 @@ class SeededImages(Dataset[tuple[Tensor, Tensor]]):
 
 
 def image_folder(root: str | None, size: int, augment: bool, seed: int) -> Data:
-    """Load `root/train` and `root/val`: normalised float32 images [3, size, size] and classes.
-
-    Classes are the sorted names of the subfolders of `root/train`; `root/val` must have the same.
-
-    Args:
-        root: folder that holds both; None for `$DATA`.
-        size: height and width of an image in pixels.
-        augment: crop and flip the training images at random instead of cropping their centre.
-        seed: seed of the augmentation.
-
-    Raises:
-        DataUnavailable: no folder is given, one is missing or holds no images, or the classes
-            differ.
-        ValueError: ``size`` is below 1.
-    """
+    """Load `root/train` and `root/val`: normalised float32 images [3, size, size] and classes."""
     if size < 1:
         raise ValueError(f"size {size} must be at least 1")
     place = data_folder(root, f". {WAY_FORWARD}")

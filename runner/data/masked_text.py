@@ -23,17 +23,7 @@ SHOWN_AS_RANDOM = 0.1
 
 
 class MaskedWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of L bytes of which a random part is to be predicted.
-
-    Inputs are int64 [L], at most `MASK`; targets are the bytes to predict, and `IGNORED` elsewhere.
-    Masks depend on seed, epoch and sample alone, not on the number of ranks, and are the same
-    after a restart. Without `set_epoch` all epochs have the same masks.
-
-    Args:
-        windows: windows of the text.
-        masked_fraction: probability that a byte is to be predicted.
-        seed: seed of the masks.
-    """
+    """Windows of L bytes of which a random part is to be predicted."""
 
     def __init__(self, windows: ByteWindows, masked_fraction: float, seed: int) -> None:
         self.windows = windows
@@ -82,20 +72,7 @@ def masked_text(
     masked_fraction: float,
     seed: int,
 ) -> Data:
-    """Load bytes for masked language modelling; every evaluation has the same masks.
-
-    Args:
-        path: file or folder; None for the Python standard library's `*.py`.
-        sequence_length: number of bytes in a sample.
-        test_fraction: share of the bytes, at the end, that is held out, between 0 and 1.
-        max_bytes: stop reading after this many bytes.
-        masked_fraction: probability that a byte is to be predicted, in (0, 1].
-        seed: seed of the masks.
-
-    Raises:
-        DataUnavailable: the path is missing, cannot be read, or holds too few bytes.
-        ValueError: a number is out of range.
-    """
+    """Load bytes for masked language modelling; every evaluation has the same masks."""
     if not 0 < masked_fraction <= 1:
         raise ValueError(f"masked_fraction {masked_fraction} must be above 0 and at most 1")
     plain = text(path, sequence_length, test_fraction, max_bytes)

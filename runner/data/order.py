@@ -15,14 +15,7 @@ from runner.data.seeding import generator_for
 
 
 class Indices(list[int]):
-    """The indices of one rank's part of a microbatch, with their epoch.
-
-    Worker processes that live on over epochs learn the epoch from it.
-
-    Args:
-        indices: indices of samples.
-        epoch: number of the epoch.
-    """
+    """The indices of one rank's part of a microbatch, with their epoch."""
 
     def __init__(self, indices: Iterable[int] = (), epoch: int = 0) -> None:
         super().__init__(indices)
@@ -30,41 +23,13 @@ class Indices(list[int]):
 
 
 class EmptyPart(Indices):
-    """The part of a rank for which a microbatch has no sample.
-
-    It holds one index, so that this rank runs forward and backward, and with them the collectives
-    that other ranks wait for. Its loss has weight zero.
-    """
+    """The part of a rank for which a microbatch has no sample."""
 
     weightless = True
 
 
 class PartitionedBatches(Sampler[list[int]]):
-    """Batch sampler of the indices of one rank's microbatches.
-
-    With R ranks and b samples in a microbatch of one rank, microbatch m covers
-    `permutation[m*R*b : (m+1)*R*b]`. Of its k samples rank r gets a contiguous part of k//R, and
-    one more if r < k % R: b for every rank if k = R*b, and parts that differ by at most one in the
-    last, shorter microbatch.
-
-    `drop_last` drops that shorter microbatch. How much it drops depends on R*b, so the last step of
-    an epoch then depends on how the global batch is split.
-
-    A `DataLoader` copies indices, and `EmptyPart` too, when it sends them to worker processes: call
-    `weightless(m)` instead of testing the type of a batch.
-
-    Args:
-        length: number of samples in the data set, N.
-        batch_size: number of samples in one rank's microbatch, b.
-        rank: data-parallel rank.
-        world_size: data-parallel size, R.
-        shuffle: use a new permutation for each epoch instead of the original order.
-        drop_last: leave out a microbatch with fewer than R*b samples.
-        seed: seed of the permutations.
-
-    Raises:
-        ValueError: ``length`` is negative, a size is below 1, or ``rank`` is out of range.
-    """
+    """Batch sampler of the indices of one rank's microbatches."""
 
     def __init__(
         self,
@@ -99,11 +64,7 @@ class PartitionedBatches(Sampler[list[int]]):
         self.epoch = epoch
 
     def set_start(self, microbatch: int) -> None:
-        """Skip the microbatches before this one in the next iteration only.
-
-        Raises:
-            ValueError: the epoch has fewer microbatches.
-        """
+        """Skip the microbatches before this one in the next iteration only."""
         if not 0 <= microbatch <= len(self):
             raise ValueError(f"microbatch {microbatch} is not one of 0 to {len(self)}")
         self._start = microbatch
@@ -118,10 +79,7 @@ class PartitionedBatches(Sampler[list[int]]):
         return self._batches(self._permutation(), self._start, self.epoch)
 
     def parts(self, microbatch: int) -> list[list[int]]:
-        """Return the indices that each rank reads in this microbatch of the current epoch.
-
-        The part of a rank that has no sample is empty here, not an `EmptyPart`.
-        """
+        """Return the indices that each rank reads in this microbatch of the current epoch."""
         permutation = self._permutation()
         return [
             permutation[slice(*self._bounds(microbatch, rank))].tolist()
@@ -129,10 +87,7 @@ class PartitionedBatches(Sampler[list[int]]):
         ]
 
     def weightless(self, microbatch: int) -> bool:
-        """Return True if this rank has no sample in this microbatch and gets an `EmptyPart`.
-
-        `microbatch` counts from the start of the epoch, also after `set_start`.
-        """
+        """Return True if this rank has no sample in this microbatch and gets an `EmptyPart`."""
         first, end = self._bounds(microbatch, self.rank)
         return first == end
 

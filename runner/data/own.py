@@ -19,21 +19,7 @@ def own(
     items: Literal["samples", "tokens"] = "samples",
     tokens_per_sample: int | None = None,
 ) -> Data:
-    """Train on one data set and evaluate on another.
-
-    Args:
-        train: map-style data set, or a stream (`torch.utils.data.IterableDataset`, see
-            `runner.data.stream`).
-        eval: held-out samples. None: a random share of ``train`` is held out. A stream cannot be
-            split in this way: a run on it then does not evaluate.
-        eval_fraction: that share, from 0, which holds out nothing, to below 1.
-        seed: seed of the choice of held-out samples.
-        items: what the loss of a step is averaged over.
-        tokens_per_sample: number of tokens in one sample, for durations in tokens.
-
-    Raises:
-        ValueError: ``eval_fraction`` is out of range, or leaves no sample to train on.
-    """
+    """Train on one data set and evaluate on another."""
     if not 0 <= eval_fraction < 1:
         raise ValueError(f"eval_fraction {eval_fraction} must be at least 0 and below 1")
     if eval is None and eval_fraction > 0 and not isinstance(train, IterableDataset):

@@ -19,10 +19,7 @@ _HOLDERS = ("sampler", "batch_sampler", "dataset")
 
 
 def generators(loader: Any, above: str = "") -> dict[str, Generator]:
-    """Return the generators of a data loader, its samplers and its data set, by dotted name.
-
-    They are found where they are plain attributes, such as ``sampler.generator``.
-    """
+    """Return the generators of a data loader, its samplers and its data set, by dotted name."""
     found: dict[str, Generator] = {}
     for name, value in getattr(loader, "__dict__", {}).items():
         if isinstance(value, Generator):
@@ -35,15 +32,7 @@ def generators(loader: Any, above: str = "") -> dict[str, Generator]:
 
 
 class RandomState(NamedTuple):
-    """State of the global generators of Python, NumPy and torch, and of the current GPU's.
-
-    Attributes:
-        python: state of :mod:`random`.
-        numpy: state of :mod:`numpy.random`.
-        cpu: state of torch's CPU generator.
-        cuda: state of the current GPU's generator; None in a process that uses no GPU.
-        own: states of the data loader's own generators, by the names of :func:`generators`.
-    """
+    """State of the global generators of Python, NumPy and torch, and of the current GPU's."""
 
     python: Any
     numpy: Any

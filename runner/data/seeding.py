@@ -11,10 +11,6 @@ def generator_for(purpose: str, seed: int, epoch: int) -> torch.Generator:
 
 
 def seed_for(purpose: str, seed: int, epoch: int) -> int:
-    """Return the seed of a generator, an integer of 63 bits.
-
-    It is a hash, because a sum would make epoch 1 of seed 0 equal to epoch 0 of seed 1. Different
-    purposes get different generators from one seed.
-    """
+    """Return the seed of a generator, an integer of 63 bits."""
     digest = hashlib.blake2b(f"{purpose},{seed},{epoch}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -45,18 +45,7 @@ T = TypeVar("T")
 
 
 class Read(NamedTuple):
-    """What a process reads for one microbatch of its rank.
-
-    Attributes:
-        batch: the collated samples.
-        weightless: whether the samples of the microbatch lie on other ranks; ``batch`` then is a
-            stand-in.
-        worker: number of the worker that read it; 0 if the runner divides the stream.
-        position: number of microbatches that the worker has read, and the state of the stream there
-            if it has one.
-        mark: checksum of the microbatch over all ranks, if the runner divides the stream and this
-            is the first one; else 0.
-    """
+    """What a process reads for one microbatch of its rank."""
 
     batch: Any
     weightless: bool
@@ -66,18 +55,7 @@ class Read(NamedTuple):
 
 
 class Stream(IterableDataset[Read]):
-    """The microbatches of one rank, in worker processes or in the training process.
-
-    Args:
-        dataset: yields samples.
-        batch_size: number of samples in one rank's microbatch.
-        rank: data-parallel rank.
-        world_size: data-parallel size.
-        drop_last: leave out a microbatch that is not full.
-        seed: seed of the random numbers that the stream draws.
-        collate: makes a batch of a list of samples.
-        workers: number of worker processes of each rank.
-    """
+    """The microbatches of one rank, in worker processes or in the training process."""
 
     def __init__(
         self,
@@ -101,13 +79,7 @@ class Stream(IterableDataset[Read]):
     def begin_at(
         self, start: int = 0, turn: int = 0, positions: Mapping[int, dict[str, Any]] | None = None
     ) -> None:
-        """Set where the next iteration begins.
-
-        Args:
-            start: number of the microbatch.
-            turn: worker that reads first, if workers read parts of their own.
-            positions: positions of the workers.
-        """
+        """Set where the next iteration begins."""
         self.start, self.turn = start, turn
         self.positions = dict(positions or {})
 
@@ -186,17 +158,7 @@ class Stream(IterableDataset[Read]):
 
 
 class _Samples:
-    """The samples of a stream, drawn with random numbers of their own.
-
-    Args:
-        dataset: the stream.
-        purpose: text whose hash seeds the generators of Python, NumPy and torch.
-        position: a position that :meth:`position` returned, or nothing.
-        alone: whether the stream reads as if there were no other worker.
-
-    Attributes:
-        continued: whether the stream continues from the state in ``position``.
-    """
+    """The samples of a stream, drawn with random numbers of their own."""
 
     def __init__(
         self, dataset: Any, purpose: str, position: Mapping[str, Any], alone: bool
@@ -253,9 +215,8 @@ def has_state(of: Any) -> bool:
 
 
 def checksum(batch: Any) -> int:
-    """Return a checksum of the numbers and texts in a batch, or in a list of samples; at least 1.
-
-    Checksums have 20 bits, so that sums of their squares are exact in float64.
+    """Return a checksum of the numbers and texts in a batch, or in a list of samples; at least
+    1.
     """
     digest = 0
     for leaf in tree_leaves(batch):

@@ -14,23 +14,7 @@ from runner.data.workers import begin, shielded, start_method
 
 
 class StreamLoader(DataLoader[Any]):
-    """Loads this rank's part of a stream; see :mod:`runner.data.stream` for how it is divided.
-
-    Worker processes start anew in each epoch.
-
-    Args:
-        dataset: the stream.
-        batch_size: number of samples in one rank's microbatch.
-        rank: data-parallel rank.
-        world_size: data-parallel size.
-        drop_last: leave out microbatches that are not full.
-        seed: seed of the random numbers that the stream draws.
-        num_workers: number of worker processes of this rank.
-        kwargs: further arguments of :class:`torch.utils.data.DataLoader`.
-
-    Attributes:
-        mark: checksum of the first microbatch over all ranks; 0 if ranks read parts of their own.
-    """
+    """Loads this rank's part of a stream; see :mod:`runner.data.stream` for how it is divided."""
 
     dataset: Stream
 
@@ -77,10 +61,7 @@ class StreamLoader(DataLoader[Any]):
         return microbatch in self._weightless
 
     def set_start(self, microbatch: int, position: Mapping[str, Any]) -> None:
-        """Begin the next iteration at a microbatch, before which ``position`` was the position.
-
-        A stream without a state is read from its start; what was read before is dropped.
-        """
+        """Begin the next iteration at a microbatch, before which ``position`` was the position."""
         self.dataset.begin_at(microbatch, position["turn"], position["workers"])
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -104,11 +85,7 @@ class StreamLoader(DataLoader[Any]):
             yield read.batch
 
     def stand_in(self, microbatch: int) -> Any:
-        """Return a batch of weight zero for a microbatch that this rank has no sample of.
-
-        Raises:
-            ValueError: this rank has no sample at all.
-        """
+        """Return a batch of weight zero for a microbatch that this rank has no sample of."""
         self._weightless.add(microbatch)
         if self._stand_in is None:
             first = self.dataset.first()
@@ -123,22 +100,14 @@ class StreamLoader(DataLoader[Any]):
         return self._stand_in
 
     def position(self, microbatch: int) -> dict[str, Any]:
-        """Return the position before a microbatch; earlier ones are forgotten.
-
-        Returns:
-            Nested dicts and lists of what the state of the stream holds, and of numbers.
-        """
+        """Return the position before a microbatch; earlier ones are forgotten."""
         last = max(self._after)
         self._after = {n: at for n, at in self._after.items() if n >= min(microbatch, last)}
         at = self._after[min(microbatch, last)]
         return {"parts": self._parts(), "turn": at.turn, "workers": at.workers}
 
     def require(self, position: Mapping[str, Any]) -> None:
-        """Check a position that :meth:`restore` is given.
-
-        Raises:
-            ValueError: the stream was divided in another way.
-        """
+        """Check a position that :meth:`restore` is given."""
         own = self._parts()
         if position["parts"] != own:
             told = [

@@ -23,26 +23,7 @@ def synthetic(
     ignored_fraction: float,
     seed: int,
 ) -> Data:
-    """Make seeded random inputs with targets from a fixed random teacher.
-
-    Images and vectors are standard normal. The teacher is a linear map of the whole input to one
-    score per class, and the target is the class with the largest score. Tokens are walks on a
-    random graph in which each token has four successors, and the target is the next token.
-
-    Args:
-        kind: kind of a sample.
-        samples: number of training samples.
-        test_samples: number of held-out samples.
-        shape: shape of an image (channels, height, width) or a vector (length); unused for tokens.
-        num_classes: number of classes of images and vectors.
-        sequence_length: number of tokens in a sample.
-        vocabulary: number of different tokens.
-        ignored_fraction: probability that a token's target is `IGNORED`; 0 for images and vectors.
-        seed: seed of inputs and teacher.
-
-    Raises:
-        ValueError: a number is out of range, or the shape does not fit the kind.
-    """
+    """Make seeded random inputs with targets from a fixed random teacher."""
     generator = torch.Generator().manual_seed(seed)
     count = samples + test_samples
     if min(samples, test_samples) < 1:

@@ -23,18 +23,7 @@ WAY_FORWARD = "Set data.root (or $DATA) to a folder of tar files, and data.train
 
 
 class TarShards(IterableDataset[tuple[Any, ...]]):
-    """Samples of tar files, in another order in each epoch.
-
-    The order of the files, and that of the samples in a buffer, depends on seed and epoch alone.
-
-    Args:
-        files: the tar files.
-        entries: ending of each entry of a sample; several that may stand for one are joined by
-            semicolons (``jpg;png``).
-        change: transform of images, which are those of PIL.
-        buffer: number of samples that are shuffled together; 0 leaves the order of the files.
-        seed: seed of both orders.
-    """
+    """Samples of tar files, in another order in each epoch."""
 
     def __init__(
         self,
@@ -94,26 +83,7 @@ def webdataset(
     buffer: int,
     seed: int,
 ) -> Data:
-    """Read samples (inputs, targets) from tar files.
-
-    Images become normalised float32 tensors [3, size, size]; ``cls`` is an integer, ``npy`` an
-    array, ``json`` what it holds.
-
-    Args:
-        root: folder of the files; None for `$DATA`.
-        train: pattern of the names of the files to train on, such as ``train-*.tar``.
-        eval: pattern of the files to evaluate on. No such file: the run does not evaluate.
-        inputs: ending of the inputs; several that may stand for one are joined by semicolons.
-        targets: ending of the targets.
-        size: height and width of an image in pixels.
-        augment: crop and flip the training images at random instead of cropping their centre.
-        buffer: number of training samples that are shuffled together; 0: they are not shuffled.
-        seed: seed of the order.
-
-    Raises:
-        DataUnavailable: the package, the folder or the files to train on are missing.
-        ValueError: ``size`` is below 1, or ``buffer`` below 0.
-    """
+    """Read samples (inputs, targets) from tar files."""
     if size < 1:
         raise ValueError(f"size {size} must be at least 1")
     if buffer < 0:

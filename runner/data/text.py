@@ -26,18 +26,7 @@ WAYS_FORWARD = (
 
 
 class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Consecutive windows of L bytes, each with the next byte at every position.
-
-    Sample i is inputs = text[i*L : i*L+L] and targets = text[i*L+1 : i*L+L+1], both int64 [L].
-    After the end of the text, the last window has targets `IGNORED` and inputs zero.
-
-    Args:
-        text: at least two bytes.
-        length: number of bytes in a window, L.
-
-    Raises:
-        ValueError: the text has fewer than two bytes, or ``length`` is below 1.
-    """
+    """Consecutive windows of L bytes, each with the next byte at every position."""
 
     def __init__(self, text: bytes, length: int) -> None:
         if len(text) < 2 or length < 1:
@@ -65,21 +54,7 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def text(path: str | None, sequence_length: int, test_fraction: float, max_bytes: int) -> Data:
-    """Load bytes for next-byte prediction; the end of the text is held out.
-
-    A folder is read recursively in the order of names, a folder's files before its subfolders.
-    Hidden files and folders (`.git`) are skipped.
-
-    Args:
-        path: file or folder; None for the Python standard library's `*.py`.
-        sequence_length: number of bytes in a sample.
-        test_fraction: share of the bytes, at the end, that is held out, between 0 and 1.
-        max_bytes: stop reading after this many bytes.
-
-    Raises:
-        DataUnavailable: the path is missing, cannot be read, or holds too few bytes.
-        ValueError: a number is out of range.
-    """
+    """Load bytes for next-byte prediction; the end of the text is held out."""
     if sequence_length < 1 or max_bytes < 1 or not 0 < test_fraction < 1:
         raise ValueError(
             f"sequence_length {sequence_length} and max_bytes {max_bytes} must be at least 1, "
@@ -123,10 +98,7 @@ def _read(root: Path, standard_library: bool, limit: int) -> bytes:
 
 
 def _files(folder: Path, standard_library: bool) -> Iterator[Path]:
-    """Yield the regular files below a folder in the same order on every file system.
-
-    Of the standard library, only its own `*.py` files.
-    """
+    """Yield the regular files below a folder in the same order on every file system."""
 
     def fail(error: OSError) -> None:
         raise error

@@ -30,16 +30,7 @@ _CHECK_SECONDS = 1.0
 
 
 class WorkerDataset(Dataset[Any]):
-    """A data set as worker processes read it: a sample depends on seed, epoch and index alone.
-
-    Before each sample (before each batch, if the data set has ``__getitems__``) the global
-    generators of Python, NumPy and torch get a seed. So random transforms do not depend on which
-    worker reads a sample, on what it has read before, or on whether the run was resumed.
-
-    Args:
-        dataset: map-style data set.
-        seed: seed of the run.
-    """
+    """A data set as worker processes read it: a sample depends on seed, epoch and index alone."""
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset = dataset
@@ -78,13 +69,7 @@ class WorkerDataset(Dataset[Any]):
 
 
 class WorkerLoader(DataLoader[Any]):
-    """A loader of map-style data whose worker processes live on from epoch to epoch.
-
-    Args:
-        dataset: map-style data set.
-        seed: seed of the run.
-        kwargs: further arguments of :class:`torch.utils.data.DataLoader`, such as ``num_workers``.
-    """
+    """A loader of map-style data whose worker processes live on from epoch to epoch."""
 
     def __init__(self, dataset: Dataset[Any], seed: int, **kwargs: Any) -> None:
         kwargs.setdefault("persistent_workers", True)
@@ -112,12 +97,7 @@ def shielded(start: Callable[[], T]) -> T:
 
 
 def start_method() -> str | None:
-    """Return how this process should start workers; None for the default.
-
-    A local rank is started by a fork server, which makes this the default in the rank. The rank's
-    own server would import torch for every worker. So a rank forks, unless it uses a GPU, whose
-    context does not survive a fork; then its server imports torch once, before the first worker.
-    """
+    """Return how this process should start workers; None for the default."""
     is_local_rank = multiprocessing.parent_process() is not None
     if not is_local_rank or multiprocessing.get_start_method(allow_none=True) != "forkserver":
         return None

@@ -21,16 +21,7 @@ _LARGEST = (2**30, 2**25)
 
 
 def keep_freed_memory(device: str) -> None:
-    """Let glibc keep the memory that this process frees, instead of giving it to the system.
-
-    The process then holds what it needed at its peak until it ends. Nothing is set where training
-    does not use the memory of the host, where the user has chosen by a variable ``MALLOC_*`` or
-    ``GLIBC_TUNABLES``, or under another C library. Another allocator, such as jemalloc, does not
-    read what is set.
-
-    Args:
-        device: type of the device that the process trains on.
-    """
+    """Let glibc keep the memory that this process frees, instead of giving it to the system."""
     chosen = any(name.startswith("MALLOC_") for name in os.environ)
     if device != "cpu" or chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return

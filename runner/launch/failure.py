@@ -48,13 +48,7 @@ class Failure:
 
 
 class RankFailed(Exception):
-    """A rank failed.
-
-    Args:
-        rank: its number.
-        error: its traceback, or how it ended.
-        node: its machine, if the run has several.
-    """
+    """A rank failed."""
 
     def __init__(self, rank: int, error: str, node: str | None = None) -> None:
         super().__init__(rank, error, node)
@@ -86,10 +80,7 @@ def described(error: BaseException) -> str:
 
 
 def may_be_lost_peer(error: BaseException) -> bool:
-    """Return whether ``error`` may be the end of a connection to another rank.
-
-    It is a RuntimeError then, of any text: gloo, NCCL and the kernel each have their own.
-    """
+    """Return whether ``error`` may be the end of a connection to another rank."""
     frames = traceback.walk_tb(error.__traceback__)
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
     lost = modules[-1:] and modules[-1] in WAITS
@@ -99,11 +90,7 @@ def may_be_lost_peer(error: BaseException) -> bool:
 
 
 def stopped_by(error: BaseException) -> int:
-    """Return the number of the signal that ``error`` follows from; 0 for none.
-
-    A signal to all processes of a run may end one first that this one needs: another rank, or a
-    worker of a data loader that is not this program's own.
-    """
+    """Return the number of the signal that ``error`` follows from; 0 for none."""
     if isinstance(error, KeyboardInterrupt):
         return SIGINT
     if isinstance(error, Stopped | signals.Terminated):

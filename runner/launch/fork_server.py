@@ -27,12 +27,7 @@ LOOK = 0.5
 
 
 def ensure_running(needed: Iterable[str] = ()) -> None:
-    """Start the server, unless it runs: a process that imports torch, and then forks ranks.
-
-    Args:
-        needed: further modules that the ranks need. A module that the server does not have is
-            imported by each rank for itself.
-    """
+    """Start the server, unless it runs: a process that imports torch, and then forks ranks."""
     multiprocessing.set_forkserver_preload([__name__])
     os.environ |= {_LAUNCHER: str(os.getpid()), _NEEDED: ",".join(needed)}
     try:
@@ -42,11 +37,7 @@ def ensure_running(needed: Iterable[str] = ()) -> None:
 
 
 def _import_rank(launcher: int, needed: Iterable[str]) -> None:
-    """Import what ranks need, unless the launcher ends meanwhile.
-
-    That takes seconds, on a busy machine many, and the server does not look at the launcher before
-    its imports are done. It goes on after an ImportError.
-    """
+    """Import what ranks need, unless the launcher ends meanwhile."""
 
     def look(number: int, frame: FrameType | None) -> None:
         if os.getppid() != launcher and not signals.is_swallowing(frame):

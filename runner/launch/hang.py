@@ -26,15 +26,7 @@ _SHELL = re.compile(r"/torch/_ops\.py")
 
 
 class _Place(NamedTuple):
-    """Where a rank is; places of ranks that hang come first in order.
-
-    Attributes:
-        goes_on: whether its process is not stopped by a signal.
-        waits: whether it is in a collective, or in a backward pass that runs one.
-        begun: number of microbatches that it has begun.
-        number: number of the rank.
-        stack: its calls, the innermost first; empty if it does not answer.
-    """
+    """Where a rank is; places of ranks that hang come first in order."""
 
     goes_on: bool
     waits: bool
@@ -60,13 +52,7 @@ class _Place(NamedTuple):
 def waited_for(
     ranks: Sequence[LocalRank], counts: Sequence[int], timeout: float
 ) -> tuple[int, str] | None:
-    """Return the rank that the others wait for, and where it is; None if no rank waits.
-
-    Args:
-        ranks: ranks that run.
-        counts: microbatches that each rank has begun.
-        timeout: seconds without any.
-    """
+    """Return the rank that the others wait for, and where it is; None if no rank waits."""
     before = {place.number for place in _places(ranks, counts) if place.waits}
     time.sleep(AGAIN)
     places = _places(ranks, counts)
@@ -81,10 +67,7 @@ def waited_for(
 def behind(
     ranks: Sequence[LocalRank], counts: Sequence[int], timeout: float
 ) -> tuple[int, str] | None:
-    """Return the rank for which a collective of the others took too long, and where it is.
-
-    None if all ranks that still run wait for another one too.
-    """
+    """Return the rank for which a collective of the others took too long, and where it is."""
     places = _places(ranks, counts)
     return _named(places[0], timeout) if places and not places[0].waits else None
 

@@ -33,16 +33,7 @@ another rank; the number of a signal."""
 
 @dataclass(frozen=True)
 class Seat:
-    """What a rank needs to find the others.
-
-    Attributes:
-        number: number of the rank.
-        size: number of all ranks.
-        port: port of the store on 127.0.0.1.
-        counts: memory of the counts of all ranks, see :mod:`runner.train.beat`; its last number is
-            1 once ranks have to end without a checkpoint.
-        handled: numbers of the signals that ask the ranks to stop.
-    """
+    """What a rank needs to find the others."""
 
     number: int
     size: int
@@ -52,19 +43,7 @@ class Seat:
 
 
 class LocalRank:
-    """A process that trains as one rank.
-
-    Args:
-        seat: which rank, of how many.
-        job: arguments of :func:`runner.launch.rank.rank_main`.
-
-    Attributes:
-        number: number of the rank.
-        state: ``running``, or how it ended: finished, failed, lost (it may have lost a connection
-            to another rank), or stopped (a signal asked for it).
-        result: what it reported: the summary of a run, a traceback, or the number of a signal.
-        ended: time at which it was seen to end.
-    """
+    """A process that trains as one rank."""
 
     def __init__(self, seat: Seat, job: tuple[Any, ...]) -> None:
         from runner.launch.rank import local_main
@@ -143,11 +122,7 @@ class LocalRank:
         return "\n".join([*self._printed, end])
 
     def stack(self, seconds: float) -> list[str]:
-        """Return where the rank's main thread is, a line a call, the innermost first.
-
-        Args:
-            seconds: time to answer.
-        """
+        """Return where the rank's main thread is, a line a call, the innermost first."""
         while self._stacks.poll():
             os.read(self._stacks.fileno(), 65536)
         self.send(signal.SIGUSR2)

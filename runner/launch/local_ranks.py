@@ -49,11 +49,7 @@ ENDING = 4.0
 
 
 def prepare(*configs: RunConfig) -> None:
-    """Start the fork server in the background, if one of these runs has local ranks.
-
-    The server imports what their ranks need in its own process, and stays for all runs of this
-    program; ranks then start in milliseconds.
-    """
+    """Start the fork server in the background, if one of these runs has local ranks."""
     if needy := [
         config for config in configs if least_ranks(config.plugin) > 1 or config.launch.max_restarts
     ]:
@@ -64,12 +60,7 @@ def prepare(*configs: RunConfig) -> None:
 def train_on_local_ranks(
     config: RunConfig, folder: Path, ranks: int, shown: Sequence[Sink], work: Work
 ) -> dict[str, Any]:
-    """Start ranks, show the rows of the first rank, and wait for all ranks.
-
-    Raises:
-        RankFailed: a rank failed or hangs; it names that one. All ranks have ended by then.
-        Stopped: a signal asked to stop. All ranks have ended by then.
-    """
+    """Start ranks, show the rows of the first rank, and wait for all ranks."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     stop.requested()  # from here on a signal is noted, and passed on to the ranks
@@ -89,14 +80,7 @@ def train_on_local_ranks(
 
 
 class _Ranks:
-    """All local ranks of one run.
-
-    Args:
-        size: number of ranks.
-        port: port of the store by which they find each other.
-        timeout: seconds after which a rank that the others wait for hangs.
-        job: arguments of :func:`runner.launch.rank.rank_main`, for each rank.
-    """
+    """All local ranks of one run."""
 
     def __init__(self, size: int, port: int, timeout: float, job: tuple[Any, ...]) -> None:
         self._open = ExitStack()
@@ -126,12 +110,7 @@ class _Ranks:
         self._open.close()
 
     def wait(self) -> dict[str, Any]:
-        """Wait until every rank has finished, and return the result of the first one.
-
-        Raises:
-            RankFailed: a rank failed or hangs.
-            Stopped: a signal asked to stop.
-        """
+        """Wait until every rank has finished, and return the result of the first one."""
         while True:
             self._collect()
             if all(rank.state == "finished" for rank in self._ranks):
@@ -161,11 +140,7 @@ class _Ranks:
             self._changed, self._sum = time.monotonic(), total
 
     def _pass_on(self, number: int) -> None:
-        """Ask the ranks to stop, or end them where no rank trains yet.
-
-        Raises:
-            Stopped: no rank trains yet.
-        """
+        """Ask the ranks to stop, or end them where no rank trains yet."""
         if max(self._counts[:-1]) < hang.TRAINS:
             raise Stopped(number)
         if not self._passed_on:
@@ -228,10 +203,7 @@ def _unnamed(size: int) -> Iterator[Connection]:
 
 @contextmanager
 def _unasked() -> Iterator[None]:
-    """Start processes in this block that no signal reaches, until they unblock it.
-
-    A terminal and Slurm send each signal to every process of a run; this one decides.
-    """
+    """Start processes in this block that no signal reaches, until they unblock it."""
     resource_tracker.ensure_running()  # it would unblock some of them
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -37,12 +37,7 @@ SEEN = 120.0
 
 
 class Place(NamedTuple):
-    """Where the machines of a run meet.
-
-    Attributes:
-        host: name or address of the first machine.
-        port: port there.
-    """
+    """Where the machines of a run meet."""
 
     host: str
     port: int
@@ -54,11 +49,7 @@ def several(config: RunConfig) -> bool:
 
 
 def require_one_machine(config: RunConfig) -> None:
-    """Refuse what only one machine has been started for.
-
-    Raises:
-        RequestError: the run is for several machines.
-    """
+    """Refuse what only one machine has been started for."""
     if several(config):
         nodes = config.plugin.nnodes
         message = (
@@ -69,11 +60,7 @@ def require_one_machine(config: RunConfig) -> None:
 
 
 def task_of(config: RunConfig) -> SlurmTask:
-    """Return the task of Slurm that this process is, one of those that a run needs.
-
-    Raises:
-        RequestError: this process is none, or there is another number of tasks or machines.
-    """
+    """Return the task of Slurm that this process is, one of those that a run needs."""
     task, nodes = slurm_task(), config.plugin.nnodes or 1
     if task is None or task.tasks == 1:
         require_one_machine(config)
@@ -99,12 +86,7 @@ def task_of(config: RunConfig) -> SlurmTask:
 
 @contextmanager
 def as_rank(task: SlurmTask, timeout: float) -> Iterator[None]:
-    """Make this process, a task of Slurm, a rank as ``torchrun`` would start it.
-
-    Args:
-        task: this process.
-        timeout: seconds to wait for the first machine.
-    """
+    """Make this process, a task of Slurm, a rank as ``torchrun`` would start it."""
     with meeting(task, timeout) as place:
         os.environ |= {
             "RANK": str(task.number),
@@ -120,16 +102,7 @@ def as_rank(task: SlurmTask, timeout: float) -> Iterator[None]:
 
 
 def launch(config: RunConfig, words: Sequence[str], task: SlurmTask) -> int:
-    """Start the ranks of this machine, and wait for their end.
-
-    Args:
-        config: the checked configuration, for ``plugin.nnodes`` machines.
-        words: arguments of the command, which each rank gets.
-        task: this process, the only task on its machine.
-
-    Returns:
-        The exit code: that of the first rank of this machine that failed.
-    """
+    """Start the ranks of this machine, and wait for their end."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -181,18 +154,7 @@ def launch(config: RunConfig, words: Sequence[str], task: SlurmTask) -> int:
 
 @contextmanager
 def meeting(task: SlurmTask, timeout: float) -> Iterator[Place]:
-    """Yield where the machines meet: the first one writes it to a file that all of them see.
-
-    ``MASTER_ADDR`` and ``MASTER_PORT`` of the first machine's environment are taken where they are
-    set.
-
-    Args:
-        task: this process.
-        timeout: seconds to wait for the first machine.
-
-    Raises:
-        RequestError: this machine does not see the file.
-    """
+    """Yield where the machines meet: the first one writes it to a file that all of them see."""
     file = outputs() / "meetings" / f"{task.step}.json"
     if task.number == 0:
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()

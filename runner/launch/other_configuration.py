@@ -20,10 +20,7 @@ _CLASS = "optimizer._target_"
 
 
 def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> list[Problem]:
-    """Return a problem, with both values, for each key in which a run differs from a checkpoint.
-
-    With ``resume.force`` only another optimizer is one: its state has other tensors.
-    """
+    """Return a problem, with both values, for each key in which a run differs from a checkpoint."""
     manifest, forced = manifest_of(checkpoint), config.resume.force
     force = "resume.force=true continues all the same"
     where = f"the checkpoint {checkpoint.parent.parent.name}/{checkpoint.name}"

@@ -11,17 +11,7 @@ log = logging.getLogger(__name__)
 
 
 def write_page(folder: Path, left: int = 0) -> Path | None:
-    """Write ``report.html`` into the folder of a run or sweep.
-
-    An error is logged as a warning: a run that finished does not fail because of its page.
-
-    Args:
-        folder: folder of the run or sweep.
-        left: number of runs that a running sweep has not finished yet.
-
-    Returns:
-        The file; None where it could not be written.
-    """
+    """Write ``report.html`` into the folder of a run or sweep."""
     try:
         from runner import report
 

@@ -41,12 +41,8 @@ class NotShared(Exception):
 
 
 def meet(folder: Path) -> None:
-    """Learn on which machine each rank is, and check that all machines see the folder of the run.
-
-    Every rank calls this.
-
-    Raises:
-        NotShared: some machines do not see it; every rank raises it.
+    """Learn on which machine each rank is, and check that all machines see the folder of the
+    run.
     """
     here = node_name(), restarts(), (folder / files.STATUS).exists()
     there: list[tuple[str, int, bool]] = [here] * dist.get_world_size()
@@ -81,14 +77,7 @@ def tell(error: BaseException, rank: StartedRank) -> None:
 
 
 def find(size: int, timeout: float) -> RankFailed | None:
-    """Return the rank for which this one lost a connection, and how it ended.
-
-    None if that is not known, or if a rank was asked to stop.
-
-    Args:
-        size: number of all ranks.
-        timeout: maximum duration of a collective, in seconds.
-    """
+    """Return the rank for which this one lost a connection, and how it ended."""
     if not is_initialized():
         return None
     told: dict[int, str] = {}

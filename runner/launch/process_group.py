@@ -78,13 +78,7 @@ def abandon() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Leave, and let gloo's threads drop the tensors of the last collectives.
-
-    A thread wakes the rank that waits for a collective before it drops the tensors, which takes the
-    interpreter's lock. An interpreter that has begun to end stops the thread right there, in C++,
-    and that aborts the process. torch has no call to join these threads, and ``fully_shard`` keeps
-    the group that would join them in its destructor.
-    """
+    """Leave, and let gloo's threads drop the tensors of the last collectives."""
     leave()
     time.sleep(0.1)
 

@@ -57,15 +57,7 @@ torchrun ends all ranks once one has exited.
 def local_main(
     seat: Seat, reports: Connection, stderr: Connection, stacks: Connection, *job: Any
 ) -> None:
-    """Train as a local rank, and report how that ended.
-
-    Args:
-        seat: which rank, of how many.
-        reports: takes one report.
-        stderr: takes what the rank prints on standard error.
-        stacks: takes the stack of the main thread at each SIGUSR2.
-        job: arguments of :func:`rank_main`.
-    """
+    """Train as a local rank, and report how that ended."""
     os.dup2(stderr.fileno(), 2)
     _die_with_the_launcher()
     faulthandler.register(signal.SIGUSR2, file=stacks.fileno(), all_threads=False)
@@ -123,17 +115,7 @@ def _answer_signals(counts: Sequence[int], handled: Sequence[int]) -> None:
 
 
 def rank_main(config: RunConfig, folder: Path, work: Work, known: secrets.Known) -> dict[str, Any]:
-    """Train as a local rank, which the environment describes.
-
-    Args:
-        config: the configuration.
-        folder: folder of the run; the first rank writes its rows there.
-        work: what to do.
-        known: secrets that the log must not hold.
-
-    Returns:
-        What the work returned: the summary of a run.
-    """
+    """Train as a local rank, which the environment describes."""
     secrets.take(known)
     started = started_rank()
     assert started is not None
@@ -151,15 +133,7 @@ def rank_main(config: RunConfig, folder: Path, work: Work, known: secrets.Known)
 
 
 def join(work: Work | None = None, timeout: float = 600.0) -> int:
-    """Train as a rank that torchrun or Slurm started; the first rank sends the configuration.
-
-    Args:
-        work: what to do; the training of a run by default.
-        timeout: maximum duration of one collective, in seconds.
-
-    Returns:
-        The exit code.
-    """
+    """Train as a rank that torchrun or Slurm started; the first rank sends the configuration."""
     folder = None
     try:
         launch_from_torch(verbose=False, timeout=timeout)
@@ -191,10 +165,8 @@ def join(work: Work | None = None, timeout: float = 600.0) -> int:
 
 
 def _explain(error: BaseException, timeout: float, folder: Path | None) -> None:
-    """Tell the other ranks why this one fails, and print it unless it follows from another's end.
-
-    Without the first rank, the first one of each other machine records how the run ended, and the
-    second says so.
+    """Tell the other ranks why this one fails, and print it unless it follows from another's
+    end.
     """
     started = started_rank()
     assert started is not None

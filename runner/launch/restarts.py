@@ -27,24 +27,7 @@ def train_again(
     folder: Path,
     record: Record,
 ) -> dict[str, Any]:
-    """Train, and start again from the newest checkpoint after a local rank failed.
-
-    A full disk ends the run, and so does a failure that repeats although the run came no further in
-    between: it would come again.
-
-    Args:
-        train: trains from a checkpoint, or from the first step for None.
-        allowed: number of times that the run may start again.
-        start: where the training starts at first.
-        folder: folder of the run.
-        record: counts the restarts in ``status.json``.
-
-    Returns:
-        What ``train`` returns.
-
-    Raises:
-        RankFailed: a rank failed, and the run does not start again.
-    """
+    """Train, and start again from the newest checkpoint after a local rank failed."""
     checkpoint = start.checkpoint
     failures: list[dict[str, Any]] = []
     while True:
@@ -77,13 +60,7 @@ def train_again(
 
 
 def _repeated(failures: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return why a run does not start again: its last failure repeats the one before.
-
-    None if it does not: the error is another one, or the run came further.
-
-    Args:
-        failures: entries of the status, see :data:`runner.run_folder.status.RESTARTS`.
-    """
+    """Return why a run does not start again: its last failure repeats the one before."""
     if len(failures) < 2:
         return None
     before, now = failures[-2:]
@@ -103,13 +80,7 @@ def elastic_warnings() -> Iterator[str]:
 
 
 class Onward:
-    """Passes on the rows of steps that it has not passed on before.
-
-    After a restart the steps since the checkpoint come again, as they were.
-
-    Args:
-        sinks: take the rows.
-    """
+    """Passes on the rows of steps that it has not passed on before."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks

@@ -48,15 +48,7 @@ FROM = "resumed_from"
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts.
-
-    Attributes:
-        checkpoint: checkpoint to continue from, which is whole; None for the first step.
-        step: number of optimizer steps that it holds.
-        former: status of the run whose record this one continues, in the same folder; empty for a
-            run with a record of its own.
-        warnings: sentences about checkpoints that cannot be used.
-    """
+    """Where a run starts."""
 
     checkpoint: Path | None = None
     step: int = 0
@@ -69,11 +61,7 @@ class Start:
         return number(self.former.get(keys.WALL_SECONDS)) or 0.0
 
     def status(self, last_step: int) -> dict[str, Any]:
-        """Return the entries of the run's status that differ from those of a new run.
-
-        Args:
-            last_step: step of the last row in the folder.
-        """
+        """Return the entries of the run's status that differ from those of a new run."""
         if self.checkpoint is None:
             return {}
         if not self.former:
@@ -92,20 +80,7 @@ ANEW = Start()
 
 
 def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
-    """Return where a run in ``folder`` starts.
-
-    An unfinished run of the same configuration in that folder is continued, unless ``resume`` is
-    ``never``; otherwise the run starts from the checkpoint that ``resume`` names, if it names one.
-
-    Args:
-        config: configuration of the run.
-        plain: the same as plain containers, as it is recorded.
-        folder: folder of the run, which need not exist.
-
-    Raises:
-        RequestError: the folder holds another run, or the checkpoint that of another configuration;
-            or ``resume`` names nothing that can be continued.
-    """
+    """Return where a run in ``folder`` starts."""
     source = config.resume.source
     former = record_of(folder)
     if former and not is_unfinished(folder):
@@ -155,12 +130,7 @@ def is_usable(folder: Path) -> bool:
 
 
 def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
-    """Return the folder of the run that a job continues which Slurm or torchrun starts again.
-
-    Args:
-        plain: configuration of the run.
-        folder: folder that the run would get; the earlier one lies beside it.
-    """
+    """Return the folder of the run that a job continues which Slurm or torchrun starts again."""
     again = {SLURM_JOB: slurm_job()} if was_requeued() else {}
     again |= {ELASTIC_AGENT: elastic_agent()} if elastic_agent() else {}
     again |= {ELASTIC_JOB: elastic_job()} if restarts() else {}
@@ -175,12 +145,7 @@ def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
 
 
 def unfinished(plain: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """Yield a note if a run of the same configuration that ended early could be continued.
-
-    Args:
-        plain: configuration of the run.
-        folder: folder of the run. Only runs beside it are looked at, and only the newest few.
-    """
+    """Yield a note if a run of the same configuration that ended early could be continued."""
     if folder.parent != outputs() / "runs":
         return
     for other in _beside(folder)[:RECENT]:
@@ -241,11 +206,7 @@ def _passed_over(damaged: Sequence[str], instead: str) -> tuple[str, ...]:
 
 
 def named(source: str) -> Start:
-    """Return a start from what ``resume=PATH`` names: a run, its checkpoints, or one checkpoint.
-
-    Raises:
-        RequestError: it holds no checkpoint that is whole.
-    """
+    """Return a start from what ``resume=PATH`` names: a run, its checkpoints, or one checkpoint."""
     path = _absolute(source)
     if (path / files.MANIFEST).exists():
         try:

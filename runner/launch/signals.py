@@ -45,11 +45,7 @@ LastWords = Callable[[int, str], None]
 
 
 class Terminated(SystemExit):
-    """A signal other than SIGINT asked to stop where no training polls.
-
-    Args:
-        number: number of the signal.
-    """
+    """A signal other than SIGINT asked to stop where no training polls."""
 
     def __init__(self, number: int) -> None:
         super().__init__(exit_code(number))
@@ -57,17 +53,7 @@ class Terminated(SystemExit):
 
 
 class _State:
-    """Signals of this process.
-
-    Attributes:
-        number: the first signal; 0 before it.
-        at: time of the first signal.
-        timeout: seconds that a training has to end.
-        listens: whether handlers are installed.
-        patient: whether ``timeout`` holds: something ends by itself, and wants to be waited for.
-        raised: whether a signal has raised an exception; a second one would hit its handling.
-        last: what to do before the process ends as it is; the last one first.
-    """
+    """Signals of this process."""
 
     number = 0
     at = 0.0
@@ -91,10 +77,7 @@ def reason(number: int) -> str:
 
 
 def listen() -> None:
-    """Handle the signals from now on; one that is ignored (``nohup``) remains ignored.
-
-    Nothing changes if this was called before, or outside of the main thread.
-    """
+    """Handle the signals from now on; one that is ignored (``nohup``) remains ignored."""
     if _State.listens or threading.current_thread() is not threading.main_thread():
         return
     heard, told = os.pipe()

@@ -55,13 +55,7 @@ PAGE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended.
-
-    Attributes:
-        exit_code: 0 finished, 1 failed.
-        objective: ``sweep.objective`` at its best; None if the run failed or did not record it.
-        disk_full: whether it failed because its disk is full, as the next run would.
-    """
+    """How a run ended."""
 
     exit_code: int
     objective: float | None = None
@@ -81,19 +75,7 @@ def train(
     work: Work | None = None,
     resume: Path | None = None,
 ) -> dict[str, Any]:
-    """Train where ``config`` and the environment ask for it.
-
-    Args:
-        config: the configuration.
-        folder: folder for rows, for the log of ranks and for checkpoints.
-        shown: further sinks of rows.
-        work: what each rank does, a function of a module that ranks can import; the training of a
-            run by default.
-        resume: checkpoint to continue from.
-
-    Returns:
-        What the first rank's work returned: the summary of a run.
-    """
+    """Train where ``config`` and the environment ask for it."""
     from runner.launch.process_group import abandon, launch_from_torch, leave, stand_alone
     from runner.train import build
     from runner.train.job import execute
@@ -149,23 +131,7 @@ def run(
     swept: Sequence[str] = (),
     alone: bool = True,
 ) -> Ended:
-    """Run one job to its end and record it in ``folder``. A failure is recorded, not raised.
-
-    Args:
-        config: the checked configuration.
-        plain: the same as plain containers, for the record.
-        folder: the run's own folder, which exists.
-        words: overrides that the user typed, for the run's name.
-        start: where the training starts.
-        reports_end: whether to write the page of the run, and to print that it failed and where
-            its results are; the runs of a sweep do neither.
-        swept: keys that the sweep of this run varies: the run gives no advice on them.
-        alone: whether no other run prints to the same terminal at the same time.
-
-    Raises:
-        Interrupted: the user interrupted; it is recorded.
-        SystemExit: with 129 or 143 after another signal; it is recorded.
-    """
+    """Run one job to its end and record it in ``folder``. A failure is recorded, not raised."""
     signals.set_timeout(config.shutdown.timeout)
     run_id = None
     if config.tracker.uses("wandb"):

@@ -25,15 +25,7 @@ def locked_dropout(hidden: Tensor, chance: float, training: bool) -> Tensor:
 
 
 class WeightDroppedLSTM(nn.Module):
-    """One LSTM layer with dropout on its recurrent weights, drawn once per sequence.
-
-    The rows of the weights are the gates in PyTorch's order: input, forget, cell, output.
-
-    Args:
-        inputs: width of the inputs.
-        hidden: width of state and output.
-        weight_dropout: probability of dropping an element of the recurrent weights.
-    """
+    """One LSTM layer with dropout on its recurrent weights, drawn once per sequence."""
 
     def __init__(self, inputs: int, hidden: int, weight_dropout: float) -> None:
         super().__init__()
@@ -66,24 +58,7 @@ class WeightDroppedLSTM(nn.Module):
 
 
 class AWDLSTM(nn.Module):
-    """LSTM language model that starts each sequence from a zero state.
-
-    The last layer is as wide as the embedding; head and embedding share their weights.
-
-    Args:
-        vocabulary: number of tokens, V.
-        embedding: width of the token embedding and of the last layer.
-        hidden: width of the other layers.
-        layers: number of LSTM layers.
-        dropout: probability of dropping an element of the last layer's output.
-        dropout_hidden: probability of dropping an element between layers.
-        dropout_input: probability of dropping an element of the embedded tokens.
-        dropout_embedding: probability of dropping a token of the vocabulary in a whole batch.
-        weight_dropout: probability of dropping a recurrent weight.
-
-    Raises:
-        ValueError: a size is below 1.
-    """
+    """LSTM language model that starts each sequence from a zero state."""
 
     def __init__(
         self,

@@ -8,17 +8,7 @@ PIXEL_STD = 0.376
 
 
 class DigitsCNN(nn.Module):
-    """Three 3x3 convolutions with ReLU, 2x2 max pooling after the last two, and a linear head.
-
-    It has neither batch normalisation nor dropout: samples do not affect one another, so a step
-    does not depend on how its batch is split into microbatches or over ranks. Inputs are
-    standardised; weights are initialised as in K. He et al., Delving Deep into Rectifiers, 2015,
-    section 2.2.
-
-    Args:
-        num_classes: number of logits.
-        width: number of channels of the first convolution; the others have twice as many.
-    """
+    """Three 3x3 convolutions with ReLU, 2x2 max pooling after the last two, and a linear head."""
 
     def __init__(self, num_classes: int, width: int) -> None:
         super().__init__()

@@ -18,14 +18,7 @@ INIT_STD = 0.02
 
 
 class LayerMemory(nn.Module):
-    """The memories of one layer: its latest inputs, and older inputs in compressed form.
-
-    Args:
-        width: width of the inputs.
-        memory: number of inputs in the memory.
-        compressed: number of entries in the compressed memory.
-        rate: number of inputs that one compressed entry stands for.
-    """
+    """The memories of one layer: its latest inputs, and older inputs in compressed form."""
 
     def __init__(self, width: int, memory: int, compressed: int, rate: int) -> None:
         super().__init__()
@@ -34,12 +27,7 @@ class LayerMemory(nn.Module):
         self.compress = nn.Conv1d(width, width, rate, stride=rate)
 
     def forward(self, past: tuple[Tensor, Tensor], inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the compressed and the plain memory after one more segment.
-
-        Args:
-            past: both memories, [B, up to compressed, width] and [B, up to memory, width].
-            inputs: inputs of the layer for the segment, [B, T, width]; they get no gradient.
-        """
+        """Return the compressed and the plain memory after one more segment."""
         old, recent = past
         recent = torch.cat([recent, inputs.detach()], dim=1)
         leaving = recent[:, : max(0, recent.shape[1] - self.memory)]
@@ -83,10 +71,7 @@ class MemoryBlock(nn.Module):
         return projected.view(batch, places, self.heads, -1).transpose(1, 2)
 
     def _scores(self, queries: int, keys: int) -> Tensor:
-        """Return the bias of each score, [1, heads, queries, keys], -inf for later positions.
-
-        A compressed entry counts as one position.
-        """
+        """Return the bias of each score, [1, heads, queries, keys], -inf for later positions."""
         places = torch.arange(keys, device=self.by_distance.device)
         distance = places[keys - queries :, None] - places
         scores = self.by_distance[:, distance.clamp(min=0)]
@@ -94,22 +79,7 @@ class MemoryBlock(nn.Module):
 
 
 class CompressiveTransformer(nn.Module):
-    """Compressive transformer with tied head and embedding.
-
-    Args:
-        vocabulary: number of tokens, V.
-        segment: number of tokens in a segment.
-        memory: number of inputs in the memory of each layer; a multiple of `segment`.
-        compressed: number of entries in the compressed memory of each layer.
-        rate: number of inputs that one compressed entry stands for; a divisor of `segment`.
-        layers: number of transformer blocks.
-        heads: number of attention heads; a divisor of `width`.
-        width: width of the residual stream.
-        dropout: dropout probability of the embedding and of residual branches.
-
-    Raises:
-        ValueError: a size is not a multiple or divisor as above.
-    """
+    """Compressive transformer with tied head and embedding."""
 
     def __init__(
         self,

@@ -15,11 +15,7 @@ EMBEDDING_STD = 0.1
 
 
 class GatedConv(nn.Module):
-    """A causal convolution with a gated linear unit and a residual connection.
-
-    h(X) = X + (X * W + b) · sigmoid(X * V + c) over [B, channels, T] (section 2, equation 1).
-    Output t depends on inputs t - kernel + 1 to t.
-    """
+    """A causal convolution with a gated linear unit and a residual connection."""
 
     def __init__(self, channels: int, kernel: int, dropout: float, weight_norm: bool) -> None:
         super().__init__()
@@ -41,19 +37,7 @@ class GatedConv(nn.Module):
 
 
 class GatedConvLanguageModel(nn.Module):
-    """Convolutional language model; a prediction depends on `layers * (kernel - 1) + 1` tokens.
-
-    Args:
-        vocabulary: number of tokens, V.
-        channels: width of the embedding and of every layer.
-        layers: number of gated convolutions.
-        kernel: kernel size of the convolutions.
-        dropout: probability of dropping an element of a layer's input.
-        weight_norm: apply weight normalisation to the convolutions.
-
-    Raises:
-        ValueError: a size is below 1.
-    """
+    """Convolutional language model; a prediction depends on `layers * (kernel - 1) + 1` tokens."""
 
     def __init__(
         self,

@@ -17,12 +17,7 @@ INIT_STD = 0.02
 
 
 class Attention(nn.Module):
-    """Causal self-attention over [B, T, width] with separate query, key and value projections.
-
-    Tensor parallelism splits the rows of the three projections, so that each rank has whole heads;
-    forward derives the local number of heads from their outputs. ``heads`` is the global number of
-    heads, which the tensor-parallel size must divide.
-    """
+    """Causal self-attention over [B, T, width] with separate query, key and value projections."""
 
     def __init__(self, width: int, heads: int, bias: bool, dropout: float) -> None:
         super().__init__()
@@ -89,22 +84,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer language model.
-
-    Args:
-        vocabulary: number of tokens, V.
-        context: maximum sequence length.
-        layers: number of transformer blocks.
-        heads: number of attention heads; a divisor of `width`.
-        width: width of the residual stream.
-        tied: share the weight of head and token embedding.
-        bias: add biases to linear layers and normalisations; the head has none.
-        dropout: dropout probability of embedding, attention and residual branches.
-        feed_forward: factory of the feed-forward layer of each block.
-
-    Raises:
-        ValueError: ``heads`` does not divide ``width``.
-    """
+    """Decoder-only transformer language model."""
 
     # The tensor-parallel plan: patterns of module names and the style of each.
     tp_plan: ClassVar[dict[str, str]] = {
@@ -151,11 +131,7 @@ class GPT(nn.Module):
         self._initialise(residual_branches=2 * layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens, int64 [B, T], to logits of the next token, [B, T, V].
-
-        Raises:
-            ValueError: T is larger than the context.
-        """
+        """Map tokens, int64 [B, T], to logits of the next token, [B, T, V]."""
         hidden = self._enter(tokens)
         for block in self.blocks:
             hidden = block(hidden)
@@ -163,11 +139,7 @@ class GPT(nn.Module):
         return logits
 
     def pipeline(self) -> list[tuple[tuple[str, ...], Callable[[Tensor], Tensor]]]:
-        """Return `forward` as a chain of parts: the modules that each uses, and its function.
-
-        The first part takes tokens, every other part the output of the one before it; the last
-        returns logits. The weight of a tied head belongs to the first part and to the last.
-        """
+        """Return `forward` as a chain of parts: the modules that each uses, and its function."""
         blocks = [((f"blocks.{i}",), block) for i, block in enumerate(self.blocks)]
         return [
             (("embed", "positions", "dropout"), self._enter),

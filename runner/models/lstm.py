@@ -11,19 +11,7 @@ INIT_RANGE = 0.1
 
 
 class LSTMLanguageModel(nn.Module):
-    """LSTM language model that starts each sequence from a zero state.
-
-    Args:
-        vocabulary: number of tokens, V.
-        embedding: width of the token embedding.
-        hidden: width of each layer.
-        layers: number of LSTM layers.
-        dropout: probability of dropping an element before, between and after the layers.
-        tied: share the weight of head and token embedding.
-
-    Raises:
-        ValueError: ``tied`` is true and the two widths differ.
-    """
+    """LSTM language model that starts each sequence from a zero state."""
 
     def __init__(
         self,

@@ -13,21 +13,7 @@ INIT_STD = 0.02
 
 
 class MaskedLanguageModel(nn.Module):
-    """Transformer encoder that predicts the token at every position from both sides.
-
-    The mask is token number `vocabulary`: an input, but never a prediction.
-
-    Args:
-        vocabulary: number of tokens without the mask, V.
-        context: maximum sequence length.
-        layers: number of transformer blocks.
-        heads: number of attention heads; a divisor of `width`.
-        width: width of the residual stream.
-        dropout: dropout probability of embedding, attention and residual branches.
-
-    Raises:
-        ValueError: ``heads`` does not divide ``width``.
-    """
+    """Transformer encoder that predicts the token at every position from both sides."""
 
     def __init__(
         self, vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float
@@ -58,11 +44,7 @@ class MaskedLanguageModel(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens, int64 [B, T] from 0 to V (the mask), to logits, [B, T, V].
-
-        Raises:
-            ValueError: T is larger than the context.
-        """
+        """Map tokens, int64 [B, T] from 0 to V (the mask), to logits, [B, T, V]."""
         length = tokens.shape[1]
         if length > self.context:
             raise ValueError(f"{length} tokens do not fit a context of {self.context}")

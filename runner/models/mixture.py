@@ -21,18 +21,7 @@ from runner.models.gpt import GPT, MLP
 
 
 class Mixture(nn.Module):
-    """A router and its experts, each of them an `MLP`.
-
-    Args:
-        width: width of the tokens.
-        experts: number of experts, E.
-        top_k: number of experts per token. The weights of a token add up to 1, so with ``top_k=1``
-            the weight is constant and the router gets no gradient.
-        bias: add biases to the linear layers of the experts; the router has none.
-
-    Raises:
-        ValueError: ``top_k`` is below 1 or above ``experts``.
-    """
+    """A router and its experts, each of them an `MLP`."""
 
     def __init__(self, width: int, experts: int, top_k: int, bias: bool) -> None:
         super().__init__()
@@ -45,22 +34,7 @@ class Mixture(nn.Module):
         self.here = range(experts)
 
     def spread(self, group: dist.ProcessGroup) -> list[str]:
-        """Distribute the experts over the ranks of ``group``: each keeps a contiguous range.
-
-        The sizes of the ranges differ by at most one, and may be 0. Experts of other ranks lose
-        their parameters here (they become None); local experts keep their names. From now on every
-        forward and backward pass is a collective of the group, in which all ranks take part, also
-        those with an empty batch.
-
-        The gradient of an expert is then the sum over the tokens of all ranks of the group, without
-        a division; that of the router is over this rank's tokens, as without a group.
-
-        Returns:
-            The names, relative to this module, of the parameters of the local experts.
-
-        Raises:
-            RuntimeError: the experts are distributed already.
-        """
+        """Distribute the experts over the ranks of ``group``: each keeps a contiguous range."""
         if self.group is not None:
             raise RuntimeError("the experts are spread over a group already")
         self.group = group
@@ -72,11 +46,7 @@ class Mixture(nn.Module):
         return [name for name, _ in self.named_parameters() if name.startswith("experts.")]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map [B, T, width] to the same shape and dtype, position by position.
-
-        The outputs for a token are added in the order of its choices, best first, whichever ranks
-        computed them.
-        """
+        """Map [B, T, width] to the same shape and dtype, position by position."""
         rows = hidden.flatten(0, -2)
         weights, chosen = self._route(rows)
         numbers = torch.arange(len(self.experts), device=rows.device)
@@ -96,22 +66,14 @@ class Mixture(nn.Module):
         return mixed.to(hidden.dtype).view_as(hidden)
 
     def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and the numbers of the experts of rows [N, width], both [N, top_k].
-
-        The softmax over the ``top_k`` largest logits is computed in float32 or float64.
-        """
+        """Return the weights and the numbers of the experts of rows [N, width], both [N, top_k]."""
         logits = self.router(rows)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         best, chosen = logits.topk(self.top_k, dim=-1)
         return best.softmax(-1), chosen
 
     def _run(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Apply the local experts to rows that are sorted by expert, ``counts`` rows for each.
-
-        An expert without rows runs as well, so that its gradient is zero and not None. The result
-        has the dtype of ``rows`` also under autocast, because ranks without experts send this
-        dtype too.
-        """
+        """Apply the local experts to rows that are sorted by expert, ``counts`` rows for each."""
         if not self.here:
             return rows
         parts = zip(self.here, torch.split(rows, counts), strict=True)
@@ -149,21 +111,15 @@ class Mixture(nn.Module):
 
 
 def partitioned(experts: int, ranks: int) -> list[range]:
-    """Return contiguous ranges of expert numbers, one per rank, whose sizes differ by at most one.
-
-    >>> partitioned(5, 2)
-    [range(0, 2), range(2, 5)]
+    """Return contiguous ranges of expert numbers, one per rank, whose sizes differ by at most
+    one.
     """
     bounds = [experts * rank // ranks for rank in range(ranks + 1)]
     return [range(first, last) for first, last in pairwise(bounds)]
 
 
 class _Reorder(torch.autograd.Function):
-    """``rows[order]`` for a permutation whose inverse is known.
-
-    The backward pass of indexing accumulates into its target, which is slow and, with several
-    threads, not deterministic; that of a permutation is indexing by its inverse.
-    """
+    """``rows[order]`` for a permutation whose inverse is known."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -177,10 +133,7 @@ class _Reorder(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Send ``sent[i]`` rows to rank i of a group and receive ``received[i]`` rows from it.
-
-    The backward pass sends gradients in the opposite direction.
-    """
+    """Send ``sent[i]`` rows to rank i of a group and receive ``received[i]`` rows from it."""
 
     @staticmethod
     def forward(
@@ -198,19 +151,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class MixtureGPT(GPT):
-    """`GPT` with a `Mixture` for the MLP of every block.
-
-    Args:
-        experts: number of experts in each block.
-        top_k: number of experts per token.
-        bias: add biases to linear layers and normalisations; head and routers have none.
-
-    The other arguments are those of `GPT`.
-
-    Raises:
-        ValueError: ``heads`` does not divide ``width``, or ``top_k`` is below 1 or above
-            ``experts``.
-    """
+    """`GPT` with a `Mixture` for the MLP of every block."""
 
     tp_plan: ClassVar[dict[str, str]] = {
         **{name: way for name, way in GPT.tp_plan.items() if not name.startswith("blocks.*.mlp.")},

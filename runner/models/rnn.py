@@ -11,14 +11,7 @@ INIT_STD = 0.1
 
 
 class RNNLanguageModel(nn.Module):
-    """Elman language model that starts each sequence from a zero state.
-
-    h(t) = tanh(U x(t) + W h(t-1) + b), where U x(t) is an embedding as wide as the layer.
-
-    Args:
-        vocabulary: number of tokens, V.
-        hidden: width of the layer.
-    """
+    """Elman language model that starts each sequence from a zero state."""
 
     def __init__(self, vocabulary: int, hidden: int) -> None:
         super().__init__()

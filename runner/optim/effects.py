@@ -82,12 +82,6 @@ def effect_of(
     """Return how optimizers that step together use the size of a gradient held to ``threshold``.
 
     If the kinds differ, one that scales its steps with the gradient takes precedence.
-
-    Args:
-        optimizers: from torch or any other library; they are recognized by their names.
-        threshold: limit of the norm of the gradients that are scaled, or None.
-        parameters: number of elements that are scaled.
-        leaves_out: whether the gradients of optimizers that orthogonalize are not scaled.
     """
     effects = [_effect(optimizer, threshold, parameters) for optimizer in optimizers]
     if leaves_out:

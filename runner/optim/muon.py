@@ -55,35 +55,7 @@ def muon_with_adamw(
     adamw_weight_decay: float = 0.01,
     fused: bool | None = None,
 ) -> list[Optimizer]:
-    """Return Muon over the hidden matrices of a model, and AdamW over its other parameters.
-
-    Args:
-        model: the model, before it is boosted.
-        heads: names of the weights of its output layers, see
-            :func:`runner.clip.head.head_weights`.
-        others: parameters of other modules, such as a criterion, for AdamW.
-        exclude: patterns of names of further matrices for AdamW.
-        lr: learning rate of Muon.
-        momentum: decay rate of Muon's mean gradient.
-        nesterov: whether Muon orthogonalizes the mean that the next step would have.
-        weight_decay: decoupled weight decay of Muon's matrices.
-        eps: lower bound of the norm that Muon divides a matrix by.
-        ns_steps: number of Newton-Schulz iterations.
-        adjust_lr_fn: how Muon's rate depends on the shape of a matrix, see
-            :class:`torch.optim.Muon`.
-        adamw_lr: learning rate of AdamW.
-        adamw_betas: decay rates of AdamW's means of the gradient and of its square.
-        adamw_eps: added to AdamW's divisor.
-        adamw_weight_decay: decoupled weight decay of AdamW's parameters.
-        fused: whether AdamW takes fused steps.
-
-    Returns:
-        ``[Muon, AdamW]``; Muon alone where nothing is left for AdamW.
-
-    Raises:
-        NoHiddenMatrix: the model has none.
-        ValueError: a pattern of ``exclude`` matches no parameter.
-    """
+    """Return Muon over the hidden matrices of a model, and AdamW over its other parameters."""
     hidden = set(hidden_matrices(model, heads, exclude or ()))
     named = dict(model.named_parameters())
     if not hidden:
@@ -120,16 +92,7 @@ def muon_with_adamw(
 def hidden_matrices(
     model: nn.Module, heads: Collection[str] = (), exclude: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yield the names of the parameters that Muon steps, by the rules at the top of this module.
-
-    Args:
-        model: see :func:`muon_with_adamw`.
-        heads: see :func:`muon_with_adamw`.
-        exclude: see :func:`muon_with_adamw`.
-
-    Raises:
-        ValueError: a pattern of ``exclude`` matches no parameter.
-    """
+    """Yield the names of the parameters that Muon steps, by the rules at the top of this module."""
     names = [name for name, _ in model.named_parameters()]
     for pattern in exclude:
         if not fnmatch.filter(names, pattern):

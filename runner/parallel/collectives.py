@@ -39,16 +39,7 @@ def sum_of(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gather(
     tensor: Tensor, dim: int, length: int, group: dist.ProcessGroup, *, sums: bool
 ) -> Tensor:
-    """Return all shards, concatenated. Backward: this rank's shard of the gradient.
-
-    Args:
-        tensor: this rank's shard.
-        dim: sharded dimension.
-        length: total size of the dimension.
-        group: ranks that hold the shards.
-        sums: whether gradients are summed over ranks first, because each rank computes a part of
-            the layer that follows.
-    """
+    """Return all shards, concatenated. Backward: this rank's shard of the gradient."""
     return _apply(
         tensor,
         lambda t: _all_gather(t, dim, length, group),
@@ -57,16 +48,8 @@ def gather(
 
 
 def scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup, *, sums: bool) -> Tensor:
-    """Return this rank's shard of ``tensor``. Backward: all shards of the gradient, concatenated.
-
-    Args:
-        tensor: whole tensor.
-        dim: dimension to shard.
-        group: ranks that get the shards.
-        sums: whether ``tensor`` is summed over ranks first.
-
-    Raises:
-        ValueError: the ranks do not divide the dimension evenly.
+    """Return this rank's shard of ``tensor``. Backward: all shards of the gradient,
+    concatenated.
     """
     length = tensor.shape[dim]
     if length % group.size():

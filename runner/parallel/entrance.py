@@ -14,9 +14,6 @@ class Entrance:
 
     Query, key and value projections: the sum of their gradients is reduced once, and a sharded
     sequence is gathered once.
-
-    Args:
-        layers: number of layers.
     """
 
     def __init__(self, layers: int) -> None:

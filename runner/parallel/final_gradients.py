@@ -104,14 +104,7 @@ class _Buckets:
         self._used.add(id(parameter))
 
     def reduce(self, bucket: Any) -> Any:
-        """Start to average a bucket, and then finish the one before it.
-
-        Args:
-            bucket: a :class:`torch.distributed.GradBucket`.
-
-        Returns:
-            A future that ends when the gradients of the bucket are final.
-        """
+        """Start to average a bucket, and then finish the one before it."""
         buffer, done = bucket.buffer(), torch.futures.Future()  # type: ignore[var-annotated]
         buffer.mul_(1.0 / self._group.size())  # as DDP does it, so that sums have the same bits
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
@@ -157,9 +150,6 @@ def watch_buckets(model: DistributedDataParallel, final: Final) -> None:
     A gradient is a view of its bucket then, and stays one, as with ``gradient_as_bucket_view``.
     With ``find_unused_parameters`` there is one collective of host memory for each bucket: which of
     its parameters any rank has used.
-
-    Raises:
-        RuntimeError: somebody has registered a communication hook already.
     """
     buckets = _Buckets(model, final)
     model.register_comm_hook(buckets, lambda state, bucket: state.reduce(bucket))

@@ -21,14 +21,7 @@ def is_first() -> bool:
 
 
 def on_first(work: Callable[[], T]) -> T:
-    """Call ``work`` on the first rank alone; every rank has to call this.
-
-    Returns:
-        What ``work`` returned, on every rank.
-
-    Raises:
-        Exception: what ``work`` raised, on every rank.
-    """
+    """Call ``work`` on the first rank alone; every rank has to call this."""
     result: list[Any] = [None, None]
     if is_first():
         try:

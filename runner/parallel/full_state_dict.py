@@ -23,15 +23,6 @@ def gathered(
     """Gather tensors of the whole model, by their names in it, on the host of the first rank.
 
     Every rank has to call it. One copy of each tensor is sent.
-
-    Args:
-        model: what this rank holds of the model.
-        renamed: name in the whole model of each parameter that has another name on this rank.
-        of: function that returns a tensor of a parameter (its gradient, say), or None; by default
-            parameters and buffers themselves are gathered.
-
-    Returns:
-        The tensors on the first rank, an empty dict on the others.
     """
     here: dict[str, Tensor] = {}
     for own, parameter in model.named_parameters():
@@ -44,14 +35,7 @@ def gathered(
 
 
 def gather(here: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gather whole tensors on the host of the first rank; every rank has to call this.
-
-    Args:
-        here: tensors of this rank by name. One copy of each name is sent, that of the lowest rank.
-
-    Returns:
-        The tensors on the first rank, an empty dict on the others.
-    """
+    """Gather whole tensors on the host of the first rank; every rank has to call this."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {name: _on_host(full(tensor)) for name, tensor in here.items()}
     names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -78,15 +62,6 @@ def load(
     """Load a state dict of the whole model, which only the first rank reads.
 
     Every rank has to call it. One tensor is sent at a time.
-
-    Args:
-        model: what this rank holds of the model.
-        renamed: name in the whole model of each parameter that has another name on this rank.
-        names: each name in the state dict of the whole model, with the first name of its tensor.
-        state: state dict.
-
-    Raises:
-        ValueError: names or shapes are not those of the model.
     """
     here: dict[str, list[Tensor]] = {}
     for own, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -41,14 +41,7 @@ class Replicas:
 def replicas_of(
     model: nn.Module, axes: Axes, experts: frozenset[str], *, sharded: bool
 ) -> list[Replicas]:
-    """Return the parameters whose gradients are averaged over data-parallel ranks.
-
-    Args:
-        model: what this rank holds of the model.
-        axes: slices of the device mesh.
-        experts: names of parameters of experts that ranks hold different ones of.
-        sharded: whether parameters are sharded by ``fully_shard``, which averages gradients itself.
-    """
+    """Return the parameters whose gradients are averaged over data-parallel ranks."""
     shared, expert = split_parameters(model, experts)
     if sharded:
         # fully_shard divides by the ranks that hold the same expert: ``ep`` times too few.
@@ -110,11 +103,6 @@ def broadcast_buffers(
 
     Each rank updates its buffers, such as running statistics, by its own samples. As under DDP, all
     ranks evaluate with the buffers of the first rank, and checkpoints have these.
-
-    Args:
-        model: what this rank holds of the model.
-        group: data-parallel ranks.
-        belongs: function that selects buffers by qualified name; all by default.
     """
     # By owner and key, because a forward pass may replace a buffer by a new tensor.
     slots = [
@@ -200,11 +188,7 @@ def sum_partial(parameters: Iterable[DTensor]) -> None:
 
 @torch.no_grad()
 def sum_copies(tied: Tied) -> None:
-    """Give all copies of a parameter the sum of their gradients.
-
-    Raises:
-        ValueError: some copies are frozen, and others are not.
-    """
+    """Give all copies of a parameter the sum of their gradients."""
     copies = tied.copies
     trained, frozen, used = on_any_rank(
         [
@@ -239,15 +223,7 @@ def broadcast_model(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Compute the batch norm layers of ``model`` over the samples of all ranks, in place.
-
-    Args:
-        model: the whole model, before its parameters are replaced.
-        group: data-parallel ranks.
-
-    Raises:
-        ValueError: the model is on a CPU, where torch has no synchronised batch norm.
-    """
+    """Compute the batch norm layers of ``model`` over the samples of all ranks, in place."""
     device = next(model.parameters()).device.type
     if device == "cpu":
         raise ValueError(

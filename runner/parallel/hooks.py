@@ -33,15 +33,7 @@ def post_accumulate_hooked(named: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 
 def require_no_post_accumulate(named: Iterable[tuple[str, Tensor]], why: str) -> None:
-    """Refuse hooks of ``register_post_accumulate_grad_hook``.
-
-    Args:
-        named: parameters with their names, before they are replaced.
-        why: what the plugin does with parameters, to follow "because" in the message.
-
-    Raises:
-        HookError: a parameter has such a hook; the message names it.
-    """
+    """Refuse hooks of ``register_post_accumulate_grad_hook``."""
     if names := post_accumulate_hooked(named):
         raise HookError(
             f"{first_few(names)}: a hook of register_post_accumulate_grad_hook cannot "

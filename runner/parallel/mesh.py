@@ -23,11 +23,6 @@ def grid(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
 
     Each process group has its own threads and sockets, which torch keeps as long as a part of the
     model lives. A process that trains many models in turn would collect them.
-
-    Args:
-        device_type: device type of the tensors.
-        shape: number of ranks along each axis; the product is the world size.
-        names: names of the axes.
     """
     asked, world = (device_type, shape, names), dist.group.WORLD
     made_in, mesh = _grids.get(asked, (None, None))

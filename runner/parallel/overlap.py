@@ -53,11 +53,6 @@ class Averaging:
     process group of their own, because ranks that use different parameters send them at different
     places among their other collectives.
 
-    Args:
-        replicas: parameters with the ranks that hold copies of them: several ranks.
-        backwards: number of times that a step accumulates the gradient of a parameter outside of
-            ``no_sync``, by the id of the parameter; 1 by default.
-
     Attributes:
         held: whether backward passes run under ``no_sync`` now, and send nothing.
     """
@@ -185,12 +180,8 @@ class Averaging:
 def averagings(
     replicas: Sequence[Replicas], backwards: Mapping[int, int], waiting: Collection[int]
 ) -> tuple[list[Averaging], list[Replicas]]:
-    """Divide replicas into those averaged from the backward pass on, and those averaged after it.
-
-    Args:
-        replicas: parameters with the ranks that hold copies of them.
-        backwards: see :class:`Averaging`.
-        waiting: ids of parameters whose gradients are complete only after the backward pass.
+    """Divide replicas into those averaged from the backward pass on, and those averaged after
+    it.
     """
     early, late = [], []
     for each in replicas:

@@ -23,9 +23,6 @@ def untie(model: nn.Module, stages: Sequence[Sequence[Part]]) -> dict[str, str]:
     """Give each stage its own copy of a parameter that several stages use.
 
     Stages that share a module share the copies of its parameters.
-
-    Returns:
-        The parameter's name in the whole model, for each other name that it or a copy of it has.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     renamed: dict[str, str] = {}
@@ -84,11 +81,7 @@ def copies_of(
 
 
 def require_apart(model: nn.Module, stages: Sequence[Sequence[Part]], homes: Sequence[int]) -> None:
-    """Refuse stages of one rank that share a module, because each stage is sharded by itself.
-
-    Raises:
-        CutError: there are such stages; the message names a parameter.
-    """
+    """Refuse stages of one rank that share a module, because each stage is sharded by itself."""
     users: dict[tuple[int, int], int] = {}
     for number, (home, parts) in enumerate(zip(homes, stages, strict=True)):
         for own, parameter in named_parameters(model, parts):
@@ -143,19 +136,7 @@ def keep_own(
     *,
     sharded: bool,
 ) -> OwnStages:
-    """Reduce ``model`` to the stages of this rank, in place.
-
-    Args:
-        model: the whole model.
-        stages: stages from :func:`cut`; none if the model is not split.
-        rank: pipeline rank.
-        ranks: pipeline-parallel size.
-        schedule: name of the schedule, which decides which rank holds which stages.
-        sharded: whether each stage will be sharded.
-
-    Raises:
-        CutError: stages that will be sharded share a module.
-    """
+    """Reduce ``model`` to the stages of this rank, in place."""
     if not stages:
         return OwnStages([], {}, {})
     renamed = untie(model, stages)

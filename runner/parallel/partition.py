@@ -21,9 +21,6 @@ from runner.parallel.gradient_sync import Replicas
 class Partition:
     """Assignment of parameters to the ranks that step them.
 
-    Args:
-        replicas: parameters with the ranks that hold copies of them.
-
     Attributes:
         mine: ids of the parameters that this rank steps.
     """

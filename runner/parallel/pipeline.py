@@ -89,15 +89,7 @@ class Pipeline:
             stage.dtype = dtype
 
     def train(self, inputs: Tensor, loss_of: LossOf) -> Tensor:
-        """Run forward and backward passes of a batch, and accumulate gradients.
-
-        Args:
-            inputs: [B, ...], equal on all ranks of the pipeline.
-            loss_of: function that returns the summed loss of samples.
-
-        Returns:
-            The summed loss of the batch on the last stage; 0 on the others.
-        """
+        """Run forward and backward passes of a batch, and accumulate gradients."""
         padded, rows = self._padded(inputs)
         run, before = self._run_of(padded)
         self._apart.forget()
@@ -120,11 +112,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor) -> Tensor | None:
-        """Return the outputs [B, ...] of a batch on the last stage, None on the others.
-
-        Args:
-            inputs: [B, ...], equal on all ranks of the pipeline.
-        """
+        """Return the outputs [B, ...] of a batch on the last stage, None on the others."""
         padded, _ = self._padded(inputs)
         # In training mode, batch norm would count these samples twice in its running statistics.
         before = [

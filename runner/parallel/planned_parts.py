@@ -27,10 +27,8 @@ class _Skipped(nn.Module):
 
 
 def planned_parts(model: nn.Module) -> Listed:
-    """Return the parts of a model of transformers in order; none if it has no plan for pipelines.
-
-    Raises:
-        ValueError: the model computes something between the modules of its plan.
+    """Return the parts of a model of transformers in order; none if it has no plan for
+    pipelines.
     """
     planned = {*(getattr(model, "_pp_plan", None) or {})}
     names = [name for name, _ in model.named_modules() if name in planned]

@@ -45,10 +45,6 @@ class ReplicaCheck:
 
     Every rank calls it once per step, when gradients are final. A gradient that is zero on all
     ranks (because a later layer starts at zero) is checked again in the next step.
-
-    Args:
-        parameters: replicated parameters by name, in the same order on every rank of the group.
-        group: tensor-parallel ranks.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -58,11 +54,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Compare the gradients that are still unchecked.
-
-        Raises:
-            PlanError: gradients differ; the message names their parameters.
-        """
+        """Compare the gradients that are still unchecked."""
         if not self.waiting:
             return
         # On the host, in float64.

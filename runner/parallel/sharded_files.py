@@ -54,23 +54,11 @@ class Source(Protocol):
         """Fill ``tensors``, each name of which is stored in the same shape.
 
         Every rank has to call this.
-
-        Args:
-            tensors: by name the tensors to fill, whatever part of a whole tensor lies on this rank.
-                Those of one name are alike.
-
-        Raises:
-            OSError: a rank could not read, on every rank.
         """
 
 
 def fill(tensors: Mapping[str, Sequence[Tensor]], source: Source) -> None:
-    """Fill ``tensors`` from ``source``, see :meth:`Source.read`.
-
-    Raises:
-        ValueError: the source lacks a tensor, or holds it in another shape. Nothing was read.
-        OSError: a rank could not read, on every rank.
-    """
+    """Fill ``tensors`` from ``source``, see :meth:`Source.read`."""
     require(tensors, source)
     source.read(tensors)
 
@@ -89,16 +77,7 @@ def require(tensors: Mapping[str, Sequence[Tensor]], source: Source) -> None:
 
 
 def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write tensors to ``folder``; every rank has to call this.
-
-    Args:
-        tensors: tensors by name. A DTensor is written by all ranks of its mesh together. A plain
-            tensor is the same on all ranks that give it, and one of them writes it.
-        folder: folder that exists, on a disk that all ranks share.
-
-    Raises:
-        OSError: this or another rank could not write, on every rank.
-    """
+    """Write tensors to ``folder``; every rank has to call this."""
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     content = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with one_error():
@@ -108,16 +87,7 @@ def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
 def write_later(
     tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None
 ) -> Future[Any]:
-    """Copy tensors to host memory, and write them in a thread; see :func:`write`.
-
-    Args:
-        tensors: tensors by name; they may change when this returns.
-        folder: folder that exists, on a disk that all ranks share.
-        group: gloo group of all ranks that nothing else uses; None on one rank.
-
-    Returns:
-        Done when all ranks have written; its result belongs into :func:`one_error`.
-    """
+    """Copy tensors to host memory, and write them in a thread; see :func:`write`."""
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     content = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     # The thread reads host memory: a stream of its own would be one of the first GPU.
@@ -132,11 +102,7 @@ def write_later(
 
 
 class Folder:
-    """A :class:`Source` that :func:`write` wrote.
-
-    Args:
-        path: folder of the files.
-    """
+    """A :class:`Source` that :func:`write` wrote."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -168,11 +134,7 @@ class Folder:
 
 
 class InMemory:
-    """A :class:`Source` of tensors that every rank has, whole.
-
-    Args:
-        tensors: tensors by name.
-    """
+    """A :class:`Source` of tensors that every rank has, whole."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

@@ -61,20 +61,8 @@ def shard_model(
     experts: DeviceMesh | None = None,
     ends: bool = True,
 ) -> None:
-    """Shard each block (each element of a ModuleList, except experts), then the rest of ``root``.
-
-    Args:
-        root: the model, or a stage of it.
-        mesh: data-parallel ranks; of two axes, the first one replicates and the second one shards.
-        sharding: options of ``fully_shard``.
-        usage: records which parameters get a gradient, and runs the user's hooks on them.
-        experts: ranks that hold the same experts, if ranks hold different ones. Gradients of
-            experts are averaged over these ranks only.
-        ends: whether the output of ``root`` is that of the model.
-
-    Raises:
-        ValueError: a parameter has no elements, which ``fully_shard`` cannot reduce, or a block
-            has several dtypes.
+    """Shard each block (each element of a ModuleList, except experts), then the rest of
+    ``root``.
     """
     for name, parameter in root.named_parameters():
         if not parameter.numel():

@@ -44,10 +44,6 @@ class Part:
 class Stage(nn.Module):
     """Consecutive parts of a model.
 
-    Args:
-        model: model that the parts belong to.
-        parts: parts of this stage, in order.
-
     Attributes:
         dtype: half-precision dtype of autocast, or None.
         ends: whether this is the last stage, whose outputs are in full precision.
@@ -72,11 +68,7 @@ class Stage(nn.Module):
 
 
 def parts_of(model: nn.Module) -> list[Part]:
-    """Return the parts of ``model`` in order.
-
-    Raises:
-        CutError: the model does not list its parts.
-    """
+    """Return the parts of ``model`` in order."""
     listed = getattr(model, "pipeline", None)
     if callable(listed):
         return [Part(tuple(modules), run) for modules, run in listed()]
@@ -102,18 +94,7 @@ def parts_of(model: nn.Module) -> list[Part]:
 
 
 def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> list[list[Part]]:
-    """Return the parts of each stage, in order.
-
-    Args:
-        model: the whole model.
-        stages: number of stages.
-        starts: names of the modules with which the second and each further stage starts; by default
-            stages have about equal numbers of parameters.
-
-    Raises:
-        CutError: there are fewer parts than stages, a parameter is in no part, or no part starts
-            with one of the names.
-    """
+    """Return the parts of each stage, in order."""
     parts = parts_of(model)
     _require_owner(model, parts)
     if stages > len(parts):

@@ -222,14 +222,7 @@ def _local_parameters(module: nn.Module, partial: frozenset[str]) -> Iterator[No
 def parallelize(
     model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, *, sequence: bool
 ) -> None:
-    """Shard the parameters of planned modules in place, and replicate all others as DTensors.
-
-    Args:
-        model: what this rank holds of the model, with equal weights on all ranks of ``mesh``.
-        styles: styles from :func:`runner.parallel.tensor_styles.plan_of`.
-        mesh: one-dimensional mesh of the tensor-parallel ranks.
-        sequence: whether to shard activations between sharded layers along the sequence.
-    """
+    """Shard the parameters of planned modules in place, and replicate all others as DTensors."""
     group = mesh.get_group()
     # Modules inside these get whole sequences.
     whole = tuple(f"{name}." for name, style in styles.items() if style == "whole_sequence")

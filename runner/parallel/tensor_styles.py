@@ -64,17 +64,7 @@ PLACED: Mapping[str, Style] = {
 
 
 def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the style of each planned module by its qualified name.
-
-    Args:
-        model: the whole model.
-        given: style by name pattern, in which ``*`` matches anything; by default the model's own
-            ``tp_plan``. If several patterns match a module, the last one counts.
-
-    Raises:
-        PlanError: there is no plan, a pattern matches nothing, a style is unknown or does not fit
-            the module, or tied parameters would be sharded in different ways.
-    """
+    """Return the style of each planned module by its qualified name."""
     plan = given if given is not None else own_plan(model)
     if not plan:
         raise PlanError(
@@ -176,16 +166,7 @@ def _near(pattern: str, names: list[str]) -> str:
 
 
 def check_heads(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
-    """Refuse to split an attention head over ranks.
-
-    Args:
-        model: the whole model.
-        styles: styles from :func:`plan_of`.
-        ranks: tensor-parallel size.
-
-    Raises:
-        PlanError: ``ranks`` does not divide the heads of an attention whose projections are split.
-    """
+    """Refuse to split an attention head over ranks."""
     for name, module in model.named_modules():
         split = any(
             styles.get(f"{name}.{child}") == "colwise" for child, _ in module.named_children()
@@ -209,12 +190,6 @@ def check_sequence(styles: Mapping[str, str]) -> None:
     """Refuse to shard activations along the sequence by a plan that does not.
 
     Layers would gather "shards" that are whole sequences, and attention would see later positions.
-
-    Args:
-        styles: styles from :func:`plan_of`.
-
-    Raises:
-        PlanError: no module has the style ``split_sequence``.
     """
     if "split_sequence" not in styles.values():
         raise PlanError(

@@ -47,12 +47,7 @@ class _Tracer(fx.Tracer):
 
 
 def traced_parts(model: nn.Module) -> Listed:
-    """Return the parts of ``model`` in order.
-
-    Raises:
-        Exception: whatever the forward pass raises for a traced tensor.
-        ValueError: the forward pass returns several outputs, or differs in evaluation.
-    """
+    """Return the parts of ``model`` in order."""
     graph = _Tracer().trace(_OneInput(model))
     if _differs_in_evaluation(model, graph):
         raise ValueError("its forward differs between training and evaluation")

@@ -49,10 +49,6 @@ class Usage:
 
         Autograd computes gradients of the unsharded parameters, which exist after a block was
         unsharded once. So this unshards each block, and every rank has to call it.
-
-        Args:
-            root: sharded model, or a sharded stage of it.
-            hooks: the user's hooks by owner of the parameter and its name there.
         """
         seen: set[int] = set()
         # Innermost first: a block gathers the parameters that are not in blocks inside it.
@@ -85,12 +81,8 @@ class Usage:
     def drops(
         self, model: nn.Module, axes: Axes, experts: frozenset[str]
     ) -> list[Callable[[], None]]:
-        """Return a call of :meth:`drop_unused` for each group of ranks that hold the same shards.
-
-        Args:
-            model: what this rank holds of the model.
-            axes: slices of the device mesh.
-            experts: names of parameters of experts that ranks hold different ones of.
+        """Return a call of :meth:`drop_unused` for each group of ranks that hold the same
+        shards.
         """
         shared, expert = split_parameters(model, experts)
         return [
@@ -103,13 +95,6 @@ class Usage:
         """Set gradients of parameters that no rank used to None.
 
         Gradients that already existed before the backward pass stay.
-
-        Args:
-            parameters: sharded parameters by name, in the same order on every rank of the group.
-            group: data-parallel ranks that hold the shards.
-
-        Raises:
-            HookError: a hook was registered on a sharded parameter, where it never runs.
         """
         if not parameters:
             return

@@ -63,11 +63,7 @@ def advice(found: Findings) -> list[Advice]:
 
 
 def edge(found: Findings, key: str) -> Advice | None:
-    """Return a sentence if the best value of ``key`` is the lowest or the highest tried.
-
-    Only settings that equal the best one in all other keys are compared. There is no sentence if
-    seeds differ by more than these settings do, or if values beyond the edge change nothing.
-    """
+    """Return a sentence if the best value of ``key`` is the lowest or the highest tried."""
     best = found.best
     if best is None or value_of(best, key) is None:
         return None
@@ -186,10 +182,7 @@ def _own(found: Findings, topics: Sequence[str]) -> Iterator[Advice]:
 
 
 def _texts(group: Group) -> dict[str, str]:
-    """Return the text of each topic, from the first run of a setting that has it.
-
-    The guidance of a run leaves out remarks on keys that its sweep varies.
-    """
+    """Return the text of each topic, from the first run of a setting that has it."""
     texts: dict[str, str] = {}
     for run in group.runs:
         given = run.summary.get("guidance")

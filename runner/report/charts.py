@@ -21,14 +21,7 @@ Sections = list[tuple[str, list[Chart], str | None]]
 
 
 def figures(folder: Path | str) -> dict[str, go.Figure]:
-    """Return the charts of the page by name, such as ``eval-loss``, as figures of plotly.
-
-    Args:
-        folder: folder of a run or of a sweep.
-
-    Raises:
-        runner.report.NoRunError: the folder is missing, or is neither.
-    """
+    """Return the charts of the page by name, such as ``eval-loss``, as figures of plotly."""
     found = find(read(Path(folder)))
     return {one.key: one.figure for _, charts, _ in sections(found) for one in charts}
 

@@ -63,10 +63,7 @@ def difference(one: Difference) -> str:
 
 
 def baselines(found: Findings) -> dict[int, dict[str, Any]]:
-    """Return both columns for each setting as the baseline, by its index; empty without buttons.
-
-    ``rows`` are by the number of the run, or by the ``id`` of the setting for its mean.
-    """
+    """Return both columns for each setting as the baseline, by its index; empty without buttons."""
 
     def rows(other: Group) -> dict[str, Any]:
         return {

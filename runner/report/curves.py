@@ -43,17 +43,7 @@ _DOTS, _COMPARED = 30, 20
 
 @dataclass(frozen=True)
 class Look:
-    """How a chart over steps is drawn.
-
-    Attributes:
-        title: title of the vertical axis.
-        share: whether values are shares in 0..1, which have one axis in all charts.
-        percent: whether they are shown as percentages.
-        log: whether the axis is logarithmic; None if the values decide.
-        smooth: whether curves are means over ranges of steps.
-        behind: whether the values themselves are drawn behind the means.
-        ceiling: whether values far above the start may lie outside the axis.
-    """
+    """How a chart over steps is drawn."""
 
     title: str
     share: bool = False
@@ -143,18 +133,7 @@ def _chart(
     among: Sequence[Group] = (),
     facet: Facet | None = None,
 ) -> Iterator[Chart]:
-    """Yield a chart of one series of each run, unless no run recorded it.
-
-    Args:
-        key: name of the chart in the page.
-        title: heading.
-        note: how to read the chart.
-        groups: settings to draw.
-        of: key of the series, or a function that returns it.
-        look: how to draw it.
-        among: settings of all charts that are compared with this one, and share its axis.
-        facet: settings whose thresholds are drawn.
-    """
+    """Yield a chart of one series of each run, unless no run recorded it."""
     pick = of if callable(of) else partial(Run.of, key=of)
     found = [(group, run, one) for group in groups for run in group.runs if len(one := pick(run))]
     if not found:

@@ -19,12 +19,7 @@ ALIKE = 0.05
 
 @dataclass(frozen=True)
 class Advice:
-    """One sentence and what it rests on.
-
-    Attributes:
-        text: the sentence.
-        because: facts in a few words, each with the setting whose row of the table shows it.
-    """
+    """One sentence and what it rests on."""
 
     text: str
     because: tuple[tuple[str, Group], ...]
@@ -53,10 +48,7 @@ def constant(groups: Sequence[Group], key: str) -> bool:
 
 
 def apart(found: Findings, groups: Sequence[Group]) -> bool:
-    """Return whether the results of some of ``groups`` clearly differ.
-
-    With one seed each, a relative difference above `ALIKE` counts as clear.
-    """
+    """Return whether the results of some of ``groups`` clearly differ."""
     if all(len(found.seeds(group)) > 1 for group in groups):
         return found.differ(groups)
     means = [found.mean(group)[0] for group in groups]

@@ -51,13 +51,7 @@ _SPECIAL = {
 def records(
     found: Findings, otherwise: Callable[[Run, str], str | None] = choice
 ) -> list[dict[str, Any]]:
-    """Return one row a run, in the order of the settings; None where a run recorded nothing.
-
-    Keys are ``run``, ``setting``, ``state``, the configuration keys in which runs differ,
-    ``steps``, ``seconds``, ``best/<metric>`` and ``final/<metric>``, ``clip/ratio_total``,
-    ``diverged_at``, and ``grad/norm/p50`` and the like. ``otherwise`` returns what takes the place
-    of a key that the configuration of a run lacks, such as a chosen group.
-    """
+    """Return one row a run, in the order of the settings; None where a run recorded nothing."""
     columns, rows = found.differences.columns, []
     for group, run in ((of, run) for of in found.groups for run in of.runs):
         of = found.measured[run.number]
@@ -72,12 +66,8 @@ def records(
 
 
 def frame(folder: Path | str) -> Any:
-    """Return `records` of a run's or a sweep's folder as a ``pandas.DataFrame`` indexed by ``run``.
-
-    A value that a run lacks is None. Without pandas it is a list of dictionaries.
-
-    Raises:
-        runner.report.NoRunError: the folder is missing, or is neither.
+    """Return `records` of a run's or a sweep's folder as a ``pandas.DataFrame`` indexed by
+    ``run``.
     """
     rows = records(find(read(Path(folder))), lambda run, key: None)
     try:
@@ -98,10 +88,7 @@ def as_csv(found: Findings) -> str:
 
 
 def as_json(found: Findings) -> str:
-    """Return `records`, the settings with their differences, and the verdict as a JSON object.
-
-    Numbers that are not finite are strings, as in ``summary.json``.
-    """
+    """Return `records`, the settings with their differences, and the verdict as a JSON object."""
     other, winner = found.compared_with, found.winner
     settings = []
     for group in found.groups:

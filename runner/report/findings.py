@@ -32,19 +32,7 @@ _METRICS = (keys.EVAL_LOSS, keys.EVAL_ACCURACY, keys.TRAIN_LOSS)
 
 @dataclass(frozen=True)
 class Findings:
-    """A sweep, grouped and measured.
-
-    Attributes:
-        sweep: runs of the page.
-        differences: configuration keys in which runs differ.
-        groups: settings in order.
-        metric: key of the metric that settings are compared by; None if no run recorded one.
-        metrics: keys that the table shows final and best values of, ``metric`` first.
-        measured: metrics of each run by its number.
-        higher_is_better: whether a higher ``metric`` is the better one.
-        baseline: setting that ``report.baseline`` names, to compare the others with.
-        unknown: ``report.baseline`` if it names no setting.
-    """
+    """A sweep, grouped and measured."""
 
     sweep: SweepRuns
     differences: Differences
@@ -58,10 +46,7 @@ class Findings:
     _against: dict[int, dict[int, Difference]] = field(default_factory=dict)
 
     def score(self, run: Run) -> float | None:
-        """Return the best value of the metric in a run; None if it recorded none.
-
-        NaN if the run diverged: what it reached before is no result of its setting.
-        """
+        """Return the best value of the metric in a run; None if it recorded none."""
         measured = self.measured[run.number]
         score = measured.best.get(self.metric or "")
         return math.nan if score is not None and measured.diverged_at is not None else score
@@ -146,10 +131,7 @@ class Findings:
 
     @property
     def winner(self) -> Group | None:
-        """Best setting if the intervals tell each other setting with a score from it.
-
-        None while no run has finished: the runs may be at different steps.
-        """
+        """Best setting if the intervals tell each other setting with a score from it."""
         if all(run.state != "finished" for run in self.sweep.runs):
             return None
         rivals = [self.rivals.get(group.index) for group in self.ranked[1:]]

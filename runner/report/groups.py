@@ -25,15 +25,7 @@ _COLUMNS = 8
 
 @dataclass(frozen=True)
 class Group:
-    """One setting: runs that differ in their seed alone.
-
-    Attributes:
-        index: place in the order of settings: by mode, then by threshold.
-        label: name that distinguishes it from the other settings, such as ``norm 0.25``.
-        runs: runs of this setting.
-        color: colour of its curves.
-        dash: dashes of its curves.
-    """
+    """One setting: runs that differ in their seed alone."""
 
     index: int
     label: str
@@ -64,13 +56,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Facet:
-    """Settings that one chart compares.
-
-    Attributes:
-        mode: clipping mode.
-        groups: settings of this mode, and those without clipping as the reference.
-        suffix: ending of the chart's title; empty if there is only one facet.
-    """
+    """Settings that one chart compares."""
 
     mode: str
     groups: tuple[Group, ...]
@@ -93,10 +79,7 @@ def clipping_modes(groups: Iterable[Group]) -> list[str]:
 
 
 def facets(groups: Sequence[Group]) -> list[Facet]:
-    """Return the settings by mode, because thresholds of two modes do not compare.
-
-    Settings without clipping have a facet of their own if there are no others.
-    """
+    """Return the settings by mode, because thresholds of two modes do not compare."""
     modes = clipping_modes(groups) or ["none"]
     compared = {m: tuple(g for g in groups if g.mode == m or not g.clips) for m in modes}
     return [Facet(m, of, f" · clip={m}" if len(modes) > 1 else "") for m, of in compared.items()]
@@ -104,24 +87,14 @@ def facets(groups: Sequence[Group]) -> list[Facet]:
 
 @dataclass(frozen=True)
 class Differences:
-    """Configuration keys in which runs differ.
-
-    Attributes:
-        columns: keys to show, those of clipping first.
-        others: keys that the table leaves out because an override implies them, or because there
-            are too many.
-    """
+    """Configuration keys in which runs differ."""
 
     columns: tuple[str, ...]
     others: tuple[str, ...] = ()
 
 
 def differences(runs: Sequence[Run]) -> Differences:
-    """Return the configuration keys in which runs differ.
-
-    The choice of an option (``optimizer=adam``) changes many keys at once. It is shown as one
-    column, named after the group; the keys it changes are left out unless they were overridden.
-    """
+    """Return the configuration keys in which runs differ."""
     if len(runs) == 1:
         return Differences(CLIP)
     keys = dict.fromkeys(key for run in runs for key in run.config)
@@ -212,10 +185,7 @@ def natural(text: str) -> tuple[float, str]:
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return mean and sample standard deviation (n − 1); the latter is None for one value.
-
-    A value that is not finite makes the mean NaN: a seed that diverged is not averaged away.
-    """
+    """Return mean and sample standard deviation (n − 1); the latter is None for one value."""
     if not all(math.isfinite(value) for value in values):
         return math.nan, None
     return fmean(values), stdev(values) if len(values) > 1 else None

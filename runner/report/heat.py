@@ -75,10 +75,7 @@ def _map(
 
 
 def _table(rows: Mapping[str, Series]) -> tuple[list[str], Floats, Floats]:
-    """Return names, the steps of each range, and log10 of the highest norm by row and range.
-
-    Names are those with the largest norms if there are too many.
-    """
+    """Return names, the steps of each range, and log10 of the highest norm by row and range."""
     last = max(float(one.steps[-1]) for one in rows.values())
     first = min(float(one.steps[0]) for one in rows.values())
     size = {key: -np.median(one.finite) if len(one.finite) else 0.0 for key, one in rows.items()}

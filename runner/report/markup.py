@@ -31,15 +31,7 @@ def join(children: Iterable[Child]) -> Markup:
 
 
 def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
-    """Return one element.
-
-    Args:
-        name: name of the HTML element.
-        children: content; plain strings are escaped.
-        attributes: attributes by name, with ``_`` for ``-`` and without a last ``_``
-            (``data_key``, ``class_``). None and False leave an attribute out, True writes it
-            without a value.
-    """
+    """Return one element."""
     written = name
     for key, value in attributes.items():
         if value is None or value is False:

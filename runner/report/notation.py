@@ -8,9 +8,8 @@ from runner.config import notation
 
 
 def rounded(value: float | None, digits: int = 4) -> str:
-    """Format ``value`` with so many significant digits; ``–`` for None, ``NaN`` and ``∞`` by name.
-
-    See :func:`runner.config.notation.rounded`.
+    """Format ``value`` with so many significant digits; ``–`` for None, ``NaN`` and ``∞`` by
+    name.
     """
     if value is None:
         return "–"

@@ -35,21 +35,7 @@ _KEYS_SHOWN = 24
 
 
 def write(folder: Path, left: int = 0, baseline: str | None = None) -> Path:
-    """Write ``report.html`` into a run folder, or into a sweep folder of any number of runs.
-
-    Args:
-        folder: folder of a run, which has ``status.json``, or of a sweep, which has numbered
-            folders or ``sweep.json``.
-        left: number of runs that a sweep that is still running has yet to finish.
-        baseline: setting to compare the others with, in place of the recorded one.
-
-    Returns:
-        The file, which is replaced as a whole.
-
-    Raises:
-        runner.report.NoRunError: the folder is missing, or is neither.
-        OSError: the page cannot be written there.
-    """
+    """Write ``report.html`` into a run folder, or into a sweep folder of any number of runs."""
     return write_page(replace(read(folder), baseline=baseline), left)
 
 
@@ -199,11 +185,7 @@ def _going(left: int) -> Markup | None:
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """Return a policy that allows the page its own scripts, style and pictures only.
-
-    Scripts are named by their hashes, so that no other text could run as one even if it were not
-    escaped. The library writes styles; its downloads are pictures that it makes itself.
-    """
+    """Return a policy that allows the page its own scripts, style and pictures only."""
     digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
     named = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (

@@ -27,14 +27,7 @@ _EDGE = 0.965  # height of marks that have no place on the vertical axis
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart of the page.
-
-    Attributes:
-        key: name of the chart, such as ``eval-loss``.
-        title: heading.
-        note: how to read it.
-        figure: the figure; ``layout.meta`` tells the page which controls it has.
-    """
+    """One chart of the page."""
 
     key: str
     title: str
@@ -53,19 +46,7 @@ def chart(
     meta: dict[str, Any] | None = None,
     **layout: Any,
 ) -> Chart:
-    """Return a chart of ``traces``.
-
-    Args:
-        key: name of the chart.
-        title: heading.
-        note: how to read it.
-        traces: traces of plotly. Those of axis ``y2`` are placed at a height of 0 to 1.
-        x: horizontal axis, see :func:`axis`.
-        y: vertical axis.
-        meta: ``smooth`` (``linear`` or ``log``: how curves are averaged), ``scales`` (ranges of the
-            vertical axis by its type).
-        layout: further attributes of plotly's layout.
-    """
+    """Return a chart of ``traces``."""
     figure = go.Figure(
         list(traces),
         {
@@ -113,11 +94,8 @@ def axis(
 
 
 def limits(values: Iterable[ArrayLike], log: bool) -> tuple[float, float]:
-    """Return ends that enclose all finite values, or the positive ones if ``log``, with a margin.
-
-    Args:
-        values: arrays of any shape, which may be empty.
-        log: whether the axis is logarithmic.
+    """Return ends that enclose all finite values, or the positive ones if ``log``, with a
+    margin.
     """
     low, high = math.inf, -math.inf
     for one in values:

@@ -33,11 +33,7 @@ def threshold_charts(found: Findings) -> Iterator[Chart]:
 
 
 def _histogram(found: Findings, reference: Group) -> Chart:
-    """Return a histogram of the norms of the least clipped setting.
-
-    Each threshold of ``clip=norm`` is marked with its percentile: at p90 one step in ten would have
-    been clipped.
-    """
+    """Return a histogram of the norms of the least clipped setting."""
     values = np.sort(norms(reference))
     marked = {
         group.threshold: group
@@ -88,13 +84,7 @@ def _histogram(found: Findings, reference: Group) -> Chart:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Shares of steps that thresholds would have clipped.
-
-    Attributes:
-        thresholds: rising thresholds, shape (n,).
-        shares: shares in 0..1, shape (n,).
-        source: where the shares come from, in a sentence.
-    """
+    """Shares of steps that thresholds would have clipped."""
 
     thresholds: Floats
     shares: Floats
@@ -108,11 +98,7 @@ class Prediction:
 
 
 def predict(found: Findings, mode: str) -> Prediction:
-    """Predict from the runs which share of steps each threshold of a mode clips.
-
-    If the mode limits ‖G‖, that is the share of the reference's ‖G‖ strictly above a threshold.
-    What other modes measure is recorded by ``clip.what_if`` only.
-    """
+    """Predict from the runs which share of steps each threshold of a mode clips."""
     reference = found.reference()
     info = next((group.info for group in found.groups if group.mode == mode), info_of(mode))
     if info.limits_norm and reference is not None:

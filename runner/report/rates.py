@@ -35,16 +35,7 @@ def rate_charts(found: Findings) -> Iterator[Chart]:
 
 @dataclass(frozen=True)
 class Grid:
-    """The metric of each learning rate and threshold.
-
-    Attributes:
-        rates: rising learning rates.
-        thresholds: rising thresholds as text, ``none`` last.
-        settings: a setting for each threshold, which gives it a colour.
-        scores: mean metric by (rate, threshold); NaN if a seed diverged.
-        start: value of the metric at the beginning of the runs, or the worst one if none is known.
-        alone: whether each cell is one setting, so that its mean is over seeds alone.
-    """
+    """The metric of each learning rate and threshold."""
 
     rates: tuple[float, ...]
     thresholds: tuple[str, ...]
@@ -81,11 +72,7 @@ class Grid:
         return max((rate for rate, score in known if math.isfinite(score)), default=None)
 
     def sensitivity(self, threshold: str, higher: bool) -> float | None:
-        """Return by how much the metric falls behind its best value, on average over the rates.
-
-        Wortsman et al. 2023 (arXiv 2309.14322, section 2.2): the mean of min(ℓ, ℓ_0) - min ℓ over
-        learning rates, where ℓ_0 is the loss before training; a diverged run counts as ℓ_0.
-        """
+        """Return by how much the metric falls behind its best value, on average over the rates."""
         values = [v for rate in self.rates if (v := self.scores.get((rate, threshold))) is not None]
         if not any(map(math.isfinite, values)):
             return None

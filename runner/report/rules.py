@@ -44,11 +44,7 @@ _WARM_UP = "scheduler.warmup_fraction"
 
 
 def unstable(found: Findings) -> list[Advice]:
-    """Return a sentence if instability keeps the learning rate down, or the loss is lost early.
-
-    Nothing is said about a rate at which another setting of the sweep is stable, about a loss that
-    is lost late, and about warm-up that the sweep varied.
-    """
+    """Return a sentence if instability keeps the learning rate down, or the loss is lost early."""
     best, differing = found.best, (*found.differences.columns, *found.differences.others)
     if best is None or any("warmup" in key or key == "scheduler" for key in differing):
         return []

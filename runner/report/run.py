@@ -25,20 +25,7 @@ class NoRunError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """One training job.
-
-    Attributes:
-        folder: folder of the run; None if it was planned but never started.
-        number: number in the sweep, or name of the folder.
-        state: running, finished, failed, interrupted, killed (recorded as running, but its process
-            is gone), not started, unreadable, or unknown.
-        error: recorded cause of a failure.
-        config: resolved configuration by dotted key.
-        overrides: all overrides of the run.
-        series: metrics by key.
-        summary: content of ``summary.json``; empty if the run did not write it.
-        status: content of ``status.json``.
-    """
+    """One training job."""
 
     folder: Path | None
     number: str
@@ -116,11 +103,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> Run:
-    """Read the folder of a run, of which any file may be missing or incomplete.
-
-    Raises:
-        NoRunError: the folder is missing.
-    """
+    """Read the folder of a run, of which any file may be missing or incomplete."""
     if not folder.is_dir():
         raise NoRunError(f"{folder}: no such folder")
     status = read_object(folder / files.STATUS)

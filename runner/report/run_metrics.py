@@ -22,19 +22,7 @@ PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """Metrics of one run; None where the run recorded nothing.
-
-    Attributes:
-        final: last value by metric.
-        best: best value by metric.
-        ratio: share of all steps that clipping changed.
-        norm: p50, p90, p99 and max of the finite ‖G‖ before clipping.
-        coef: mean over steps of ‖G‖ after clipping ÷ before.
-        skipped: steps whose gradient was not finite.
-        diverged_at: see :func:`diverged_at`.
-        spikes: steps that were skipped as spikes; None in a run without a rule on them.
-        fraction: mean share clipped of what the mode clips: the steps, the elements or the units.
-    """
+    """Metrics of one run; None where the run recorded nothing."""
 
     final: dict[str, float]
     best: dict[str, float]
@@ -50,13 +38,7 @@ class RunMetrics:
 def measure(
     run: Run, metrics: Sequence[str], maximized: Mapping[str | None, bool] | None = None
 ) -> RunMetrics:
-    """Return the metrics of a run.
-
-    Args:
-        run: run to measure.
-        metrics: keys to give final and best values of, such as ``eval/loss``.
-        maximized: whether a higher value of a metric is the better one, if that is configured.
-    """
+    """Return the metrics of a run."""
     ratio = _recorded(run, run.summary, keys.CLIP_RATIO_TOTAL)
     coef, clipped = run.of(keys.CLIP_COEF).finite, run.of(keys.CLIP_CLIPPED)
     if ratio is None and len(clipped):
@@ -78,11 +60,7 @@ def measure(
 
 
 def diverged_at(run: Run) -> int | None:
-    """Return the step from which the loss stayed lost until the end, or None.
-
-    A loss is lost if it is not finite, or over twice the median of the first rows. One bad step
-    from which the run recovers is no divergence.
-    """
+    """Return the step from which the loss stayed lost until the end, or None."""
     loss = run.of(keys.TRAIN_LOSS)
     if not len(loss):
         return None

@@ -31,12 +31,7 @@ KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Series:
-    """Values of one metric over steps.
-
-    Attributes:
-        steps: rising optimizer steps, shape (n,).
-        values: values of the metric, shape (n,); may hold NaN and infinities.
-    """
+    """Values of one metric over steps."""
 
     steps: Floats
     values: Floats
@@ -51,10 +46,7 @@ class Series:
 
 
 def drawn(value: object) -> float | None:
-    """Return a number of a record as a chart or a mean can use it; None if it is none.
-
-    Beyond 1e150 it is infinite, and below 1e-150 zero: ratios and squares of others overflow.
-    """
+    """Return a number of a record as a chart or a mean can use it; None if it is none."""
     found = number(value)
     if found is None or 1e-150 <= abs(found) <= 1e150 or not found:
         return found
@@ -65,15 +57,7 @@ EMPTY = Series(np.empty(0), np.empty(0))
 
 
 def read_series(path: Path, extra: Iterable[str] = ()) -> dict[str, Series]:
-    """Read all series of a file of rows; empty if the file is missing.
-
-    Args:
-        path: file to read.
-        extra: keys to keep beyond `KEYS`, the layers' norms and the thresholds of ``clip.what_if``.
-
-    Returns:
-        Series by key. If the file holds a step twice, as after a resume, the later row counts.
-    """
+    """Read all series of a file of rows; empty if the file is missing."""
     wanted = KEYS.union(extra)
     columns: dict[str, tuple[list[object], list[object]] | None] = {}
     for row in read_rows(path):

@@ -49,21 +49,7 @@ Scores = Mapping[Hashable, float]
 
 @dataclass(frozen=True)
 class Difference:
-    """The score of one setting minus that of the reference; None where one run cannot tell.
-
-    Attributes:
-        value: mean difference.
-        seeds: number of pairs; without pairs, number of seeds of the setting that has fewer.
-        paired: whether equal seeds were compared.
-        low: lower end of the interval.
-        high: upper end of the interval.
-        p: p of the t test.
-        exact: p of the sign-flip test; None without pairs, and from 15 pairs on.
-        corrected: p after Holm's correction.
-        visible: smallest true difference that so many seeds show with a probability of `POWER`.
-        needed: seeds for each setting with which a true difference of ``value`` would show, with
-            that probability; None if it shows now, or would not with `MOST_SEEDS`.
-    """
+    """The score of one setting minus that of the reference; None where one run cannot tell."""
 
     value: float
     seeds: int
@@ -83,17 +69,7 @@ class Difference:
 
 
 def compare(settings: Sequence[Scores], reference: int, chosen: bool) -> dict[int, Difference]:
-    """Compare settings with one of them.
-
-    Args:
-        settings: scores of each setting by seed. A setting without scores, or with one that is not
-            finite because a run diverged, is not compared.
-        reference: position of the setting to compare with.
-        chosen: whether that is the setting with the best mean, so not named beforehand.
-
-    Returns:
-        Difference of each other setting that can be compared, by its position.
-    """
+    """Compare settings with one of them."""
     whole = {i: of for i, of in enumerate(settings) if of and all(map(math.isfinite, of.values()))}
     base = whole.pop(reference, None)
     if base is None:
@@ -109,12 +85,7 @@ def compare(settings: Sequence[Scores], reference: int, chosen: bool) -> dict[in
 
 
 def holm(values: Mapping[int, float], tests: int) -> dict[int, float]:
-    """Return p by position, corrected by Holm's method.
-
-    Args:
-        values: p of some of the tests.
-        tests: number of all tests; those that are not in ``values`` count as less significant.
-    """
+    """Return p by position, corrected by Holm's method."""
     order = sorted(values, key=values.__getitem__)
     steps = (min(1.0, values[position] * (tests - rank)) for rank, position in enumerate(order))
     return dict(zip(order, accumulate(steps, max), strict=True))
@@ -161,14 +132,7 @@ def _difference(one: Scores, other: Scores, level: float) -> Difference:
 
 
 def _tested(one: Difference, error: float, freedom: float, level: float) -> Difference:
-    """Add the t test to a difference.
-
-    Args:
-        one: difference with its number of seeds.
-        error: standard error of its value.
-        freedom: degrees of freedom.
-        level: level of the interval.
-    """
+    """Add the t test to a difference."""
     from scipy import special  # imported only for a page that compares several seeds
 
     def limit(freedom: float) -> float:

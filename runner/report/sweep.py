@@ -17,18 +17,7 @@ from runner.run_folder.sweep_record import Entry, SweepRecord
 
 @dataclass(frozen=True)
 class SweepRuns:
-    """The runs of one page.
-
-    Attributes:
-        folder: folder of the page; links in the page are relative to it.
-        name: heading of the page.
-        runs: runs by number.
-        single: whether the folder is that of one run, not of a sweep.
-        command: command that started them, if it was recorded.
-        flags: flags of it that say where the configuration was read, such as ``--config-dir``.
-        words: arguments of the command of a sweep, if they were recorded.
-        baseline: setting to compare the others with, in place of the recorded one.
-    """
+    """The runs of one page."""
 
     folder: Path
     name: str
@@ -60,11 +49,7 @@ class SweepRuns:
 
 
 def read(folder: Path) -> SweepRuns:
-    """Read the folder of one run, or of a sweep of any number of runs, which may be none.
-
-    Raises:
-        NoRunError: the folder is missing, or is neither.
-    """
+    """Read the folder of one run, or of a sweep of any number of runs, which may be none."""
     if not folder.is_dir():
         raise NoRunError(f"{folder}: no such folder")
     folder = folder.resolve()
@@ -77,14 +62,7 @@ def read(folder: Path) -> SweepRuns:
 
 
 def read_sweep(folder: Path) -> SweepRuns:
-    """Read the numbered folders of a sweep, and what ``sweep.json`` adds to them.
-
-    The folders of the runs take precedence: ``sweep.json`` may be missing or older. It also lists
-    the runs that were planned but never started.
-
-    Raises:
-        NoRunError: there is neither a numbered folder nor a record of a sweep.
-    """
+    """Read the numbered folders of a sweep, and what ``sweep.json`` adds to them."""
     found = [one for one in folder.iterdir() if one.name.isdecimal() and one.is_dir()]
     marked = any((folder / name).exists() for name in (files.SWEEP, files.MULTIRUN))
     if not marked and not any(is_run(one) or (one / files.HYDRA).is_dir() for one in found):

@@ -40,9 +40,8 @@ Text = Callable[[float | None], str]
 
 @dataclass(frozen=True)
 class Column:
-    """One column of metrics: its key for ``data-key``, heading, meaning, and how it is formatted.
-
-    ``values`` has the metric of each run by its number, None if it has none.
+    """One column of metrics: its key for ``data-key``, heading, meaning, and how it is
+    formatted.
     """
 
     key: str

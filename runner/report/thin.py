@@ -19,17 +19,7 @@ SMOOTHING = 0.05
 
 
 def kept(values: Floats, buckets: int) -> NDArray[np.intp]:
-    """Return the indices of the points to draw.
-
-    Args:
-        values: values in order of steps, shape (n,); may hold NaN and infinities.
-        buckets: number of ranges of neighbouring values; two or three points of each remain.
-
-    Returns:
-        Rising indices: the first and last point, the lowest and highest finite value of each
-        bucket, and the first that is not finite, so that a gap stays a gap. All indices if a
-        bucket has at most two points on average.
-    """
+    """Return the indices of the points to draw."""
     n = len(values)
     if n <= 2 * buckets:
         return np.arange(n)
@@ -47,14 +37,8 @@ def kept(values: Floats, buckets: int) -> NDArray[np.intp]:
 def means(
     steps: Floats, values: Floats, buckets: int, log: bool = False
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the middle step, the mean and the highest value of each of at most ``buckets`` ranges.
-
-    Args:
-        steps: steps, shape (n,).
-        values: values in order of steps, shape (n,). Those that are not finite count as absent; a
-            range without any other has the mean NaN.
-        buckets: number of ranges of neighbouring values.
-        log: whether means are geometric, so that one spike makes no plateau.
+    """Return the middle step, the mean and the highest value of each of at most ``buckets``
+    ranges.
     """
     n = len(values)
     starts = np.linspace(0, n, min(n, buckets), endpoint=False).astype(np.intp)
@@ -69,13 +53,7 @@ def means(
 
 
 def rolling_mean(values: Floats, width: int, log: bool = False) -> Floats:
-    """Return the mean of the finite values among the ``width`` around each; NaN at gaps.
-
-    Args:
-        values: values to average, shape (n,).
-        width: number of values in a window, at least 1; windows are shorter at both ends.
-        log: whether means are geometric.
-    """
+    """Return the mean of the finite values among the ``width`` around each; NaN at gaps."""
     if width <= 1 or not len(values):
         return values
     with np.errstate(invalid="ignore", divide="ignore"):

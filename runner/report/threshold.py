@@ -31,10 +31,8 @@ _LINES = 12
 
 
 def metric_charts(found: Findings) -> Iterator[Chart]:
-    """Yield a chart of the metric against the threshold for each mode, all with one vertical axis.
-
-    A point is a run; a line joins the means of settings that differ in their threshold alone, and
-    a band reaches from the lowest to the highest of their seeds.
+    """Yield a chart of the metric against the threshold for each mode, all with one vertical
+    axis.
     """
     runs = [run for group in found.groups for run in found.judged(group)]
     every = [score for run in runs if (score := found.score(run)) is not None]
@@ -94,10 +92,7 @@ def _metric_chart(
 def _places(
     groups: Sequence[Group],
 ) -> tuple[dict[int, float], tuple[float, float], dict[str, object]]:
-    """Return the threshold of each setting by its index, the ends of the axis, and its ticks.
-
-    Settings without a threshold lie beyond the highest one.
-    """
+    """Return the threshold of each setting by its index, the ends of the axis, and its ticks."""
     known = sorted({group.threshold for group in groups if group.threshold})
     span = max(known[-1] / known[0], 2.0)
     none = known[-1] * span**0.18

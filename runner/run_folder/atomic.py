@@ -13,11 +13,7 @@ from runner.config import disk
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the folder of ``path``, which is renamed to ``path`` at the end.
-
-    The file is not flushed to the disk: a power cut may lose it, a killed process does not. After
-    an error the temporary file is removed and ``path`` is unchanged.
-    """
+    """Yield a temporary path in the folder of ``path``, which is renamed to ``path`` at the end."""
     writer = f"{os.getpid()}-{threading.get_ident()}"
     temporary = path.with_name(f".{path.name}.{writer}.part")
     try:
@@ -29,11 +25,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` in UTF-8.
-
-    Raises:
-        OSError: it cannot be written; the message is one line, which names a disk that is full.
-    """
+    """Replace ``path`` by ``text`` in UTF-8."""
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")

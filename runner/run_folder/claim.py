@@ -27,14 +27,7 @@ SILENCE = 4 * BEAT
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Hold the folder of a run against other processes; it is made if there is none.
-
-    The operating system releases the lock of a process that is killed. Disks that do not share
-    locks between hosts are covered by signs of life: the holder renews a file every few seconds.
-
-    Raises:
-        RequestError: another process holds the folder; nothing was changed.
-    """
+    """Hold the folder of a run against other processes; it is made if there is none."""
     from filelock import FileLock, Timeout  # it imports asyncio, which readers do not need
 
     folder.mkdir(parents=True, exist_ok=True)

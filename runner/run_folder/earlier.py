@@ -15,15 +15,7 @@ from runner.run_folder.sweep_record import ForeignFolder, SweepRecord
 def earlier_record(
     folder: Path, request: str | None = None, jobs: Sequence[str] = ()
 ) -> str | None:
-    """Return why a run or a sweep must not be written to ``folder``, or None if it may be.
-
-    Args:
-        folder: folder to write, which may not exist yet.
-        request: hash of a sweep's request, as :func:`runner.config.identity.request_hash` returns
-            it: the folder may hold the record of the same request. None for a run.
-        jobs: hashes of the jobs of the sweep: the folder may hold the record of a sweep of some of
-            them, to which the others are added, such as further seeds. Empty for a search.
-    """
+    """Return why a run or a sweep must not be written to ``folder``, or None if it may be."""
     if message := misplaced(folder, sweep=request is not None):
         return message
     if request is not None:

@@ -110,12 +110,7 @@ def noise_scale(estimate: str) -> str:
 
 
 def inner(path: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the key of each metric of a mode inside of another one, for what it clips.
-
-    Args:
-        path: kind (``link`` or ``group``) and name of the mode, after those that hold it. That of
-            the first link of a chain makes ``clip/link/0/coef``.
-    """
+    """Return the key of each metric of a mode inside of another one, for what it clips."""
     place = "".join(_of(kind) + _of(name) for kind, name in path)
     metrics = ("norm", "norm_clipped", "coef", "clipped", "fraction", "peak", "threshold")
     return [f"clip/{place}{metric}" for metric in metrics]

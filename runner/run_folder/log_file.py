@@ -13,13 +13,7 @@ MOST_BYTES = 2**20
 
 
 class LogFile(logging.Handler):
-    """Append messages to a file, as :class:`logging.FileHandler` does.
-
-    No message is lost to a disk that is full for a while, and none breaks a run off.
-
-    Args:
-        filename: file to append to, which is made with the first message.
-    """
+    """Append messages to a file, as :class:`logging.FileHandler` does."""
 
     def __init__(self, filename: str | Path) -> None:
         super().__init__()

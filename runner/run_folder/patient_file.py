@@ -11,17 +11,7 @@ MOST_BYTES = 2**26
 
 
 class PatientFile:
-    """Appends lines, each at once. A line that cannot be written is kept for the next try.
-
-    Args:
-        path: file to append to, in a folder that exists. Lines already there are kept.
-        most: bytes to keep in memory.
-
-    Attributes:
-        path: the file.
-        error: why the last try failed; None if all is written.
-        dropped: number of lines that were given up, the oldest of those that did not fit.
-    """
+    """Appends lines, each at once. A line that cannot be written is kept for the next try."""
 
     def __init__(self, path: Path, most: int = MOST_BYTES) -> None:
         self.path = path

@@ -26,14 +26,7 @@ Row: TypeAlias = dict[str, int | float]
 
 
 class JsonlSink:
-    """Append each row to a file at once, so that a killed run loses no row it reported.
-
-    Rows that cannot be written, because the disk is full, are kept in memory until there is space.
-    Use it as a context manager: rows that are missing at the end are an error then.
-
-    Args:
-        path: file to append to, in a folder that exists. Rows already there are kept.
-    """
+    """Append each row to a file at once, so that a killed run loses no row it reported."""
 
     def __init__(self, path: Path) -> None:
         self._encode = fast_encoder()
@@ -43,11 +36,7 @@ class JsonlSink:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the file.
-
-        Raises:
-            OSError: rows are missing in it, and no other error ends the block.
-        """
+        """Close the file."""
         self.close(None, 0)
         if missing := self._missing():
             if kind is None:
@@ -77,11 +66,7 @@ class JsonlSink:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file whose run may have been killed, or may still be running.
-
-    Lines that are torn, or are no JSON object, are skipped. A file that is missing, or cannot be
-    read, has no rows.
-    """
+    """Yield the rows of a file whose run may have been killed, or may still be running."""
     from pydantic_core import from_json  # four times as fast as json; 20 ms to import
 
     try:
@@ -103,10 +88,7 @@ def last_step(path: Path) -> int:
 
 
 def cut(path: Path, step: int) -> None:
-    """Remove the rows after an optimizer step, and lines that are torn.
-
-    The file is replaced as a whole. It then has each step once, in order.
-    """
+    """Remove the rows after an optimizer step, and lines that are torn."""
     if not path.exists():
         return
     kept = 0
@@ -121,20 +103,7 @@ def cut(path: Path, step: int) -> None:
 def follow(
     path: Path, stopped: threading.Event, poll: float = 0.1, start: int = 0
 ) -> Iterator[Row]:
-    """Yield rows while another process appends them.
-
-    Waits until the file exists and, at its end, for more. A line without its newline is kept until
-    the rest is written.
-
-    Args:
-        path: file to read.
-        stopped: set once nothing more will be written; all rows complete by then are yielded.
-        poll: seconds between two reads.
-        start: number of bytes of earlier rows, which are left out.
-
-    Raises:
-        ValueError: a complete line is no JSON object.
-    """
+    """Yield rows while another process appends them."""
     while not path.exists():
         if stopped.wait(poll) and not path.exists():
             return

@@ -43,11 +43,7 @@ PROGRESS_SECONDS = 1.0
 
 
 class Record:
-    """Keep ``config.yaml``, ``status.json`` and ``summary.json`` of one run folder.
-
-    Args:
-        folder: folder of the run, which exists.
-    """
+    """Keep ``config.yaml``, ``status.json`` and ``summary.json`` of one run folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -62,15 +58,7 @@ class Record:
         wandb_run_id: str | None,
         resumed: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write the configuration and the state ``running``.
-
-        Args:
-            config: configuration in plain containers, as it is recorded.
-            config_hash: its hash, from :func:`runner.config.identity.config_hash`.
-            wandb_run_id: id of the run in wandb; None if wandb records nothing.
-            resumed: entries of the status of a run that continues: it keeps ``started`` and
-                ``wall_s``, its first step and its time so far.
-        """
+        """Write the configuration and the state ``running``."""
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         write_text(self._folder / files.CONFIG, text)
         self._status = {
@@ -98,10 +86,7 @@ class Record:
             reserve(self._folder / files.STATUS, RESERVED)
 
     def progress(self, step: int) -> None:
-        """Set the number of optimizer steps taken; the file is written at most once a second.
-
-        A disk that is full does not end the run: the file is written when there is space again.
-        """
+        """Set the number of optimizer steps taken; the file is written at most once a second."""
         self._status["step"] = step
         if time.monotonic() - self._written >= PROGRESS_SECONDS:
             with suppress(OSError):
@@ -114,11 +99,7 @@ class Record:
         self._write_status()
 
     def summary(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``; the status too says why a training ended early.
-
-        Raises:
-            OSError: it cannot be written; the message is one line.
-        """
+        """Write ``summary.json``; the status too says why a training ended early."""
         if reason := summary.get(keys.ENDED_EARLY):
             self._status[keys.ENDED_EARLY] = reason
         write_object(self._folder / files.SUMMARY, summary)
@@ -131,15 +112,7 @@ class Record:
         rank: int | None,
         node: str | None = None,
     ) -> None:
-        """Write how the run ended, on a full disk into space that was reserved for it.
-
-        Args:
-            state: final state.
-            exit_code: exit code of the command.
-            error: error message, with its traceback if there is one.
-            rank: rank that failed first.
-            node: machine of that rank, if the run has several.
-        """
+        """Write how the run ended, on a full disk into space that was reserved for it."""
         if node is not None:
             self._status["node"] = node
         self._status |= {
@@ -168,10 +141,8 @@ class Record:
 
 
 def end_in_place(folder: Path, error: str, rank: int, node: str | None) -> bool:
-    """Record that a run failed whose own process cannot do so: it was killed, or its machine lost.
-
-    Returns:
-        Whether it was recorded: not if the run has ended otherwise.
+    """Record that a run failed whose own process cannot do so: it was killed, or its machine
+    lost.
     """
     status = read_object(folder / files.STATUS)
     if status.get("state") != "running":
@@ -187,10 +158,7 @@ def now() -> str:
 
 
 def elapsed(status: Mapping[str, Any]) -> float | None:
-    """Return the seconds between start and end of a run; None if one of them is not recorded.
-
-    Of a run that was continued it is the time that it ran.
-    """
+    """Return the seconds between start and end of a run; None if one of them is not recorded."""
     if status.get(RESUMED):
         return number(status.get(keys.WALL_SECONDS))
     began, ended = (_moment(status.get(key)) for key in ("started", "ended"))
@@ -198,10 +166,7 @@ def elapsed(status: Mapping[str, Any]) -> float | None:
 
 
 def state_of(status: Mapping[str, Any]) -> str:
-    """Return the recorded state of a run, or ``unknown``.
-
-    A run that is recorded as running but whose process on this machine is gone was ``killed``.
-    """
+    """Return the recorded state of a run, or ``unknown``."""
     state = str(status.get("state") or "unknown")
     pid, host = status.get("pid"), status.get("host")
     here = isinstance(pid, int) and pid > 0 and host in (None, socket.gethostname())
@@ -209,11 +174,7 @@ def state_of(status: Mapping[str, Any]) -> str:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Return whether a folder holds the record of a run that did not come to its end.
-
-    A run whose summary is gone counts as one, and so does one with checkpoints whose status is
-    gone: a power cut may empty a file that was written shortly before.
-    """
+    """Return whether a folder holds the record of a run that did not come to its end."""
     state = read_object(folder / files.STATUS).get("state")
     if state is None:
         return any((folder / files.CHECKPOINTS).glob("step_*"))
@@ -239,10 +200,7 @@ def is_alive(pid: int) -> bool:
 
 
 def objective_of(summary: Mapping[str, Any], key: str) -> float | None:
-    """Return the metric ``key`` of a run's summary, or None if the run did not record it.
-
-    That is its best value if the summary keeps one (losses and accuracies), else the last one.
-    """
+    """Return the metric ``key`` of a run's summary, or None if the run did not record it."""
     for part in (summary.get("best"), summary.get("final"), summary):
         value = number(part.get(key)) if isinstance(part, Mapping) else None
         if value is not None:

@@ -21,11 +21,7 @@ _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def encode(value: Any, *, indent: int | None = None) -> str:
-    """Return the JSON text of a JSON-like value. A finite float reads back bit for bit.
-
-    Raises:
-        TypeError: a value inside has no JSON form, such as a tensor or a path.
-    """
+    """Return the JSON text of a JSON-like value. A finite float reads back bit for bit."""
     try:
         return json.dumps(value, allow_nan=False, indent=indent)
     except ValueError:
@@ -33,24 +29,15 @@ def encode(value: Any, *, indent: int | None = None) -> str:
 
 
 def fast_encoder() -> Callable[[Any], bytes]:
-    """Return a function that does what :func:`encode` does in a tenth of the time, for rows.
-
-    It returns bytes without blanks between the values.
-    """
+    """Return a function that does what :func:`encode` does in a tenth of the time, for rows."""
     from pydantic_core import to_json  # programs that only read start faster without it
 
     return partial(to_json, inf_nan_mode="strings")
 
 
 def decode(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> dict[str, Any]:
-    """Return the object of a JSON text, with the strings of numbers that are not finite as floats.
-
-    Args:
-        text: text to decode.
-        loads: the parser, which raises ValueError for a text that is not JSON.
-
-    Raises:
-        ValueError: the text is not a JSON object.
+    """Return the object of a JSON text, with the strings of numbers that are not finite as
+    floats.
     """
     try:
         record = loads(text)
@@ -91,10 +78,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def number(value: object) -> float | None:
-    """Return a number of a record, spelled as a string or not, as a float; None if it is none.
-
-    An integer beyond all floats is infinite, as JSON reads ``1e999``.
-    """
+    """Return a number of a record, spelled as a string or not, as a float; None if it is none."""
     if isinstance(value, _NUMBERS) and not isinstance(value, bool):
         try:
             return float(value)

@@ -24,24 +24,7 @@ class ForeignFolder(ValueError):
 @with_config(ConfigDict(extra="forbid"))
 @dataclass
 class Entry:
-    """One run of a sweep.
-
-    Attributes:
-        number: number of the run, from 0, as in the name of its folder.
-        folder: folder of the run, relative to the folder of the sweep.
-        overrides: overrides in which it differs from the other runs.
-        words: all its overrides.
-        config_hash: hash of its configuration.
-        state: waiting, running, finished, failed or interrupted.
-        exit_code: 0 finished, 1 failed, 129 hung up, 130 interrupted, 143 terminated; None before
-            the end.
-        error: last line of the error message.
-        objective: value of the metric by which runs are compared; may be NaN or infinite.
-        clip_ratio: share of its steps that were clipped.
-        seconds: wall time from start to end.
-        job: id of its job in Slurm; None if it is not one.
-        pid: process that runs it now, on the machine of the command.
-    """
+    """One run of a sweep."""
 
     number: Annotated[int, Field(ge=0)]
     folder: str
@@ -71,23 +54,7 @@ class Entry:
 @with_config(ConfigDict(extra="forbid"))
 @dataclass
 class SweepRecord:
-    """The content of ``sweep.json``.
-
-    Attributes:
-        name: name of the sweep.
-        words: arguments of the command.
-        request: hash of the set of its jobs.
-        objective: metric by which runs are compared.
-        maximizes: whether a higher value is better.
-        max_failures: number of failed runs after which the sweep still continues; None: any.
-        keys: keys that have several values.
-        total: number of runs.
-        state: running, finished, failed or interrupted.
-        started: time at which the sweep was first started.
-        ended: time at which its last command ended; None before the end.
-        failures: number of runs that failed since the command was started.
-        entries: its runs, in the order of their numbers; ``runs`` in the file.
-    """
+    """The content of ``sweep.json``."""
 
     name: str
     words: list[str]
@@ -105,12 +72,7 @@ class SweepRecord:
 
     @classmethod
     def read(cls, folder: Path) -> SweepRecord:
-        """Return the record in the folder of a sweep.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: the file is not the record of a sweep, or names a folder outside of it.
-        """
+        """Return the record in the folder of a sweep."""
         path = folder / files.SWEEP
         try:
             record = _reader().validate_json(path.read_bytes())
@@ -130,11 +92,7 @@ class SweepRecord:
 
     @classmethod
     def find(cls, folder: Path) -> SweepRecord | None:
-        """Return the record in the folder of a sweep, or None if there is none.
-
-        Raises:
-            ValueError: the file is not the record of a sweep.
-        """
+        """Return the record in the folder of a sweep, or None if there is none."""
         try:
             return cls.read(folder)
         except FileNotFoundError:
@@ -150,11 +108,7 @@ class SweepRecord:
         write_object(folder / files.SWEEP, content)
 
     def of(self, number: int) -> Entry:
-        """Return the run with a number.
-
-        Raises:
-            KeyError: there is none.
-        """
+        """Return the run with a number."""
         for entry in self.entries:
             if entry.number == number:
                 return entry
@@ -173,10 +127,7 @@ def _is_own_folder(name: str) -> bool:
 
 @contextmanager
 def changed(folder: Path) -> Iterator[SweepRecord]:
-    """Yield the record of a sweep to change it; it is written when the block ends.
-
-    Other processes wait meanwhile, since a launcher may run several jobs at once.
-    """
+    """Yield the record of a sweep to change it; it is written when the block ends."""
     from filelock import FileLock  # it imports asyncio, which readers of a sweep do not need
 
     with FileLock(folder / f".{files.SWEEP}.lock"):

@@ -45,22 +45,7 @@ def run_sweep(
     typed: Sequence[str],
     check: Callable[[Sequence[Job], Where], None],
 ) -> int:
-    """Run the runs of a sweep that are not finished yet.
-
-    Args:
-        request: request of the sweep.
-        typed: arguments of the command.
-        check: raises `RequestError` for errors in the given jobs that only torch finds, given where
-            they run; called only if jobs have to run.
-
-    Returns:
-        0 if every run finished, 1 if one failed.
-
-    Raises:
-        RequestError: a job is wrong, or another process runs this sweep.
-        Interrupted: the user interrupted; it is recorded.
-        SystemExit: with 129 or 143 after another signal; it is recorded.
-    """
+    """Run the runs of a sweep that are not finished yet."""
     sweep = request.sweep
     assert sweep is not None
     search = sweep.trials is not None

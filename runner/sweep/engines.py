@@ -59,14 +59,7 @@ def prepare(jobs: Sequence[Job]) -> None:
 
 
 def at_once(theirs: Any, words: Words, first: int, n_jobs: int) -> Sequence[JobReturn]:
-    """Launch runs in processes of joblib.
-
-    Args:
-        theirs: launcher of Hydra's plugin.
-        words: overrides of the runs.
-        first: number of the first run.
-        n_jobs: most runs at once.
-    """
+    """Launch runs in processes of joblib."""
     sweep = Path(theirs.config.hydra.sweep.dir)
     with _beside(n_jobs, len(words)) as most, follow.passing_on(sweep, _timeout()):
         theirs.joblib = {"n_jobs": most, "batch_size": 1}
@@ -121,11 +114,7 @@ def by_slurm(theirs: Any, words: Words, first: int, options: Options) -> Sequenc
 
 
 def enter(target: str) -> None:
-    """Prepare a process that a launcher started for its runs; later calls change nothing.
-
-    Args:
-        target: class of the launcher.
-    """
+    """Prepare a process that a launcher started for its runs; later calls change nothing."""
     place = where(target)
     if place == "here" or _Entered.done:
         return
@@ -194,11 +183,7 @@ def _timeout() -> float:
 
 
 def _returned(sweep: Path, numbers: Sequence[int]) -> list[JobReturn]:
-    """Return the results of runs, as a sweeper of Hydra takes them.
-
-    Raises:
-        SystemExit: with 1, if more runs failed than ``sweep.max_failures`` allows.
-    """
+    """Return the results of runs, as a sweeper of Hydra takes them."""
     record = SweepRecord.read(sweep)
     if follow.gives_up(record):
         print_line(f"the sweep stops: sweep.max_failures={record.max_failures}", sys.stderr)

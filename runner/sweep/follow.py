@@ -38,11 +38,7 @@ _LONGEST = 2**12
 
 
 class Follower:
-    """Prints a line for each run that begins, continues or ends.
-
-    Args:
-        sweep: folder of the sweep.
-    """
+    """Prints a line for each run that begins, continues or ends."""
 
     def __init__(self, sweep: Path) -> None:
         self._sweep = sweep
@@ -72,14 +68,7 @@ _TEXTS = {
 
 
 def follow(sweep: Path, jobs: Mapping[int, str]) -> None:
-    """Wait until runs that are jobs of Slurm have ended. One that is queued again is waited for.
-
-    A run whose job ended without a record of it fails, with the last line of the job's output.
-
-    Args:
-        sweep: folder of the sweep.
-        jobs: id of the job of each run, by the run's number.
-    """
+    """Wait until runs that are jobs of Slurm have ended. One that is queued again is waited for."""
     follower, missed, asked = Follower(sweep), Counter[int](), time.monotonic()
     while True:
         record = follower.look()
@@ -101,9 +90,8 @@ def follow(sweep: Path, jobs: Mapping[int, str]) -> None:
 
 
 def queued() -> set[str] | None:
-    """Return the ids of this user's jobs that run or wait in Slurm; None if Slurm does not answer.
-
-    A job of an array has the id ``<array>_<number>``.
+    """Return the ids of this user's jobs that run or wait in Slurm; None if Slurm does not
+    answer.
     """
     command = ["squeue", "--me", "--noheader", "--array", "--format=%i"]
     try:
@@ -115,15 +103,8 @@ def queued() -> set[str] | None:
 
 @contextmanager
 def passing_on(sweep: Path, timeout: float) -> Iterator[None]:
-    """Pass a signal that asks this process to stop on to runs in other processes of this machine.
-
-    Args:
-        sweep: folder of the sweep; the processes of its runs are in its record.
-        timeout: ``shutdown.timeout`` of the runs, in seconds.
-
-    Raises:
-        KeyboardInterrupt: the user interrupted; the runs have ended.
-        SystemExit: with 129 or 143 after another signal; the runs have ended.
+    """Pass a signal that asks this process to stop on to runs in other processes of this
+    machine.
     """
     over = threading.Event()
     thread = threading.Thread(target=_pass_on, args=(sweep, over), daemon=True, name="stop")

@@ -41,23 +41,7 @@ write it."""
 
 
 def run_job(config: DictConfig) -> float | None:
-    """Run one job of a sweep; Hydra's launcher calls this, possibly in another process.
-
-    A run that fails is reported and recorded; it does not raise. A full disk stops the sweep,
-    because the next run would fail too.
-
-    Args:
-        config: composed configuration of the job, without the section ``hydra``.
-
-    Returns:
-        The objective, for a sweeper that learns from it; None if the run failed or its objective is
-        not finite.
-
-    Raises:
-        SystemExit: with 1, if more runs failed than ``sweep.max_failures`` allows, or the disk is
-            full; with 129 or 143 after a signal.
-        KeyboardInterrupt: the user interrupted.
-    """
+    """Run one job of a sweep; Hydra's launcher calls this, possibly in another process."""
     settings = HydraConfig.get()
     folder = Path(settings.sweep.dir)
     enter(settings.launcher._target_)
@@ -159,11 +143,7 @@ def _where(settings: Any) -> Where:
 
 
 def _stop(why: str) -> float | None:
-    """End the sweep, unless its launcher runs jobs in other processes, which cannot be stopped.
-
-    Raises:
-        SystemExit: with 1.
-    """
+    """End the sweep, unless its launcher runs jobs in other processes, which cannot be stopped."""
     if _where(HydraConfig.get()) == "here":
         print_line(f"the sweep stops: {why}", sys.stderr)
         raise SystemExit(1)

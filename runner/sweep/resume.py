@@ -22,12 +22,7 @@ _STATES = ("running", "finished", "failed", "interrupted")
 
 
 def plan_runs(request: Request) -> list[Entry]:
-    """Return the runs of a sweep, each with the state in its folder; nothing is written.
-
-    Runs that were recorded before keep their number and folder, in whatever order the overrides are
-    given now: they are found by the hash of their configuration. A sweep whose sweeper chooses jobs
-    by results has no runs before it starts.
-    """
+    """Return the runs of a sweep, each with the state in its folder; nothing is written."""
     sweep = request.sweep
     assert sweep is not None
     if sweep.trials is not None:
@@ -84,11 +79,7 @@ def continues(entry: Entry, sweep: Path) -> bool:
 
 
 def require_same(jobs: Sequence[Job]) -> None:
-    """Check that the jobs of a sweep can continue from the checkpoint that ``resume`` names.
-
-    Raises:
-        RequestError: there is none, or it is that of another configuration.
-    """
+    """Check that the jobs of a sweep can continue from the checkpoint that ``resume`` names."""
     source = jobs[0].config.resume.source
     if source in WORDS:
         return
@@ -104,11 +95,7 @@ def require_same(jobs: Sequence[Job]) -> None:
 
 
 def require_own_folders(sweep: Path, entries: Iterable[Entry]) -> None:
-    """Check that the runs of a sweep are written into its own folder.
-
-    Raises:
-        RequestError: a folder of a run, or that of earlier ones, is a symbolic link.
-    """
+    """Check that the runs of a sweep are written into its own folder."""
     names = {entry.folder for entry in entries} | {files.EARLIER}
     names |= {one.name for one in sweep.iterdir() if one.name.isdecimal()}
     for folder in sorted(sweep / name for name in names):

@@ -13,13 +13,7 @@ from runner.config.cores import CORES, cores
 
 @dataclass(frozen=True)
 class Share:
-    """What each of several runs at once may use.
-
-    Attributes:
-        at_once: number of runs at once.
-        cores: cores of each run.
-        why: what limits the number of runs at once, for a note.
-    """
+    """What each of several runs at once may use."""
 
     at_once: int
     cores: int
@@ -31,14 +25,7 @@ class Share:
 
 
 def divided(jobs: Sequence[Job], most: int) -> Share:
-    """Return the share of each run, such that no core is used twice.
-
-    A run with more ranks than there are cores runs alone, and so does a run on GPUs.
-
-    Args:
-        jobs: the runs.
-        most: most runs at once; -1 for as many as fit.
-    """
+    """Return the share of each run, such that no core is used twice."""
     from runner.train import build
 
     ranks, all_cores = max(build.ranks_of(job.config) for job in jobs), cores()

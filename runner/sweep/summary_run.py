@@ -25,15 +25,7 @@ POLL_SECONDS = 0.5
 
 
 def record_sweep(folder: Path, config: RunConfig) -> None:
-    """Record a sweep with wandb if its runs are recorded there and have figures.
-
-    It waits at most ``tracker.timeout`` seconds. An error is logged as one warning, since a sweep
-    does not fail because of it. A sweep that is continued has the same run of wandb.
-
-    Args:
-        folder: folder of the sweep, which has ended.
-        config: configuration of one of its runs.
-    """
+    """Record a sweep with wandb if its runs are recorded there and have figures."""
     if not config.tracker.uses("wandb") or not records(config.tracker.mode):
         return
     until = time.monotonic() + config.tracker.timeout

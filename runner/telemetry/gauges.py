@@ -33,18 +33,7 @@ class Clipped(Protocol):
 
 
 class Gauges:
-    """Takes the measurements of steps, and makes metrics from them.
-
-    Args:
-        layout: where the gradients and the parameters live.
-        norm_type: p of the norm.
-        per_layer: whether rows have the norm of each parameter's gradient, and of its update.
-        options: what else is measured.
-
-    Attributes:
-        reads: which arguments of :meth:`runner.booster.optimizer.OptimizerWrapper.clip` make what
-            :meth:`begin` reads.
-    """
+    """Takes the measurements of steps, and makes metrics from them."""
 
     def __init__(
         self, layout: Layout, norm_type: float, per_layer: bool, options: Measurements
@@ -74,11 +63,7 @@ class Gauges:
         return self._layout.group is not None
 
     def begin(self, clipped: Clipped) -> None:
-        """Measure between clipping and the step.
-
-        Args:
-            clipped: the boosted optimizer.
-        """
+        """Measure between clipping and the step."""
         self._begun = []
         if self._norms is not None:
             self._begun.append(self._norms.share(clipped.powers))
@@ -107,12 +92,7 @@ class Gauges:
         return total
 
     def row(self, values: Sequence[float], taken: bool) -> Row:
-        """Return the metrics of a row, and count them for the summary.
-
-        Args:
-            values: one row of :meth:`over_ranks`.
-            taken: whether the step was taken.
-        """
+        """Return the metrics of a row, and count them for the summary."""
         names, given, row = self._layout.names, iter(values), Row()
         if self._norms is not None:
             norms = list(islice(given, len(names)))

@@ -33,15 +33,7 @@ Topic = Literal["nonfinite", "spikes", "few", "never", "limits", "cancels", "wei
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run was clipped.
-
-    Attributes:
-        mode: facts about the clipping mode.
-        threshold: λ, None where the mode has none.
-        nonfinite: what was done with a step whose gradient is not finite.
-        effect: how a step of the optimizer depends on the size of the gradient.
-        searches: skipped steps that only searched the fp16 loss scale, which is no fault.
-    """
+    """How a run was clipped."""
 
     mode: ModeInfo
     threshold: float | None
@@ -52,15 +44,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Remark:
-    """An observation about a run, with advice.
-
-    Attributes:
-        topic: kind of remark; the page of several runs groups by it.
-        text: whole sentences about this run.
-        about: configuration keys that the text advises to change. The runs of a sweep over one of
-            them leave the remark out, because the sweep shows the answer.
-        optimizer: class name of the optimizer, if the remark depends on it.
-    """
+    """An observation about a run, with advice."""
 
     topic: Topic
     text: str
@@ -69,12 +53,7 @@ class Remark:
 
 
 def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
-    """Return remarks on the threshold of a run; none if its metrics do not allow any.
-
-    Args:
-        summary: summary of the run, from :meth:`runner.telemetry.meter.Meter.summary`.
-        setting: how the run was clipped.
-    """
+    """Return remarks on the threshold of a run; none if its metrics do not allow any."""
     found = []
     steps, skipped = summary["steps"], summary[keys.GRAD_NONFINITE]
     if faults := skipped - setting.searches:
@@ -101,12 +80,7 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
 
 
 def sentences(found: Iterable[Mapping[str, Any]], swept: Collection[str] = ()) -> list[str]:
-    """Return the texts of remarks, without those that a sweep answers.
-
-    Args:
-        found: remarks as dicts, as a summary holds them, see :class:`Remark`.
-        swept: configuration keys that the sweep of this run varies.
-    """
+    """Return the texts of remarks, without those that a sweep answers."""
     return [str(one["text"]) for one in found if not set(one["about"]) & set(swept)]
 
 

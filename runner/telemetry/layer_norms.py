@@ -17,15 +17,7 @@ from runner.run_folder.rows import Row
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """Measures the norm of each parameter's gradient without waiting for the device.
-
-    A step leaves this rank's share on the device. :meth:`over_ranks` combines the shares of many
-    steps at once, when metrics travel to the host.
-
-    Args:
-        layout: where the gradients are.
-        norm_type: p of the norm.
-    """
+    """Measures the norm of each parameter's gradient without waiting for the device."""
 
     layout: Layout
     norm_type: float = 2.0
@@ -41,11 +33,7 @@ class LayerNorms:
         return self.layout.group is not None
 
     def share(self, powers: Powers | None) -> Tensor:
-        """Return this rank's share of the norm of each parameter, [parameters], on the device.
-
-        Args:
-            powers: what clipping measured of the gradients, with the share of each.
-        """
+        """Return this rank's share of the norm of each parameter, [parameters], on the device."""
         assert powers is not None
         assert powers.norm_type == self.norm_type
         return powers.of_parameters(self.layout)

@@ -51,23 +51,7 @@ class LogWindow:
 
 @dataclass
 class Meter:
-    """Collects the metrics of steps, writes rows, and keeps what the summary of a run needs.
-
-    Args:
-        sinks: where rows go; empty on all ranks but the first.
-        interval: steps between rows.
-        flush_every: steps between transfers to the host.
-        mean_over_data: averages values of the host over the data-parallel ranks; None where there
-            is one. All ranks flush at the same steps, so this is one collective a flush.
-        what_if: further thresholds: the share of steps whose ``Decision.max_stat`` is above each.
-            It would have clipped these steps if the run had gone the same way.
-        layers: what measured ``StepMetrics.layers`` of steps whose rows log it, if any do.
-        follow: called with the number and the values of each step of a flush, on all ranks alike;
-            not when a run breaks off.
-        nonfinite: number of steps whose gradient was not finite.
-        skipped: number of steps that were skipped as spikes; None where no rule skips any.
-        statistics: follows every step.
-    """
+    """Collects the metrics of steps, writes rows, and keeps what the summary of a run needs."""
 
     sinks: Sequence[Sink] = ()
     interval: int = 1
@@ -97,25 +81,13 @@ class Meter:
         return step % self.interval == 0
 
     def push(self, step: StepMetrics, evaluation: Mapping[str, float] | None = None) -> None:
-        """Take the metrics of a step. They move to the host with the next flush.
-
-        Args:
-            step: metrics of the step.
-            evaluation: further keys for this step, which then gets a row at once, whatever the
-                interval. Empty at the end of a run that evaluates nothing.
-        """
+        """Take the metrics of a step. They move to the host with the next flush."""
         self._pending.append(step)
         if evaluation is not None or len(self._pending) >= self.flush_every:
             self.flush(evaluation)
 
     def flush(self, last: Mapping[str, float] | None = None, together: bool = True) -> None:
-        """Move all pending metrics to the host and write their rows.
-
-        Args:
-            last: further keys for the newest step, see :meth:`push`.
-            together: whether the other ranks flush too. They do not when a run breaks off; metrics
-                that need several ranks (the loss, norms of sharded layers) are then left out.
-        """
+        """Move all pending metrics to the host and write their rows."""
         pending = self._pending
         if not pending:
             return
@@ -189,10 +161,7 @@ class Meter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that later rows and the summary depend on.
-
-        Pending metrics are flushed first, so all ranks have to call this after the same step.
-        """
+        """Return everything that later rows and the summary depend on."""
         self.flush()
         return {
             "last": dict(self.last),

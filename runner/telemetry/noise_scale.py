@@ -38,20 +38,7 @@ WINDOW = 100
 
 
 class NoiseShare(NamedTuple):
-    """What the estimates of one step need; the means over the data-parallel ranks count.
-
-    Squared norms are those of gradients as they enter the mean over all ranks, times the items of
-    the step ÷ those of the gradient's own. A gradient without items does not count.
-
-    Attributes:
-        microbatches: sum over the microbatches of this rank, times the number of ranks.
-        rank: that of the gradient of all microbatches of this rank, times the number of ranks; NaN
-            where that is the gradient of the step.
-        whole: that of the gradient of the step, before clipping; NaN where clipping measures it.
-        parts: number of microbatches of this rank, times the number of ranks.
-        ranks: number of ranks, 0 on one without items.
-        samples: samples of the step, over all ranks.
-    """
+    """What the estimates of one step need; the means over the data-parallel ranks count."""
 
     microbatches: Number
     rank: Number
@@ -69,14 +56,7 @@ class _Estimate(NamedTuple):
 
 
 def estimates(means: Sequence[float]) -> list[_Estimate | None]:
-    """Return the two estimates of one step, in the order of :data:`NAMES`.
-
-    Args:
-        means: means of :class:`NoiseShare` over the data-parallel ranks, with ``whole``.
-
-    Returns:
-        None where there is one part only, or something is not finite.
-    """
+    """Return the two estimates of one step, in the order of :data:`NAMES`."""
     small, rank, whole, parts, groups, samples = means
     inner, outer = round(parts), round(groups)
     if outer < 2:
@@ -114,16 +94,7 @@ class _Mean:
 def _ratio(
     n: float, s: float, q: float, ss: float, qq: float, sq: float
 ) -> tuple[float, float] | None:
-    """Return the ratio of the means of s and q, and its standard error by the delta method.
-
-    Args:
-        n: number of pairs; at least 2.
-        s: sum of s.
-        q: sum of q; the ratio is undefined where it is not above 0.
-        ss: sum of s².
-        qq: sum of q².
-        sq: sum of s·q.
-    """
+    """Return the ratio of the means of s and q, and its standard error by the delta method."""
     if n < 2 or not q > 0:
         return None
     ratio = s / q

@@ -23,13 +23,7 @@ log = logging.getLogger("runner")
 
 
 class RunLog:
-    """Logs how a run was started, its first row, its evaluations, its last row, and its end.
-
-    Args:
-        folder: folder of the run.
-        overrides: overrides of the run.
-        made_with: result of :func:`runner.run_folder.provenance.provenance`.
-    """
+    """Logs how a run was started, its first row, its evaluations, its last row, and its end."""
 
     def __init__(
         self, folder: Path, overrides: Sequence[str], made_with: Mapping[str, str]

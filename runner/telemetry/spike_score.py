@@ -16,20 +16,7 @@ import numpy as np
 
 
 class SpikeScore:
-    """Counts the values of a series that are spikes.
-
-    A value is a spike if it is more than ``sigma`` standard deviations (with Bessel's correction)
-    above or below the mean of the last ``window`` values. Before the window is half full no value
-    is one, but all count. Spikes enter the window. A value that is not finite does not count.
-
-    Args:
-        sigma: number of standard deviations.
-        window: number of values.
-
-    Attributes:
-        spikes: number of spikes so far.
-        values: number of values so far.
-    """
+    """Counts the values of a series that are spikes."""
 
     def __init__(self, sigma: float, window: int) -> None:
         self._sigma, self._window = sigma, window

@@ -15,14 +15,7 @@ from runner.telemetry.step import StepValues
 
 
 class Statistics:
-    """Follows every step of a run on the host.
-
-    Args:
-        options: what is measured. The longest run of clipped steps always is.
-
-    Attributes:
-        longest: largest number of steps in a row that clipping changed.
-    """
+    """Follows every step of a run on the host."""
 
     def __init__(self, options: Measurements) -> None:
         self.longest = self._streak = 0
@@ -38,13 +31,7 @@ class Statistics:
         loss: float | None,
         noise: Sequence[float] | None = None,
     ) -> None:
-        """Take the next step.
-
-        Args:
-            values: its metrics.
-            loss: its loss; None where it is not known.
-            noise: means of :class:`NoiseShare` over the data-parallel ranks, if it was measured.
-        """
+        """Take the next step."""
         self._streak = self._streak + 1 if values.clipped else 0
         self.longest = max(self.longest, self._streak)
         if self._scores:

@@ -16,20 +16,7 @@ from runner.telemetry.noise_scale import NoiseShare
 
 
 class StepMetrics(NamedTuple):
-    """Metrics of one optimizer step.
-
-    Attributes:
-        step: number of the step, from 1.
-        loss: this rank's share of the window's loss; the mean over data-parallel ranks is the loss.
-        decision: what clipping did.
-        lr: learning rate of the step.
-        samples: samples read so far, over all ranks.
-        tokens: tokens read so far, over all ranks; 0 for data without tokens.
-        seconds: wall time of the step.
-        layers: result of :meth:`Gauges.end`, or of :meth:`LayerNorms.share`, for a step whose row
-            logs what they measure.
-        noise: what the gradient noise scale is estimated from, if this step measured it.
-    """
+    """Metrics of one optimizer step."""
 
     step: int
     loss: Number
@@ -43,11 +30,7 @@ class StepMetrics(NamedTuple):
 
 
 class StepValues(NamedTuple):
-    """Metrics of one optimizer step on the host: its loss, and those of its decision.
-
-    ``norm_scaled`` is NaN where the decision has none. ``spike`` is 1 if a rule on spikes skipped
-    the step, else 0.
-    """
+    """Metrics of one optimizer step on the host: its loss, and those of its decision."""
 
     loss: float
     norm: float
@@ -84,15 +67,7 @@ def noise_of(step: StepMetrics, row: Sequence[float]) -> Sequence[float] | None:
 
 
 def inner_row(step: StepMetrics, row: Sequence[float]) -> dict[str, float]:
-    """Return the metrics of modes inside of the clipping mode, by their keys.
-
-    Args:
-        step: the step.
-        row: what :func:`metrics_of` returned, on the host.
-
-    Returns:
-        Nothing for a step that was skipped, and no λ of a mode that has none.
-    """
+    """Return the metrics of modes inside of the clipping mode, by their keys."""
     if not step.decision.inner or not math.isfinite(row[1]):
         return {}
     named = (key for path, _ in _inner(step.decision) for key in keys.inner(path))
@@ -125,13 +100,7 @@ def on_host(
 
 
 def values_of(row: Sequence[float]) -> StepValues:
-    """Return the metrics of a step, of which nothing was clipped if its gradient is not finite.
-
-    An accelerator that decides for itself reports what clipping would have made of it.
-
-    Args:
-        row: what :func:`metrics_of` returned, on the host.
-    """
+    """Return the metrics of a step, of which nothing was clipped if its gradient is not finite."""
     values = StepValues._make(row[: len(StepValues._fields)])
     if math.isfinite(values.norm):
         return values

@@ -14,14 +14,7 @@ from runner.clip.norms import powers_of
 
 @dataclass(frozen=True)
 class Updates:
-    """Measures updates as differences of weights, so whatever optimizer made them.
-
-    Between :meth:`keep` and :meth:`share` it holds a copy of this rank's trained weights. There is
-    no collective, and the host does not wait for an accelerator.
-
-    Args:
-        layout: where the parameters live. Frozen ones do not count.
-    """
+    """Measures updates as differences of weights, so whatever optimizer made them."""
 
     layout: Layout
 
@@ -33,14 +26,7 @@ class Updates:
 
     @torch.no_grad()
     def share(self, kept: tuple[Sequence[ParamShard], Sequence[Tensor]]) -> Tensor:
-        """Return this rank's share of squared norms, [2, parameters], after a step.
-
-        Args:
-            kept: what :meth:`keep` returned before the step; its copies are overwritten.
-
-        Returns:
-            ‖ΔW‖² and ‖W‖² of each parameter, W before the step.
-        """
+        """Return this rank's share of squared norms, [2, parameters], after a step."""
         shards, weights = kept
         before = self._powers(shards, weights)
         torch._foreach_sub_(list(weights), [shard.weight for shard in shards])

@@ -13,16 +13,7 @@ from runner.run_folder.rows import Row
 
 
 class WorstLayers:
-    """Finds the parameters with the largest shares of ‖G‖².
-
-    Args:
-        names: names of all parameters.
-        count: number of parameters that a row and the summary name.
-        norm_type: p of the norm; shares are those of ‖G‖^p.
-
-    Raises:
-        ValueError: p is inf: the largest element has no share.
-    """
+    """Finds the parameters with the largest shares of ‖G‖²."""
 
     def __init__(self, names: Sequence[str], count: int, norm_type: float) -> None:
         if norm_type == np.inf:
@@ -34,11 +25,8 @@ class WorstLayers:
         self._rows = 0
 
     def row(self, norms: Sequence[float]) -> Row:
-        """Return the largest shares by the keys of their parameters, and count all for the summary.
-
-        Args:
-            norms: norm of the gradient of each parameter. Nothing is returned or counted where one
-                is not finite, or all are 0.
+        """Return the largest shares by the keys of their parameters, and count all for the
+        summary.
         """
         each = np.array(norms)
         largest = each.max(initial=0.0)
@@ -54,12 +42,7 @@ class WorstLayers:
         return {keys.LAYER_SHARE + self._names[i]: float(shares[i]) for i in worst}
 
     def summary(self) -> list[dict[str, Any]]:
-        """Return the parameters with the largest mean shares, the largest first.
-
-        Returns:
-            Of each its name, the mean of its share over all rows, its largest norm, and the share
-            of the rows in which no other parameter had a larger share.
-        """
+        """Return the parameters with the largest mean shares, the largest first."""
         rows = max(self._rows, 1)
         return [
             {

@@ -10,13 +10,7 @@ import torch.distributed as dist
 
 
 class Asked(NamedTuple):
-    """What is asked for after the optimizer step that begins.
-
-    Attributes:
-        stop: number of the signal that asked to stop; 0 for none.
-        save: whether a checkpoint is due by the clock.
-        failed: whether the last checkpoint could not be written.
-    """
+    """What is asked for after the optimizer step that begins."""
 
     stop: int = 0
     save: bool = False
@@ -27,12 +21,7 @@ class Asked(NamedTuple):
         return [self.stop > 0, self.save, self.failed]
 
     def of_all(self, sums: Sequence[float]) -> Asked:
-        """Return what some rank asks for, the same on every rank.
-
-        Args:
-            sums: sums of :meth:`counts` over all ranks. If one of them was asked to stop there is
-                one more collective, for its signal.
-        """
+        """Return what some rank asks for, the same on every rank."""
         asked_to_stop, due, failed = sums
         stop = 0
         if asked_to_stop:

@@ -65,33 +65,7 @@ class _RankReport(NamedTuple):
 
 
 class BadGradients:
-    """Follows the steps of a training that are skipped, or whose gradient is not finite.
-
-    There is a warning, with a description, at the first step that is skipped, and another one when
-    10 steps in a row were skipped. After ``max_skips`` of them the run fails.
-
-    An fp16 loss scale that is above 1 makes finite gradients overflow, and is halved after each
-    skipped step. Such a step counts as a search for the scale if all losses are finite: it neither
-    counts as one of ``max_skips``, nor interrupts a row of them, and there is no warning. At a
-    scale of 1 the overflow is the training's own, and counts.
-
-    A step that a rule on spikes skips counts as one of ``max_skips`` too, whichever of both kinds
-    the steps beside it are. There is a warning at the first one of this process.
-
-    Args:
-        plugin: how the model is spread over ranks.
-        optimizer: the boosted optimizer.
-        passes: knows the loss of each microbatch.
-        windows: knows which samples a microbatch holds.
-        nonfinite: what is done with a step whose gradient is not finite.
-        max_skips: number of skipped steps in a row after which the run fails; None for never.
-        precision: dtype of the forward pass, or None for full precision; for the advice.
-
-    Attributes:
-        in_a_row: number of steps skipped in a row up to now.
-        reported: whether there was a warning.
-        searches: number of skipped steps that searched the loss scale.
-    """
+    """Follows the steps of a training that are skipped, or whose gradient is not finite."""
 
     def __init__(
         self,
@@ -123,20 +97,7 @@ class BadGradients:
     def clip(
         self, mode: ClipMode, before: Progress, window: Window, gauges: Gauges | None = None
     ) -> Decision:
-        """Clip the gradients of a step, and keep what describes them if they are not finite.
-
-        Where the optimizer's step can clip, it will, see :meth:`OptimizerWrapper.clip`.
-
-        Args:
-            mode: how to clip.
-            before: counts before the step.
-            window: microbatches of the step.
-            gauges: what measures this step, if anything does.
-
-        Raises:
-            NonFiniteGradient: they are not finite and ``nonfinite`` is ``error``. It names ranks
-                and parameters, the same on every rank.
-        """
+        """Clip the gradients of a step, and keep what describes them if they are not finite."""
         try:
             reads = {} if gauges is None else gauges.reads
             decision = self._optimizer.clip(mode, fold=True, **reads)
@@ -150,16 +111,7 @@ class BadGradients:
         return decision
 
     def check(self, meter: Meter) -> None:
-        """End the run if too many steps in a row were skipped.
-
-        Call this after each step, unless the host knows that its gradient is finite.
-
-        Args:
-            meter: has the metrics of the step; they are flushed if the step is known to be bad.
-
-        Raises:
-            NonFiniteGradient: too many steps were skipped, on every rank.
-        """
+        """End the run if too many steps in a row were skipped."""
         if self._flush:
             self._flush = False
             meter.flush()
@@ -167,11 +119,7 @@ class BadGradients:
             raise self._failure
 
     def follow(self, steps: Sequence[tuple[int, StepValues]]) -> None:
-        """Take the values of steps that have left the device; every rank calls this alike.
-
-        Args:
-            steps: pairs of the number of a step and its values.
-        """
+        """Take the values of steps that have left the device; every rank calls this alike."""
         for number, values in steps:
             step = self._steps.pop(number, None)
             if values.spike:

@@ -17,11 +17,6 @@ def beat() -> None:
 
 
 def share(counts: memoryview[int], rank: int) -> None:
-    """Count in memory that another process reads.
-
-    Args:
-        counts: one count of each rank.
-        rank: place of this rank.
-    """
+    """Count in memory that another process reads."""
     global _counts, _rank
     _counts, _rank = counts, rank

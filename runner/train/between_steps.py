@@ -16,14 +16,7 @@ from runner.train.state import TrainState
 
 
 class BetweenSteps:
-    """Saves checkpoints and stops, on all ranks together.
-
-    Args:
-        state: state of the training.
-        end: when the training ends by itself.
-        saver: saves checkpoints; None if there are none.
-        stop: returns the number of the signal that asked this process to stop, 0 for none.
-    """
+    """Saves checkpoints and stops, on all ranks together."""
 
     def __init__(
         self,
@@ -36,10 +29,8 @@ class BetweenSteps:
         self._saver, self.stop = saver, stop
 
     def begin(self, training: Training) -> None:
-        """Check before the first step that checkpoints can be saved; every rank has to call this.
-
-        Raises:
-            ValueError: they cannot, see :meth:`CheckpointSaver.begin`.
+        """Check before the first step that checkpoints can be saved; every rank has to call
+        this.
         """
         if self._saver is not None:
             self._saver.begin(training, self._state.progress.step)
@@ -52,16 +43,7 @@ class BetweenSteps:
         return Asked(signal, self._state.rank == 0 and saver.overdue(), saver.failed())
 
     def act(self, training: Training, asked: Asked, before: Progress) -> None:
-        """Save a checkpoint if one is due after this step, and stop if a rank was asked to.
-
-        Args:
-            training: the training.
-            asked: what some rank asked for when the step began, the same on every rank.
-            before: counts before the step.
-
-        Raises:
-            Stopped: a rank was asked to stop, and steps are left.
-        """
+        """Save a checkpoint if one is due after this step, and stop if a rank was asked to."""
         saver = self._saver
         if saver is None and not asked.stop:
             return
@@ -80,11 +62,7 @@ class BetweenSteps:
             raise Stopped(asked.stop)
 
     def finish(self, training: Training) -> None:
-        """Complete the last checkpoint, and save the final weights, after the last step.
-
-        Raises:
-            OSError: one of them cannot be written, on every rank.
-        """
+        """Complete the last checkpoint, and save the final weights, after the last step."""
         if self._saver is not None:
             step = self._state.progress.step
             self._saver.finish(training, step, self._metrics(self._saver))

@@ -43,10 +43,7 @@ class TargetError(ValueError):
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device called ``name``; ``auto`` is this rank's GPU if there is one.
-
-    This creates no context on the GPU, which the launcher of local ranks does not need.
-    """
+    """Return the device called ``name``; ``auto`` is this rank's GPU if there is one."""
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     started = started_rank()
@@ -55,11 +52,7 @@ def device_of(name: str) -> torch.device:
 
 
 def maker(target: Target) -> partial[Any]:
-    """Return the class or function that ``target`` names, with its arguments bound.
-
-    Raises:
-        TargetError: the name cannot be imported, or one of its arguments cannot be made.
-    """
+    """Return the class or function that ``target`` names, with its arguments bound."""
     try:
         made = instantiate(target.mapping(), _partial_=True, _convert_="all")
     except InstantiationException as error:
@@ -81,12 +74,7 @@ def _extra_of(cause: BaseException) -> str | None:
 
 
 def make_data(config: DataSection) -> Data:
-    """Make the data, once for each configuration: the preflight check and the run share it.
-
-    Raises:
-        TargetError: see :func:`maker`.
-        runner.data.DataUnavailable: its files are missing.
-    """
+    """Make the data, once for each configuration: the preflight check and the run share it."""
     return _data(json.dumps(config.model_dump(by_alias=True), sort_keys=True))
 
 
@@ -102,14 +90,7 @@ def _data(section: str) -> Data:
 
 
 def make_criterion(config: LossSection) -> Criterion | None:
-    """Make the criterion: an object of the class that is named, or the function itself.
-
-    Returns:
-        None for the model's own loss, or cross entropy.
-
-    Raises:
-        TargetError: see :func:`maker`; or the target is not called with (outputs, targets).
-    """
+    """Make the criterion: an object of the class that is named, or the function itself."""
     if config.target is None:
         return None
     made = maker(config)
@@ -136,21 +117,7 @@ def _part(name: str, target: Target) -> Any:
 def make_optimizers(
     target: Target, model: nn.Module, criterion: Criterion | None = None
 ) -> list[Optimizer]:
-    """Make the optimizers of a run, in their fused form where they have one.
-
-    torch's fused steps are two to six times faster than its default ones on a CPU.
-
-    Args:
-        target: a class or function of parameters that returns one optimizer. One with a parameter
-            called ``model`` gets the model instead, and may return several; it also gets the names
-            of the weights of the model's ``heads``, and the parameters of the criterion as
-            ``others``, where it has such parameters.
-        model: the model.
-        criterion: the criterion; if it is a module, its parameters are trained too.
-
-    Raises:
-        TargetError: see :func:`maker`; the target returned no optimizer, or none for this model.
-    """
+    """Make the optimizers of a run, in their fused form where they have one."""
     make = maker(target)
     others = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
     if takes_model(make):
@@ -180,11 +147,7 @@ def takes_model(make: partial[Any]) -> bool:
 
 
 def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> Any:
-    """Make the scheduler of ``optimizer``, with ``steps`` as its ``total_steps`` if it has one.
-
-    Raises:
-        TargetError: it needs ``total_steps``, and ``steps`` is None.
-    """
+    """Make the scheduler of ``optimizer``, with ``steps`` as its ``total_steps`` if it has one."""
     make = maker(target)
     if not _takes(make, "total_steps"):
         return make(optimizer)
@@ -210,11 +173,7 @@ def _parameters(make: partial[Any]) -> set[str]:
 
 
 def make_callbacks(config: RunConfig) -> list[object]:
-    """Make the callbacks of a run: early stopping, if it is on, and the user's own.
-
-    Raises:
-        TargetError: see :func:`maker`.
-    """
+    """Make the callbacks of a run: early stopping, if it is on, and the user's own."""
     stopping = config.early_stopping
     made: list[object] = [maker(target)() for target in config.callbacks]
     if stopping.patience is None:
@@ -223,11 +182,7 @@ def make_callbacks(config: RunConfig) -> list[object]:
 
 
 def make_plugin(config: RunConfig) -> Plugin:
-    """Make the plugin: ``PLUGIN`` of the module ``runner.booster.plugin.<name>``.
-
-    Its constructor gets those keys of the section that it has parameters for. A size that the
-    configuration leaves open is None; the plugin derives it from the world size.
-    """
+    """Make the plugin: ``PLUGIN`` of the module ``runner.booster.plugin.<name>``."""
     kind, options = plugin_of(config)
     return kind(**options)
 
@@ -245,15 +200,7 @@ def steps_of(
     data_size: int | None = None,
     duration: Duration | None = None,
 ) -> int | None:
-    """Return the number of optimizer steps of the run; None if it cannot be known.
-
-    Args:
-        config: the whole configuration.
-        data: the data set of ``config``.
-        data_size: number of data-parallel ranks; by default that of ``config``. Ranks of one tensor
-            or pipeline group read the same samples and count once.
-        duration: duration to count instead of that of the whole run.
-    """
+    """Return the number of optimizer steps of the run; None if it cannot be known."""
     return progress.steps_of(
         config,
         length_of(data.train),

@@ -26,28 +26,13 @@ class CallbackError(RuntimeError):
 
 
 class Callback:
-    """What a callback may do. Any object with some of these methods is one.
-
-    Every rank calls its own callbacks, at the same place among its collectives. A callback with
-    ``state_dict`` and ``load_state_dict`` continues where it was when a run continues; the state
-    holds tensors, numbers, texts and None, in dicts and lists.
-
-    A callback ends the training by ``trainer.end_early(reason)``. If one does so on any rank, all
-    ranks end after the same step, with a last evaluation and the final weights. Where there are
-    several ranks they agree on that after each call, which takes one small collective.
-    """
+    """What a callback may do. Any object with some of these methods is one."""
 
     def on_start(self, trainer: Trainer) -> None:
         """Run before the first step, and before the first one of a run that continues."""
 
     def on_step(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        """Run after an optimizer step.
-
-        Args:
-            trainer: the trainer; ``trainer.state.progress`` counts steps, samples and epochs.
-            metrics: metrics of the step. Those on an accelerator are tensors: reading one waits
-                for the accelerator.
-        """
+        """Run after an optimizer step."""
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Run after an evaluation, whose metrics are the same on every rank."""
@@ -57,18 +42,7 @@ class Callback:
 
 
 class Callbacks:
-    """Calls callbacks one after the other, and agrees with the other ranks whether to end.
-
-    Args:
-        callbacks: objects with some of the methods of :class:`Callback`; each rank has the same.
-        plugin: knows the other ranks.
-
-    Attributes:
-        ended: why a callback ended the training, the same on every rank; None while it goes on.
-
-    Raises:
-        TypeError: an object has none of the methods.
-    """
+    """Calls callbacks one after the other, and agrees with the other ranks whether to end."""
 
     def __init__(self, callbacks: Sequence[object], plugin: Plugin) -> None:
         self._plugin = plugin

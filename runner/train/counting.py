@@ -32,20 +32,7 @@ SAME_STREAM = (
 
 
 class WindowCount:
-    """What one window holds, here and on all ranks.
-
-    Ranks add up their counts while the first forward pass runs: nothing before the first backward
-    pass needs the sums.
-
-    Args:
-        items: number of items of each microbatch on this rank; None where this rank has no sample.
-        last: whether the epoch ends with the window on this rank.
-        wait: function that returns the sums over ranks, and whether the epoch ends on all of them.
-
-    Attributes:
-        items: as given.
-        last: whether the epoch ends with the window on all ranks, after :meth:`sums`.
-    """
+    """What one window holds, here and on all ranks."""
 
     def __init__(
         self,
@@ -59,14 +46,7 @@ class WindowCount:
         self._sums: tuple[Count, Asked] | None = None
 
     def sums(self) -> tuple[Count, Asked]:
-        """Return the items, samples and tokens of the window, and what some rank asks of all.
-
-        All ranks have to call this, at the same place among their collectives.
-
-        Raises:
-            ValueError: all ranks read the same samples, or each rank another stream, or the data of
-                some ranks has ended.
-        """
+        """Return the items, samples and tokens of the window, and what some rank asks of all."""
         if self._sums is None:
             counts, asked, self.last = self._wait()
             self._sums = counts, asked
@@ -85,19 +65,7 @@ def count(
     first: bool,
     asked: Asked,
 ) -> WindowCount:
-    """Count a window on the host, before its microbatches move to the device.
-
-    Where there are several ranks this starts one collective of host memory, and does not wait.
-
-    Args:
-        window: microbatches of this rank.
-        windows: where ``window`` was read.
-        loss: knows what an item is.
-        plugin: how many ranks read, and which one this is.
-        first: whether this is the first window of a run, in which all ranks have to read different
-            samples.
-        asked: what this rank asks of all of them.
-    """
+    """Count a window on the host, before its microbatches move to the device."""
     items: list[float | None] = []
     total, samples, tokens = 0.0, 0, 0
     for number, batch in enumerate(window.batches, window.first):

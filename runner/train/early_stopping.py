@@ -17,26 +17,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """A callback that ends the training after evaluations without an improvement.
-
-    Every rank has the metrics of all, so that all ranks decide alike. A metric that is not finite
-    is no improvement.
-
-    Args:
-        patience: number of evaluations in a row without an improvement after which to end.
-        metric: metric of evaluations, such as ``eval/loss``.
-        min_delta: an improvement is at least this much better than the best value.
-        direction: ``minimize`` or ``maximize``; by default the lower value is better, of an
-            accuracy the higher one.
-
-    Attributes:
-        best: best value so far, NaN before the first.
-        best_step: step of the best value.
-        waited: evaluations since then.
-
-    Raises:
-        ValueError: ``patience`` is below 1, or ``min_delta`` below 0.
-    """
+    """A callback that ends the training after evaluations without an improvement."""
 
     def __init__(
         self,
@@ -59,11 +40,7 @@ class EarlyStopping(Callback):
         self._end_if_due(trainer)
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Compare the metric with its best value.
-
-        Raises:
-            ValueError: evaluations have no such metric.
-        """
+        """Compare the metric with its best value."""
         if self.metric not in metrics:
             raise ValueError(f"there is no {self.metric}; evaluations have {or_list(metrics)}")
         value = metrics[self.metric]

@@ -51,11 +51,7 @@ _COMPARED = {"classes": "classes", "labels": "labels of 0 and 1", "numbers": "nu
 
 
 class MetricError(ValueError):
-    """A metric does not exist, or does not fit what the model and the data give.
-
-    Attributes:
-        asked: the metric as it was given.
-    """
+    """A metric does not exist, or does not fit what the model and the data give."""
 
     def __init__(self, asked: str | Mapping[str, Any], message: str) -> None:
         super().__init__(message)
@@ -63,28 +59,14 @@ class MetricError(ValueError):
 
 
 class Compared(NamedTuple):
-    """What metrics of a run compare.
-
-    Attributes:
-        kind: ``classes``, ``labels`` or ``numbers``.
-        size: number of classes, labels or numbers of one prediction.
-    """
+    """What metrics of a run compare."""
 
     kind: str
     size: int
 
 
 class EvalMetrics:
-    """Updates metrics with the batches of one evaluation after the other.
-
-    Args:
-        asked: names, or mappings with a ``_target_``, arguments and, if the key in the log should
-            not be that of the class, a ``name``.
-        loss: knows which outputs belong to which targets.
-
-    Raises:
-        MetricError: two metrics have the same name, or one has none.
-    """
+    """Updates metrics with the batches of one evaluation after the other."""
 
     def __init__(self, asked: Sequence[str | Mapping[str, Any]], loss: WindowLoss) -> None:
         self._asked = {name_of(one): one for one in asked}
@@ -101,11 +83,7 @@ class EvalMetrics:
         return [f"{keys.EVAL}{name}" for name in self._asked]
 
     def update(self, outputs: Any, batch: Any) -> None:
-        """Add a batch; one without a sample of this rank is not added.
-
-        Raises:
-            MetricError: a metric does not fit.
-        """
+        """Add a batch; one without a sample of this rank is not added."""
         if not self._asked:
             return
         found = self.compared(outputs, batch)
@@ -140,11 +118,7 @@ class EvalMetrics:
         return Compared("labels", size), flat, targets.reshape(flat.shape).long()
 
     def make(self, compared: Compared, device: torch.device | None = None) -> dict[str, Any]:
-        """Make the metrics by their names; the accuracy of classes, always logged, is left out.
-
-        Raises:
-            MetricError: one cannot be made.
-        """
+        """Make the metrics by their names; the accuracy of classes, always logged, is left out."""
         made = {}
         for name, asked in self._asked.items():
             if asked == "accuracy" and compared.kind == "classes":
@@ -154,10 +128,7 @@ class EvalMetrics:
         return made
 
     def compute(self, plugin: Plugin) -> dict[str, float]:
-        """Return the metrics over the batches of all ranks, and begin anew; a collective.
-
-        Every rank computes them from the states of all, in the order of ranks.
-        """
+        """Return the metrics over the batches of all ranks, and begin anew; a collective."""
         if not self._asked:
             return {}
         states = {name: _state(metric) for name, metric in self._made.items()}
@@ -179,15 +150,7 @@ class EvalMetrics:
         return values
 
     def try_on(self, outputs: Tensor, batch: Any) -> dict[str, bool | None]:
-        """Try each metric on a batch; return whether a higher value is better, None if unknown.
-
-        Args:
-            outputs: outputs of the model, on any device; their values do not matter.
-            batch: the batch on the host.
-
-        Raises:
-            MetricError: a metric does not fit.
-        """
+        """Try each metric on a batch; return whether a higher value is better, None if unknown."""
         made_up = _made_up(outputs)
         found = self.compared(made_up, batch)
         if found is None:

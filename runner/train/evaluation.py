@@ -14,17 +14,7 @@ from runner.train.job import make_trainer
 
 
 def execute(config: RunConfig, sinks: Sequence[Sink], *, checkpoint: Path | None) -> dict[str, Any]:
-    """Evaluate a checkpoint on the held-out data; every rank has to call this.
-
-    Args:
-        config: the configuration.
-        sinks: closed without a row.
-        checkpoint: folder of a checkpoint that is whole, as the first rank knows it.
-
-    Returns:
-        ``metrics``: loss, and accuracy where targets are classes; nothing without held-out data.
-        ``world_size``: number of ranks.
-    """
+    """Evaluate a checkpoint on the held-out data; every rank has to call this."""
     for sink in sinks:
         sink.close(None, 0)
     trainer = make_trainer(config, ())

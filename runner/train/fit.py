@@ -31,14 +31,7 @@ from runner.train.refused import first_line
 
 
 def check(config: RunConfig, model: nn.Module, data: Data, compared: bool = True) -> list[Problem]:
-    """Return what is wrong with model and data together, or with the objective of the sweep.
-
-    Args:
-        config: the whole configuration.
-        model: model of ``config``, on the meta device.
-        data: data of ``config``.
-        compared: whether the run is compared with others by ``sweep.objective``.
-    """
+    """Return what is wrong with model and data together, or with the objective of the sweep."""
     if length_of(data.train) == 0:
         return []
     shape, outputs = "of unknown shape", None
@@ -164,13 +157,7 @@ def _objective(
 
 
 def logged(config: RunConfig, data: Data, graded: bool | None) -> list[str]:
-    """Return the metrics that a run logs, apart from norms of layers.
-
-    Args:
-        config: the whole configuration.
-        data: data of ``config``.
-        graded: whether evaluations have an accuracy; None, if that is not known, counts as yes.
-    """
+    """Return the metrics that a run logs, apart from norms of layers."""
     evaluation = [keys.EVAL_LOSS] if graded is False else [keys.EVAL_LOSS, keys.EVAL_ACCURACY]
     evaluation += [f"{keys.EVAL}{name_of(one)}" for one in config.eval.metrics]
     evaluation = [] if data.test is None else list(dict.fromkeys(evaluation))

@@ -61,18 +61,7 @@ def execute(
     folder: Path | None = None,
     resume: Path | None = None,
 ) -> dict[str, Any]:
-    """Train in this process, which is one of the ranks of the run.
-
-    Args:
-        config: the whole configuration.
-        sinks: where rows go; empty on all ranks but the first.
-        folder: folder of the run; without one no checkpoint is saved.
-        resume: checkpoint to continue from, which :func:`runner.checkpoint.folder.require_whole`
-            has accepted.
-
-    Returns:
-        The summary of the run. Apart from times it is the same on every rank.
-    """
+    """Train in this process, which is one of the ranks of the run."""
     started = time.perf_counter()
     recorded = _recorded(folder)
     callbacks, saver = build.make_callbacks(config), _saver(config, folder, recorded)
@@ -116,12 +105,7 @@ def _recorded(folder: Path | None) -> dict[str, Any] | None:
 
 
 def _changed(saved: object, recorded: dict[str, Any] | None) -> set[str]:
-    """Return the settings that a checkpoint must not bring, as this run was given others.
-
-    Args:
-        saved: configuration of the checkpoint.
-        recorded: that of the run.
-    """
+    """Return the settings that a checkpoint must not bring, as this run was given others."""
     if not isinstance(saved, dict) or recorded is None:
         return set()
     before, now = (dict(leaves("", one)) for one in (saved, recorded))
@@ -214,18 +198,7 @@ def make_trainer(
     saver: CheckpointSaver | None = None,
     callbacks: Sequence[object] = (),
 ) -> Trainer:
-    """Make the trainer of a run.
-
-    Args:
-        config: the whole configuration.
-        sinks: where rows go; empty on all ranks but the first.
-        mode: clipping mode to use instead of that of ``config``.
-            It measures steps of its own, so that no rule of ``config`` leaves steps out.
-        max_duration: when to stop instead; the schedule remains that of the whole run.
-        evaluates: whether to evaluate on held-out data.
-        saver: saves the checkpoints of the run.
-        callbacks: see :class:`runner.train.callbacks.Callback`.
-    """
+    """Make the trainer of a run."""
     device = build.device_of(config.device)
     plugin = build.make_plugin(config)
     data = build.make_data(config.data)

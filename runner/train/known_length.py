@@ -24,14 +24,7 @@ _RATES = ("lr", "weight_decay", "eta_min")
 
 
 def known_length(config: RunConfig) -> int | None:
-    """Return the number of training samples of a run that is known to start.
-
-    Args:
-        config: the configuration, which is valid by itself.
-
-    Returns:
-        None if only torch can tell whether the run starts. The data of other runs has no tokens.
-    """
+    """Return the number of training samples of a run that is known to start."""
     samples, clip = _digits(config.data), config.clip
     known = (
         samples is not None

@@ -22,22 +22,7 @@ from runner.train.passes import Passes
 
 
 class MicrobatchNorms:
-    """Measures what the estimates of the gradient noise scale need of a step on this rank.
-
-    Hooks get the gradient of one microbatch on this rank alone: under ``fsdp`` and ``zero`` that of
-    the unsharded parameter. They are there during measured steps only. The host does not wait for
-    an accelerator, and there is no collective. Where there are several microbatches and several
-    ranks, the sum of the gradients of this rank is kept during the backward passes: the memory of
-    one unsharded gradient.
-
-    Args:
-        plugin: how the model is spread over ranks.
-        optimizer: the boosted optimizer.
-        microbatch: returns the number of the microbatch that runs, from 1.
-
-    Raises:
-        ValueError: no rank has the whole gradient of its samples.
-    """
+    """Measures what the estimates of the gradient noise scale need of a step on this rank."""
 
     def __init__(
         self, plugin: Plugin, optimizer: OptimizerWrapper, microbatch: Callable[[], int]
@@ -79,13 +64,7 @@ class MicrobatchNorms:
 
     @torch.no_grad()
     def end(self, items: Sequence[float | None], total: Count, norm_type: float) -> NoiseShare:
-        """Return this rank's share after the backward passes, before gradients are clipped.
-
-        Args:
-            items: number of items of each microbatch of this rank; None or 0 for one without.
-            total: what the step counts over all ranks.
-            norm_type: p of the norm that clipping measures.
-        """
+        """Return this rank's share after the backward passes, before gradients are clipped."""
         size, layout, loss_scale = self._plugin.data_size, self._optimizer.layout, 1.0
         if self._optimizer.loss_scale is not None:
             loss_scale = self._optimizer.loss_scale.scale

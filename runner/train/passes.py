@@ -22,19 +22,7 @@ from runner.train.windows import held_out
 
 @dataclass
 class Passes:
-    """Runs microbatches through a model that is whole, sharded, or cut into pipeline stages.
-
-    Args:
-        booster: booster of the model.
-        model: the boosted model.
-        optimizer: the boosted optimizer, for backward passes.
-        loss: sums and counts what the criterion averages.
-        device: where microbatches are moved to.
-        metrics: further metrics of an evaluation.
-
-    Attributes:
-        losses: summed loss of each microbatch of the window so far; 0 where another rank has it.
-    """
+    """Runs microbatches through a model that is whole, sharded, or cut into pipeline stages."""
 
     booster: Booster
     model: ModelWrapper
@@ -56,20 +44,7 @@ class Passes:
         items: Callable[[], float],
         after_each: Callable[[int, int], None],
     ) -> Number:
-        """Run forward and backward passes of a window; ranks synchronise on the last one only.
-
-        Args:
-            batches: microbatches of this rank, on the host.
-            counts: number of items of each microbatch; None for one that does not count.
-            items: function that returns the number of items of the window on all ranks; called
-                when the first forward pass has run, because it may wait for the other ranks.
-            after_each: called after each microbatch but the last, with its number (from 1) and the
-                number of microbatches.
-
-        Returns:
-            This rank's share of the loss, whose mean over the data-parallel ranks is the loss of
-            the window: a float on a CPU, a tensor on an accelerator.
-        """
+        """Run forward and backward passes of a window; ranks synchronise on the last one only."""
         # Data-parallel ranks average their gradients; the loss is divided by all items already.
         self.losses = []
 
@@ -92,15 +67,7 @@ class Passes:
 
     @torch.no_grad()
     def evaluate(self, loader: Any) -> dict[str, float]:
-        """Compute the mean loss over the items of held-out data, and accuracy of classes.
-
-        The loss is a mean also for a criterion with ``reduction="sum"``. All ranks have to call
-        this; there is one collective of host memory at the end.
-
-        Returns:
-            ``eval/loss``, ``eval/accuracy`` where targets are classes, and the further metrics;
-            nothing without data.
-        """
+        """Compute the mean loss over the items of held-out data, and accuracy of classes."""
         self.model.eval()
         losses: list[Number] = []
         right: list[Number] = []

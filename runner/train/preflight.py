@@ -41,16 +41,7 @@ T = TypeVar("T")
 
 
 def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> None:
-    """Check whether data, model and clipping mode can be made and fit; what is made is dropped.
-
-    Args:
-        config: the configuration, which is valid by itself.
-        compared: whether the run is compared with others by ``sweep.objective``.
-        here: whether the run will run on this machine, so that its devices are checked too.
-
-    Raises:
-        RequestError: lists everything that is wrong.
-    """
+    """Check whether data, model and clipping mode can be made and fit; what is made is dropped."""
     problems = list(_machine(config)) if here else []
     of_parts = [*_of_parts(config.data)]
     problems += of_parts
@@ -241,10 +232,7 @@ def _sequence(config: RunConfig, data: Data) -> Iterator[Problem]:
 def _optimizer_and_scheduler(
     config: RunConfig, data: Data | None, model: nn.Module | None, problems: list[Problem]
 ) -> None:
-    """Check that both can be made, over a parameter of one element.
-
-    An optimizer that is made from a model is made from this one, or from one with a hidden matrix.
-    """
+    """Check that both can be made, over a parameter of one element."""
     parameter = nn.Parameter(torch.zeros(1))
     steps = 1 if data is None else build.steps_of(config, data)
 

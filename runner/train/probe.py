@@ -9,13 +9,7 @@ from runner.clip.shard import local
 
 
 class Probe:
-    """Prints elements of the first parameter of a model.
-
-    Args:
-        model: the boosted model.
-        elements: how many elements to print; 0 for none.
-        say: prints a line.
-    """
+    """Prints elements of the first parameter of a model."""
 
     def __init__(self, model: ModelWrapper, elements: int, say: Callable[[str], None]) -> None:
         self._model, self._elements, self._say = model, elements, say

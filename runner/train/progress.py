@@ -15,15 +15,7 @@ _COUNTS = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens"}
 
 
 class Progress(NamedTuple):
-    """Counts since the start of a run, and the position in the data.
-
-    Attributes:
-        epoch: complete passes over the data.
-        batch: microbatches that each rank has read in the current epoch.
-        step: optimizer steps, including skipped ones.
-        samples: samples read by all data-parallel ranks.
-        tokens: tokens read by all data-parallel ranks, without ignored ones.
-    """
+    """Counts since the start of a run, and the position in the data."""
 
     epoch: int = 0
     batch: int = 0
@@ -32,14 +24,7 @@ class Progress(NamedTuple):
     tokens: int = 0
 
     def after(self, batches: int, samples: int, tokens: int, end_of_epoch: bool) -> Progress:
-        """Return the counts after one more optimizer step.
-
-        Args:
-            batches: microbatches that each rank reads in the step.
-            samples: samples that all ranks read.
-            tokens: tokens that all ranks read.
-            end_of_epoch: whether the step reads the last microbatch of the epoch.
-        """
+        """Return the counts after one more optimizer step."""
         return Progress(
             self.epoch + end_of_epoch,
             0 if end_of_epoch else self.batch + batches,
@@ -71,15 +56,7 @@ def steps_of(
     tokens_per_sample: int | None = None,
     duration: Duration | None = None,
 ) -> int | None:
-    """Return the number of optimizer steps of a run; None if it cannot be known.
-
-    Args:
-        config: the whole configuration.
-        samples: number of training samples; None for a stream, whose end alone tells it.
-        data_size: number of data-parallel ranks.
-        tokens_per_sample: number of tokens of a sample; None for data without tokens.
-        duration: duration to count instead of that of the whole run.
-    """
+    """Return the number of optimizer steps of a run; None if it cannot be known."""
     microbatch = config.data.batch_size * data_size
     if config.data.drop_last and samples is not None:
         samples -= samples % microbatch
@@ -97,19 +74,7 @@ def total_steps(
     samples_per_step: int,
     tokens_per_sample: int | None = None,
 ) -> int | None:
-    """Return the number of optimizer steps in ``duration``; the last of an epoch may be short.
-
-    Args:
-        duration: duration to count.
-        samples_per_epoch: number of samples in one pass; None if it is not known. A duration in
-            samples or tokens then takes as many steps as if the first pass were long enough.
-        samples_per_step: microbatch size x data-parallel ranks x microbatches of a window.
-        tokens_per_sample: number of tokens of a sample; None for data without tokens.
-
-    Returns:
-        The number, or None for a duration in tokens of data that has none, and for one in epochs
-        of unknown length. Where tokens are ignored a duration in tokens takes more steps than this.
-    """
+    """Return the number of optimizer steps in ``duration``; the last of an epoch may be short."""
     samples = duration.value
     per_epoch = None
     if samples_per_epoch is not None:
@@ -130,16 +95,7 @@ def total_steps(
 
 
 def steps_between_lines(evaluation: int | None, least: int) -> int:
-    """Return how many steps lie between printed lines, so that every evaluation gets a line.
-
-    Args:
-        evaluation: steps between evaluations; None if unknown.
-        least: desired number of steps between lines.
-
-    Returns:
-        The quotient of ``evaluation`` and a whole number that is nearest to ``least``, rounded up;
-        ``evaluation`` itself if that is smaller.
-    """
+    """Return how many steps lie between printed lines, so that every evaluation gets a line."""
     if evaluation is None:
         return least
     return math.ceil(evaluation / max(1, round(evaluation / least)))

@@ -47,10 +47,7 @@ def unknown(section: str, target: Target) -> list[Problem]:
 
 
 def wrong_kinds(section: str, target: Target) -> list[Problem]:
-    """Return a problem for each value that the annotations of ``target`` do not allow.
-
-    Only plain annotations are checked: numbers, bools, text, lists, mappings, null and literals.
-    """
+    """Return a problem for each value that the annotations of ``target`` do not allow."""
     try:
         function = build.maker(target).func
         made_by = getattr(function, "__init__") if isinstance(function, type) else function  # noqa: B009

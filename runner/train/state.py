@@ -23,19 +23,7 @@ from runner.train.windows import Window, Windows
 
 @dataclass
 class TrainState:
-    """The state of a training on one rank. :class:`~runner.Trainer` reads and writes it.
-
-    Args:
-        meter: metrics of the steps so far.
-        mode: the clipping mode.
-        optimizer: the boosted optimizers, and the fp16 loss scale.
-        windows: the training data and the random generators.
-        schedulers: learning-rate schedulers.
-        rank: rank of this process.
-        bad_gradients: counts skipped steps, if somebody does.
-        callbacks: the user's callbacks.
-        progress: counts, and the position in the data.
-    """
+    """The state of a training on one rank. :class:`~runner.Trainer` reads and writes it."""
 
     meter: Meter
     mode: ClipMode
@@ -53,21 +41,15 @@ class TrainState:
         self._schedulers_behind = True
 
     def step_schedulers(self) -> None:
-        """Step the schedulers if the last optimizer step was taken.
-
-        An accelerator that skips a step tells the host late, so call this once the next backward
-        pass is queued: the accelerator is then never idle while the host waits.
-        """
+        """Step the schedulers if the last optimizer step was taken."""
         if self.schedulers and self._schedulers_behind and self.optimizer.was_taken():
             for scheduler in self.schedulers:
                 scheduler.step()
         self._schedulers_behind = False
 
     def read(self, end: Duration) -> Iterator[Window]:
-        """Read windows of microbatches, epoch after epoch, until ``progress`` has reached ``end``.
-
-        Raises:
-            ValueError: an epoch holds nothing that the duration counts, so it would never end.
+        """Read windows of microbatches, epoch after epoch, until ``progress`` has reached
+        ``end``.
         """
         while not self.progress.reached(end):
             empty, epoch = True, self.progress.epoch
@@ -84,19 +66,7 @@ class TrainState:
                 raise ValueError(f"this data has no tokens, so {end} never ends")
 
     def state_dict(self, with_optimizers: bool = True) -> dict[str, Any]:
-        """Return the state between two optimizer steps, as nested dicts and lists.
-
-        All ranks have to call this after the same step: pending metrics are flushed. Leaves are
-        tensors, numbers, strings and None; tensors of the optimizers are not copied. What belongs
-        to one rank alone is under ``random``, by rank, and in the state of sharded optimizers.
-
-        Args:
-            with_optimizers: whether to include the optimizers.
-
-        Raises:
-            StepOrderError: a step has begun: its gradients would be lost.
-            ValueError: a scheduler has no state.
-        """
+        """Return the state between two optimizer steps, as nested dicts and lists."""
         if self.optimizer.stage is not StepState.EMPTY:
             raise StepOrderError("the training state can be read between optimizer steps only")
         self.step_schedulers()
@@ -113,12 +83,7 @@ class TrainState:
         }
 
     def require(self, state: Mapping[str, Any]) -> None:
-        """Check a state that :meth:`load_state_dict` is given.
-
-        Raises:
-            ValueError: the state is that of another number of schedulers, ends inside a microbatch
-                of this run, or is none.
-        """
+        """Check a state that :meth:`load_state_dict` is given."""
         if (given := len(state["schedulers"])) != len(self.schedulers):
             raise ValueError(
                 f"the training state is that of {plural(given, 'scheduler')}, this run has "
@@ -128,21 +93,7 @@ class TrainState:
         self._progress_of(state)
 
     def load_state_dict(self, state: Mapping[str, Any], keep: Collection[str] = ()) -> None:
-        """Continue from a state that :meth:`state_dict` returned, in a run of the same setting.
-
-        Call this before the first step, when the model has the weights of that time. A state
-        without the optimizers leaves theirs as it is. A run on another number of ranks continues at
-        the same sample, and draws new random numbers if ``random`` has no entry of this rank.
-
-        Args:
-            state: the state.
-            keep: what is not loaded: ``threshold``; and ``lr``, whose schedulers are stepped as
-                often as those of the state instead.
-
-        Raises:
-            ValueError: the state is that of another number of optimizers or schedulers, or ends
-                inside a microbatch of this run; nothing was loaded.
-        """
+        """Continue from a state that :meth:`state_dict` returned, in a run of the same setting."""
         self.require(state)
         if "optimizer" in state:
             # It refuses another number before it loads one.
@@ -179,11 +130,8 @@ class TrainState:
         return progress._replace(batch=self._same_sample(progress.batch, state["microbatch"]))
 
     def _same_sample(self, batch: int, microbatch: int | None) -> int:
-        """Return the number of this run's microbatches that hold the samples of ``batch`` others.
-
-        Args:
-            batch: number of microbatches.
-            microbatch: samples of each of them, over all ranks; None if unknown.
+        """Return the number of this run's microbatches that hold the samples of ``batch``
+        others.
         """
         own = self.windows.samples
         if own == microbatch or own is None or microbatch is None:

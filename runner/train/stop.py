@@ -7,22 +7,14 @@ _polled = False
 
 
 def requested() -> int:
-    """Return the number of the signal that asked this process to stop; 0 for none.
-
-    From the first call on, a signal is noted only: whoever calls this ends by itself, at a moment
-    at which nothing is lost. Before it, a signal ends the program at once.
-    """
+    """Return the number of the signal that asked this process to stop; 0 for none."""
     global _polled
     _polled = True
     return _number
 
 
 def request(number: int) -> None:
-    """Ask this process to stop after its current step; the first request holds.
-
-    Args:
-        number: number of the signal that asks for it.
-    """
+    """Ask this process to stop after its current step; the first request holds."""
     global _number
     _number = _number or number
 

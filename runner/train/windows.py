@@ -24,13 +24,7 @@ EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 
 
 class Window(NamedTuple):
-    """The microbatches of one optimizer step.
-
-    Attributes:
-        first: index of its first microbatch in the epoch.
-        batches: up to ``accumulation.steps`` microbatches; fewer at the end of an epoch.
-        last: whether the epoch ends with it.
-    """
+    """The microbatches of one optimizer step."""
 
     first: int
     batches: list[Any]
@@ -38,21 +32,7 @@ class Window(NamedTuple):
 
 
 class Windows:
-    """Reads a data loader in windows.
-
-    Reading can start at any microbatch of an epoch: samples and random numbers are then those of an
-    epoch that was read from its beginning. Random transforms in worker processes of a loader that
-    no plugin made continue exactly only if they depend on nothing but epoch and sample.
-
-    Args:
-        loader: yields microbatches of this rank. If its batch sampler is a
-            :class:`~runner.data.order.PartitionedBatches`, earlier microbatches are skipped; a
-            :class:`~runner.data.stream_loader.StreamLoader` begins where the state of its stream
-            was saved, and a loader with ``state_dict`` and ``load_state_dict`` (torchdata's
-            ``StatefulDataLoader``) continues from its own. Those of any other loader are read and
-            dropped.
-        steps: microbatches of one window.
-    """
+    """Reads a data loader in windows."""
 
     def __init__(self, loader: Iterable[Any], steps: int) -> None:
         self.loader = loader
@@ -85,15 +65,7 @@ class Windows:
         return has_no_sample(self.loader, microbatch)
 
     def indices(self, epoch: int, microbatch: int) -> list[list[int]] | None:
-        """Return the indices of the samples that each data-parallel rank reads in a microbatch.
-
-        Args:
-            epoch: number of the epoch.
-            microbatch: index of the microbatch in the epoch.
-
-        Returns:
-            The indices by data-parallel rank; None if the loader does not tell them.
-        """
+        """Return the indices of the samples that each data-parallel rank reads in a microbatch."""
         if not isinstance(self._order, PartitionedBatches):
             return None
         order = copy.copy(self._order)
@@ -101,16 +73,7 @@ class Windows:
         return order.parts(microbatch)
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[Window]:
-        """Read one epoch.
-
-        Args:
-            epoch: number of the epoch, for the ``set_epoch`` functions of the loader's parts.
-            first: index of the first microbatch to read; a window has to begin with it.
-
-        Yields:
-            The windows. Where ranks are `uneven`, those after the end hold stand-ins, without end:
-            the caller stops when all ranks have read their last one.
-        """
+        """Read one epoch."""
         for part in (
             self._order,
             *(getattr(self.loader, of, None) for of in ("sampler", "dataset")),
@@ -178,20 +141,13 @@ class Windows:
         return self._stream.stand_in(microbatch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the random states of this process: now, and those to read an epoch again.
-
-        The position in a stream is among them, as ``stream``.
-        """
+        """Return the random states of this process: now, and those to read an epoch again."""
         states = {**self._random, "now": RandomState.now(self._generators)}
         saved: dict[str, Any] = {name: state.state_dict() for name, state in states.items()}
         return saved if self._position is None else {**saved, "stream": self._position}
 
     def require(self, state: Mapping[str, Any]) -> None:
-        """Check a state that :meth:`load_state_dict` is given.
-
-        Raises:
-            ValueError: the position in a stream is that of other ranks and workers.
-        """
+        """Check a state that :meth:`load_state_dict` is given."""
         if self._stream is not None and "stream" in state:
             self._stream.require(state["stream"])
 
@@ -223,15 +179,7 @@ def has_no_sample(loader: Any, microbatch: int) -> bool:
 
 
 def held_out(loader: Any, plugin: Plugin) -> Iterator[tuple[bool, Any]]:
-    """Read held-out data once; all ranks read the same number of microbatches.
-
-    Other ranks may wait for this one in a forward pass, even if it has no sample. Where the data
-    may end earlier on one rank than on another, they agree on the end: one collective of host
-    memory for each microbatch.
-
-    Yields:
-        Whether this rank has no sample of the microbatch, and the microbatch or a stand-in.
-    """
+    """Read held-out data once; all ranks read the same number of microbatches."""
     batches, uneven = iter(loader), isinstance(loader, StreamLoader) and loader.uneven
     for number in count():
         ended: list[Any] = []

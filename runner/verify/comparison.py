@@ -39,15 +39,7 @@ class SideMetrics:
 
 @dataclass(frozen=True)
 class Naive:
-    """Result of ``torch.nn.utils.get_total_norm`` on the gradients of one rank.
-
-    Attributes:
-        norm: the norm; None if the call raised.
-        raised: class of the exception.
-        message: first line of the exception's message.
-        error: relative error against ‖G‖ of one process; infinite if the call raised.
-        rank: rank of the gradients.
-    """
+    """Result of ``torch.nn.utils.get_total_norm`` on the gradients of one rank."""
 
     norm: float | None
     raised: str | None = None
@@ -58,18 +50,7 @@ class Naive:
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """One optimizer step of both sides.
-
-    Attributes:
-        step: number of the step, from 1.
-        plugin: metrics of the plugin's first rank.
-        reference: metrics of one process.
-        gradients: relative error of each parameter's clipped gradient, by name.
-        disagreeing: messages about metrics that differ between ranks.
-        present: messages about parameters with a gradient on one side only.
-        naive: the largest error of a rank that clips its own gradients; None with one process.
-        loss: loss of one process.
-    """
+    """One optimizer step of both sides."""
 
     step: int
     plugin: SideMetrics
@@ -97,20 +78,7 @@ class ComparedStep:
 
 @dataclass(frozen=True)
 class Compared:
-    """All steps of one clipping mode.
-
-    Attributes:
-        mode: name of the clipping mode.
-        threshold: λ; None for ``none``.
-        derived: True if λ comes from the first step instead of the configuration.
-        steps: steps in order.
-        weights: relative error of each parameter after the last step, by name.
-        drifted: names of parameters whose replicas differ.
-        placed: description of how each parameter is distributed, by name.
-        losses: loss of each step under the plugin.
-        causes: reasons other than a fault why the sides may differ.
-        dropped: number of dropout probabilities that were set to 0.
-    """
+    """All steps of one clipping mode."""
 
     mode: str
     threshold: float | None
@@ -149,11 +117,7 @@ class Compared:
         return [(name, error, what) for name, (error, what) in ranked[:WORST]]
 
     def failures(self, bound: float) -> Iterator[str]:
-        """Yield a message for each difference that is more than rounding.
-
-        Args:
-            bound: largest relative error that counts as rounding.
-        """
+        """Yield a message for each difference that is more than rounding."""
         for step in self.steps:
             compared = ("‖G‖", "‖G‖ after clipping", "the clipped gradient")
             for what, error in zip(compared, step.errors.values(), strict=True):
@@ -182,14 +146,7 @@ def relative(ours: float, reference: float) -> float:
 
 
 def tensor_errors(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return max|a - b| ÷ max(max|b|, 1e-3 · max over all b) for each tensor b of ``reference``.
-
-    A tensor that one side lacks (a parameter without a gradient) counts as zeros.
-
-    Args:
-        ours: tensors on the host, by name.
-        reference: tensors of the same shapes on the host, by name.
-    """
+    """Return max|a - b| ÷ max(max|b|, 1e-3 · max over all b) for each tensor b of ``reference``."""
     largest = max((_size(tensor) for tensor in reference.values()), default=0.0)
     errors = {}
     for name in {**reference, **ours}:
@@ -205,11 +162,7 @@ def tensor_errors(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -
 
 
 def presence(step: int, ours: Iterable[str], reference: Iterable[str]) -> list[str]:
-    """Return messages about parameters that have a gradient on one side only.
-
-    :func:`tensor_errors` does not tell a gradient of zeros from a missing one, but momentum and
-    weight decay change only a parameter that has a gradient.
-    """
+    """Return messages about parameters that have a gradient on one side only."""
     sides = (
         (set(ours) - set(reference), "under the plugin, but none in one process"),
         (set(reference) - set(ours), "in one process, but none under the plugin"),

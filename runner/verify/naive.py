@@ -17,17 +17,7 @@ PLAIN = "plain"
 
 
 def rank_local(layout: Layout, norm_type: float) -> Naive | None:
-    """Call ``torch.nn.utils.get_total_norm`` on this rank's gradients.
-
-    A collective: every rank calls it, with final gradients that are not clipped yet.
-
-    Args:
-        layout: layout of the gradients.
-        norm_type: p of the norm.
-
-    Returns:
-        The result; None with one process, or if the call would wait for ranks that do not make it.
-    """
+    """Call ``torch.nn.utils.get_total_norm`` on this rank's gradients."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     gradients = [p.param.grad for p in layout.shards if p.param.grad is not None]
@@ -44,12 +34,7 @@ def rank_local(layout: Layout, norm_type: float) -> Naive | None:
 
 
 def worst(outcomes: Sequence[Naive | None], norm: float) -> Naive | None:
-    """Return the result with the largest error; one that raised has the largest of all.
-
-    Args:
-        outcomes: results of all ranks.
-        norm: ‖G‖ of one process.
-    """
+    """Return the result with the largest error; one that raised has the largest of all."""
     made = [
         one if one.norm is None else replace(one, error=relative(one.norm, norm))
         for one in outcomes
@@ -59,12 +44,7 @@ def worst(outcomes: Sequence[Naive | None], norm: float) -> Naive | None:
 
 
 def _returns(gradients: Sequence[Tensor]) -> bool:
-    """Return False if ``get_total_norm`` would wait for other ranks for ever.
-
-    On gradients of one mesh it runs collectives, so that all ranks of the mesh must call it on
-    gradients of that mesh. On gradients of several meshes, or of plain tensors too, it raises
-    before its first collective.
-    """
+    """Return False if ``get_total_norm`` would wait for other ranks for ever."""
     homes = {_home(gradient) for gradient in gradients}
     everywhere: list[set[tuple[int, ...] | str]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, homes)

@@ -27,22 +27,7 @@ from runner.verify.setting import collate, dtype_of, make_criterion, make_model,
 
 
 class Windows:
-    """The batches of each optimizer step: every chunk of every part of its microbatches.
-
-    Layers that couple the samples of a batch, such as batch norm, get the same batches as under the
-    plugin.
-
-    Args:
-        config: configuration of the run.
-        parts: data-parallel size: number of parts of a microbatch.
-        chunks: number of pipeline microbatches in each part; 1 without a pipeline.
-        data: the samples; by default those of ``config``.
-
-    Attributes:
-        uneven: True if a chunk had fewer samples than others of its part; a pipeline pads it with
-            copies.
-        drew: True if reading the data advanced a random number generator.
-    """
+    """The batches of each optimizer step: every chunk of every part of its microbatches."""
 
     def __init__(
         self,
@@ -99,16 +84,7 @@ class Windows:
 
 
 class Reference:
-    """Training in one process, one optimizer step at a time.
-
-    Args:
-        windows: batches of each step.
-        mode: clipping mode, not bound to a layout yet.
-
-    Attributes:
-        dropped: number of dropout probabilities that were set to 0.
-        drew: True if a forward or backward pass advanced a random number generator.
-    """
+    """Training in one process, one optimizer step at a time."""
 
     def __init__(self, windows: Windows, mode: ClipMode) -> None:
         config = windows.config
@@ -129,14 +105,7 @@ class Reference:
         self.drew = False
 
     def step(self) -> tuple[SideMetrics, float, dict[str, Tensor]]:
-        """Take one step.
-
-        Returns:
-            Metrics of the clipping, the loss, and the clipped gradients by name on the host.
-
-        Raises:
-            runner.booster.NonFiniteGradient: the gradient is not finite.
-        """
+        """Take one step."""
         loss = self.accumulate()
         metrics = SideMetrics.of(self.optimizer.clip(self.mode))
         gradients = {
@@ -149,10 +118,7 @@ class Reference:
         return metrics, loss, gradients
 
     def accumulate(self) -> float:
-        """Run forward and backward on every batch of the next step, and return the step's loss.
-
-        Exceptions get notes that say where they were raised, and possible causes.
-        """
+        """Run forward and backward on every batch of the next step, and return the step's loss."""
         try:
             return self._accumulate()
         except Exception as error:
@@ -200,12 +166,7 @@ class Reference:
         return total
 
     def peak(self) -> float:
-        """Return the largest value that the mode compares with its threshold in the first step.
-
-        Raises:
-            runner.booster.NonFiniteGradient: the value is not finite.
-            ValueError: the value is zero.
-        """
+        """Return the largest value that the mode compares with its threshold in the first step."""
         self.accumulate()
         layout = self.optimizer.layout
         with torch.no_grad():

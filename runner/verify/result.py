@@ -16,13 +16,7 @@ from runner.verify.comparison import Compared, ComparedStep, Naive
 def outcome(
     config: RunConfig, compared: Sequence[Compared], notes: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the part of ``verify.json`` that is about the comparison.
-
-    Args:
-        config: configuration of the run.
-        compared: one entry for each mode.
-        notes: how both sides differ from a run of the configuration.
-    """
+    """Return the part of ``verify.json`` that is about the comparison."""
     bound = config.verify.bound
     modes = [_mode(one, bound) for one in compared]
     ok = not any(one["failures"] for one in modes)
@@ -44,13 +38,7 @@ def outcome(
 
 
 def row_of(step: ComparedStep, mode: int, threshold: float | None) -> Row:
-    """Return one compared step as a row for sinks; missing values are NaN.
-
-    Args:
-        step: the step.
-        mode: index of its clipping mode among those compared.
-        threshold: λ of the mode.
-    """
+    """Return one compared step as a row for sinks; missing values are NaN."""
     by_hand = step.naive
     return {
         "verify/mode": mode,

@@ -30,15 +30,7 @@ def collate(samples: Any, dtype: torch.dtype) -> Any:
 
 
 def samples(config: RunConfig, parts: int) -> Dataset[Any]:
-    """Return the training data of both sides; every rank has to call this.
-
-    Args:
-        config: configuration of the run.
-        parts: data-parallel size.
-
-    Returns:
-        Samples by index: of a stream its first ones on the first rank, as many as are compared.
-    """
+    """Return the training data of both sides; every rank has to call this."""
     data: Dataset[Any] = build.make_data(config.data).train
     if length_of(data) is not None:
         return data
@@ -54,11 +46,7 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 
 
 def make_model(config: RunConfig) -> tuple[nn.Module, int]:
-    """Make the model of the run in ``verify.dtype``, with the same weights on every rank.
-
-    Returns:
-        The model, and the number of dropout probabilities that were set to 0.
-    """
+    """Make the model of the run in ``verify.dtype``, with the same weights on every rank."""
     torch.manual_seed(config.seed)
     model = build.maker(config.model)().to(build.device_of(config.device), dtype_of(config))
     assert isinstance(model, nn.Module)
@@ -74,10 +62,7 @@ def make_criterion(config: RunConfig) -> Criterion | None:
 
 
 def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
-    """Make a clipping mode; also return True if its threshold is still to be derived.
-
-    ``clip.threshold`` applies to ``clip.mode`` only, because modes have different units.
-    """
+    """Make a clipping mode; also return True if its threshold is still to be derived."""
     chosen = config.clip
     if name == chosen.mode:
         return build_mode(chosen.kind, **chosen.options), False
@@ -94,11 +79,7 @@ def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
 def make_optimizer(
     config: RunConfig, model: nn.Module, criterion: Criterion | None, mode: ClipMode
 ) -> torch.optim.Optimizer:
-    """Make plain SGD, because the steps of Adam and similar optimizers hide a wrong scale.
-
-    A mode that needs the optimizer gets AdamW, which has the second moments that it may read. Its
-    eps is large, so that elements that are zero but for rounding hardly move.
-    """
+    """Make plain SGD, because the steps of Adam and similar optimizers hide a wrong scale."""
     trained = [*model.parameters()]
     if isinstance(criterion, nn.Module):
         trained += criterion.parameters()
@@ -115,12 +96,7 @@ def comparable(config: RunConfig) -> RunConfig:
 
 
 def notes(config: RunConfig, dropped: int = 0) -> Iterator[str]:
-    """Yield how both sides differ from a run of ``config``.
-
-    Args:
-        config: configuration of the run.
-        dropped: number of dropout probabilities that were set to 0.
-    """
+    """Yield how both sides differ from a run of ``config``."""
     verify = config.verify
     optimizer = config.optimizer.target.rpartition(".")[2]
     plain = config.optimizer.mapping() == {"_target_": "torch.optim.SGD", "lr": verify.lr}
@@ -167,14 +143,7 @@ def _forward_works(config: RunConfig, dtype: Literal["float32", "float64"]) -> b
 
 
 def switch_off_dropout(model: nn.Module) -> int:
-    """Set all dropout probabilities to 0, because ranks draw other elements than one process.
-
-    They are recognised by name: attributes whose name contains ``drop``, and ``p`` or ``prob`` of
-    modules whose class name contains ``drop`` or ``stochasticdepth``.
-
-    Returns:
-        The number of probabilities that were above 0.
-    """
+    """Set all dropout probabilities to 0, because ranks draw other elements than one process."""
     found = 0
     for module in model.modules():
         kind = type(module).__name__.lower()

@@ -36,20 +36,7 @@ BINDS = 0.1
 
 
 def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
-    """Compare the plugin with one process in each mode of ``verify.modes``.
-
-    Args:
-        config: the whole configuration.
-        sinks: sinks for a row per compared step (see :func:`runner.verify.result.row_of`), closed
-            at the end; empty except on the first rank.
-
-    Returns:
-        The part of ``verify.json`` about the comparison on the first rank, {} on the others.
-
-    Raises:
-        runner.booster.NonFiniteGradient: a gradient is not finite.
-        runner.clip.layout.LayoutError: the plugin's layout does not account for the model.
-    """
+    """Compare the plugin with one process in each mode of ``verify.modes``."""
     if build.device_of(config.device).type == "cuda" and config.verify.dtype == "float32":
         # cuDNN uses TF32 by default, which has ten bits of mantissa.
         torch.backends.cudnn.allow_tf32 = False
@@ -88,17 +75,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _compare(config: RunConfig, name: str, number: int, sinks: Sequence[Sink]) -> Compared | None:
-    """Train both sides in one clipping mode.
-
-    Args:
-        config: configuration of both sides.
-        name: name of the mode.
-        number: index of the mode among those compared.
-        sinks: sinks for a row per step.
-
-    Returns:
-        The comparison on the first rank, None on the others.
-    """
+    """Train both sides in one clipping mode."""
     plugin = build.make_plugin(config)
     mode, derived = setting.make_mode(config, name)
     losses = _Losses()
@@ -171,14 +148,7 @@ def _compared(
 
 
 def _causes(config: RunConfig, reference: Reference, ours: float, theirs: float) -> Iterator[str]:
-    """Yield reasons other than a fault of the plugin why the sides may differ.
-
-    Args:
-        config: configuration of both sides.
-        reference: one process.
-        ours: loss of step 1 under the plugin.
-        theirs: loss of step 1 in one process.
-    """
+    """Yield reasons other than a fault of the plugin why the sides may differ."""
     yield from reference.causes()
     if not relative(ours, theirs) <= config.verify.bound:
         yield (

@@ -19,12 +19,7 @@ HEAD = (
 
 
 class StepLines:
-    """A sink that prints a line for each compared step.
-
-    Args:
-        modes: names of the clipping modes, in order.
-        say: prints a line.
-    """
+    """A sink that prints a line for each compared step."""
 
     def __init__(self, modes: Sequence[str], say: Callable[[str], None]) -> None:
         self._modes = modes
@@ -66,11 +61,7 @@ def step_line(row: Row) -> str:
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines to print after the last step.
-
-    Args:
-        found: content of ``verify.json``.
-    """
+    """Yield the lines to print after the last step."""
     for mode in found["modes"]:
         yield ""
         yield from _of_mode(mode)

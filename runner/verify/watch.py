@@ -34,13 +34,7 @@ whole model, and the naive norm of each rank."""
 
 
 class Watched(ClipMode):
-    """A clipping mode that reports its metrics and the clipped gradients.
-
-    Args:
-        mode: clipping mode, bound to its layout.
-        trainer: trainer whose gradients it clips.
-        seen: called on the first rank after each step.
-    """
+    """A clipping mode that reports its metrics and the clipped gradients."""
 
     def __init__(self, mode: ClipMode, trainer: Trainer, seen: Seen) -> None:
         super().__init__(mode.threshold, mode.norm_type)
@@ -92,14 +86,8 @@ def make_trainer(
     mode: ClipMode,
     *sinks: Sink,
 ) -> Trainer:
-    """Make a trainer of ``verify.steps`` steps under ``plugin``, in ``verify.dtype`` by plain SGD.
-
-    Args:
-        config: configuration of the run.
-        plugin: plugin of the model.
-        data: training data, see :func:`runner.verify.setting.samples`.
-        mode: clipping mode, not bound to a layout yet.
-        sinks: sinks for rows; empty except on the first rank.
+    """Make a trainer of ``verify.steps`` steps under ``plugin``, in ``verify.dtype`` by plain
+    SGD.
     """
     model, _ = make_model(config)
     criterion = make_criterion(config)

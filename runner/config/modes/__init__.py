@@ -44,13 +44,7 @@ def built_in(name: str) -> type[Mode]:
 
 
 def info_of(name: str, recorded: Mapping[str, Any] | None = None) -> ModeInfo:
-    """Return the facts about a mode, for readers of a run that cannot import a user's mode.
-
-    Args:
-        name: name of the mode.
-        recorded: what :meth:`ModeInfo.record` returned in the run; None if it was not recorded,
-            as the facts about a mode of this project, unless they depend on its options.
-    """
+    """Return the facts about a mode, for readers of a run that cannot import a user's mode."""
     if recorded is not None:
         return ModeInfo.of_record(recorded)
     return built_in(name).info if name in NAMES else ModeInfo()
@@ -65,14 +59,7 @@ def options_of(mode: type[Mode]) -> dict[str, Option]:
 
 @cache
 def load(target: str) -> type[Mode]:
-    """Import a user's clipping mode.
-
-    Args:
-        target: full name of the class.
-
-    Raises:
-        ModeError: there is no such module or class, or it is no clipping mode that can be used.
-    """
+    """Import a user's clipping mode."""
     module, _, name = target.rpartition(".")
     try:
         holder = import_module(module)

@@ -14,14 +14,7 @@ from runner.config.values import Natural, Positive
 
 @dataclass(eq=False)
 class AdaGC(Mode):
-    """Each tensor's gradient norm is limited to threshold times its own running mean.
-
-    Args:
-        absolute: limit of the norm of the whole gradient in the first ``warmup_steps`` steps.
-        beta: weight of the steps before in the running mean, at least 0 and below 1.
-        warmup_steps: number of first steps that collect the history.
-        history: whether norms enter the running mean as ``"clipped"`` (as published) or ``"raw"``.
-    """
+    """Each tensor's gradient norm is limited to threshold times its own running mean."""
 
     info = ModeInfo(
         clips="tensors",

@@ -13,19 +13,7 @@ from runner.config.values import OutputDims, Positive, Texts
 
 @dataclass(eq=False)
 class Adaptive(Mode):
-    """Each unit's gradient is limited to threshold times the norm of the unit's weight.
-
-    No paper gives a rule for a first threshold. On ordinary models the published ones clip from a
-    twentieth to more than half of the units.
-
-    Args:
-        exclude: globs of parameter names that the mode leaves alone, or ``"auto"``: the weights of
-            the model's heads.
-        units: globs of parameter names, and the dimension or dimensions of these parameters that
-            index outputs, for layers that the mode does not know; of two globs that match a
-            parameter the last one counts. Without any dimension the whole tensor is one unit.
-        eps: lower bound of a weight's norm.
-    """
+    """Each unit's gradient is limited to threshold times the norm of the unit's weight."""
 
     info = ModeInfo(
         clips="units",

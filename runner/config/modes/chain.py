@@ -27,13 +27,7 @@ Links = Annotated[
 
 @dataclass(eq=False)
 class Chain(Mode):
-    """Several modes in order: each clips what the one before has left.
-
-    Args:
-        links: the modes. Each is a mapping with ``mode`` (or ``_target_``), ``threshold`` and
-            options of this mode, whose defaults are those of its class. A number is a limit of the
-            norm.
-    """
+    """Several modes in order: each clips what the one before has left."""
 
     info = ModeInfo(
         stat="value that each link compares with its threshold",

@@ -34,14 +34,7 @@ Groups = Annotated[
 
 @dataclass(eq=False)
 class ByGroups(Mode):
-    """Each group of parameters is measured and clipped by itself, by a mode of its own.
-
-    Args:
-        groups: globs of parameter names with the mode of each group. A parameter belongs to the
-            first glob that matches its name; one that no glob matches is not clipped. A mode is a
-            mapping with ``mode`` (or ``_target_``), ``threshold`` and options of this mode, or a
-            number, which limits the norm of the group, or ``"none"``.
-    """
+    """Each group of parameters is measured and clipped by itself, by a mode of its own."""
 
     info = ModeInfo(
         clips="groups",

@@ -9,30 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 
 @dataclass(frozen=True)
 class ModeInfo:
-    """Facts about a clipping mode that messages, tables and charts show.
-
-    Attributes:
-        clips: what the mode clips; None where it clips nothing.
-        stat: name of the value that the mode compares with λ, to follow "the largest".
-        unit: unit of λ. ``‖G‖`` where λ is a limit of the total norm, which charts then draw.
-        note: sentence below the chart of the norm, which says whether λ is in the chart.
-        published: thresholds in publications, each with who used it.
-        grid: further thresholds worth comparing, where publications give none.
-        shares: for a mode that clips elements, units or tensors: the share of them that a good
-            first threshold clips, and those that the lowest and the highest threshold of a sweep
-            clip.
-        follows: what changes the λ in force from step to step: the number of ``steps``, or the
-            ``norms`` of the gradient or the ``updates`` of the steps before, see :attr:`derived`.
-            None where λ stays as it is.
-        tenth: threshold that clips about a tenth of the steps, where that is known without a
-            measurement.
-        sources: where the rule is from.
-        nested: option that holds modes with thresholds of their own, for a mode that has none.
-        by_tensor: whether the mode decides about a tensor by its gradient, its weight and its
-            history alone. Only then can it clip in the backward pass.
-        needs_optimizer: whether the mode reads or limits what the optimizer does, so that it is
-            bound to the optimizers too, see :meth:`runner.clip.ClipMode.bind_optimizers`.
-    """
+    """Facts about a clipping mode that messages, tables and charts show."""
 
     clips: Literal["steps", "elements", "units", "tensors", "updates", "groups"] | None = "steps"
     stat: str = "value that is compared with it"
@@ -60,11 +37,7 @@ class ModeInfo:
 
     @property
     def derived(self) -> bool:
-        """Whether λ follows from earlier steps.
-
-        ``clip.threshold`` is then no value that ``stat`` is compared with, so it cannot be
-        suggested from measurements.
-        """
+        """Whether λ follows from earlier steps."""
         return self.follows in ("norms", "updates")
 
     @property
@@ -97,18 +70,7 @@ class ModeInfo:
 
 @dataclass(eq=False)
 class Mode:
-    """Description of a clipping mode: a dataclass whose fields are the options of the mode.
-
-    A further option is a field with a default; ``pydantic.Field`` gives its range and its meaning::
-
-        decay: Annotated[float, Field(gt=0, lt=1, description="weigh earlier steps")] = 0.9
-
-    Args:
-        threshold: λ, above 0. It may be changed between steps; each step logs the one in force.
-        norm_type: p of the total norm that is measured (and that mode ``norm`` limits).
-        scales: which gradients a mode that decides on one coefficient multiplies, and whose norm it
-            compares with λ: ``"auto"`` leaves out the matrices of Muon, ``"all"`` nothing.
-    """
+    """Description of a clipping mode: a dataclass whose fields are the options of the mode."""
 
     info: ClassVar[ModeInfo] = ModeInfo()
     at_once: ClassVar[Mapping[str, Any]] = {}
@@ -128,25 +90,12 @@ class Mode:
 
     @classmethod
     def conflicts(cls, options: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-        """Yield what is wrong with ``options`` that are right one by one: the option, and why.
-
-        A third item is the value, where the option is a part of another one, such as ``links.0``.
-
-        Args:
-            options: all options of the mode, ``threshold`` included.
-        """
+        """Yield what is wrong with ``options`` that are right one by one: the option, and why."""
         yield from ()
 
     @classmethod
     def waits_for(cls, options: Mapping[str, Any]) -> str:
-        """Return why the mode cannot clip a tensor before other gradients are final.
-
-        Args:
-            options: all options of the mode.
-
-        Returns:
-            The reason, to follow the name of the mode; empty if it can.
-        """
+        """Return why the mode cannot clip a tensor before other gradients are final."""
         if cls.info.by_tensor:
             return ""
         if cls.info.nested:

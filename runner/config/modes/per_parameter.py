@@ -13,16 +13,7 @@ from runner.config.modes.mode import Mode, ModeInfo
 
 @dataclass(eq=False)
 class PerParameter(Mode):
-    """Each tensor's gradient is scaled down to a norm of at most the threshold.
-
-    A spike in one layer does not shrink the gradients of the others, but the direction of the whole
-    gradient changes.
-
-    Args:
-        by: ``"tensor"``, or ``"block"``: the threshold then limits the norm of all parameters whose
-            names share the shortest prefix that ends with a number, such as ``blocks.3`` or
-            ``layer1.0``; without a number, those of one module.
-    """
+    """Each tensor's gradient is scaled down to a norm of at most the threshold."""
 
     info = ModeInfo(
         clips="tensors",

@@ -14,15 +14,7 @@ from runner.config.values import Count
 
 @dataclass(eq=False)
 class Percentile(Mode):
-    """The whole gradient is scaled down to a percentile of the norms of all steps so far.
-
-    Args:
-        threshold: p, the percentile in %, above 0 and at most 100. A lower one clips more: 10 clips
-            about nine steps in ten.
-        window: number of the latest finite steps that count; None for all steps.
-        history: whether norms enter the history as they were measured, or as they were clipped.
-        min_steps: number of finite steps from which on the mode clips.
-    """
+    """The whole gradient is scaled down to a percentile of the norms of all steps so far."""
 
     info = ModeInfo(
         clips="steps",

@@ -21,24 +21,7 @@ Inner = Annotated[
 
 @dataclass(eq=False)
 class Schedule(Mode):
-    """Another mode clips, with a λ that depends on the number of the optimizer step.
-
-    The first step has number 0. Steps that are skipped count too, so λ follows from the number of
-    the step alone.
-
-    Args:
-        threshold: λ after the warm-up and before the decay.
-        of: the mode that clips: its name; or a mapping with ``mode``, or the ``_target_`` of a
-            class of your own, and its options.
-        warmup_steps: number of first steps with another λ.
-        warmup_factor: what λ is multiplied by in the first step.
-        warmup: whether the factor stays in all of the warm-up, or falls linearly to 1.
-        decay: how λ changes after the warm-up.
-        steps: number of steps of the decay.
-        end_factor: what λ is multiplied by at the end of the decay and after it.
-        scheduler: ``_target_`` and arguments of a scheduler of learning rates. λ is the rate that
-            it makes of ``lr=threshold``. It takes the place of warm-up and decay.
-    """
+    """Another mode clips, with a λ that depends on the number of the optimizer step."""
 
     info = ModeInfo(
         clips="steps",

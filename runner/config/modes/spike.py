@@ -13,14 +13,7 @@ from runner.config.values import Natural
 
 @dataclass(eq=False)
 class Spike(Mode):
-    """Elements whose square is above threshold x their second moment are clamped to that.
-
-    This is the clipping of SPAM. The periodic reset of the optimizer's moments, which SPAM combines
-    with it, is no part of this mode.
-
-    Args:
-        min_steps: number of steps that a second moment has to average before it is compared.
-    """
+    """Elements whose square is above threshold x their second moment are clamped to that."""
 
     info = ModeInfo(
         clips="elements",

@@ -14,16 +14,7 @@ from runner.config.values import Count, Positive
 
 @dataclass(eq=False)
 class Update(Mode):
-    """The optimizer's update is limited; the gradient is measured, but not changed.
-
-    Args:
-        rule: ``"rms"``: the update of each tensor is divided by its RMS ÷ threshold, where that is
-            above 1 (StableAdamW). ``"sigma"``: the norm of the whole update is limited to the mean
-            of earlier ones plus threshold times their standard deviation.
-        eps: with ``rms``, lower bound of the root of a second moment.
-        window: with ``sigma``, number of earlier updates that count, as they were before they were
-            limited.
-    """
+    """The optimizer's update is limited; the gradient is measured, but not changed."""
 
     info = ModeInfo(
         clips="updates",

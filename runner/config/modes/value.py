@@ -7,12 +7,7 @@ from runner.config.modes.mode import Mode, ModeInfo
 
 @dataclass(eq=False)
 class Value(Mode):
-    """Every element of the gradient is clamped to [-threshold, threshold].
-
-    It has a grid of thresholds instead of published ones: the cutoff of 15 in Mikolov's RNNLM
-    limits errors at hidden units, which is no threshold for gradients of weights. Clamping elements
-    changes the direction of the gradient, so thresholds that clip few of them are suggested.
-    """
+    """Every element of the gradient is clamped to [-threshold, threshold]."""
 
     info = ModeInfo(
         clips="elements",

@@ -13,20 +13,7 @@ from runner.config.values import Count, Positive
 
 @dataclass(eq=False)
 class ZScore(Mode):
-    """A gradient whose norm lies far above a running mean of the norms is scaled down.
-
-    Args:
-        threshold: z, the number of standard deviations above the mean from which on a norm is
-            clipped. A lower one clips more.
-        rule: what a clipped norm becomes, see :mod:`runner.clip.zscore`.
-        decay: weight of the earlier steps in the running mean and variance.
-        warmup_steps: number of finite steps whose mean and variance the running ones start from.
-            They are not clipped.
-        history: whether norms enter mean and variance as they were measured, or as they were
-            clipped.
-        eps: added to the standard deviation. Norms whose standard deviation is at most so large a
-            share of their mean are on a plateau, where nothing is clipped.
-    """
+    """A gradient whose norm lies far above a running mean of the norms is scaled down."""
 
     info = ModeInfo(
         clips="steps",

@@ -25,12 +25,7 @@ def announce(line: str) -> None:
 
 
 def print_line(text: str = "", stream: TextIO | None = None) -> None:
-    """Print ``text`` at once. A reader that left does not change how the command ends.
-
-    Args:
-        text: one line, or several.
-        stream: where to print it; stdout by default.
-    """
+    """Print ``text`` at once. A reader that left does not change how the command ends."""
     stream = sys.stdout if stream is None else stream
     try:
         print(text, file=stream, flush=True)
@@ -42,10 +37,7 @@ def print_line(text: str = "", stream: TextIO | None = None) -> None:
 
 
 def open_streams() -> None:
-    """Discard what is printed on a standard stream that is closed (``>&-``).
-
-    Otherwise the next file that is opened would take its place, and what other programs print.
-    """
+    """Discard what is printed on a standard stream that is closed (``>&-``)."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

@@ -19,23 +19,7 @@ def wait_while_working(
     heard: Callable[[], int] = lambda: 0,
     time_left: Callable[[], float] = lambda: math.inf,
 ) -> bool:
-    """Wait until the work of a process has ended.
-
-    It is given up after ``timeout`` seconds, once no time is left, or once it has made no progress
-    for ``stalled`` seconds: no message, and no use of a CPU or disk by it or by a process that it
-    started. A process that waits for its turn on a busy machine counts as one that works.
-
-    Args:
-        process: number of the process.
-        has_ended: waits at most the given seconds, and returns whether the work has ended.
-        stalled: most seconds without progress.
-        timeout: most seconds to wait.
-        heard: returns the number of messages that have come from the process.
-        time_left: returns the seconds that are left, which may change while this waits.
-
-    Returns:
-        Whether it ended.
-    """
+    """Wait until the work of a process has ended."""
     now = time.monotonic()
     until, since = now + timeout, now
     before: object = None
@@ -52,10 +36,8 @@ def wait_while_working(
 
 
 def cpu_times(process: int) -> dict[int, int | None]:
-    """Return the CPU time that a process and each of its descendants used, in ticks of the kernel.
-
-    The time is None for one that runs, or waits for a CPU or a disk, and where the system does not
-    tell (it has no ``/proc``).
+    """Return the CPU time that a process and each of its descendants used, in ticks of the
+    kernel.
     """
     times: dict[int, int | None] = {}
     children: dict[int, list[int]] = {}

@@ -22,11 +22,7 @@ _READ_BY_WANDB = re.compile(r"WANDB_|NETRC|PROXY|SSL|CERT|_CA_|HOME$|^XDG_|^TE?M
 
 
 class RecorderProcess(subprocess.Popen[str]):
-    """A process that records one run after the other, see :mod:`wandb_process`.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """A process that records one run after the other, see :mod:`wandb_process`."""
 
     def __init__(self) -> None:
         self._begun_with = _surroundings()
@@ -83,11 +79,7 @@ def begin() -> None:
 
 
 def take() -> RecorderProcess:
-    """Return a process for a run: the one that was begun ahead or kept, or else a new one.
-
-    Raises:
-        OSError: no process can be started.
-    """
+    """Return a process for a run: the one that was begun ahead or kept, or else a new one."""
     while _kept:
         process = _kept.pop()
         if process.fits:

@@ -15,15 +15,7 @@ class Sink(Protocol):
         ...
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        """Take the end of the run. Further calls have no effect.
-
-        A sink that sends to another machine raises nothing here: training is over, and its result
-        must not be lost to a server that does not answer.
-
-        Args:
-            summary: JSON-like summary of the run; None if the run did not get that far.
-            exit_code: 0 if the run finished.
-        """
+        """Take the end of the run. Further calls have no effect."""
         ...
 
 

@@ -22,19 +22,7 @@ def is_installed() -> bool:
 
 
 class TensorboardSink:
-    """Record a run for ``tensorboard --logdir``, in ``folder/tensorboard``.
-
-    A writer thread of TensorBoard's writes the file. If it cannot be written, one warning is logged
-    and no error is raised: the run's own files have the rows.
-
-    Args:
-        folder: folder of the run.
-        continued_after: step up to which an earlier file of this folder counts, for a run that
-            continues: TensorBoard leaves out its later rows. None for a new run.
-
-    Raises:
-        ImportError: TensorBoard is not installed; the message says how to install it.
-    """
+    """Record a run for ``tensorboard --logdir``, in ``folder/tensorboard``."""
 
     def __init__(self, folder: Path, continued_after: int | None = None) -> None:
         if not is_installed():

@@ -71,19 +71,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
 
 class TerminalSink:
-    """Show rows: a bar on a terminal, otherwise a line now and then.
-
-    A line is printed after each ``interval`` steps, for each row with an evaluation, and for the
-    last row. If the stream breaks (``| head``), nothing more is shown and the run continues.
-
-    Args:
-        total_steps: optimizer steps of the run; None if they are not known.
-        interval: steps between lines, see :func:`runner.train.progress.steps_between_lines`.
-        title: name of the run, for the message at its end.
-        stream: stream to print to; standard error by default.
-        alone: whether no other run prints to the stream. Otherwise there is no bar, which others
-            would overwrite, and each line begins with the title.
-    """
+    """Show rows: a bar on a terminal, otherwise a line now and then."""
 
     def __init__(
         self,

@@ -52,15 +52,7 @@ _ALIASES: dict[str, Mode] = {"run": "online", "shared": "online", "dryrun": "off
 
 
 def effective_mode(mode: str) -> Mode:
-    """Return the mode in which a run is recorded.
-
-    ``auto`` is the mode of ``WANDB_MODE`` or of wandb's settings files. If they set none, it is
-    online if there are credentials for the configured server (``WANDB_API_KEY``, an identity token,
-    a netrc entry, the settings files), else offline. No request is sent, and nobody is prompted.
-
-    Args:
-        mode: auto, online, offline or disabled.
-    """
+    """Return the mode in which a run is recorded."""
     asked = os.environ.get("WANDB_MODE", "") if mode == "auto" else mode
     if asked:
         return _known(asked)
@@ -81,12 +73,7 @@ def _known(word: str) -> Mode:
 
 
 class Recorder:
-    """Record one run, online if that works within the time limits, offline otherwise.
-
-    Args:
-        request: first message of :class:`WandbSink`.
-        say: sends a message of a kind ("info" or "warning") to the trainer's log.
-    """
+    """Record one run, online if that works within the time limits, offline otherwise."""
 
     def __init__(self, request: dict[str, Any], say: Callable[[str, str], None]) -> None:
         self._request = request
@@ -128,12 +115,7 @@ class Recorder:
             self._run.log({key: wandb.Plotly(Figure(one)) for key, one in figures.items()})
 
     def end(self, summary: dict[str, Any] | None, exit_code: int) -> bool:
-        """Finish the run; return False if wandb's client is stuck.
-
-        Args:
-            summary: summary of the run, without nested dictionaries.
-            exit_code: exit code of the run.
-        """
+        """Finish the run; return False if wandb's client is stuck."""
         run = self._run
         if run is None:
             return True
@@ -178,9 +160,8 @@ class Recorder:
         return run
 
     def _seconds(self, limit: str, offline: bool) -> float:
-        """Return a limit in seconds; the machine may take its time where no server is waited for.
-
-        On a busy machine the start of wandb's client may take longer than a server is given.
+        """Return a limit in seconds; the machine may take its time where no server is waited
+        for.
         """
         seconds: float = self._request["timeout" if offline else limit]
         return seconds
@@ -223,10 +204,7 @@ class _Relay:
 
 
 def _begin_client() -> None:
-    """Import wandb and start its client, for whatever runs are going to ask for.
-
-    The first run says what is wrong if that fails.
-    """
+    """Import wandb and start its client, for whatever runs are going to ask for."""
     with suppress(Exception):
         _quiet_wandb().setup().ensure_service()
 
@@ -249,12 +227,7 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
 
 
 def _settings(wandb: Any, init_seconds: float, finish_seconds: float) -> Any:
-    """Return new settings for one run; wandb changes the object.
-
-    Machine, command line, code and environment are not recorded: arguments may hold secrets, and
-    the run folder has what is needed. How busy the machine is, and its memory, are recorded where
-    there is a GPU.
-    """
+    """Return new settings for one run; wandb changes the object."""
     wanted = {
         "silent": True,
         "console": "off",
@@ -309,11 +282,7 @@ def _watch(trainer: int, stream: IO[str], inbox: Inbox) -> None:
 
 
 def _own_streams() -> tuple[IO[str], IO[str]]:
-    """Return standard input and output, and hide them from wandb.
-
-    wandb's client inherits the descriptors 0 to 2: it would hold the pipes open and could write to
-    them.
-    """
+    """Return standard input and output, and hide them from wandb."""
     source, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

@@ -53,33 +53,7 @@ def records(mode: str) -> bool:
 
 
 class WandbSink:
-    """Record a run with wandb, in ``folder/wandb``.
-
-    Only :meth:`close` waits for wandb, as long as its process makes progress, and at most
-    ``timeout`` seconds. If the server cannot be reached, refuses, hangs or dies, one warning is
-    logged, and the complete record is in the folder, to be sent later by ``wandb sync``. No error
-    is raised, and nobody is prompted.
-
-    A run that is never closed, because its process was killed, is marked as failed.
-
-    Args:
-        folder: folder of the run.
-        mode: auto, online, offline or disabled, see :func:`effective_mode`.
-        timeout: most seconds to wait at the end until wandb has recorded the run.
-        project: project of the run in wandb.
-        group: group of the run; None for none.
-        tags: tags of the run.
-        job_type: job type of the run.
-        name: displayed name of the run.
-        run_id: id that is unique in the project, see :func:`new_run_id`.
-        config: configuration in plain containers. It is recorded and must hold no secret.
-        sent_until: step up to which rows are in wandb already; they are not sent again.
-        resumes: whether to continue the wandb run of ``run_id``. Offline, a further record of that
-            id is made, which ``wandb sync`` appends to the run.
-        time_left: returns the seconds that the end may still take, which a signal limits.
-        more_follow: whether to keep the process for the next run of this program, which then has
-            nothing to wait for; :func:`runner.telemetry.sinks.recorder_process.end_kept` ends it.
-    """
+    """Record a run with wandb, in ``folder/wandb``."""
 
     def __init__(
         self,
@@ -239,11 +213,7 @@ class WandbSink:
 
 
 def _flat(summary: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the items of a nested summary, keys joined by slashes: wandb shows flat ones.
-
-    Numbers that are not finite are spelled as strings: wandb would store null, which hides that a
-    run diverged.
-    """
+    """Yield the items of a nested summary, keys joined by slashes: wandb shows flat ones."""
     for key, value in summary.items():
         name = f"{above}{key}"
         if isinstance(value, dict):

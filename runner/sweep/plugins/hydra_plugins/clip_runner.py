@@ -37,11 +37,7 @@ ConfigStore.instance().store(
 
 
 class _Launcher(Launcher):  # type: ignore[misc, unused-ignore]
-    """Launches runs through a launcher of Hydra's own plugins.
-
-    Args:
-        options: keys of ``hydra.launcher``.
-    """
+    """Launches runs through a launcher of Hydra's own plugins."""
 
     module: ClassVar[str]
     name: ClassVar[str]

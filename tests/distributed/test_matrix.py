@@ -48,7 +48,7 @@ ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 """Largest relative error of rounding a number once."""
 
 BASE, FURTHER = [*MODES][:7], [*MODES][7:]
-WITHOUT_BIAS = {"gpt": "tied", "moe": "moe_no_bias"}
+WITHOUT_BIAS = {"gpt": "tied", "conv": "tied", "moe": "moe_no_bias"}
 """Models for AdamW alone: the gradient of a key's bias is zero but for rounding."""
 
 
@@ -61,7 +61,7 @@ def cases_of(turn: int, model: str, modes: Sequence[str]) -> list[Case]:
     for at, mode in enumerate(modes, turn):
         follows = mode in ("percentile", "zscore", "schedule")
         chosen: dict[str, Any] = {"accumulation": (1, 3)[(at // 2 + turn) % 2], "kept": at % 3 == 0}
-        chosen["optimizer"] = ("sgd", "momentum", "sgd", "adamw")[at % (3 if follows else 4)]
+        chosen["optimizer"] = ("sgd", "momentum", "sgd", "adamw")[0 if follows else at % 4]
         chosen["steps"] = 8 if follows or "spike" in mode else 4
         net = "tied" if mode == "groups" and model == "conv" else model  # by names of blocks
         if mode in OF_ADAMW:
@@ -70,7 +70,8 @@ def cases_of(turn: int, model: str, modes: Sequence[str]) -> list[Case]:
     single = BASE[turn % len(BASE)]
     found += [Case(model, single, 1 + turn % 2, False, optimizer="adamw", kept=turn % 3 == 0)]
     half = {"accumulation": 2, "double": False, "rate": 0.5}
-    return found + [Case(model, "L2", precision=precision, **half) for precision in ROUNDOFF]
+    net = "tied" if model == "conv" else model  # the gradient of its bias cancels out
+    return found + [Case(net, "L2", precision=precision, **half) for precision in ROUNDOFF]
 
 
 def limit(case: Case) -> float:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from runner.data import EmptyPart, PartitionedBatches, TensorPairs, collate_pairs
+from runner.data import PartitionedBatches, TensorPairs, collate_pairs
 
 LENGTHS = (1, 2, 7, 8, 9, 23, 31, 32, 33, 1437)
 
@@ -53,17 +53,6 @@ def test_a_step_reads_the_same_samples_however_its_batch_is_split(length):
             assert sizes[0] - sizes[-1] <= 1
 
 
-def test_an_empty_part_holds_a_weightless_stand_in():
-    samplers = ranks(9, 4, 2)
-    batch = list(samplers[1])[1]
-    assert samplers[0].parts(1)[1] == []
-    assert isinstance(batch, EmptyPart)
-    assert batch.weightless
-    assert batch == samplers[0].parts(1)[0]
-    assert [sampler.weightless(1) for sampler in samplers] == [False, True]
-    assert not samplers[1].weightless(0)
-
-
 def test_the_order_is_that_of_seed_and_epoch_alone():
     def order(seed, epoch):
         sampler = sampler_of(100, 8, seed=seed)
@@ -97,6 +86,13 @@ def test_a_start_skips_microbatches_once_and_leaves_the_length(workers):
         assert len(sampler) == len(loader) == 7
         assert [targets.tolist() for _, targets in loader] == whole[start:]
     assert [targets.tolist() for _, targets in loader] == whole
+
+
+def test_an_empty_part_holds_a_weightless_stand_in():
+    samplers = ranks(9, 4, 2)
+    assert samplers[0].parts(1)[1] == []
+    assert list(samplers[1])[1] == samplers[0].parts(1)[0]
+    assert [sampler.weightless(1) for sampler in samplers] == [False, True]
 
 
 def test_wrong_sizes_and_places_are_refused():

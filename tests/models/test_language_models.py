@@ -106,20 +106,6 @@ def test_a_step_reaches_every_parameter_and_evaluation_has_no_dropout(make):
     assert torch.equal(model(batch), model(batch))
 
 
-def count(model):
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def test_parameters_are_those_of_the_sizes_and_a_tied_head_counts_once():
-    assert count(gpt()) == 2 * (12 * 64 + 9 * 8 + 4 * 8) + 2 * 8 + (2 * V + T) * 8
-    assert count(lstm()) == V * 8 + 2 * 4 * (8 * 8 + 8 * 8 + 8 + 8) + 8 * V + V
-    for kind in (gpt, lstm):
-        model = kind(tied=True)
-        assert model.head.weight is model.embed.weight
-        assert count(kind()) - count(model) == V * 8
-        assert "head.weight" not in dict(model.named_parameters())
-
-
 def test_sizes_that_do_not_fit_are_refused():
     for wrong, message in [
         (lambda: gpt(heads=3), "3 heads do not divide a width of 8"),
@@ -131,17 +117,11 @@ def test_sizes_that_do_not_fit_are_refused():
             wrong()
 
 
-def test_attention_is_softmax_over_the_past_and_each_head_may_be_on_another_rank():
+def test_attention_is_softmax_over_the_past():
     torch.manual_seed(0)
     attention = gpt(bias=False).blocks[0].attention.double()
-    hidden = torch.randn(2, 5, 8, dtype=torch.float64)
-    expected, total = [], 0
+    hidden, expected = torch.randn(2, 5, 8, dtype=torch.float64), []
     for head in (slice(0, 4), slice(4, 8)):
-        part = gpt(bias=False).blocks[0].attention.double()
-        for name in ("query", "key", "value"):
-            getattr(part, name).weight = nn.Parameter(getattr(attention, name).weight[head])
-        part.out.weight = nn.Parameter(attention.out.weight[:, head])
-        total = total + part(hidden)
         query, key, value = (
             layer(hidden)[..., head] for layer in (attention.query, attention.key, attention.value)
         )
@@ -149,7 +129,6 @@ def test_attention_is_softmax_over_the_past_and_each_head_may_be_on_another_rank
         future = torch.ones(5, 5).triu(1).bool()
         expected.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ value)
     torch.testing.assert_close(attention(hidden), attention.out(torch.cat(expected, dim=-1)))
-    torch.testing.assert_close(attention(hidden), total)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

@@ -53,16 +53,6 @@ def test_hidden_matrices_are_those_of_inner_layers():
     assert type(muon) is Muon
 
 
-def test_every_parameter_is_stepped_once_and_those_of_a_criterion_by_adamw():
-    model, criterion = gpt(tied=True), nn.Linear(2, 2)
-    others = [*criterion.parameters(), model.embed.weight]
-    optimizers = muon_with_adamw(model, heads=head_weights(model), others=others)
-    muon, adamw = ([id(p) for g in o.param_groups for p in g["params"]] for o in optimizers)
-    assert set(muon) == {id(model.get_parameter(name)) for name in HIDDEN}
-    every = {id(p) for p in (*model.parameters(), *criterion.parameters())}
-    assert sorted(muon + adamw) == sorted(every)
-
-
 def test_steps_are_those_of_torch_with_these_settings():
     model, other = gpt(), gpt()
     muon = {"lr": 0.03, "momentum": 0.8, "nesterov": False, "weight_decay": 0.2, "eps": 1e-6}

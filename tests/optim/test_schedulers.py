@@ -41,20 +41,18 @@ def test_a_warm_up_in_steps_and_a_line_to_zero():
         rates(LinearWarmupLR, 4, warmup_steps=4)
 
 
-def test_the_warm_up_of_a_cosine_is_a_line_to_the_optimizers_rate():
-    found = rates(LinearWarmupCosineLR, 50, warmup_fraction=0.2)
-    assert found[:11] == pytest.approx([*((step + 1) / 10 for step in range(10)), 1.0])
-    wanted = [0.5 * (1 + math.cos(math.pi * step / 40)) for step in range(40)]
-    assert found[10:] == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize("power", [0.0, 0.5, 2.0])
-def test_after_the_warm_up_it_is_a_power_of_what_is_left(power):
-    found = rates(LinearWarmupPolynomialLR, 50, warmup_fraction=0.2, power=power)
+@pytest.mark.parametrize("power", [None, 0.0, 0.5, 2.0])
+def test_after_a_line_to_the_optimizers_rate_it_is_a_cosine_or_a_power_of_what_is_left(power):
+    kind = LinearWarmupCosineLR if power is None else LinearWarmupPolynomialLR
+    options = {"warmup_fraction": 0.2} | ({} if power is None else {"power": power})
+    found = rates(kind, 50, **options)
     assert found[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert found[10:] == pytest.approx([((50 - step) / 40) ** power for step in range(10, 50)])
-    after, *_ = rates(LinearWarmupPolynomialLR, 3, 5, warmup_fraction=0.0, power=power)
-    assert after[4] == (power == 0)
+    left = [(50 - step) / 40 for step in range(10, 50)]
+    cosine = [0.5 * (1 - math.cos(math.pi * share)) for share in left]
+    assert found[10:] == pytest.approx(cosine if power is None else [x**power for x in left])
+    if power is not None:
+        after, *_ = rates(kind, 3, 5, warmup_fraction=0.0, power=power)
+        assert after[4] == (power == 0)
 
 
 @pytest.mark.parametrize("steps", [1, 7, 20, 300])

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,22 +13,39 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from runner import Trainer
 from runner.booster import TorchDDPPlugin
 from runner.cli.main import main
-from runner.train.callbacks import Callback, CallbackError
+from runner.train.callbacks import CallbackError
 from runner.train.early_stopping import EarlyStopping
 from tests.ranks import run_ranks
-from tests.train.callbacks import Notes
 
 SMALL = ["tracker=none", "device=cpu", "data.batch_size=64", "model.width=4", "checkpoint=none"]
 
 
-class Losses(Callback):
-    """Remembers the losses of evaluations."""
+class Notes:
+    """Writes the names of its calls to a file; fails in the method ``fails_in``."""
 
-    def __init__(self):
-        self.seen = []
+    def __init__(self, file, fails_in="", end_at=0):
+        self.file, self.fails_in, self.end_at = Path(file), fails_in, end_at
+
+    def _note(self, name, trainer, values):
+        if name == self.fails_in:
+            raise KeyError("planted")
+        step = trainer.state.progress.step
+        with self.file.open("a") as file:
+            print(json.dumps([name, step, *values]), file=file)
+
+    def on_start(self, trainer):
+        self._note("on_start", trainer, [])
+
+    def on_step(self, trainer, metrics):
+        self._note("on_step", trainer, [metrics.step, float(metrics.decision.norm)])
+        if metrics.step == self.end_at:
+            trainer.end_early("planted end")
 
     def on_evaluate(self, trainer, metrics):
-        self.seen.append((trainer.state.progress.step, metrics["eval/loss"]))
+        self._note("on_evaluate", trainer, [metrics["eval/loss"]])
+
+    def on_end(self, trainer, summary):
+        self._note("on_end", trainer, [summary["steps"]])
 
 
 def make(*callbacks, duration="60ba", plugin=None, rank=0, world=1):
@@ -40,9 +58,20 @@ def make(*callbacks, duration="60ba", plugin=None, rank=0, world=1):
     return Trainer(model, loader, duration, eval_dataloader=loader, optimizers=sgd, **options)
 
 
-def test_calls_in_their_order(tmp_path):
-    file = tmp_path / "notes"
-    summary = make(Notes(str(file)), duration="3ba").fit()
+def test_an_error_names_the_callback_and_the_method(tmp_path):
+    for hook in ("on_start", "on_step", "on_evaluate", "on_end"):
+        failing = Notes(str(tmp_path / "notes"), hook)
+        with pytest.raises(CallbackError, match=rf"Notes failed in {hook}: KeyError"):
+            make(failing, duration="3ba").fit()
+    with pytest.raises(TypeError, match=r"builtins\.list is no callback"):
+        make([])
+
+
+def test_calls_in_their_order_until_a_callback_ends_the_training(tmp_path):
+    file, whole = tmp_path / "notes", make(duration="3ba")
+    assert "ended_early" not in whole.fit()
+    trainer = make(Notes(str(file), end_at=3))
+    summary = trainer.fit()
     notes = list(map(json.loads, file.read_text().splitlines()))
     assert [tuple(note[:2]) for note in notes] == [
         *(("on_start", 0), ("on_step", 1), ("on_step", 2), ("on_evaluate", 2)),
@@ -50,62 +79,24 @@ def test_calls_in_their_order(tmp_path):
     ]
     assert notes[5][2] == summary["final"]["eval/loss"]
     assert notes[4][2:] == [3, summary["final"]["grad/norm"]]
-    assert "ended_early" not in summary
-
-
-def test_an_error_names_the_callback_and_the_method(tmp_path):
-    for hook in ("on_start", "on_step", "on_evaluate", "on_end"):
-        failing = Notes(str(tmp_path / "notes"), hook)
-        with pytest.raises(CallbackError, match=rf"callbacks.Notes failed in {hook}: KeyError"):
-            make(failing, duration="3ba").fit()
-    with pytest.raises(TypeError, match=r"builtins\.list is no callback"):
-        make([])
-
-
-def test_a_callback_ends_the_training_after_its_step_with_an_evaluation(tmp_path):
-    losses, whole = Losses(), make(duration="3ba")
-    whole.fit()
-    trainer = make(Notes(str(tmp_path / "notes"), end_at=3), losses)
-    summary = trainer.fit()
     assert (summary["steps"], summary["ended_early"]) == (3, "planted end")
-    assert [step for step, _ in losses.seen] == [2, 3]
-    assert summary["final"]["eval/loss"] == losses.seen[-1][1]
     assert all(map(torch.equal, trainer.model.parameters(), whole.model.parameters()))
 
 
-@pytest.mark.parametrize(("patience", "min_delta"), [(1, 0.02), (3, 0.02), (2, 0.5), (1, 0.0)])
-def test_it_ends_when_the_loss_does_not_improve(patience, min_delta):
-    losses = Losses()
-    make(losses).fit()
-    best, waited, wanted = math.inf, 0, None
-    for step, loss in losses.seen:
-        if best - loss > 0 and best - loss >= min_delta:
-            best, waited = loss, 0
-        else:
-            waited += 1
-        if waited == patience:
-            wanted = step
-            break
-    assert (wanted is None) == (min_delta == 0)
-    summary = make(EarlyStopping(patience, min_delta=min_delta)).fit()
-    assert summary["steps"] == (wanted or 60)
-    assert ("ended_early" in summary) == (wanted is not None)
-
-
-def test_the_direction_is_that_of_the_metric():
-    for metric, values, waited in [
-        *(("eval/loss", (3, 2, 1), 0), ("eval/accuracy", (1, 2, 3), 0)),
-        *(("eval/accuracy", (3, 2, 1), 2), ("eval/loss", (3, math.nan, math.inf), 2)),
-        ("eval/loss", (math.nan, 3), 0),
+def test_evaluations_without_a_better_value_are_counted():
+    """By the direction of the metric; a gain below ``min_delta`` is none."""
+    for metric, values, options, waited in [
+        *(("eval/loss", (3, 2, 1), {}, 0), ("eval/accuracy", (1, 2, 3), {}, 0)),
+        *(("eval/accuracy", (3, 2, 1), {}, 2), ("eval/loss", (3, math.nan, math.inf), {}, 2)),
+        *(("eval/loss", (math.nan, 3), {}, 0), ("eval/loss", (3, 3), {}, 1)),
+        ("eval/loss", (3, 2.5, 2.25, 2), {"min_delta": 0.75}, 0),
+        ("eval/loss", (3, 2.5, 2.25, 2, 1.5), {"min_delta": 1.0}, 1),
+        ("eval/loss", (1, 2), {"direction": "maximize"}, 0),
     ]:
-        stopping, trainer = EarlyStopping(9, metric), make()
+        stopping, trainer = EarlyStopping(9, metric, **options), make()
         for value in values:
             stopping.on_evaluate(trainer, {metric: float(value)})
         assert stopping.waited == waited
-    stopping = EarlyStopping(9, "eval/loss", direction="maximize")
-    for value in (1.0, 2.0):
-        stopping.on_evaluate(trainer, {"eval/loss": value})
-    assert stopping.waited == 0
     with pytest.raises(ValueError, match="there is no eval/f1; evaluations have eval/loss"):
         EarlyStopping(1, "eval/f1").on_evaluate(make(), {"eval/loss": 1.0})
     with pytest.raises(ValueError, match="patience must be at least 1"):
@@ -155,7 +146,7 @@ def test_all_ranks_end_after_the_same_step():
 
 
 def test_the_command_calls_them_and_records_why_it_ended(outputs, tmp_path, capsys):
-    target = f"callbacks=[{{_target_:tests.train.callbacks.Notes,file:{tmp_path / 'notes'}}}]"
+    target = f"callbacks=[{{_target_:tests.train.test_callbacks.Notes,file:{tmp_path / 'notes'}}}]"
     words = ["early_stopping.patience=2", "early_stopping.min_delta=100", "eval.interval=3ba"]
     folder = outputs / "run"
     assert main([*SMALL, target, *words, f"hydra.run.dir={folder}"]) == 0

@@ -4,12 +4,11 @@ import sys
 
 import pytest
 import torch
-from torch import nn
 
 from runner.compose.request import request
 from runner.config.duration import Duration
 from runner.config.problem import RequestError
-from runner.train import build, preflight
+from runner.train import preflight
 from runner.train.job import make_trainer
 from tests.ranks import run_ranks
 
@@ -70,18 +69,3 @@ def test_lion_names_the_extra_that_it_needs(monkeypatch):
     monkeypatch.delitem(sys.modules, "timm.optim", raising=False)
     with pytest.raises(RequestError, match=r'needs timm, which .* install "clip-runner\[optim\]"'):
         preflight.check(config("optimizer=lion"))
-
-
-def by_depth(model, lr):
-    if lr == 0.0:
-        return []
-    return [torch.optim.SGD(layer.parameters(), lr / (i + 1)) for i, layer in enumerate(model)]
-
-
-def test_an_optimizer_of_ones_own_may_be_made_from_the_model():
-    target = config(f"optimizer._target_={__name__}.by_depth").optimizer
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    first, second = build.make_optimizers(target.with_arguments({"lr": 0.1}), model)
-    assert [g["lr"] for g in first.param_groups + second.param_groups] == [0.1, 0.05]
-    with pytest.raises(build.TargetError, match="returned list, not a torch"):
-        build.make_optimizers(target.with_arguments({"lr": 0.0}), model)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from runner import Trainer
@@ -131,16 +131,7 @@ def timeless(value: Any) -> Any:
 
 
 def assert_goes_on(loader: Callable[[], Any], step: int, **options: Any) -> list[dict[str, Any]]:
-    """Assert that a training saved after ``step`` goes on as if nothing had happened.
-
-    Args:
-        loader: makes the loader.
-        step: number of the step.
-        **options: functions that make options of the trainer.
-
-    Returns:
-        The rows of the whole training.
-    """
+    """Assert that a training saved after ``step`` goes on as one never stopped; return its rows."""
 
     def made(rows: Rows) -> Saving:
         return trainer(rows, loader, **{key: value() for key, value in options.items()})
@@ -179,12 +170,6 @@ def test_a_training_goes_on_inside_and_between_epochs(loader, step):
     # Six windows an epoch: steps 2 and 9 are inside of one, step 6 ends one.
     rows = assert_goes_on(LOADERS[loader], step)
     assert [row["train/step"] for row in rows] == [4, 7, 8, 12, 14, 15]
-
-
-@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
-def test_worker_processes_read_the_same_order(kind):
-    data = TensorDataset(Jittered().inputs, Jittered().targets)
-    assert_goes_on(lambda: kind(data, BATCH, shuffle=True, num_workers=1), 9)
 
 
 class RelativeToMean(ClipMode):
@@ -270,13 +255,3 @@ def test_the_state_of_another_training_is_refused_and_changes_nothing(part):
     with pytest.raises(ValueError, match=part):
         other.state.load_state_dict(state | {part: {} if part == "random" else [one, one]})
     assert part == "random" or timeless(other.state.state_dict()) == before
-
-
-def test_a_run_that_is_made_longer_goes_on_inside_the_epoch():
-    whole, parts = Rows(), Rows()
-    trainer(whole, partitioned, eval_dataloader=None, log_interval=1).fit()
-    made = trainer(parts, partitioned, eval_dataloader=None, log_interval=1)
-    for steps in (8, 15):
-        made.max_duration = type(made.max_duration)(steps, "ba")
-        made.fit()
-    assert list(map(timeless, parts.rows)) == list(map(timeless, whole.rows))

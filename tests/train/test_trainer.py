@@ -1,6 +1,5 @@
 """The loop: windows, rows, skipped steps, schedules, evaluation, and what it prints."""
 
-import json
 import logging
 import math
 
@@ -77,49 +76,6 @@ def test_a_training_lasts_as_long_as_asked_and_then_does_no_more(duration, steps
     model, loader = parts()
     trainer = Trainer(model, loader, duration)
     assert trainer.fit()["steps"] == trainer.fit()["steps"] == steps
-
-
-@pytest.mark.parametrize("clip", [None, ("norm", 0.3), ("value", 0.02), ("adaptive", 0.05)])
-def test_rows_agree_with_themselves(clip):
-    model, loader = parts()
-    rows, summary = fit(model, loader, clip=clip, per_layer=True)
-    assert [row["train/step"] for row in rows] == list(range(1, 16))
-    for row in rows:
-        product = row["clip/coef"] * row["grad/norm"]
-        assert product == pytest.approx(row["grad/norm_clipped"], rel=1e-9)
-        layers = [row[f"grad/norm/{name}"] for name, _ in model.named_parameters()]
-        assert math.hypot(*layers) == pytest.approx(row["grad/norm"], rel=1e-6)
-        if clip is None:
-            assert (row["clip/coef"], row["clip/clipped"]) == (1.0, 0)
-            assert "clip/threshold" not in row
-            continue
-        assert row["clip/threshold"] == clip[1]
-        assert row["clip/clipped"] == (row["clip/fraction"] > 0)
-        if clip[0] == "norm":
-            assert row["clip/coef"] == pytest.approx(min(1, clip[1] / row["grad/norm"]), rel=1e-9)
-            assert row["clip/clipped"] == (row["grad/norm"] > clip[1])
-    mean = sum(row["clip/clipped"] for row in rows) / len(rows)
-    assert summary["clip/ratio_total"] == rows[-1]["clip/ratio_total"] == pytest.approx(mean)
-    assert json.dumps(summary)
-    assert (mean > 0) == (clip is not None)
-
-
-def test_an_interval_between_rows_loses_no_step():
-    every, _ = fit(*parts())
-    some, summary = fit(*parts(), log_interval=4, log_flush=3)
-    assert [row["train/step"] for row in some] == [4, 5, 8, 10, 12, 15]
-    norms, clipped = ([row[key] for row in every] for key in ("grad/norm", "clip/clipped"))
-    begin = 0
-    for row in some:
-        end = row["train/step"]
-        assert row["grad/norm"] == norms[end - 1]
-        assert row["grad/norm_mean"] == pytest.approx(sum(norms[begin:end]) / (end - begin))
-        assert row["grad/norm_max"] == max(norms[begin:end])
-        assert row["clip/ratio"] == pytest.approx(sum(clipped[begin:end]) / (end - begin))
-        assert row["clip/ratio_total"] == pytest.approx(sum(clipped[:end]) / end)
-        begin = end
-    assert summary["grad/norm"]["max"] == max(norms)
-    assert summary["best"]["train/loss"] == min(row["train/loss"] for row in every)
 
 
 def test_a_skipped_step_moves_neither_weights_nor_schedule_and_is_not_clipped():

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from runner.launch.coordinator import DistCoordinator, get_current_device
     from runner.launch.process_group import get_dist_logger, launch_from_torch
     from runner.models import Classifier
-    from runner.optim.hybrid_adam import HybridAdam
     from runner.optim.schedulers import CosineAnnealingLR, LinearWarmupLR
     from runner.telemetry.monitor import GradientMonitor
     from runner.telemetry.options import Measurements
@@ -42,7 +41,6 @@ _HOME = {
     "DistCoordinator": "runner.launch.coordinator",
     "GradientClipping": "runner.clip",
     "GradientMonitor": "runner.telemetry.monitor",
-    "HybridAdam": "runner.optim.hybrid_adam",
     "HybridParallelPlugin": "runner.booster",
     "LinearWarmupLR": "runner.optim.schedulers",
     "LowLevelZeroPlugin": "runner.booster",
@@ -69,7 +67,6 @@ __all__ = [
     "DistCoordinator",
     "GradientClipping",
     "GradientMonitor",
-    "HybridAdam",
     "HybridParallelPlugin",
     "LinearWarmupLR",
     "LowLevelZeroPlugin",

@@ -56,6 +56,8 @@ def test_a_folded_step_is_clipping_and_a_step(name, channels_last):
     other = copy.deepcopy(model)
     plain = kind(other.parameters(), foreach=False, **options)
     booster, mode = Booster(), build("norm", threshold=threshold)
+    if channels_last:
+        mode = build("chain", links=[threshold])
     model, optimizer, *_ = booster.boost(model, kind(model.parameters(), fused=True, **options))
     for images, extra in batches():
         plain.zero_grad()

@@ -1,6 +1,5 @@
 """The loss of a window is its sum over items, divided by their number, whatever the criterion."""
 
-import logging
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,9 +22,9 @@ def logits(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
 
-WEIGHT = torch.tensor([0.1, 2.0, 0.7, 0.3, 5.0])
+WEIGHT = torch.tensor([0.0, 2.0, 0.7, 0.3, 5.0])
 IMAGE = torch.randn(3, 5, 2, 2, generator=torch.Generator().manual_seed(1))
-CLASSES = torch.tensor([0, 4, 2, 3])
+CLASSES = torch.tensor([4, 3, 0, 2])  # a part holds a class of weight 0 alone
 
 
 class WeightedByHand(nn.Module):
@@ -58,19 +57,19 @@ SMOOTH = CE(weight=WEIGHT, label_smoothing=0.2, ignore_index=2)
         (F.cross_entropy, OUT, CLASSES, 4),
         (CE(ignore_index=2), OUT, CLASSES, 3),
         (partial(F.cross_entropy, ignore_index=0), OUT, CLASSES, 3),
-        (CE(weight=WEIGHT), OUT, CLASSES, 6.1),
-        (SMOOTH, OUT, CLASSES, 5.4),
-        (NLL, OUT, SOME, 5.4),
-        (partial(F.cross_entropy, weight=WEIGHT), OUT, CLASSES, 6.1),
+        (CE(weight=WEIGHT), OUT, CLASSES, 6.0),
+        (SMOOTH, OUT, CLASSES, 5.3),
+        (NLL, OUT, SOME, 5.3),
+        (partial(F.cross_entropy, weight=WEIGHT), OUT, CLASSES, 6.0),
         (partial(F.nll_loss, weight=WEIGHT, ignore_index=0), OUT, torch.arange(4), 3.0),
-        (CE(weight=WEIGHT), IMAGE, torch.tensor([[[0, 1], [4, 2]]] * 3), 23.4),
+        (CE(weight=WEIGHT), IMAGE, torch.tensor([[[0, 1], [4, 2]]] * 3), 23.1),
         (CE(weight=WEIGHT), OUT, SOFT, 4),
         (CE(), IMAGE, IMAGE.softmax(1), 12),
         (nn.BCEWithLogitsLoss(pos_weight=WEIGHT), OUT, OUT.detach().sigmoid(), 4),
         (nn.KLDivLoss(reduction="batchmean"), OUT, SOFT, 4),
         (nn.HuberLoss(), OUT, OUT.detach() * 2, 4),
         (nn.MSELoss(), logits(4, 3), torch.zeros(4, 3), 4),
-        (WithItems(), OUT, CLASSES, 6.1),
+        (WithItems(), OUT, CLASSES.flip(0), 6.0),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -110,16 +109,6 @@ def test_tokens_that_are_ignored_are_no_items():
     assert loss.correct(torch.eye(3), (None, torch.tensor([0, IGNORED, 1]))) == 1
 
 
-def test_a_batch_that_does_not_count_has_gradients_whatever_the_outputs_are():
-    outputs = {"a": logits(2, 3), "b": [logits(2)], "c": torch.arange(2)}
-    loss = WindowLoss(nn.Identity(), nn.MSELoss())
-    total = loss.sum(outputs, None, None)
-    total.backward()
-    assert total == 0
-    assert torch.equal(outputs["b"][0].grad, torch.zeros(2))
-    assert loss.correct(logits(4, 3), (None, torch.zeros(4, 3))) is None
-
-
 def test_nothing_divides_a_criterion_that_sums_and_one_that_does_not_reduce_is_refused():
     for kind, targets, items in (
         (nn.CrossEntropyLoss, torch.tensor([0, 4, IGNORED, 3]), 3),
@@ -136,20 +125,6 @@ def test_nothing_divides_a_criterion_that_sums_and_one_that_does_not_reduce_is_r
     criterion = nn.CrossEntropyLoss()
     WindowLoss(nn.Identity(), criterion)
     assert criterion.reduction == "mean"
-
-
-def test_class_weights_of_zero_leave_the_smoothing_part_and_changes_are_read_anew():
-    weight = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0])
-    criterion = nn.CrossEntropyLoss(weight=weight, label_smoothing=0.3)
-    outputs, targets = logits(3, 5), torch.tensor([0, 0, 1])
-    loss = WindowLoss(nn.Identity(), criterion)
-    parts = [(outputs[:2], (None, targets[:2])), (outputs[2:], (None, targets[2:]))]
-    items = [loss.items(batch).items for _, batch in parts]
-    assert items == [0.0, 1.0]
-    total = sum(loss.sum(out, batch, n) for (out, batch), n in zip(parts, items, strict=True))
-    torch.testing.assert_close(total, criterion(outputs, targets))
-    weight *= 3
-    assert loss.items(parts[1][1]).items == 3.0
 
 
 # -- a criterion that is no mean over items
@@ -208,24 +183,15 @@ class Across(WeightedByHand):
         return super().forward(outputs, targets)
 
 
-def steps_of(criteria):
-    """Of each criterion, messages about it on this rank, and how often it was called."""
-    told = []
-    for criterion in criteria:
-        records, handler = [], logging.Handler()
-        handler.emit = records.append
-        logging.getLogger("runner.booster.loss").addHandler(handler)
-        plugin, data = TorchDDPPlugin(), TensorPairs(torch.randn(16, 3), torch.arange(16) % 5)
-        loader = plugin.prepare_dataloader(data, 4)
-        Trainer(nn.Linear(3, 5), loader, "2ba", criterion=criterion, plugin=plugin).fit()
-        logging.getLogger("runner.booster.loss").removeHandler(handler)
-        told.append((len(records), getattr(criterion, "calls", 0)))
-    return told
+def calls():
+    plugin, data = TorchDDPPlugin(), TensorPairs(torch.randn(16, 3), torch.arange(16) % 5)
+    loader, criterion = plugin.prepare_dataloader(data, 4), Across()
+    Trainer(nn.Linear(3, 5), loader, "2ba", criterion=criterion, plugin=plugin).fit()
+    return criterion.calls
 
 
 def test_a_criterion_that_communicates_is_not_called_more_often_on_one_rank():
-    found = run_ranks(steps_of, 2, [Across(), WeightedByHand()], timeout=120)
-    assert found == [[(0, 2), (1, 0)], [(0, 2), (0, 0)]]
+    assert run_ranks(calls, 2, timeout=120) == [2, 2]
 
 
 # -- batches
@@ -242,8 +208,6 @@ def test_a_batch_whose_targets_cannot_be_found_is_refused_in_one_message():
     for batch, what in (
         ({"x": two, "z": two}, "a dict with the keys 'x', 'z'"),
         (Named(two, "targets"), "a dataclass Named"),
-        ((two,), "a tuple of 1"),
-        ([two, two, "third"], "a list of 3 whose targets are a str"),
         (torch.zeros(2, 3), "a Tensor"),
         ((two, {"labels": two}), "a pair whose targets are a dict"),
         ((two, torch.tensor(1)), "a pair whose targets are a tensor without dim"),
@@ -251,41 +215,3 @@ def test_a_batch_whose_targets_cannot_be_found_is_refused_in_one_message():
         words = f"{what}|has to be a pair (inputs, targets)|collate_fn|loss(outputs, batch)"
         items = WindowLoss(nn.Identity(), nn.MSELoss()).items
         refused(BatchError, words, lambda items=items, b=batch: items(b))
-
-
-class Own(nn.Module):
-    def forward(self, batch):
-        return batch[0] * 2
-
-    def loss(self, outputs, batch):
-        return (outputs - batch[1]).mean()
-
-
-class OwnItems(Own):
-    def loss_items(self, batch):
-        return 7
-
-
-def test_a_model_with_a_loss_of_its_own_reads_batches_of_any_structure():
-    parts = {"inputs": torch.zeros(4, 2), "targets": torch.zeros(4), "more": torch.zeros(4)}
-    for batch in (parts, Named(parts["inputs"], parts["targets"]), tuple(parts.values())):
-        assert WindowLoss(Own()).items(batch) == (4, 4, 0)
-        assert WindowLoss(OwnItems()).items(batch) == (7, 4, 0)
-        assert WindowLoss(Own()).correct(torch.zeros(4, 3), batch) is None
-    refused(BatchError, "a tensor", lambda: WindowLoss(Own()).items({"text": ["a", "b"]}))
-    model, batch = Own(), (torch.ones(3), torch.zeros(3))
-    loss = WindowLoss(model)
-    assert loss.sum(loss.forward(model, batch), batch, 3) == 6.0
-
-
-class Output:
-    logits = torch.ones(2, 3)
-
-
-class Structured(nn.Module):
-    def forward(self, inputs):
-        return Output()
-
-
-def test_logits_are_taken_out_of_structures():
-    assert WindowLoss(Structured()).forward(Structured(), (None, None)) is Output.logits

@@ -135,17 +135,6 @@ def test_gradients_are_made_final_once_a_step_and_weights_published_after_it():
     assert calls == ["sync_grads", "broadcast_params"]
 
 
-def test_no_sync_knows_the_optimizer_that_was_boosted_with_the_model():
-    module, booster = nn.Linear(4, 2), Booster()
-    model, optimizer, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    for given in (None, optimizer):
-        with booster.no_sync(model, given):
-            booster.backward(loss_of(model), optimizer)
-        refused(StepOrderError, "clip|no_sync", lambda: optimizer.clip_grad_by_norm(1.0))
-    booster.backward(loss_of(model), optimizer)
-    assert optimizer.step()
-
-
 def test_a_plain_backward_pass_through_a_watched_output_is_noted():
     module, optimizer, _ = wrapped()
     optimizer.watch(torch.ones(2), held=False)
@@ -214,33 +203,6 @@ def test_a_limit_of_the_plugin_clips_what_nobody_clipped():
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["norm", "some", "value", "chain"])
-def test_clipping_in_a_fused_step_is_clipping_before_it(name):
-    """A fused step multiplies the gradients itself, where one coefficient says all."""
-    options = {"links": [0.5]} if name == "chain" else {"threshold": 0.5}
-    results = []
-    for fused, at_once in ((False, False), (True, False), (True, True)):
-        torch.manual_seed(0)
-        module = nn.Linear(4, 2)
-        made = [
-            torch.optim.SGD([p], lr=0.1, momentum=0.9, fused=fused) for p in module.parameters()
-        ]
-        _, optimizer, *_ = Booster().boost(module, made)
-        optimizer.layout.leave_unscaled(["bias"] if name == "some" else [])
-        for step in range(3):
-            mode = build("norm" if name == "some" else name, **options)
-            optimizer.backward(loss_of(module))
-            if step < 2:  # The last step takes the gradient as it is.
-                optimizer.clip(mode, fold=at_once)
-            optimizer.step()
-            results.append((optimizer.decision.metrics, weights(module), gradients(module)))
-            optimizer.zero_grad()
-    for plain, folded in zip(results[:3] * 2, results[3:], strict=True):
-        assert folded[0] == pytest.approx(plain[0], rel=1e-5)
-        torch.testing.assert_close(folded[1:], plain[1:])
-    assert results[0][0][3] == 1.0
-
-
 def test_a_gradient_with_other_strides_moves_the_right_weights_under_a_fused_optimizer():
     """And one whose strides a step has changed is not a new one."""
     results = []
@@ -290,15 +252,7 @@ def test_a_step_that_is_not_finite(policy, scale, bad):
         assert optimizer.step() is True
 
 
-def test_an_error_names_the_norm_and_at_most_five_parameters():
-    for layers, tail in ((2, "("), (3, " and 1 more (")):
-        module, booster = nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)]), Booster()
-        booster.nonfinite = "error"
-        names = [name for name, _ in module.named_parameters()]
-        model, optimizer, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=1.0))
-        booster.backward(model(torch.ones(1, 2)).sum() * math.nan, optimizer)
-        words = f"norm is nan: {', '.join(names[:5])}{tail.strip('(') or ' '}"
-        refused(NonFiniteGradient, words, lambda o=optimizer: o.clip_grad_by_norm(1.0))
+def test_one_call_may_ask_for_an_error():
     module, optimizer, _ = wrapped()
     optimizer.backward(loss_of(module) * math.inf)
     asked = {"error_if_nonfinite": True}

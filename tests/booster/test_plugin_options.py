@@ -1,15 +1,10 @@
-"""What a plugin may say for the whole Booster, and the trial steps of an optimizer over ranks."""
-
-from types import SimpleNamespace
-from unittest.mock import MagicMock, Mock, patch
+"""What a plugin may say for the whole Booster."""
 
 import torch
 from torch import nn
 from torch.optim import SGD
 
 from runner import Booster, HybridParallelPlugin, LowLevelZeroPlugin
-from runner.booster.optimizer_trial import steps_by_others
-from runner.booster.optimizers import require_safe
 from tests.clip.reference import refused
 from tests.ranks import run_ranks
 
@@ -55,30 +50,3 @@ def test_precision_scale_and_max_norm_come_from_the_plugin():
     assert half[0] is torch.bfloat16
     assert 0.05 < half[2] < 0.1
     assert scaled[:2] == (torch.float16, 2.0**4)
-
-
-class Recording(SGD):
-    """Notes where the parameters are that it steps."""
-
-    seen = set()  # noqa: RUF012
-
-    def step(self, closure=None):
-        self.seen.update(p.device.type for group in self.param_groups for p in group["params"])
-        return super().step(closure)
-
-
-def test_a_trial_runs_on_the_device_of_the_parameters_and_restores_its_random_numbers():
-    """Some options, such as ``capturable``, raise an error on another one."""
-    Recording.seen.clear()
-    steps_by_others(Recording([nn.Parameter(torch.ones(2, 2, device="meta"))], lr=0.1))
-    assert Recording.seen == {"meta"}
-    layout = SimpleNamespace(group=Mock(), shards=[], names=[])
-    spread = Mock(layout=layout, steps=None, pipeline=None)
-    with (
-        patch.object(torch.cuda, "is_initialized", lambda: True),
-        patch.object(torch.cuda, "current_device", lambda: 3),
-        patch.object(torch.random, "fork_rng", MagicMock()) as fork,
-    ):
-        optimizer = Recording([nn.Parameter(torch.ones(2, 2))], lr=0.1)
-        require_safe(optimizer, [spread], Mock(world_size=1))
-    fork.assert_called_once_with(devices=[3])

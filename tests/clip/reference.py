@@ -89,7 +89,7 @@ def per_parameter(made, limit, p):
 
 
 def adaptive(made, limit, p, eps=1e-3):
-    """Units are rows of dimension 0, and whole vectors."""
+    """Units are rows of dimension 0, and whole vectors, but none of an empty tensor."""
     wanted, over, top = [], [], 0.0
     for q in made:
         shape = (q.shape[0], -1) if q.ndim > 1 and q.numel() else (1, -1)
@@ -97,7 +97,7 @@ def adaptive(made, limit, p, eps=1e-3):
         ratio = gradient.norm(dim=1) / weight.norm(dim=1).clamp(min=eps)
         factor = torch.where(ratio > limit, limit / ratio, 1.0).unsqueeze(1)
         wanted.append((gradient * factor).reshape(q.shape))
-        over += (ratio > limit).tolist() if q.numel() else [False] * (q.shape[0] or 1)
+        over += (ratio > limit).tolist() if q.numel() else []
         top = max(top, float(ratio.max()))
     return wanted, sum(over) / len(over), top
 

@@ -72,12 +72,11 @@ def per_parameter(each, limit, p=2.0, block=None):
 
 
 class AdaGC:
-    """The published rule; ``zeros`` lets a norm of zero enter the history, as the paper does."""
+    """The published rule, but a norm of zero does not enter the history."""
 
-    def __init__(self, limit=1.05, absolute=1.0, beta=0.98, warm=100, p=2.0, history="clipped",
-                 zeros=False):  # fmt: skip
+    def __init__(self, limit=1.05, absolute=1.0, beta=0.98, warm=100, p=2.0, history="clipped"):
         self.limit, self.absolute, self.beta, self.warm = limit, absolute, beta, warm
-        self.p, self.history, self.zeros = p, history, zeros
+        self.p, self.history = p, history
         self.gamma, self.t = {}, 0
 
     def __call__(self, each):
@@ -90,7 +89,7 @@ class AdaGC:
                 factors[name] = min(1.0, self.limit * self.gamma[name] / norm)
             else:
                 factors[name] = 1.0
-            if each[name] is None or not (norm or self.zeros):
+            if each[name] is None or not norm:
                 continue
             entering = norm if self.history == "raw" else factors[name] * norm
             if name not in self.gamma:

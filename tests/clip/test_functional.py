@@ -4,7 +4,6 @@ import copy
 import gc
 import math
 import weakref
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from runner import apply_gradient_clipping
 from runner.booster import Booster, LossScale, StepOrderError
 from runner.booster.step_order import StepState
-from runner.clip import Layout, ParamShard, Units, transfer
-from runner.clip.boosted import register
+from runner.clip import transfer
 from tests.clip.reference import norm_of, refused
 from tests.ranks import run_ranks
 
@@ -48,31 +46,6 @@ def test_a_whole_boosted_model_is_clipped_by_its_optimizer(ask):
     assert length(raw) == pytest.approx(0.5, rel=1e-5)
     assert optimizer.stage is StepState.CLIPPED
     refused(StepOrderError, "already", lambda: apply_gradient_clipping(model, "norm", 0.5))
-
-
-def test_requests_that_no_optimizer_answers_say_what_to_write():
-    raw, model, optimizer = boosted()
-    other, _, others = boosted()
-    for more in (nn.Parameter(torch.ones(2)), *other.parameters()):
-        given = [*raw.parameters(), more]
-        several = lambda g=given: apply_gradient_clipping(g, "norm", 0.5)  # noqa: E731
-        refused(ValueError, "not all of one boosted model", several)
-    assert apply_gradient_clipping(model, "norm", 0.5).clipped == 1.0
-    assert (optimizer.stage, others.stage) == (StepState.CLIPPED, StepState.READY)
-    alone = nn.Linear(2, 2)
-    register(None, [alone, *alone.parameters()])
-    for given in (alone, alone.parameters()):
-        call = lambda g=given: apply_gradient_clipping(g, "norm", 0.5)  # noqa: E731
-        refused(ValueError, "without its optimizer", call)
-    first, second, old = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    shards = [ParamShard(str(n), p, Units((0,))) for n, p in enumerate((first, second))]
-    spread = Mock(layout=Layout(shards, group=Mock()))
-    register(spread, [first, second, old])
-    for given, words in (([first], "on several ranks"), ([old], "were replaced")):
-        refused(ValueError, words, lambda g=given: apply_gradient_clipping(g, "norm", 0.5))
-    spread.begin_clip.assert_not_called()
-    outcome = apply_gradient_clipping([first, second], "norm", 0.5)
-    assert outcome is spread.clip.return_value
 
 
 def test_a_model_whose_optimizer_is_gone_is_a_plain_one():
@@ -112,20 +85,6 @@ def test_what_is_kept_of_a_model_changes_with_its_parameters_and_goes_with_it():
     del model
     gc.collect()
     assert weight() is None
-
-
-def test_adaptive_clipping_twice_is_that_of_new_modes():
-    kept = nn.Linear(3, 4)
-    for seed in range(3):
-        for threshold in (0.1, 0.2):
-            other = copy.deepcopy(kept)
-            for model in (kept, other):
-                graded(model, seed)
-            found = [
-                apply_gradient_clipping(m, "adaptive", threshold, exclude=()) for m in (kept, other)
-            ]
-            assert found[0] == found[1]
-            assert torch.equal(kept.weight.grad, other.weight.grad)
 
 
 def test_wrapped_models_have_the_names_of_the_users_model_and_fsdp_1_is_refused():

@@ -14,18 +14,8 @@ from runner.models.gpt import GPT
 
 TIMM = {
     "deit_tiny_distilled_patch16_224": ["head", "head_dist"],
-    "levit_128": ["head.linear", "head_dist.linear"],
     "repvit_m1": ["head.head.l", "head.head_dist.l"],
     "crossvit_tiny_240": ["head.0", "head.1"],
-    "caformer_s18": ["head.fc.fc2"],
-    "dla34": ["fc"],
-}
-TORCHVISION = {
-    "squeezenet1_0": ["classifier.1"],
-    "googlenet": ["aux1.fc2", "aux2.fc2", "fc"],
-    "inception_v3": ["AuxLogits.fc", "fc"],
-    "vit_b_16": ["heads.head"],
-    "mobilenet_v3_small": ["classifier.3"],
 }
 NONE = {"weights": None, "weights_backbone": None}
 SHAPE = {"vocabulary": 10, "context": 4, "layers": 1, "heads": 2, "width": 10, "dropout": 0.0}
@@ -44,21 +34,17 @@ class Transformers(nn.Module):
         return None if self.encoder else self.lm_head
 
 
-def of_torchvision(name):
-    return get_model(
-        name, **({"init_weights": False} if name in ("googlenet", "inception_v3") else {})
-    )
-
-
 def distilled():
     return timm.create_model("deit_tiny_distilled_patch16_224")
 
 
 MODELS = {
     **{name: (lambda name=name: timm.create_model(name), heads) for name, heads in TIMM.items()},
-    **{
-        name: (lambda name=name: of_torchvision(name), heads) for name, heads in TORCHVISION.items()
-    },
+    "squeezenet": (lambda: get_model("squeezenet1_0"), ["classifier.1"]),
+    "inception": (
+        lambda: get_model("inception_v3", init_weights=False),
+        ["AuxLogits.fc", "fc"],
+    ),
     "deeplab": (
         lambda: deeplabv3_resnet50(aux_loss=True, **NONE),
         ["classifier.4", "aux_classifier.4"],

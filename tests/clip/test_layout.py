@@ -1,19 +1,19 @@
 """A model in pieces is clipped like a whole one: each element, unit and replica counts once."""
 
 import math
-from unittest.mock import MagicMock, Mock
+import threading
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from runner.clip import Layout, ParamShard, Units, build, total_norm
-from runner.clip.layout import OptionError
 from runner.clip.shard import LayoutError, Whole, placed
 from runner.clip.units import units_of
 from tests.clip.reference import on, refused
-from tests.clip.threads import Ranks
 
 MODES = {
     "none": {},
@@ -27,6 +27,66 @@ MODES = {
 }
 KEPT = pytest.mark.parametrize("kept", [False, True])
 ROWS = Units((1,))
+
+
+class Ranks:
+    """A process group whose ranks are threads: each test puts elements where it wants."""
+
+    def __init__(self, world):
+        self.world = world
+        self._here = threading.local()
+        self._barrier = threading.Barrier(world, timeout=120)
+        self._sent = [None] * world
+
+    def size(self):
+        return self.world
+
+    def rank(self):
+        return self._here.rank
+
+    def everyone(self, mine):
+        self._sent[self.rank()] = mine
+        self._barrier.wait()
+        sent = list(self._sent)
+        self._barrier.wait()
+        return sent
+
+    def run(self, body):
+        results = [None] * self.world
+        errors = []
+
+        def work(rank):
+            self._here.rank = rank
+            try:
+                results[rank] = body(self)
+            except BaseException as error:
+                errors.append(error)
+                self._barrier.abort()
+
+        def all_to_all_single(rows, sent, group, async_op):
+            columns = [each.chunk(self.world) for each in group.everyone(sent.clone())]
+            torch.cat([parts[self.rank()] for parts in columns], out=rows)
+
+        def all_reduce(tensor, group):
+            tensor.copy_(sum(group.everyone(tensor.clone())))
+
+        def all_gather_object(objects, mine, group):
+            objects[:] = group.everyone(mine)
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.world)]
+        with (
+            patch.object(dist, "all_to_all_single", all_to_all_single),
+            patch.object(dist, "all_reduce", all_reduce),
+            patch.object(dist, "all_gather_object", all_gather_object),
+        ):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        for error in errors:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        return results
 
 
 def whole(seed=0, scale=1.0):
@@ -272,20 +332,6 @@ def test_names_are_those_of_all_ranks_in_one_order():
     sizes = {"embed": 9, "0.bias": 3, "1.bias": 3}
     (layout,) = account(tied, renamed={"0.weight": "embed"}, heads=["0.bias"], whole=sizes)
     assert (layout.names, layout.heads) == (list(sizes), ("0.bias",))
-
-
-def named(*names):
-    return Layout([], parameters={name: Whole((1,), False, True) for name in names})
-
-
-def test_patterns_match_by_glob_and_unknown_ones_list_names():
-    layout = named(*[f"layer{i}.weight" for i in range(9)])
-    assert layout.matching("*[12].weight", "exclude") == ["layer1.weight", "layer2.weight"]
-    with pytest.raises(OptionError, match=r"layer2\.weight, \.\.\., layer6\.weight") as raised:
-        layout.matching("x", "exclude")
-    assert raised.value.option == "exclude"
-    seven = named(*"abcdefg")
-    refused(OptionError, "clip.units=x|a, b, c, d, e, f, g", lambda: seven.matching("x", "units"))
 
 
 def test_the_union_of_modules_has_the_elements_of_all():

@@ -6,9 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
-from runner.clip import Layout, build
+from runner.clip import build
 from runner.clip.layout import OptionError
 from tests.clip.reference import on, refused
 from tests.clip.tensor_steps import (
@@ -211,11 +210,3 @@ def test_a_pattern_that_matches_nothing_is_an_error_but_for_a_last_one_for_every
     give(made, recorded(1)[0])
     mode = build("groups", groups={"?*": 1.0, "*": "none"})
     assert [i.name for i in mode.clip(layout_of(made)).inner] == ["?*"]
-
-
-def test_a_restricted_layout_holds_its_part_alone():
-    layout = Layout.of_model(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
-    part = layout.restricted(["2.weight", "0.bias"])
-    assert part.names == [shard.name for shard in part.shards] == ["0.bias", "2.weight"]
-    assert part.heads == ("2.weight",)
-    assert layout.restricted(["0.weight"]).heads == ()

@@ -247,13 +247,6 @@ def test_other_optimizers_move_by_a_part_of_their_own_update(name):
     assert 20 < limited < 160
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adafactor"])
-def test_sigma_takes_any_optimizer(name):
-    model, mode = model_of(), build("update", threshold=1.0, rule="sigma", window=8)
-    decisions = train(mode, getattr(torch.optim, name)(model.parameters(), lr=0.1), 60, model)
-    assert 0 < sum(decision.clipped for decision in decisions) < 50
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -289,23 +282,17 @@ def test_resume_in_the_middle_changes_nothing(name, options):
 
 def test_one_call_limits_a_first_update_and_leaves_the_gradient():
     """The first update of AdamW is the rate times the sign: its RMS is 1 but for rounding."""
-    for dtype in (torch.float32, torch.float64):
-        for limit, coef in ((1.0, 1.0), (0.5, 0.5)):
-            model = model_of(dtype)
-            parameters = list(model.parameters())
-            given, *_ = gradients(1, parameters)
-            made, wrapped, *_ = Booster().boost(model, adamw(parameters))
-            before = [p.detach().clone() for p in parameters]
-            give(parameters, given)
-            decision = apply_gradient_clipping(made, "update", limit)
-            assert decision.max_stat == pytest.approx(1.0, rel=1e-6)
-            assert decision.clipped == decision.fraction == float(limit < 1)
-            assert decision.coef == pytest.approx(coef)
-            wrapped.step()
-            for parameter, old, gradient in zip(parameters, before, given, strict=True):
-                assert torch.equal(parameter.grad, gradient.to(dtype))
-                moved = float((parameter.detach() - old).abs().max())
-                assert moved == pytest.approx(coef * RATE, rel=0.15)
+    for limit, coef in ((1.0, 1.0), (0.5, 0.5)):
+        model = model_of(torch.float32)
+        given, *_ = gradients(1, list(model.parameters()))
+        made, _, *_ = Booster().boost(model, adamw(model.parameters()))
+        give(model.parameters(), given)
+        decision = apply_gradient_clipping(made, "update", limit)
+        assert decision.max_stat == pytest.approx(1.0, rel=1e-6)
+        assert decision.clipped == decision.fraction == float(limit < 1)
+        assert decision.coef == pytest.approx(coef)
+        for parameter, gradient in zip(model.parameters(), given, strict=True):
+            assert torch.equal(parameter.grad, gradient.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -1,11 +1,10 @@
-"""Which parameters Muon steps, that both optimizers are torch's, and Adam as HybridAdam."""
+"""Which parameters Muon steps, and that both optimizers are torch's."""
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import Adam, AdamW, Muon
+from torch.optim import AdamW, Muon
 
-from runner import HybridAdam
 from runner.clip.head import head_weights
 from runner.models.gpt import GPT
 from runner.optim.muon import NoHiddenMatrix, hidden_matrices, muon_with_adamw
@@ -74,23 +73,3 @@ def test_steps_are_those_of_torch_with_these_settings():
                 optimizer.zero_grad()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, named[name]), name
-
-
-@pytest.mark.parametrize("kind", [AdamW, Adam])
-def test_hybrid_adam_is_torchs_with_the_defaults_of_colossal_ai(kind):
-    plain, weight = (nn.Parameter(torch.ones(3)) for _ in range(2))
-    theirs = kind([plain], lr=0.05, eps=1e-6, weight_decay=0.1, foreach=False)
-    options = {"eps": 1e-6, "weight_decay": 0.1, "adamw_mode": kind is AdamW}
-    ours = HybridAdam([weight], lr=0.05, **options)
-    assert type(ours) is kind
-    for step in range(5):
-        for parameter, optimizer in ((plain, theirs), (weight, ours)):
-            parameter.grad = torch.tensor([1.0, -2.0, 0.1 * step])
-            optimizer.step()
-    torch.testing.assert_close(weight, plain, rtol=1e-6, atol=1e-7)
-    group = HybridAdam([weight]).param_groups[0]
-    wanted = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "fused": True}
-    assert {name: group[name] for name in wanted} == wanted
-    for option in ({"bias_correction": False}, {"nvme_offload_fraction": 0.5}):
-        with pytest.raises(ValueError, match=r"bias_correction=True|LowLevelZeroPlugin"):
-            HybridAdam([weight], **option)

@@ -77,7 +77,7 @@ def test_steps_are_those_of_torch_with_these_settings():
 
 
 @pytest.mark.parametrize("kind", [AdamW, Adam])
-def test_hybrid_adam_is_torchs_with_the_defaults_of_colossal_ai(kind):
+def test_hybrid_adam_is_torchs(kind):
     plain, weight = (nn.Parameter(torch.ones(3)) for _ in range(2))
     theirs = kind([plain], lr=0.05, eps=1e-6, weight_decay=0.1, foreach=False)
     options = {"eps": 1e-6, "weight_decay": 0.1, "adamw_mode": kind is AdamW}
@@ -88,9 +88,6 @@ def test_hybrid_adam_is_torchs_with_the_defaults_of_colossal_ai(kind):
             parameter.grad = torch.tensor([1.0, -2.0, 0.1 * step])
             optimizer.step()
     torch.testing.assert_close(weight, plain, rtol=1e-6, atol=1e-7)
-    group = HybridAdam([weight]).param_groups[0]
-    wanted = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "fused": True}
-    assert {name: group[name] for name in wanted} == wanted
     for option in ({"bias_correction": False}, {"nvme_offload_fraction": 0.5}):
         with pytest.raises(ValueError, match=r"bias_correction=True|LowLevelZeroPlugin"):
             HybridAdam([weight], **option)

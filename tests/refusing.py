@@ -8,8 +8,6 @@ class Optimizer(torch.optim.SGD):
     def __init__(self, params, lr=0.1, momentum=0.9, weight_decay=0.0, nesterov=False):
         if lr < 0:
             raise ValueError("lr is negative")
-        if momentum < 0:
-            raise ValueError("momentum is negative")
         super().__init__(params, lr, momentum)
 
 

@@ -180,11 +180,8 @@ def test_checkpoints_of_another_course(tmp_path):
 # -- a process that is killed while it writes
 
 MOMENTS = {
-    "before tensors": (filesystem.FileSystem, "create_stream", False),
     "inside tensors": (filesystem, "_write_item", False),
-    "after tensors": (filesystem, "_write_files_from_queue", True),
     "before manifest": (checkpoints, "complete", False),
-    "inside manifest": (checkpoints, "encode", True),
     "before rename": (Path, "rename", False),
     "after rename": (Path, "rename", True),
 }
@@ -330,11 +327,9 @@ def test_another_optimizer_or_schedule_is_refused_before_anything_is_loaded(
     first = trainer(7)
     first.fit()
     path = first.save(tmp_path)
-    other, untouched = trainer(**options), trainer(**options)
+    other = trainer(**options)
+    before = weights(other)
     with pytest.raises(ValueError, match=message):
         other.load(path)
     assert not any(each.state for each in other.optimizer.optimizers)
-    for one in (other, untouched):
-        torch.manual_seed(1)
-        one.fit()
-    assert same(other, untouched)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(other).items())

@@ -203,9 +203,7 @@ def test_wrong_folders_and_columns_are_named(saved, tars, images, tmp_path, monk
         (lambda: datasets(folder, "pixels"), "go together"),
         (lambda: tars(train="other*.tar"), r"has no file other\*\.tar\. Set data\.root"),
         (lambda: next(iter(tars(inputs="jpg").train)), r"find .*jpg.* in .*npy"),
-        (lambda: tars(buffer=-1), "buffer -1"),
         (lambda: images(None), r"data\.root is not set"),
-        (lambda: images(size=0), "size 0"),
         (lambda: images(), "green, red"),
         (lambda: images(folder), rf"{folder}.*train/<class>/<image>"),
     ]:

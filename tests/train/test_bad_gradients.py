@@ -3,7 +3,6 @@
 import logging
 import math
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from runner import SkipRule, Trainer
 from runner.booster import LossScale, NonFiniteGradient, SinglePlugin
 from runner.data.dataset import TensorPairs, collate_pairs
 from tests.distributed.training import Rows
-from tests.on_device import Waits, kept_on_device
+from tests.on_device import kept_on_device
 
 SAMPLES, BATCH = 24, 2
 ON = {"host": nullcontext, "device": kept_on_device}
@@ -141,20 +140,6 @@ def test_a_step_that_is_taken_ends_the_row_and_null_never_ends_the_run(bad, limi
             trainer.fit()
     with pytest.raises(ValueError, match="max_skips must be at least 1"):
         training(max_skips=0)
-
-
-def test_a_good_step_does_not_wait_for_the_device():
-    with kept_on_device():
-        trainer = training(accumulation_steps=2, log_flush=100)
-        waits, steps = Waits(), trainer.bad_gradients
-
-        def within(function, *args):
-            with waits:
-                return function(*args)
-
-        steps.clip, steps.check = partial(within, steps.clip), partial(within, steps.check)
-        trainer.fit()
-    assert waits.found == []
 
 
 class Steep(nn.Module):

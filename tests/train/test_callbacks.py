@@ -89,7 +89,7 @@ def test_evaluations_without_a_better_value_are_counted():
         *(("eval/loss", (3, 2, 1), {}, 0), ("eval/accuracy", (1, 2, 3), {}, 0)),
         *(("eval/accuracy", (3, 2, 1), {}, 2), ("eval/loss", (3, math.nan, math.inf), {}, 2)),
         *(("eval/loss", (math.nan, 3), {}, 0), ("eval/loss", (3, 3), {}, 1)),
-        ("eval/loss", (3, 2.5, 2.25, 2), {"min_delta": 0.75}, 0),
+        ("eval/loss", (3, 2.5, 2.25), {"min_delta": 0.75}, 0),
         ("eval/loss", (3, 2.5, 2.25, 2, 1.5), {"min_delta": 1.0}, 1),
         ("eval/loss", (1, 2), {"direction": "maximize"}, 0),
     ]:

@@ -24,8 +24,6 @@ from tests.process import ROOT, python
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-GATE = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-PYTEST = re.compile(r"python -m (pytest[^&#\n]*)")
 DOCUMENTS = {"README.md": README, "CONTRIBUTING.md": CONTRIBUTING}
 
 
@@ -204,19 +202,6 @@ def test_links_between_documents_lead_somewhere():
             heads = re.findall(r"^#+ (.*)$", DOCUMENTS.get(file or name, ""), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
             assert not anchor or anchor in slugs, anchor
-
-
-def test_documents_name_the_tests_of_the_gate_and_every_mark(pytestconfig):
-    setups = [line for line in README.splitlines() if line.startswith("    python3.11 -m venv")]
-    assert len(setups) == 2
-    gate = [command.strip() for command in PYTEST.findall(GATE)]
-    assert [command.strip() for command in PYTEST.findall(setups[1])] == gate
-    assert gate == ["pytest -q -n 2 --dist loadgroup"]
-    shown = [command.strip() for command in PYTEST.findall(CONTRIBUTING)]
-    assert shown[:1] == gate
-    assert {"pytest -m gpu", "pytest -m slow"} <= {*shown}
-    words = pytestconfig.getini("addopts")
-    assert words[words.index("-m") + 1] == "not gpu and not slow"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Code and configuration in a folder of a user's own, from every command, as a user types them."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -87,19 +86,3 @@ def test_the_console_script_finds_code_here_on_every_rank_and_its_page_repeats_i
     done = python("-m", "runner", *words, "--config-dir", "conf", cwd=own, env=environment)
     loss = re.search(r"eval/loss +(\S+)", done.stdout)
     assert float(loss[1]) == pytest.approx(second["final"]["eval/loss"])
-
-
-def test_every_command_takes_the_folder(own, environment):
-    code = own / "elsewhere"
-    code.mkdir()
-    (own / "own_code.py").rename(code / "own_code.py")
-    path = os.pathsep.join([environment["PYTHONPATH"], str(code)])
-    environment = environment | {"PYTHONPATH": path}
-    for command in ("verify verify.steps=2", "calibrate calibrate.steps=3"):
-        first, *rest = command.split()
-        done = python("-m", "runner", first, *MINE, *rest, cwd=own, env=environment)
-        if first == "calibrate":
-            assert "python -m runner --config-dir conf recipe=mine " in done.stdout
-    words = ["-m", "runner", "plan", *MINE, "model.widht=2"]
-    wrong = python(*words, code=2, cwd=own, env=environment)
-    assert "did you mean model.width?" in wrong.stderr

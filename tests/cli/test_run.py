@@ -133,11 +133,8 @@ def test_the_second_run_in_a_folder_is_refused(outputs, tmp_path, capsys):
     ("words", "said"),
     [
         (["clip=norm", "clip=value"], ["clip is given 2 times: clip=value holds"]),
-        (["clip.threshold=1", "seed=1", "clip.threshold=2"], ["clip.threshold=2 holds, since"]),
-        (["seed=1", "++seed=2", "seed=3"], ["seed is given 3 times: seed=3 holds"]),
         (["-m", "seed=1,2", "seed=3,4"], ["seed is given 2 times: seed=3,4 holds"]),
         (["clip=value", "clip=value", "plugin=ddp", "plugin.nproc=1"], []),
-        (["plugin=hybrid"], ["plugin=hybrid runs on one rank: plugin.nproc is not given"]),
         (["-m", "plugin=ddp,fsdp", "seed=1,2"], ["=ddp runs on one rank", "=fsdp runs on one"]),
     ],
 )

@@ -2,7 +2,6 @@
 
 import pytest
 
-from runner.compose.answers import help_text
 from runner.compose.composer import Source
 from runner.compose.request import request
 from runner.config.problem import RequestError
@@ -84,14 +83,6 @@ def test_recipes_are_swept_over_and_may_be_sweeps(own):
     assert [one.config.seed for one in found.jobs] == [1, 1, 2, 2]
 
 
-def test_help_lists_recipes_with_their_purposes(own):
-    text = help_text([], own)
-    assert "  mine                     a trial of my own.\n" in text
-    assert "  gpt                      another one.\n" in text
-    assert "  spelled\n" in text
-    assert "a trial of my own" not in help_text([])
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -109,10 +100,3 @@ def test_help_lists_recipes_with_their_purposes(own):
 def test_mistakes_are_named_with_the_nearest_name(own, words, expected):
     with pytest.raises(RequestError, match=expected):
         request(words.split(), source=own, writes=False)
-
-
-def test_an_index_at_fault_is_not_blamed_on_the_words(tmp_path):
-    (tmp_path / "config.yaml").write_text("defaults:\n  - clip: norm\n  - _self_\n")
-    with pytest.raises(RequestError, match=r"clip/norm") as error:
-        request(["seed=1"], source=Source(path=tmp_path))
-    assert [problem.key for problem in error.value.problems] == ["configuration"]

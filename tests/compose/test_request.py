@@ -1,13 +1,10 @@
 """Overrides become jobs: what is composed is what Hydra composes, each job typed and checked."""
 
-import re
-
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from runner.compose import resolvers
 from runner.compose.composer import Composer, Source
 from runner.compose.request import request
 from runner.config.problem import RequestError
@@ -66,18 +63,6 @@ def test_a_job_is_typed_and_plain_and_its_references_are_resolved(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_resolvers(monkeypatch, tmp_path):
-    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path))
-    for _ in range(2):
-        resolvers.register()
-    names = {"a": "${runner.id:}", "b": "${runner.id:}", "c": "${runner.outputs:}"}
-    names |= {"n": None, "x": "x", "d": "${runner.first:${n},${x}}"}
-    first, second = OmegaConf.create(names), OmegaConf.create({**names, "n": "y"})
-    assert re.fullmatch("[0-9a-f]{6}", first.a)
-    assert first.a == first.b != second.a
-    assert (first.c, first.d, second.d) == (str(tmp_path), "x", "y")
-
-
 @pytest.mark.parametrize(
     ("words", "labels"),
     [
@@ -116,28 +101,3 @@ def test_a_sweep_is_every_combination_in_hydras_order(words, labels):
         assert [job.config.model.arguments["layers"] for job in found.jobs] == [2, 2]
         assert found.sweep.words[:3] == ("model=gpt,lstm", "++model.layers=2", "seed=1")
         assert found.jobs[0].words == ("model=gpt", "model.layers=2", "seed=1")
-
-
-def test_the_limit_of_runs_is_part_of_no_identity_and_counts_what_a_search_lists():
-    small, large = (
-        request(["seed=1,2", f"sweep.max_jobs={most}"], multirun=True).sweep for most in (2, 3)
-    )
-    assert small.identity == large.identity
-    optuna = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=1000", "clip.threshold=interval(1,2)"]
-    assert request([*optuna, "sweep.max_jobs=2"], multirun=True).jobs
-
-
-def test_a_problem_of_some_jobs_names_one_and_of_all_jobs_none():
-    words = ["plugin=dpp,dpd", "plugin.nproc=2", "seed=1,-1", "log.flush=0"]
-    found = problems(*words, multirun=True)
-    assert [(p.key, p.value, p.job) for p in found] == [
-        ("plugin", "dpp", ""),
-        ("plugin", "dpd", ""),
-        ("log.flush", 0, ""),
-        ("seed", -1, "seed=-1"),
-    ]
-    # A wrong option neither hides wrong values nor invents conflicts.
-    keys = [p.key for p in problems("plugin=dpp", "plugin.nproc=2", "clip.threshold=0", "sed=1")]
-    assert sorted(keys) == ["clip.threshold", "plugin", "sed"]
-    assert [p.key for p in problems("model=gptt", "model.layers=2")] == ["model"]
-    assert problems("model=gpt,cnn", "model.layers=2", multirun=True)

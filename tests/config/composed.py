@@ -15,10 +15,6 @@ def _job(words):
     return request(words, writes=False).jobs[0]
 
 
-def job(*words):
-    return _job(words)
-
-
 def plain(*words):
     """A copy of the plain configuration of a request, to change."""
     return copy.deepcopy(_job(words).plain)

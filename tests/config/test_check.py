@@ -6,9 +6,8 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
-from runner.config.check import examine, owned_keys, parse
+from runner.config.check import examine, parse
 from runner.config.duration import Duration
-from runner.config.problem import unknown_key
 from tests.config.composed import changed, plain, problems
 
 WRONG = {
@@ -94,36 +93,6 @@ def test_the_default_configuration_becomes_typed_frozen_and_travels_between_proc
     assert parse(changed(plain(), "verify.dtype", "float32")).verify.bound == 1e-5
 
 
-def test_every_problem_is_reported_at_once():
-    found = plain(*BASE)
-    found["clip"] |= {"treshold": 1, "eps": "???"}
-    found["model"]["deep"] = {"width": "???"}
-    found |= {"sed": 1, "train": "???", "cilp": {"threshold": 1}}
-    del found["device"]
-    said = problems(found)
-    assert said.keys() == {
-        *("clip.treshold", "clip.eps", "model.deep.width", "sed", "train"),
-        *("cilp.threshold", "device"),
-    }
-    for key, part in {
-        "clip.treshold": "did you mean clip.threshold?",
-        "cilp.threshold": "did you mean clip.threshold?",
-        "sed": "did you mean seed?",
-        "model.deep.width": "no value given",
-        "device": "no value given",
-        "train": "max_duration",
-    }.items():
-        assert part in said[key]
-
-
-def test_a_section_must_be_one():
-    for value in (None, 5, "x", []):
-        found = changed(plain(), "clip", value)
-        assert "mode, threshold, norm_type" in problems(found)["clip"]
-    del found["clip"]
-    assert "mode, threshold, norm_type" in problems(found)["clip"]
-
-
 def test_an_unsettled_section_is_checked_value_by_value_alone():
     found = changed(plain(), "plugin.nproc", 2)
     assert examine(found)[0] is None
@@ -136,14 +105,6 @@ def test_an_unsettled_section_is_checked_value_by_value_alone():
     changed(found, "data.batch_size", 1)
     assert list(problems(found)) == ["data.batch_size"]
     assert examine(found, unsettled={"plugin"})[1] == examine(found, unsettled={"clip"})[1] == []
-
-
-def test_every_owned_key_says_what_it_means():
-    for name, key in owned_keys().items():
-        assert key.name == name
-        assert key.meaning
-        assert key.allowed.text
-    assert "did you mean clip?" in unknown_key("clipp", owned_keys(), "norm").message
 
 
 def test_recorded_runs_may_be_older_than_some_keys():

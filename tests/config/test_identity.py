@@ -1,6 +1,6 @@
 import pytest
 
-from runner.config.identity import config_hash, differences, request_hash, sweep_name
+from runner.config.identity import config_hash, differences, request_hash
 
 CLIP = {"mode": "norm", "threshold": 0.25, "exclude": ["head.*"]}
 CONFIG = {
@@ -62,19 +62,3 @@ def test_a_request_is_its_jobs_in_whatever_order_and_a_search_its_words_too():
     hashes = [request_hash(jobs) for jobs in (["a"], ["a", "a"], ["a", "b"])]
     hashes += [request_hash(["a"], words), request_hash(["a"], words[:1])]
     assert len({*hashes}) == 5
-
-
-@pytest.mark.parametrize(
-    ("recipe", "keys", "name"),
-    [
-        ("none", ["clip.threshold", "seed"], "clip.threshold-seed-01234567"),
-        ("sweep_norm", [], "sweep_norm-01234567"),
-        ("none", [], "sweep-01234567"),
-        ("none", ["model@x/y", *["optimizer.weight_decay"] * 9], "model-x-y-optimizer.weight"),
-    ],
-)
-def test_a_sweeps_name_says_what_varies_and_which_it_is(recipe, keys, name):
-    made = sweep_name(recipe, keys, "0123456789")
-    assert made.startswith(name)
-    assert made.endswith("-01234567")
-    assert len(made) < 60

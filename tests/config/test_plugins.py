@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.config.check import examine, parse
+from runner.config.check import examine
 from runner.config.folders import options
 from runner.config.plugin_section import USES
 from tests.config.composed import plain, problems
@@ -36,15 +36,6 @@ def test_a_key_that_nothing_uses_names_the_plugins_that_do(name):
             assert said.endswith("plugin.nproc=2") or "plugin=ddp plugin.nproc=2" in said
         else:
             assert all(f"plugin={option}" in said for option in use.options)
-
-
-def test_every_key_that_nothing_uses_is_named_at_once():
-    found = problems(asked("single", nproc=2, tp_size=2, split=["a"]))
-    assert found.keys() == {"plugin.nproc", "plugin.tp_size", "plugin.split"}
-    assert parse(asked("single", dp_size=1, nproc=1)).plugin.dp_size == 1
-    foreign = {"name": "mine", "tp_size": 2, "cpu_offload": True}
-    plugin = parse(asked("single")).plugin.model_copy(update=foreign)
-    assert list(plugin.conflicts()) == []  # a plugin of somebody else is not judged
 
 
 STAGES_4 = {"pp_size": 4, "num_microbatches": 3}

@@ -1,6 +1,5 @@
 """What the page of a sweep says above its table: each situation and all that is said in it."""
 
-import json
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -111,7 +110,6 @@ EARLY = Trial(8.0, 0.5, diverges_at=40)
 FAST = Trial(0.25, 0.5, lr=0.5, diverges_at=100)
 MANY = [Trial(0.1 * n, 0.3 + 0.01 * abs(n - 6), ratio=0.2 * (n == 1)) for n in range(1, 9)]
 ODD = Trial(0.25, float("nan"), lr=0.5, nonfinite=200)
-ILL = Trial(2.0, 0.3, steps=20, nonfinite=4)
 MODES = [
     *(*thresholds(0.3, 0.4), *thresholds(0.5, 0.5, mode="value", ratio=0.0)),
     *thresholds(0.1, 0.2, mode="adaptive", ratio=1.0, fraction=0.2),
@@ -175,18 +173,3 @@ def test_a_situation_and_all_that_is_said_in_it(trials, sentences, tmp_path):
     assert not ("lower one may do better" in text and "raise clip.threshold" in text)
     assert not ("higher one may do better" in text and "ower optimizer.lr" in text)
     assert len(remarks(found)) <= 5
-
-
-def test_the_page_of_one_run_of_a_sweep_leaves_out_what_the_sweep_decides(tmp_path):
-    """Sentences without remarks are of an earlier version, and are not shown."""
-    page(tmp_path, *thresholds(0.1, 0.2, 0.3, **FULL))
-    own = tmp_path / "0"
-    assert "lower optimizer.lr" in " ".join(one.text for one in advice(find(read(own))))
-    summary = json.loads((own / "summary.json").read_text())
-    summary["guidance"] = guidance.sentences(summary["remarks"], ["clip.threshold"])
-    (own / "summary.json").write_text(json.dumps(summary))
-    assert advice(find(read(own))) == []
-    del summary["remarks"]
-    summary["guidance"] = ["raise clip.threshold to about 1560"]
-    (own / "summary.json").write_text(json.dumps(summary))
-    assert not any("1560" in note for note in remarks(find(read(own))))

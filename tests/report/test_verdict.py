@@ -15,7 +15,7 @@ from runner.report import read, write
 from runner.report.findings import find
 from runner.report.statistics import LEVEL, Difference, compare, holm, sign_flips
 from runner.report.verdict import remarks, verdict
-from tests.report.examples import NORM, REQUEST, cells, config, rows, sweep, write_run
+from tests.report.examples import NORM, config, rows, sweep, write_run
 
 NAN = math.nan
 MAXIMIZE = {"objective": "eval/loss", "direction": "maximize"}
@@ -113,36 +113,6 @@ def test_no_runs_and_runs_without_rows_have_a_page(tmp_path):
     assert "no data" in write(tmp_path / "0").read_text()
 
 
-def test_the_table_shows_the_differences_to_the_best_or_the_baseline(tmp_path):
-    found = made(tmp_path, OPEN)
-    page = write(tmp_path).read_text()
-    shown = cells(page, "difference")
-    assert float(shown["setting-1"][0]) == pytest.approx(0.01)
-    assert re.fullmatch(r"\+0\.01 \[−0\.\d+, \+0\.\d+\]", shown["setting-1"][1])
-    assert (shown["setting-0"][1], float(cells(page, "p")["setting-1"][0])) == (
-        "–",
-        found.comparisons[1].corrected,
-    )
-    assert "Δ to norm 0.5" in unescape(page)
-    by_name = write(tmp_path, baseline="none").read_text()
-    assert write(tmp_path, baseline="7").read_text() == by_name  # a run of that setting
-    assert "Δ to none" in unescape(by_name)
-    assert float(cells(by_name, "difference")["setting-0"][0]) == pytest.approx(-1.22 / 3)
-    assert "with the baseline, none (difference −0.407" in unescape(by_name)
-
-
-def test_the_baseline_may_come_from_the_configuration(tmp_path):
-    found = made(tmp_path / "s", OPEN | {8.0: [0.1, NAN, 0.1]}, report={"baseline": "none"})
-    assert found.baseline.label == "none"
-    assert find(read(tmp_path / "s" / "0")).baseline is None  # one run has nothing to compare
-    # Only a setting that can be compared has a button.
-    buttons = r'aria-label="Compare with ([^"]*)" aria-pressed="(true|false)"'
-    pressed = {"norm 0.5": "false", "norm 1": "false", "none": "true"}
-    assert dict(re.findall(buttons, write(tmp_path / "s").read_text())) == pressed
-    wrong = made(tmp_path / "wrong", OPEN, report={"baseline": "norm 7"})
-    assert any("which has norm 0.5, norm 1, none" in note for note in remarks(wrong))
-
-
 def test_the_command_for_more_seeds_keeps_the_runs_that_are_there(tmp_path):
     folder = sweep(tmp_path / "sweep", NORM[1:3], seeds=(0, 1), steps=40)
     found = find(read(folder))
@@ -154,23 +124,6 @@ def test_the_command_for_more_seeds_keeps_the_runs_that_are_there(tmp_path):
     assert asked.sweep.name == json.loads((folder / "sweep.json").read_text())["name"]
     needed = min(one.needed or 99 for one in found.rivals.values())
     assert sorted({job.config.seed for job in asked.jobs}) == list(range(needed))
-
-
-def test_a_run_that_never_began_is_of_the_setting_that_was_asked_for(tmp_path):
-    made(tmp_path, {1.0: [0.3], 2.0: [0.4]})
-    planned = [
-        ["clip=norm", f"clip.threshold={t}", f"seed={s}"] for t in (1.0, 2.0) for s in (7, 8)
-    ]
-    about = {"name": "odd", "words": ["-m", "clip=norm", "seed=0,7,8"], **REQUEST, "total": 6}
-    about["runs"] = [
-        {"number": n, "folder": str(n), "overrides": words[-1:], "words": words}
-        | {"config_hash": "0123456789abcdef", "state": "waiting"}
-        for n, words in enumerate(planned, 2)
-    ]
-    (tmp_path / "sweep.json").write_text(json.dumps(about | {"state": "interrupted"}))
-    found = find(read(tmp_path))
-    assert [len(group.runs) for group in found.groups] == [3, 3]
-    assert any("seed=0,1,2,7,8" in note for note in remarks(found))  # for more seeds
 
 
 def scored(means, seeds, random):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from runner import GradientMonitor, Trainer, apply_gradient_clipping
+from runner import GradientMonitor, Trainer
 from runner.booster import Booster
 from runner.clip import Decision, build
 from runner.clip.direction import cosine
@@ -188,30 +188,6 @@ def test_torchs_own_clipping_by_value_which_returns_nothing():
     assert values(rows, "clip/clipped") == [int(a < b) for a, b in zip(after, before, strict=True)]
     unknown = {"train/loss", "train/lr", "train/samples", "throughput/samples_per_s"}
     assert not unknown & rows[0].keys()
-
-
-def test_windows_cover_all_steps_since_the_row_before_and_layer_norms_are_unclipped():
-    model, norms, losses, layers = make_model(), [], [], []
-
-    def each(monitor, loss, rows):
-        norms.append(norm_of(model))
-        losses.append(loss.item())
-        named = model.named_parameters()
-        layers.append({f"grad/norm/{name}": float(p.grad.norm()) for name, p in named})
-        monitor.measure()
-        monitor.step(apply_gradient_clipping(model, "norm", 1.0), loss=loss)
-
-    rows, summary = loop(model, each, interval=3, flush=4, what_if=[2.0], per_layer=True)
-    assert values(rows, "train/step") == [3, 6]
-    for row, at in zip(rows, (slice(0, 3), slice(3, 6)), strict=True):
-        assert row["grad/norm_mean"] == pytest.approx(sum(norms[at]) / 3)
-        assert row["grad/norm_max"] == pytest.approx(max(norms[at]))
-        assert row["clip/ratio"] == pytest.approx(sum(n > 1 for n in norms[at]) / 3)
-        assert row["train/loss"] == pytest.approx(losses[at][-1])
-        wanted = layers[at][-1]
-        assert {key: row[key] for key in wanted} == pytest.approx(wanted)
-    assert summary["steps"] == STEPS
-    assert summary["clip/what_if/2.0"] == pytest.approx(sum(n > 2 for n in norms) / STEPS)
 
 
 def test_rows_are_appended_to_a_file_and_a_loop_that_broke_off_goes_on(tmp_path):

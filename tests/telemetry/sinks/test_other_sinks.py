@@ -1,16 +1,11 @@
 """A live bar on a terminal, lines elsewhere, TensorBoard's record; slow work is waited for."""
 
 import errno
-import fcntl
 import io
-import logging
 import math
 import os
-import pty
-import struct
 import subprocess
 import sys
-import termios
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +16,7 @@ from runner.cli.main import main
 from runner.run_folder.rows import Row
 from runner.telemetry.sinks import progress, tensorboard_sink
 from runner.telemetry.sinks.tensorboard_sink import TensorboardSink
-from runner.telemetry.sinks.terminal import ConsoleHandler, TerminalSink, is_watched
+from runner.telemetry.sinks.terminal import TerminalSink
 from tests.process import ROOT
 from tests.terminal import on_a_terminal
 
@@ -48,15 +43,8 @@ def lines(rows, total=None, every=1, summary=None, code=None):
 SUMMARY = {"final": {"train/loss": 0.1, "eval/loss": 0.0912, "eval/accuracy": 0.975}}
 SUMMARY |= {"grad/norm": {"p50": 0.5, "p90": 1.25, "p99": 3.5}}
 SUMMARY |= {"clip/ratio_total": 0.37, "steps": 450, "wall_s": 12.34}
-LOST = {"grad/norm": {"p50": math.nan}, "final": {"eval/loss": math.inf}}
 CLIPPED = [{"train/step": n, "clip/ratio": float(n <= 3 or n > 15)} for n in range(1, 21)]
-SPARSE = [{"train/step": 1}, {"train/step": 2, "train/loss": math.nan, "grad/norm": math.inf}]
 WHOLE = "step 100/450  loss 0.123  norm 0.456  clipped 0 %  eval 0.0912 / 97.5 %  812 samples/s"
-SPARSE_LINES = """step 1
-step 2  loss nan  norm inf
-t: failed after 2 steps
-eval inf  (loss / accuracy)
-gradient norm  p50 nan"""
 SUMMARY_LINES = """t: finished after 450 steps in 12.3 s
 eval 0.0912 / 97.5 %  (loss / accuracy)
 gradient norm  p50 0.500  p90 1.25  p99 3.50  clipped 37 % of the steps"""
@@ -67,11 +55,7 @@ gradient norm  p50 0.500  p90 1.25  p99 3.50  clipped 37 % of the steps"""
     [
         ([row(100, eval_loss=0.0912, eval_accuracy=0.975)], (450,), f"{WHOLE}  eta 0:14"),
         (CLIPPED, (None, 10), "step 10  clipped 30 %\nstep 20  clipped 50 %"),
-        (SPARSE, (None, 1, LOST, 1), SPARSE_LINES),
         ([], (450, 1, SUMMARY, 0), SUMMARY_LINES),
-        ([], (100, 1, {"steps": 1}, 130), "t: interrupted after 1 of 100 steps"),
-        ([], (1, 1, None, 143), "t: terminated"),
-        ([], (1, 1, {"guidance": ["word " * 40]}, 0), "t: finished\n" + "word " * 40),
     ],
 )
 def test_lines_of_a_file(rows, options, expected):
@@ -141,23 +125,6 @@ def test_an_exception_leaves_a_readable_traceback_and_a_pipe_gets_no_colours():
     done = subprocess.run(words[:3], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert (code, done.returncode, "\x1b" in done.stderr) == (1, 0, False)
     assert len(done.stderr.splitlines()) == 5
-
-
-def test_a_warning_takes_the_place_of_the_bar_on_a_terminal(monkeypatch):
-    record = logging.LogRecord("runner", logging.WARNING, "", 0, "word " * 30, None, None)
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
-    with os.fdopen(leader, "rb"), os.fdopen(follower, "w") as stream:
-        for term, watched in (("xterm", True), ("dumb", False)):
-            monkeypatch.setenv("TERM", term)
-            assert is_watched(stream) == watched
-        monkeypatch.setenv("TERM", "xterm")
-        ConsoleHandler(stream).handle(record)
-        seen = os.read(leader, 65536).decode()
-    assert seen.startswith("\r\x1b[Kwarning: word word")
-    assert max(len(line) for line in seen.removeprefix("\r\x1b[K").splitlines()) < 60
-    assert ConsoleHandler(io.StringIO()).format(record) == "warning:" + " word" * 30
-    assert not is_watched(io.StringIO())
 
 
 @pytest.mark.parametrize(

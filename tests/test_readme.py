@@ -204,5 +204,11 @@ def test_links_between_documents_lead_somewhere():
             assert not anchor or anchor in slugs, anchor
 
 
+def test_the_second_command_is_the_gates_own():
+    command = "python -m pytest -q -n 2 --dist loadgroup\n"
+    gate = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert all(command in text for text in (README, CONTRIBUTING, gate))
+
+
 if __name__ == "__main__":
     print("| recipe | setting | source |\n|---|---|---|", *recipe_rows(), sep="\n")

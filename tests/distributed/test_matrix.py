@@ -102,7 +102,7 @@ def assert_agrees(plugin: str, world: int, cases: Sequence[Case]) -> None:
 def test_float64_agrees_to_1e_12(plugin):
     """And float32 to 1e-5, half precision to its rounding; replicas have the same bits."""
     turn, world, models = DAILY.index(plugin), fewest(plugin), models_of(plugin)
-    every = (1 if world == 2 else 2) if plugin in FAMILIES[world] else 6
+    every = world if plugin in FAMILIES[world] else 6
     modes = [*BASE, *FURTHER[turn % every :: every]]
     assert_agrees(plugin, world, cases_of(turn, models[turn % len(models)], modes))
 

@@ -284,7 +284,7 @@ class Condition:
         passes: calls the backward passes of (model, inputs, targets, share of the loss, backward).
         refused: for names of plugins a pattern of the message.
         without: plugins for which the condition makes no sense.
-        tolerance: of weights and norms.
+        tolerance: largest error of a weight, and largest relative error of a norm.
         mode: clipping mode; in turn by default.
         options: further settings; ``chunks``: what the model does depends on the samples of each
             microbatch of a pipeline.

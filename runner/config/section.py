@@ -64,11 +64,6 @@ class Target(Section):
         """Return what `hydra.utils.instantiate` takes."""
         return {"_target_": self.target, **self.arguments}
 
-    def with_arguments(self, arguments: Mapping[str, Any]) -> Self:
-        """Return this section with ``arguments`` in place of those of its target."""
-        own = self.model_dump(by_alias=True, include=set(type(self).model_fields))
-        return self.model_validate(own | dict(arguments))
-
 
 def section_of(field: FieldInfo) -> type[Section] | None:
     """Return the model of a field that is a section."""

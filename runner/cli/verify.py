@@ -7,6 +7,7 @@ folder of its own, and nothing to ``outputs/runs``.
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +52,7 @@ def main(words: Sequence[str]) -> int:
     folder = None if joins() else _folder(wanted, words)
     from runner.launch.failure import Failure, attempt
     from runner.verify.side_by_side import execute
-    from runner.verify.table import StepLines, exception_only, last_line, lines
+    from runner.verify.table import last_line, lines
 
     if folder is None:
         from runner.launch.rank import join
@@ -62,12 +63,11 @@ def main(words: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     config = job.config
     print_line(f"plugin={config.plugin.name} against one process, in {config.verify.dtype}")
-    shown = StepLines(config.verify.modes or [config.clip.mode], print_line)
-    ended = attempt(lambda: train(config, folder, [shown], execute))
+    ended = attempt(lambda: train(config, folder, [], execute))
     if isinstance(ended, Failure):
         _write(folder, job, words, {"ok": False, "error": ended.error, "rank": ended.rank})
         who = "" if ended.rank is None else f"rank {ended.rank}: "
-        print_line(f"\n{who}{exception_only(ended.error)}")
+        print_line(f"\n{who}{_raised(ended.error)}")
         print_line(f"\n{folder / FILE}")
         if ended.exit_code == 1:
             print_line("verify: FAILED")
@@ -81,6 +81,11 @@ def main(words: Sequence[str]) -> int:
     print_line(f"\n{folder / FILE}")
     print_line(last_line(ended))
     return 0 if ended["ok"] else 1
+
+
+def _raised(error: str) -> str:
+    """Return the end of a traceback: the exception, its message and its notes."""
+    return re.split(r"^  File .*\n(?:    .*\n)*", error, flags=re.MULTILINE)[-1].strip()
 
 
 def _write(folder: Path, job: Job, words: Sequence[str], found: dict[str, Any]) -> None:

@@ -1,14 +1,18 @@
-"""The differences of two trainings, and whether they exceed rounding errors."""
+"""Differences of two trainings, and whether they exceed rounding errors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from runner.clip import Decision
+from runner.clip import Decision, Layout
 from runner.config.notation import first_few
 from runner.run_folder import keys
 
@@ -50,7 +54,7 @@ class Naive:
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """One optimizer step of both sides."""
+    """One optimizer step of both sides; ``gradients`` are errors by parameter."""
 
     step: int
     plugin: SideMetrics
@@ -70,15 +74,23 @@ class ComparedStep:
             "gradient_error": max(self.gradients.values(), default=0.0),
         }
 
-    @property
-    def largest(self) -> float:
-        """Largest error of this step."""
-        return max(self.errors.values())
+    def failures(self, bound: float) -> Iterator[str]:
+        """Yield a message for each difference that is more than rounding."""
+        compared = ("‖G‖", "‖G‖ after clipping", "the clipped gradient")
+        for what, error in zip(compared, self.errors.values(), strict=True):
+            if not error <= bound:
+                yield f"{what} of step {self.step} is off by {error:.2g}"
+        ours, theirs = self.plugin.fraction, self.reference.fraction
+        if ours != theirs:
+            count = f"{keys.CLIP_FRACTION} of step {self.step}"
+            yield f"{count} is {ours!r} instead of {theirs!r}: the counts differ"
+        yield from self.disagreeing
+        yield from self.present
 
 
 @dataclass(frozen=True)
 class Compared:
-    """All steps of one clipping mode."""
+    """All steps of one clipping mode; ``weights`` are errors after the last step."""
 
     mode: str
     threshold: float | None
@@ -86,10 +98,8 @@ class Compared:
     steps: Sequence[ComparedStep]
     weights: Mapping[str, float]
     drifted: Sequence[str] = ()
-    placed: Mapping[str, str] = field(default_factory=dict)
     losses: Sequence[float] = ()
     causes: Sequence[str] = ()
-    dropped: int = 0
 
     @property
     def weight_error(self) -> float:
@@ -99,42 +109,77 @@ class Compared:
     @property
     def largest(self) -> float:
         """Largest error of all steps and weights."""
-        return max([self.weight_error, *(step.largest for step in self.steps)])
+        return max([self.weight_error, *(e for step in self.steps for e in step.errors.values())])
 
-    @property
-    def binds(self) -> bool:
-        """True if any step was clipped."""
-        return any(step.reference.clipped for step in self.steps)
-
-    def worst(self) -> list[tuple[str, float, str]]:
+    def worst(self) -> list[dict[str, Any]]:
         """Return name, error and quantity of the parameters with the largest errors."""
         found = {name: (error, "weight") for name, error in self.weights.items()}
         for step in self.steps:
             for name, error in step.gradients.items():
                 if error > found.get(name, (-1.0, ""))[0]:
                     found[name] = (error, f"gradient of step {step.step}")
-        ranked = sorted(found.items(), key=lambda item: -item[1][0])
-        return [(name, error, what) for name, (error, what) in ranked[:WORST]]
+        ranked = sorted(found.items(), key=lambda item: -item[1][0])[:WORST]
+        return [{"name": name, "error": error, "of": what} for name, (error, what) in ranked]
 
     def failures(self, bound: float) -> Iterator[str]:
         """Yield a message for each difference that is more than rounding."""
         for step in self.steps:
-            compared = ("‖G‖", "‖G‖ after clipping", "the clipped gradient")
-            for what, error in zip(compared, step.errors.values(), strict=True):
-                if not error <= bound:
-                    yield f"{what} of step {step.step} is off by {error:.2g}"
-            ours, theirs = step.plugin.fraction, step.reference.fraction
-            if ours != theirs:
-                yield (
-                    f"{keys.CLIP_FRACTION} of step {step.step} is {ours!r} instead of {theirs!r}: "
-                    "the counts differ"
-                )
-            yield from step.disagreeing
-            yield from step.present
+            yield from step.failures(bound)
         if not self.weight_error <= bound:
             yield f"the weights after the last step are off by {self.weight_error:.2g}"
         if self.drifted:
             yield f"replicas no longer hold the same bits: {first_few(self.drifted, WORST)}"
+
+    def record(self, bound: float) -> dict[str, Any]:
+        """Return the part of ``verify.json`` about this mode."""
+        return {
+            "mode": self.mode,
+            "threshold": self.threshold,
+            "derived": self.derived,
+            "binds": any(step.reference.clipped for step in self.steps),
+            "max_rel_error": self.largest,
+            "weight_error": self.weight_error,
+            "failures": list(self.failures(bound)),
+            "worst": self.worst(),
+            "steps": [
+                {
+                    "step": step.step,
+                    **step.errors,
+                    "loss": {"plugin": loss, "reference": step.loss},
+                    "plugin": asdict(step.plugin),
+                    "reference": asdict(step.reference),
+                    "naive": None if step.naive is None else asdict(step.naive),
+                }
+                for step, loss in zip(self.steps, self.losses, strict=True)
+            ],
+        }
+
+    def naive_results(self, bound: float) -> Iterator[Naive]:
+        """Yield the naive norms of the steps that begin with equal weights on both sides."""
+        for step in self.steps:
+            if step.naive is not None:
+                yield step.naive
+            if not max(step.errors.values()) <= bound:
+                return
+
+
+def outcome(compared: Sequence[Compared], notes: Iterable[str], bound: float) -> dict[str, Any]:
+    """Return the part of ``verify.json`` that is about the comparison."""
+    modes = [one.record(bound) for one in compared]
+    ok = not any(one["failures"] for one in modes)
+    naive = [each for one in compared for each in one.naive_results(bound)]
+    raised = next((each.raised for each in naive if each.raised is not None), None)
+    return {
+        "ok": ok,
+        "error": None,
+        "rank": None,
+        "max_rel_error": max(one.largest for one in compared),
+        "naive": raised or max((each.error for each in naive), default=None),
+        "tolerance": bound,
+        "notes": list(notes),
+        "causes": [] if ok else list(dict.fromkeys(x for one in compared for x in one.causes)),
+        "modes": modes,
+    }
 
 
 def relative(ours: float, reference: float) -> float:
@@ -161,6 +206,13 @@ def tensor_errors(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -
     return errors
 
 
+def _size(tensor: Tensor | None) -> float:
+    """Return max|t|: NaN if any element is NaN, 0 for an empty tensor or None."""
+    if tensor is None or tensor.numel() == 0:
+        return 0.0
+    return float(tensor.detach().abs().amax())
+
+
 def presence(step: int, ours: Iterable[str], reference: Iterable[str]) -> list[str]:
     """Return messages about parameters that have a gradient on one side only."""
     sides = (
@@ -176,20 +228,48 @@ def presence(step: int, ours: Iterable[str], reference: Iterable[str]) -> list[s
 
 def disagreements(step: int, ranks: Sequence[SideMetrics]) -> list[str]:
     """Return messages about metrics of ``ranks`` that are not equal bit for bit."""
-    found = []
-    for name, first in vars(ranks[0]).items():
-        for rank, metrics in enumerate(ranks):
+    found: dict[str, str] = {}
+    for rank, metrics in enumerate(ranks):
+        for name, first in vars(ranks[0]).items():
             other = getattr(metrics, name)
             if other != first and not (math.isnan(other) and math.isnan(first)):
-                found.append(
-                    f"{name} of step {step} is {other!r} on rank {rank}, {first!r} on rank 0"
-                )
-                break
-    return found
+                message = f"{name} of step {step} is {other!r} on rank {rank}, {first!r} on rank 0"
+                found.setdefault(name, message)
+    return list(found.values())
 
 
-def _size(tensor: Tensor | None) -> float:
-    """Return max|t|: NaN if any element is NaN, 0 for an empty tensor or None."""
-    if tensor is None or tensor.numel() == 0:
-        return 0.0
-    return float(tensor.detach().abs().amax())
+def naive_norm(layout: Layout, norm_type: float) -> Naive | None:
+    """Call ``torch.nn.utils.get_total_norm`` on this rank's gradients; a collective.
+
+    None in one process, and where the call would wait for other ranks for ever.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    gradients = [p.param.grad for p in layout.shards if p.param.grad is not None]
+    # The ranks of each gradient's mesh: gradients on one mesh are reduced over it.
+    meshes = {
+        tuple(g.device_mesh.mesh.flatten().tolist()) if isinstance(g, DTensor) else ()
+        for g in gradients
+    }
+    everywhere: list[set[tuple[int, ...]]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, meshes)
+    if len(meshes) == 1 and not all(everywhere[rank] == meshes for rank in next(iter(meshes))):
+        return None
+    rank = dist.get_rank()
+    try:
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        return Naive(None, type(error).__name__, lines[0] if lines else "", rank=rank)
+    return Naive(float(whole), rank=rank)
+
+
+def worst_naive(outcomes: Sequence[Naive | None], norm: float) -> Naive | None:
+    """Return the result with the largest error; one that raised has the largest of all."""
+    made = [
+        one if one.norm is None else replace(one, error=relative(one.norm, norm))
+        for one in outcomes
+        if one is not None
+    ]
+    return max(made, key=lambda one: (one.raised is not None, one.error), default=None)

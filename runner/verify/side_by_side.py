@@ -1,155 +1,279 @@
-"""The work of one rank in a verification: both sides step by step, one mode after another."""
+"""The work of one rank in a verification: both sides step by step, one mode after another.
+
+The plugin's side is the training loop of a run, with a hook before and after clipping.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
 
-from runner.booster import NonFiniteGradient
+from runner.booster import NonFiniteGradient, Plugin
+from runner.booster.joint import CRITERION
+from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard
+from runner.config.duration import Duration
+from runner.config.modes import built_in
 from runner.config.schema import RunConfig
+from runner.parallel.full_state_dict import gathered
 from runner.run_folder import keys
-from runner.run_folder.rows import Row
 from runner.telemetry.sinks.sink import Sink
 from runner.train import build
-from runner.verify import naive, setting, watch
+from runner.train.trainer import Trainer
 from runner.verify.comparison import (
     Compared,
     ComparedStep,
     Naive,
     SideMetrics,
     disagreements,
+    naive_norm,
+    outcome,
     presence,
     relative,
     tensor_errors,
+    worst_naive,
 )
-from runner.verify.reference import Reference, Windows
-from runner.verify.result import outcome, row_of
+from runner.verify.reference import (
+    Reference,
+    collate_for,
+    make_criterion,
+    make_mode,
+    make_model,
+    make_optimizer,
+    make_samples,
+    windows,
+)
+
+T = TypeVar("T")
 
 BINDS = 0.1
 """Ratio of a derived threshold to the largest value of the first step that is compared with it."""
 
+Seen = Callable[[list[SideMetrics], dict[str, Tensor], list[Naive | None]], None]
+"""Called in each step on the first rank with the metrics of all ranks, the clipped gradients of the
+whole model, and the naive norm of each rank."""
 
-def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
+
+def execute(config: RunConfig, sinks: Sequence[Sink] = ()) -> dict[str, Any]:
     """Compare the plugin with one process in each mode of ``verify.modes``."""
     if build.device_of(config.device).type == "cuda" and config.verify.dtype == "float32":
         # cuDNN uses TF32 by default, which has ten bits of mantissa.
         torch.backends.cudnn.allow_tf32 = False
-    settled = setting.comparable(config)
-    modes = config.verify.modes or [config.clip.mode]
+    # torch warns of slow redistribution: speed does not matter here.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    plugin = config.plugin.model_copy(update={"param_dtype": None})
+    comparable = config.model_copy(update={"plugin": plugin})
     try:
-        with _quiet():
-            compared = [_compare(settled, name, i, sinks) for i, name in enumerate(modes)]
+        modes = config.verify.modes or [config.clip.mode]
+        compared = [_compare(comparable, name) for name in modes]
     except NonFiniteGradient as error:
         error.advice = ""  # clip.nonfinite=skip does not help here
         error.add_note(
             "a verification compares every step and leaves none out, whatever clip.nonfinite is"
         )
         raise
-    except Exception as error:
-        if config.verify.dtype == "float64" and setting.needs_float32(config):
-            error.add_note("the model computes in float32 only: use verify.dtype=float32")
+    except RuntimeError as error:
+        if config.verify.dtype == "float64" and "dtype" in str(error):
+            error.add_note("if the model computes in float32 only, use verify.dtype=float32")
         raise
-    finally:
-        for sink in sinks:
-            sink.close(None, 0)
     here = [one for one in compared if one is not None]
-    return outcome(config, here, setting.notes(config, here[-1].dropped)) if here else {}
+    return outcome(here, _notes(config), config.verify.bound) if here else {}
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence PyTorch's warnings about slow redistribution: speed does not matter here."""
-    logger = logging.getLogger("torch.distributed.tensor._redistribute")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+def _notes(config: RunConfig) -> Iterator[str]:
+    """Yield how both sides differ from a run of ``config``."""
+    verify, modes = config.verify, config.verify.modes or [config.clip.mode]
+    optimizer = config.optimizer.target.rpartition(".")[2]
+    steps = f"plain SGD at a constant rate of {verify.lr:g}"
+    infos = [
+        config.clip.info if name == config.clip.mode else built_in(name).info for name in modes
+    ]
+    if any(info.needs_optimizer for info in infos):
+        steps += f" (by AdamW at {verify.lr / 10:g} where the mode needs the optimizer)"
+    yield (
+        f"both sides step by {steps} instead of {optimizer} and its schedule, in {verify.dtype} "
+        "and without dropout: adaptive steps hide a gradient of the wrong scale"
+    )
 
 
-def _compare(config: RunConfig, name: str, number: int, sinks: Sequence[Sink]) -> Compared | None:
-    """Train both sides in one clipping mode."""
+def _compare(config: RunConfig, name: str) -> Compared | None:
+    """Train both sides in one clipping mode; only the first rank has a result."""
     plugin = build.make_plugin(config)
-    mode, derived = setting.make_mode(config, name)
+    mode, derived = make_mode(config, name)
+    data = make_samples(config, plugin.data_size)
     losses = _Losses()
-    data = setting.samples(config, plugin.data_size)
-    trainer = watch.make_trainer(config, plugin, data, mode, *([] if plugin.rank else [losses]))
+    trainer = _trainer(config, plugin, data, mode, [] if plugin.rank else [losses])
     pipeline = trainer.model.pipeline
     chunks = 1 if pipeline is None else pipeline.microbatches
 
     def one_process() -> Reference:
-        again, _ = setting.make_mode(config, name)  # a mode is bound to one layout
+        again, _ = make_mode(config, name)  # a mode is bound to one layout
         again.threshold = mode.threshold
-        return Reference(Windows(config, plugin.data_size, chunks, data), again)
+        return Reference(config, windows(config, plugin.data_size, chunks, data), again)
 
     if derived:
         peak = math.nan if plugin.rank else one_process().peak()
-        mode.threshold = watch.from_all(peak)[0] * BINDS
+        mode.threshold = _from_all(peak)[0] * BINDS
     reference = None if plugin.rank else one_process()
     steps: list[ComparedStep] = []
 
     def seen(
-        ranks: list[SideMetrics], gradients: dict[str, Tensor], by_hand: list[Naive | None]
+        ranks: list[SideMetrics], gradients: dict[str, Tensor], naive: list[Naive | None]
     ) -> None:
         assert reference is not None
-        steps.append(_compared(len(steps) + 1, ranks, gradients, by_hand, reference))
-        for sink in sinks:
-            sink.write(row_of(steps[-1], number, mode.threshold))
+        metrics, loss, wanted = reference.step()
+        number = len(steps) + 1
+        one = ComparedStep(
+            step=number,
+            plugin=ranks[0],
+            reference=metrics,
+            gradients=tensor_errors(gradients, wanted),
+            disagreeing=disagreements(number, ranks),
+            present=presence(number, gradients, wanted),
+            naive=worst_naive(naive, metrics.norm),
+            loss=loss,
+        )
+        steps.append(one)
 
-    trainer.state.mode = watch.Watched(mode, trainer, seen)
+    _watch(mode, trainer, seen)
     trainer.fit()
-    layout = trainer.optimizer.layout
-    drifted, placed = watch.drifted(layout), watch.placements(layout)
-    weights = watch.whole(trainer, lambda p: p)
+    drifted = _drifted(trainer.optimizer.layout)
+    weights = _whole(trainer, lambda p: p)
     if reference is None:
         return None
     wanted = reference.weights()
     weights = {name: tensor for name, tensor in weights.items() if name in wanted}
-    return Compared(
-        mode=name,
-        threshold=mode.threshold,
-        derived=derived,
-        steps=steps,
-        weights=tensor_errors(weights, wanted),
-        drifted=drifted,
-        placed=placed,
-        losses=losses,
-        causes=list(_causes(config, reference, losses[0], steps[0].loss)),
-        dropped=reference.dropped,
+    causes = _causes(config, reference, losses[0], steps[0].loss)
+    errors = tensor_errors(weights, wanted)
+    return Compared(name, mode.threshold, derived, steps, errors, drifted, losses, list(causes))
+
+
+def _trainer(
+    config: RunConfig, plugin: Plugin, data: Dataset[Any], mode: ClipMode, sinks: Sequence[Sink]
+) -> Trainer:
+    """Make a trainer of ``verify.steps`` steps under ``plugin``, as the reference trains."""
+    model, criterion = make_model(config), make_criterion(config)
+    loader = plugin.prepare_dataloader(
+        data,
+        batch_size=config.data.batch_size,
+        shuffle=True,
+        drop_last=config.data.drop_last,
+        seed=config.seed,
+        collate_fn=collate_for(config),
+    )
+    return Trainer(
+        model,
+        loader,
+        Duration(config.verify.steps, "ba"),
+        algorithms=mode,
+        optimizers=make_optimizer(config, model, criterion, mode),
+        criterion=criterion,
+        plugin=plugin,
+        accumulation_steps=config.accumulation.steps,
+        nonfinite="error",
+        sinks=sinks,
     )
 
 
-def _compared(
-    number: int,
-    ranks: list[SideMetrics],
-    gradients: dict[str, Tensor],
-    by_hand: list[Naive | None],
-    reference: Reference,
-) -> ComparedStep:
-    """Take a step of one process, and compare it with that of the plugin."""
-    metrics, loss, wanted = reference.step()
-    return ComparedStep(
-        step=number,
-        plugin=ranks[0],
-        reference=metrics,
-        gradients=tensor_errors(gradients, wanted),
-        disagreeing=disagreements(number, ranks),
-        present=presence(number, gradients, wanted),
-        naive=naive.worst(by_hand, metrics.norm),
-        loss=loss,
-    )
+def _watch(mode: ClipMode, trainer: Trainer, seen: Seen) -> None:
+    """Let ``mode`` report its metrics and the gradients before and after it clips."""
+
+    class Watched(type(mode)):  # type: ignore[misc]
+        def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
+            naive = naive_norm(layout, self.norm_type)
+            decision: Decision = super().clip(layout, stats)
+            gradients = _whole(trainer, lambda p: p.grad)
+            if self.info.needs_optimizer:
+                # With ZeRO stage 1 a mode may change a gradient on the rank alone that steps it.
+                for own in _from_all(_stepped_here(trainer)):
+                    gradients |= {name: own[name] for name in own.keys() & gradients.keys()}
+            ranks = _from_all((SideMetrics.of(decision), naive))
+            if trainer.plugin.rank == 0:
+                seen([rank[0] for rank in ranks], gradients, [rank[1] for rank in ranks])
+            return decision
+
+    # A mode with a ``clip`` of its own is never folded into the optimizer's step.
+    mode.__class__ = Watched
+
+
+def _stepped_here(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the gradients of whole parameters that this rank steps, if others step the rest."""
+    stepped = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    shards = trainer.optimizer.layout.shards
+    mine = [shard for shard in shards if id(shard.param) in stepped]
+    if len(mine) == len(shards):
+        return {}
+    return {
+        shard.name: shard.param.grad.detach().cpu()
+        for shard in mine
+        if shard.param.grad is not None and not isinstance(shard.param, DTensor)
+    }
+
+
+def _whole(trainer: Trainer, value: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
+    """Return a value of each parameter of the model and the criterion; a collective."""
+    model, criterion = trainer.model, trainer.criterion
+    found = gathered(model.unwrap(), model.renamed, value)
+    if isinstance(criterion, nn.Module):
+        own = gathered(criterion, {}, value)
+        found |= {CRITERION + name: tensor for name, tensor in own.items()}
+    return found
+
+
+def _from_all(mine: T) -> list[T]:
+    """Return the values of all ranks; a collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
+
+
+def _drifted(layout: Layout) -> list[str]:
+    """Return the names of parameters whose replicas differ; a collective of one digest a shard."""
+    first: dict[tuple[Any, ...], str] = {}
+    found: dict[str, None] = {}
+    for ranks in _from_all({_part(shard): _digest(shard.weight) for shard in layout.shards}):
+        for part, digest in ranks.items():
+            if first.setdefault(part, digest) != digest:
+                found[part[0]] = None
+    return list(found)
+
+
+def _part(shard: ParamShard) -> tuple[Any, ...]:
+    """Return the parameter's name and, for each mesh axis that shards it, the rank's index."""
+    if not isinstance(shard.param, DTensor):
+        return (shard.name,)
+    at = shard.param.device_mesh.get_coordinate() or ()
+    places = zip(at, shard.param.placements, strict=True)
+    return (shard.name, *(index for index, place in places if not place.is_replicate()))
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
 def _causes(config: RunConfig, reference: Reference, ours: float, theirs: float) -> Iterator[str]:
     """Yield reasons other than a fault of the plugin why the sides may differ."""
-    yield from reference.causes()
+    yield (
+        "random numbers that are drawn in the forward pass (functional dropout) or when samples "
+        "are read: ranks draw other ones than one process"
+    )
+    if any("BatchNorm" in type(module).__name__ for module in reference.model.modules()):
+        yield (
+            "batch norm: SyncBatchNorm couples the samples of all ranks, and a pipeline fills a "
+            "short microbatch up with copies (choose a data.batch_size that "
+            "plugin.num_microbatches divides, and data.drop_last=true)"
+        )
     if not relative(ours, theirs) <= config.verify.bound:
         yield (
             f"the losses of step 1 differ already ({ours!r}, one process {theirs!r}): "
@@ -162,7 +286,7 @@ def _causes(config: RunConfig, reference: Reference, ours: float, theirs: float)
 class _Losses(list[float]):
     """A sink that keeps the loss of each step."""
 
-    def write(self, row: Row) -> None:
+    def write(self, row: dict[str, Any]) -> None:
         self.append(float(row[keys.TRAIN_LOSS]))
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:

@@ -28,7 +28,7 @@ from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
 from runner.clip.past import PastNorms
 from runner.clip.tensors import TensorMode
-from runner.config.modes.adagc import AdaGC
+from runner.config.simple_modes import AdaGC
 
 
 @dataclass(eq=False)

@@ -26,8 +26,8 @@ from runner.clip.norms import OVERFLOWS, VANISHES, Powers, combine, local_powers
 from runner.clip.shard import ParamShard
 from runner.clip.transfer import Number
 from runner.clip.unit_index import UnitIndex, UnitNorms
-from runner.config.modes.adaptive import Adaptive
 from runner.config.notation import first_few
+from runner.config.simple_modes import Adaptive
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from runner.clip.mode import ClipMode, scale, scale_each
 from runner.clip.nested import bind, load_states, made, state_of, together
 from runner.clip.tensors import TensorMode, TensorNorms
 from runner.clip.transfer import Number
-from runner.config.modes.chain import Chain
+from runner.config.modes import Chain
 
 _ONE: Number | Tensor = 1.0
 

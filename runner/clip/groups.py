@@ -22,7 +22,7 @@ from runner.clip.mode import ClipMode, build
 from runner.clip.nested import bind, load_states, made, state_of, together
 from runner.clip.norms import Powers, combine, local_powers
 from runner.clip.transfer import Number
-from runner.config.modes.groups import ByGroups
+from runner.config.modes import ByGroups
 
 REST = "rest"
 """Name of the parameters that no pattern matches."""

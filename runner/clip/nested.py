@@ -13,8 +13,7 @@ from runner.clip.layout import Layout, OptionError
 from runner.clip.mode import ClipMode, build
 from runner.clip.norms import combine
 from runner.clip.transfer import Number
-from runner.config.modes import Mode
-from runner.config.nested import arguments_of, kind_of, problems, written_out
+from runner.config.modes import Mode, arguments_of, kind_of, problems, written_out
 from runner.config.problem import NOTHING
 
 

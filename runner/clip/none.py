@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
-from runner.config.modes.none import Unclipped
+from runner.config.simple_modes import Unclipped
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
 from runner.clip.tensors import TensorMode, TensorNorms, combined
-from runner.config.modes.per_parameter import PerParameter
+from runner.config.simple_modes import PerParameter
 
 
 @dataclass(eq=False)

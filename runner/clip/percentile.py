@@ -26,7 +26,7 @@ from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
 from runner.clip.norm import limit_norm
 from runner.clip.past import PastNorms
-from runner.config.modes.percentile import Percentile
+from runner.config.simple_modes import Percentile
 
 FEWEST = 256
 """Number of norms that a new buffer has room for."""

@@ -23,7 +23,7 @@ from runner.clip import nested
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout, OptionError
 from runner.clip.mode import ClipMode
-from runner.config.modes.schedule import Schedule
+from runner.config.modes import Schedule
 
 
 @dataclass(eq=False)

@@ -37,7 +37,7 @@ from runner.clip.second_moment import (
     require_second_moments,
 )
 from runner.clip.spikes import Spikes, clamp, ratios
-from runner.config.modes.spike import Spike
+from runner.config.simple_modes import Spike
 
 NAME = "spike"
 

@@ -42,7 +42,7 @@ from runner.clip.tensors import share_of
 from runner.clip.transfer import Number
 from runner.clip.update_rms import TensorRms, rms_of_tensors
 from runner.clip.update_sigma import PastUpdates
-from runner.config.modes.update import Update
+from runner.config.simple_modes import Update
 
 NAME = "update"
 

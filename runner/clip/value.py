@@ -18,7 +18,7 @@ from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
 from runner.clip.norms import combine, local_powers
 from runner.clip.transfer import Number
-from runner.config.modes.value import Value
+from runner.config.simple_modes import Value
 
 
 @dataclass(eq=False)

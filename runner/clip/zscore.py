@@ -30,7 +30,7 @@ from runner.clip.layout import Layout
 from runner.clip.norm import limit_norm
 from runner.clip.past import PastNorms
 from runner.clip.transfer import Number
-from runner.config.modes.zscore import ZScore
+from runner.config.simple_modes import ZScore
 
 
 @dataclass(eq=False)

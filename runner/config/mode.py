@@ -1,0 +1,198 @@
+"""The contract of a clipping mode, without torch: its options, and facts for readers of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
+from importlib import import_module
+from inspect import get_annotations, isabstract
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_type_hints
+
+from pydantic import Field
+
+from runner.config.problem import nearest_name
+
+
+@dataclass(frozen=True)
+class ModeInfo:
+    """Facts about a clipping mode that messages, tables and charts show.
+
+    Attributes:
+        clips: the kind of thing that is clipped; None for a mode that clips nothing.
+        stat: name of the value that is compared with λ, and ``unit``, what λ is a multiple of.
+        note: a sentence for the chart of norms.
+        published: thresholds of papers, each with who used it; ``grid``: further ones to compare.
+        shares: a usual share of parts that is clipped, and the bounds of a usual one.
+        follows: what λ in force follows; None if it is the same in each step.
+        tenth: λ that clips about one step in ten, where it is no norm.
+        sources: papers and code.
+        nested: option that holds further modes, if there is one.
+        by_tensor: whether a tensor is clipped without the gradients of others.
+        needs_optimizer: whether the state of the optimizer is read, or its update limited.
+    """
+
+    clips: Literal["steps", "elements", "units", "tensors", "updates", "groups"] | None = "steps"
+    stat: str = "value that is compared with it"
+    unit: str = ""
+    note: str = ""
+    published: tuple[tuple[float, str], ...] = ()
+    grid: tuple[float, ...] = ()
+    shares: tuple[float, float, float] = (0.1, 0.5, 0.01)
+    follows: Literal["steps", "norms", "updates"] | None = None
+    tenth: float | None = None
+    sources: tuple[str, ...] = ()
+    nested: str = ""
+    by_tensor: bool = False
+    needs_optimizer: bool = False
+
+    @property
+    def takes_threshold(self) -> bool:
+        """Whether the mode has a λ of its own."""
+        return self.clips is not None and not self.nested
+
+    @property
+    def limits_norm(self) -> bool:
+        """Whether λ is a limit of the total norm, the same in each step."""
+        return self.unit == "‖G‖" and self.follows is None
+
+    @property
+    def derived(self) -> bool:
+        """Whether λ follows from earlier steps."""
+        return self.follows in ("norms", "updates")
+
+    @property
+    def moves_limit(self) -> bool:
+        """Whether ``clip/threshold`` of each row is a limit of the total norm that moves."""
+        return self.follows == "norms" or (self.follows == "steps" and self.unit == "‖G‖")
+
+    @property
+    def parts(self) -> str | None:
+        """What the mode clips, if that is not the whole gradient of a step."""
+        return None if self.clips in (None, "steps") else self.clips
+
+    @property
+    def studied(self) -> tuple[float, ...]:
+        """Thresholds that a calibration compares: the published ones and those of ``grid``."""
+        return tuple(value for value, _ in self.published) + self.grid
+
+    def record(self) -> dict[str, Any]:
+        """Return the facts as plain containers."""
+        return asdict(self)
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Self:
+        """Return the facts that :meth:`record` returned, also after they were read from JSON."""
+        listed = {key: tuple(value) for key, value in record.items() if isinstance(value, list)}
+        if "published" in listed:
+            listed["published"] = tuple((value, who) for value, who in listed["published"])
+        return cls(**{**record, **listed})
+
+
+@dataclass(eq=False)
+class Mode:
+    """Description of a clipping mode: a dataclass whose fields are the options of the mode.
+
+    Attributes:
+        info: facts about the mode.
+        at_once: options with which it may clip in its first steps; a verification uses them.
+        unclipped: options that let it clip nothing beside a threshold that no gradient reaches.
+    """
+
+    info: ClassVar[ModeInfo] = ModeInfo()
+    at_once: ClassVar[Mapping[str, Any]] = {}
+    unclipped: ClassVar[Mapping[str, Any]] = {}
+
+    threshold: float | None = None
+    norm_type: float = 2.0
+    scales: Literal["auto", "all"] = "auto"
+
+    @classmethod
+    def info_with(cls, options: Mapping[str, Any]) -> ModeInfo:
+        """Return the facts about the mode with ``options``, on which they may depend."""
+        return cls.info
+
+    @classmethod
+    def conflicts(cls, options: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+        """Yield what is wrong with ``options`` that are right one by one: the option, and why."""
+        yield from ()
+
+    @classmethod
+    def waits_for(cls, options: Mapping[str, Any]) -> str:
+        """Return why the mode cannot clip a tensor before other gradients are final."""
+        if cls.info.by_tensor:
+            return ""
+        if cls.info.nested:
+            return f"clips by the modes in clip.{cls.info.nested}, after the backward pass"
+        return "needs the whole gradient, which is known after the backward pass"
+
+
+def option(default: Any, meaning: str, **limits: Any) -> Any:
+    """Declare an option: its default, what it means, and pydantic's limits, such as ``gt=0``."""
+    return field(default=default, metadata={"option": Field(description=meaning, **limits)})
+
+
+class Option(NamedTuple):
+    """An option of a mode: its annotation, and its default (``...`` where it has none)."""
+
+    hint: Any
+    default: Any
+
+
+_COMMON = frozenset(one.name for one in fields(Mode))
+
+
+def options_of(mode: type[Mode]) -> dict[str, Option]:
+    """Return the options that a mode has besides those of all modes, by name."""
+    own = [one for one in fields(mode) if one.init and one.name not in _COMMON]
+    hints = get_type_hints(mode, include_extras=True) if own else {}
+    found = {}
+    for one in own:
+        made = one.default_factory
+        default = one.default if made is MISSING else made()
+        hint, declared = hints[one.name], one.metadata.get("option")
+        hint = hint if declared is None else Annotated[hint, declared]
+        found[one.name] = Option(hint, ... if default is MISSING else default)
+    return found
+
+
+class ModeError(ValueError):
+    """A ``clip._target_`` that is not a clipping mode; the message says what is wrong with it."""
+
+
+@cache
+def load(target: str) -> type[Mode]:
+    """Import a user's clipping mode."""
+    module, _, name = target.rpartition(".")
+    try:
+        holder = import_module(module)
+    except Exception as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{module}.".startswith(f"{absent}."):
+            raise ModeError(f"there is no module {absent}: is its folder on PYTHONPATH?") from None
+        first = str(error).partition("\n")[0]
+        raise ModeError(f"importing {module} raised {type(error).__name__}: {first}") from error
+    kind = getattr(holder, name, None)
+    if kind is None:
+        near = nearest_name(name, (key for key, one in vars(holder).items() if _is_mode(one)))
+        hint = f"; did you mean {module}.{near}?" if near else ""
+        raise ModeError(f"{module} has no class {name}{hint}")
+    if not _is_mode(kind):
+        raise ModeError("is no clipping mode: derive the class from runner.clip.ClipMode")
+    if isabstract(kind):
+        missing = ", ".join(sorted(kind.__abstractmethods__))
+        raise ModeError(f"is abstract: the class has to implement {missing}")
+    annotated = {key for key, hint in get_annotations(kind).items() if "ClassVar" not in str(hint)}
+    if undeclared := sorted(annotated - {one.name for one in fields(kind)}):
+        raise ModeError(f"put @dataclass above the class, so that {undeclared[0]} is an option")
+    try:
+        options_of(kind)
+    except Exception as error:
+        raise ModeError(f"the types of its options cannot be read: {error}") from error
+    found: type[Mode] = kind
+    return found
+
+
+def _is_mode(found: object) -> bool:
+    """Return whether an object is a class that implements a mode, not one that describes it."""
+    return isinstance(found, type) and issubclass(found, Mode) and hasattr(found, "decide")

@@ -1,0 +1,312 @@
+"""The clipping modes that hold no other mode: their options and facts, without torch.
+
+``runner/clip/<name>.py`` implements the mode ``<name>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from runner.config.mode import Mode, ModeInfo, option
+from runner.config.values import Count, Natural, OutputDims, Positive, Texts
+
+Conflicts = Iterator[tuple[Any, ...]]
+_OF_NORMS = "A threshold of this mode {}, not a value of ‖G‖, so none is drawn."
+
+
+@dataclass(eq=False)
+class Unclipped(Mode):
+    """The gradient is measured, but not clipped."""
+
+    info = ModeInfo(
+        clips=None, by_tensor=True, stat="‖G‖", unit="‖G‖", note="These runs clip nothing."
+    )
+
+
+@dataclass(eq=False)
+class Norm(Mode):
+    """The whole gradient is scaled down to a norm of at most the threshold."""
+
+    info = ModeInfo(
+        stat="‖G‖",
+        unit="‖G‖",
+        note="Dashed: the threshold of the same colour; norms above it are scaled down to it.",
+        published=(
+            (0.1, "Compressive Transformer (Rae 2019), gated convolutional LM (Dauphin 2016)"),
+            (0.25, "AWD-LSTM (Merity 2017), CTRL (Keskar 2019)"),
+            (1.0, "GPT-3 (Brown 2020), LLaMA (Touvron 2023), TaBERT (Yin 2020)"),
+            (2.0, "Inception v3 (Szegedy 2015)"),
+        ),
+        sources=("Pascanu, Mikolov and Bengio 2013, arXiv 1211.5063, algorithm 1",),
+    )
+
+
+@dataclass(eq=False)
+class Value(Mode):
+    """Every element of the gradient is clamped to [-threshold, threshold]."""
+
+    info = ModeInfo(
+        clips="elements",
+        by_tensor=True,
+        stat="gradient element",
+        unit="|g|",
+        note="A threshold of this mode bounds single elements, not ‖G‖, so none is drawn.",
+        grid=(0.1, 0.25, 1.0, 2.0),
+        shares=(0.01, 0.1, 0.001),
+        sources=("Mikolov 2012, Statistical Language Models Based on Neural Networks",),
+    )
+
+
+@dataclass(eq=False)
+class Adaptive(Mode):
+    """Each unit's gradient is limited to threshold times the norm of the unit's weight."""
+
+    info = ModeInfo(
+        clips="units",
+        by_tensor=True,
+        stat="‖G_u‖/‖W_u‖ of a unit",
+        unit="‖W_u‖",
+        note=_OF_NORMS.format("is a ratio to the norm of each unit's weights"),
+        published=(
+            (0.01, "NFNet at batch 4096 (Brock 2021)"),
+            (0.02, "NF-ResNet ablation (Brock 2021)"),
+            (0.04, "NF-ResNet ablation (Brock 2021)"),
+            (0.08, "NF-ResNet ablation (Brock 2021)"),
+            (0.16, "NF-ResNet ablation (Brock 2021); batch 128 to 256 (Thakur)"),
+        ),
+        shares=(0.2, 0.5, 0.05),
+        sources=("Brock, De, Smith and Simonyan 2021, arXiv 2102.06171, section 4",),
+    )
+
+    exclude: Literal["auto"] | Texts = option(
+        "auto",
+        "do not clip these parameters, patterns of names, such as [head.*]; auto: the weights of "
+        "the model's heads",
+    )
+    units: OutputDims | None = option(
+        None,
+        "say which dimensions of a parameter index its outputs, by patterns of names, where a "
+        "warning asks for it",
+    )
+    eps: Positive = option(
+        1e-3, "count a weight's norm as at least this, so that weights of zero can move"
+    )
+
+
+@dataclass(eq=False)
+class PerParameter(Mode):
+    """Each tensor's gradient is scaled down to a norm of at most the threshold."""
+
+    info = ModeInfo(
+        clips="tensors",
+        by_tensor=True,
+        stat="‖g_p‖ of a tensor",
+        unit="‖g_p‖",
+        note="A threshold of this mode limits the norm of each tensor, not ‖G‖, so none is drawn.",
+        grid=(0.03, 0.1, 0.3, 1.0),
+        sources=("optax.clip_by_block_rms (tensor by tensor, of the root mean square)",),
+    )
+
+    by: Literal["tensor", "block"] = option(
+        "tensor",
+        "limit the norm of each tensor, or of each block: parameters whose names share a prefix "
+        "such as blocks.3",
+    )
+
+    @classmethod
+    def waits_for(cls, options: Mapping[str, Any]) -> str:
+        """Return why blocks wait: their norm is known when all of their gradients are final."""
+        if options["by"] == "block":
+            return "with clip.by=block needs all gradients of a block; use clip.by=tensor"
+        return super().waits_for(options)
+
+
+@dataclass(eq=False)
+class AdaGC(Mode):
+    """Each tensor's gradient norm is limited to threshold times its own running mean."""
+
+    info = ModeInfo(
+        clips="tensors",
+        by_tensor=True,
+        stat="‖g_p‖/γ_p of a tensor",
+        unit="γ_p",
+        note=_OF_NORMS.format("is a ratio to each tensor's running mean of its norm"),
+        published=((1.05, "AdaGC (Wang 2025): GPT-2, LLaMA-2 and CLIP"),),
+        grid=(1.02, 1.2, 1.5, 2.0),
+        sources=("Wang et al. 2025, AdaGC, arXiv 2502.11034, algorithm 1",),
+    )
+    at_once: ClassVar = {"threshold": 1.05, "warmup_steps": 1}
+    unclipped: ClassVar = {"absolute": 1e30}
+
+    absolute: Positive = option(1.0, "limit the norm of the whole gradient to this in the warm-up")
+    beta: float = option(0.98, "weigh the steps before in the running mean of a norm", ge=0, lt=1)
+    warmup_steps: Natural = option(
+        100, "collect the smallest norm of each tensor in so many first steps"
+    )
+    history: Literal["clipped", "raw"] = option(
+        "clipped", "let norms after clipping, or those before it, enter the running mean"
+    )
+
+
+@dataclass(eq=False)
+class Percentile(Mode):
+    """The whole gradient is scaled down to a percentile of the norms of all steps so far."""
+
+    info = ModeInfo(
+        stat="‖G‖",
+        unit="%",
+        note="Dashed: the percentile of the norms so far; norms above it are scaled down to it.",
+        published=((10.0, "AutoClip (Seetharaman 2020)"),),
+        follows="norms",
+        tenth=90.0,
+        sources=(
+            "Seetharaman, Wichern, Pardo and Le Roux 2020, arXiv 2007.14469",
+            "https://github.com/pseeth/autoclip",
+        ),
+    )
+    at_once: ClassVar = {"threshold": 10.0, "min_steps": 1}
+
+    window: Count | None = option(
+        None,
+        "take the percentile of so many of the latest steps, so that it follows a change of the "
+        "norms; null: of all steps, as published",
+    )
+    history: Literal["raw", "clipped"] = option(
+        "raw",
+        "keep norms as they were measured (raw) or as they were clipped, which lets the limit fall "
+        "more easily than rise",
+    )
+    min_steps: Count = option(
+        10,
+        "clip from this step on, because a percentile of few norms is a matter of chance; 1: as "
+        "published",
+    )
+
+    @classmethod
+    def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
+        """Yield a percentile above 100, and a window that never holds ``min_steps`` norms."""
+        if options["threshold"] > 100:
+            yield "threshold", "is the percentile for clip=percentile: at most 100"
+        window, least = options["window"], options["min_steps"]
+        if window is not None and window < least:
+            yield "window", f"never holds clip.min_steps={least} norms: use at least {least}"
+
+
+@dataclass(eq=False)
+class ZScore(Mode):
+    """A gradient whose norm lies far above a running mean of the norms is scaled down."""
+
+    info = ModeInfo(
+        stat="‖G‖",
+        unit="σ",
+        note="Dashed: mean + threshold · σ of the norms so far; norms above it are clipped.",
+        published=((2.5, "ZClip (Kumar 2025)"),),
+        grid=(2.0, 3.0, 4.0),
+        follows="norms",
+        tenth=1.3,
+        sources=(
+            "Kumar, Owen, Chowdhury and Güra 2025, arXiv 2504.02507",
+            "https://github.com/bluorion-com/ZClip",
+        ),
+    )
+    at_once: ClassVar = {"threshold": 0.01, "warmup_steps": 2}
+
+    rule: Literal["adaptive_scaling", "mean", "percentile"] = option(
+        "adaptive_scaling",
+        "scale a clipped norm down to: adaptive_scaling: nearer to the mean the larger it is; "
+        "mean: the mean; percentile: the limit itself",
+    )
+    decay: float = option(
+        0.97,
+        "weigh the earlier steps in the running mean and variance by this; a higher one follows "
+        "changes of the norms more slowly",
+        gt=0,
+        lt=1,
+    )
+    warmup_steps: Count = option(
+        25, "start from mean and variance of so many steps, which are not clipped"
+    )
+    history: Literal["raw", "clipped"] = option(
+        "clipped",
+        "let norms enter mean and variance as they were clipped, as published, or as they were "
+        "measured (raw), which accepts a lasting rise of the norms",
+    )
+    eps: Positive = option(
+        1e-6,
+        "add this to the standard deviation; norms that vary by no more than this share of their "
+        "mean are not clipped",
+    )
+
+
+@dataclass(eq=False)
+class Spike(Mode):
+    """Elements whose square is above threshold x their second moment are clamped to that."""
+
+    info = ModeInfo(
+        clips="elements",
+        by_tensor=True,
+        stat="g²/v of an element",
+        unit="g²/v",
+        note=_OF_NORMS.format("is a ratio to the optimizer's second moment of each element"),
+        published=((5000.0, "SPAM (Huang 2025)"),),
+        grid=(50.0, 500.0),
+        shares=(0.0001, 0.01, 0.00001),
+        sources=("Huang, Zhu, Jin, Liu, Wang and Liu 2025, arXiv 2501.06842, section 3",),
+        needs_optimizer=True,
+    )
+    at_once: ClassVar = {"min_steps": 0}
+
+    min_steps: Natural = option(
+        20,
+        "compare with a second moment that has averaged at least so many steps, because the first "
+        "ones are far too small",
+    )
+
+
+@dataclass(eq=False)
+class Update(Mode):
+    """The optimizer's update is limited; the gradient is measured, but not changed."""
+
+    info = ModeInfo(
+        clips="updates",
+        by_tensor=True,
+        stat="RMS of g/√v of a tensor",
+        unit="RMS of g/√v",
+        note="A threshold of this mode bounds the optimizer's update, not ‖G‖, so none is drawn.",
+        published=((1.0, "StableAdamW (Wortsman 2023)"),),
+        grid=(1.5, 2.0, 4.0),
+        shares=(0.02, 0.1, 0.005),
+        sources=(
+            "Wortsman et al. 2023, arXiv 2304.13013, algorithm 2",
+            "Levanter, src/levanter/optim/clip_update_norm.py (rule sigma)",
+        ),
+        needs_optimizer=True,
+    )
+
+    rule: Literal["rms", "sigma"] = option(
+        "rms",
+        "limit each tensor's update by its RMS, or the whole update to the mean of earlier ones + "
+        "threshold x their standard deviation",
+    )
+    eps: Positive = option(1e-8, "count the root of a second moment as at least this (rule rms)")
+    window: Count = option(128, "compare with so many earlier updates (rule sigma)")
+
+    @classmethod
+    def waits_for(cls, options: Mapping[str, Any]) -> str:
+        """Return why rule ``sigma`` waits: it limits the norm of the whole update."""
+        if options["rule"] == "sigma":
+            return "with clip.rule=sigma limits the whole update; use clip.rule=rms"
+        return super().waits_for(options)
+
+    @classmethod
+    def info_with(cls, options: Mapping[str, Any]) -> ModeInfo:
+        """Return the facts about the rule: with ``sigma`` λ is a number of standard deviations."""
+        if options["rule"] == "rms":
+            return cls.info
+        stat, unit = "norm of the update", "standard deviations above the mean"
+        published = ((3.0, "Levanter"),)
+        return replace(
+            cls.info, stat=stat, unit=unit, published=published, grid=(), follows="updates"
+        )

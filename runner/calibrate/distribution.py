@@ -8,28 +8,13 @@ says nothing about the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 POINTS = (50, 75, 90, 95, 99)
-
-
-@dataclass(frozen=True)
-class Distribution:
-    """Distribution of a value over steps; NaN if no value is finite."""
-
-    steps: int
-    nonfinite: int
-    mean: float
-    p50: float
-    p75: float
-    p90: float
-    p95: float
-    p99: float
-    max: float
 
 
 @dataclass(frozen=True)
@@ -65,59 +50,39 @@ class Histogram:
         return edges, np.append(np.cumsum(np.asarray(self.counts)[::-1])[::-1], 0.0)
 
 
-@dataclass(frozen=True)
-class Suggestion:
-    """Thresholds to try."""
-
-    start: float
-    low: float
-    high: float
-
-
 def warm_up(steps: int, asked: int | None) -> int:
     """Return the number of warm-up steps: ``asked``, or a tenth of the steps."""
     return steps // 10 if asked is None else min(asked, steps - 1)
 
 
-def distribution(values: Iterable[float]) -> Distribution:
-    """Return the distribution of ``values``, one for each step."""
+def distribution(values: Iterable[float]) -> dict[str, float]:
+    """Return the distribution of a value over steps; NaN if no value is finite."""
     every = np.asarray(list(values), dtype=np.float64)
     finite = every[np.isfinite(every)]
-    nonfinite = len(every) - len(finite)
+    found = {"steps": len(every), "nonfinite": len(every) - len(finite)}
     if not finite.size:
         finite = np.array([math.nan])
-    percentiles = {f"p{point}": float(np.percentile(finite, point)) for point in POINTS}
-    return Distribution(
-        len(every), nonfinite, mean=float(finite.mean()), max=float(finite.max()), **percentiles
-    )
+    points = {f"p{point}": float(np.percentile(finite, point)) for point in POINTS}
+    return {**found, "mean": float(finite.mean()), **points, "max": float(finite.max())}
 
 
-def suggest(measured: Distribution) -> Suggestion | None:
-    """Suggest thresholds, to three digits; None if no norm was finite or all were zero."""
-    found = [_rounded(x) for x in (measured.p90, measured.mean / 2, measured.mean * 10)]
-    return Suggestion(*found) if all(math.isfinite(x) and x > 0 for x in found) else None
+def suggest(measured: Mapping[str, float]) -> dict[str, float] | None:
+    """Suggest thresholds for a mode that clips steps; None if no norm was finite and above 0."""
+    return _suggestion(measured["p90"], measured["mean"] / 2, measured["mean"] * 10)
 
 
-def suggest_by_parts(shares: Sequence[float], parts: Histogram) -> Suggestion | None:
-    """Return thresholds to three digits for a mode that clips elements, units or tensors."""
-    found = [_rounded(parts.largest(share)) for share in shares]
-    return Suggestion(*found) if all(x > 0 for x in found) else None
+def suggest_by_parts(shares: Sequence[float], parts: Histogram) -> dict[str, float] | None:
+    """Suggest thresholds for a mode that clips elements, units or tensors, by their ``shares``."""
+    return _suggestion(*map(parts.largest, shares))
+
+
+def _suggestion(start: float, low: float, high: float) -> dict[str, float] | None:
+    found = {"start": start, "low": low, "high": high}
+    if not all(math.isfinite(x) and x > 0 for x in found.values()):
+        return None
+    return {name: float(f"{x:.3g}") for name, x in found.items()}
 
 
 def would_clip(peaks: Sequence[float], threshold: float) -> float:
     """Return the share of the steps that ``threshold`` would have clipped."""
     return sum(peak > threshold for peak in peaks) / max(len(peaks), 1)
-
-
-def candidates(
-    studied: Iterable[float], suggestion: Suggestion | None, also: Iterable[float | None] = ()
-) -> list[float]:
-    """Return the thresholds to compare, rising."""
-    listed = [*studied, *(x for x in also if x is not None)]
-    if suggestion is not None:
-        listed += [suggestion.start, suggestion.low, suggestion.high]
-    return sorted(set(listed))
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.3g}")

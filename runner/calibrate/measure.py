@@ -1,16 +1,31 @@
-"""The work of one rank in a calibration: a run that is measured and not clipped."""
+"""The work of one rank in a calibration, and what follows from what it measured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from runner.calibrate.distribution import warm_up
-from runner.clip import ClipMode
+import yaml
+
+from runner.calibrate.distribution import (
+    POINTS,
+    Histogram,
+    distribution,
+    suggest,
+    suggest_by_parts,
+    warm_up,
+    would_clip,
+)
 from runner.clip import build as build_mode
 from runner.clip.mode import NEVER
 from runner.clip.tally import HIGHEST, LOWEST, Tally
+from runner.compose import recipes
+from runner.compose.overrides import key_of
 from runner.config.duration import Duration
+from runner.config.folders import find
+from runner.config.modes import built_in
 from runner.config.schema import RunConfig
 from runner.data.dataset import first_sample
 from runner.run_folder import keys
@@ -18,20 +33,23 @@ from runner.telemetry.sinks.sink import Sink
 from runner.train import build
 from runner.train.job import make_trainer
 
+NEAREST = 4
+"""Largest number of recipes that are named."""
+
 
 def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
-    """Train for ``calibrate.steps``, or to the end of a shorter run, and return what was
-    measured.
-    """
-    mode, end = unclipped(config), end_of(config)
+    """Train without clipping for ``calibrate.steps``, or to the end of a shorter run."""
+    clip, end = config.clip, end_of(config)
+    threshold = None if clip.threshold is None else NEVER
+    options = {**clip.options, **clip.described.unclipped, "threshold": threshold}
+    mode = build_mode(clip.kind, **options)
     tally = mode.tally = Tally(warm_up(end.value, config.calibrate.warmup_steps))
     trainer = make_trainer(config, sinks, mode=mode, max_duration=end, evaluates=False)
     trainer.fit()
     meter = trainer.state.meter
     counts, total = tally.gather(trainer.optimizer.layout)
-    parts = {"counts": counts, "total": total, "lowest": LOWEST, "highest": HIGHEST}
     return {
-        "parts": parts,
+        "parts": {"counts": counts, "total": total, "lowest": LOWEST, "highest": HIGHEST},
         "norms": meter.norms,
         "peaks": meter.max_stats,
         "loss": meter.last[keys.TRAIN_LOSS],
@@ -39,19 +57,9 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     }
 
 
-def unclipped(config: RunConfig) -> ClipMode:
-    """Make the clipping mode of ``config`` with a threshold that never clips."""
-    clip = config.clip
-    threshold = None if clip.threshold is None else NEVER
-    return build_mode(
-        clip.kind, **{**clip.options, **clip.described.unclipped, "threshold": threshold}
-    )
-
-
 def end_of(config: RunConfig) -> Duration:
     """Return the duration of a calibration: ``calibrate.steps``, or that of a shorter run."""
-    data = build.make_data(config.data)
-    whole = build.steps_of(config, data)
+    whole = build.steps_of(config, build.make_data(config.data))
     steps = config.calibrate.steps
     return Duration(steps if whole is None else min(steps, whole), "ba")
 
@@ -63,3 +71,100 @@ def _kind(config: RunConfig) -> str:
     sample = first_sample(data.train)
     inputs = sample[0] if isinstance(sample, tuple | list) else None
     return "vision" if getattr(inputs, "ndim", 0) == 3 else "other"
+
+
+def describe(
+    config: RunConfig, measured: Mapping[str, Any], words: Sequence[str]
+) -> dict[str, Any]:
+    """Return the content of ``calibrate.json``; ``measured`` is the result of ``execute``."""
+    clip = config.clip
+    mode, info = (clip.mode, clip.info) if clip.info.clips else ("norm", built_in("norm").info)
+    norms, peaks = measured["norms"], measured["peaks"]
+    first = warm_up(len(norms), config.calibrate.warmup_steps)
+    parts = None if info.parts is None else Histogram(**measured["parts"])
+    if parts is None:
+        suggested = suggest(distribution(peaks[first:]))
+    else:
+        suggested = suggest_by_parts(info.shares, parts)
+    start = suggested["start"] if suggested else None
+    own = () if clip.threshold is None else (clip.threshold,)
+    listed = sorted({*info.studied, *clip.what_if, *own, *(suggested or {}).values()})
+    near = [
+        {**one, "would_clip": would_clip(peaks, one["threshold"])}
+        for one in published(mode, measured["kind"], start)
+    ]
+    found: dict[str, Any] = {
+        "words": list(words),
+        "mode": mode,
+        "mode_info": info.record(),
+        "norm_type": clip.norm_type,
+        "steps": len(norms),
+        "warmup_steps": first,
+        "nonfinite": distribution(norms)["nonfinite"],
+        "loss": measured["loss"],
+        "norm": _apart(norms, first),
+    }
+    if info.unit != "‖G‖":
+        found["peak"] = _apart(peaks, first)
+    elif any(peak < norm for peak, norm in zip(peaks, norms, strict=True)):
+        found["norm_scaled"] = _apart(peaks, first)  # clip.scales=auto leaves some gradients out
+    if parts is not None:
+        points = {f"p{point}": parts.largest(1 - point / 100) for point in POINTS}
+        found["parts"] = {"total": parts.total, "nonzero": parts.nonzero, **points}
+        found["would_clip_parts"] = {str(one): parts.share_above(one) for one in listed}
+        near = [{**one, "would_clip_parts": parts.share_above(one["threshold"])} for one in near]
+    return found | {
+        "suggested": suggested,
+        "would_clip": {str(one): would_clip(peaks, one) for one in listed},
+        "kind": measured["kind"],
+        "published": near,
+        "next": commands(words, mode, start),
+        "norms": norms,
+        "peaks": peaks,
+    }
+
+
+def _apart(values: Sequence[float], first: int) -> dict[str, Any]:
+    return {
+        "warm_up": distribution(values[:first]),
+        "after_warm_up": distribution(values[first:]),
+    }
+
+
+def published(mode: str, kind: str, start: float | None) -> list[dict[str, Any]]:
+    """Return the thresholds of recipes of this mode and kind of data, the nearest one first."""
+    found: list[dict[str, Any]] = []
+    for recipe in recipes.read_all():
+        content, chosen = recipe.content, recipes.choices(recipe.content.get("defaults"))
+        threshold = (content.get("clip") or {}).get("threshold")
+        single = "hydra" not in content and chosen.get("clip", "norm") == mode
+        if single and isinstance(threshold, int | float):
+            file = find("conf") / "data" / f"{chosen.get('data')}.yaml"
+            data = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            data |= content.get("data") or {}
+            tokens = "sequence_length" in data and data.get("kind", "tokens") == "tokens"
+            of = "language" if tokens else "vision"
+            one = {"recipe": recipe.name, "kind": of, "mode": mode, "threshold": float(threshold)}
+            found.append({**one, "source": recipe.source})
+    alike = [one for one in found if one["kind"] == kind] or found
+    if start is not None:
+        alike.sort(key=lambda one: abs(math.log(one["threshold"] / start)))
+    return alike[:NEAREST]
+
+
+def commands(words: Sequence[str], mode: str, start: float | None) -> dict[str, str]:
+    """Return commands of a run and of a sweep to try next, for the arguments ``words``."""
+    if start is None:
+        return {}
+    settled = ("clip", "clip.threshold", "clip.what_if")
+    named = {word: key_of(word) for word in words}
+    base = [w for w in words if named[w] not in settled and not named[w].startswith("calibrate.")]
+    if "clip._target_" not in named.values():
+        base.append(f"clip={mode}")
+    grid = [float(f"{start * factor:.3g}") for factor in (0.25, 0.5, 1, 2, 4)]
+    others = ",".join(f"{x:g}" for x in grid if x != start)
+    each = ",".join(f"{x:g}" for x in grid)
+    runner = ["python", "-m", "runner"]
+    run = [*runner, *base, f"clip.threshold={start:g}", f"clip.what_if=[{others}]"]
+    sweep = [*runner, "-m", *base, f"clip.threshold={each}"]
+    return {"run": shlex.join(run), "sweep": shlex.join(sweep)}

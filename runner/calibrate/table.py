@@ -16,16 +16,17 @@ COLUMNS = ("mean", *(f"p{point}" for point in POINTS), "max")
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines to print."""
+    info = info_of(found["mode"], found["mode_info"])
     measured = plural(found["steps"], "step")
     yield f"{measured} without clipping, the first {found['warmup_steps']} as warm-up"
     yield from _trouble(found)
     yield ""
-    yield from _distributions(found)
+    yield from _distributions(found, info)
     yield ""
-    yield from _suggested(found)
+    yield from _suggested(found, info)
     parts = found.get("would_clip_parts")
     head = "threshold   share of the steps it would have clipped"
-    yield head + (f", and of their {_info(found).parts}" if parts else "")
+    yield head + (f", and of their {info.parts}" if parts else "")
     for threshold, share in found["would_clip"].items():
         own = f"   {percent(parts[threshold]):>12}" if parts else ""
         yield f"{threshold:>9}   {percent(share):>12}{own}"
@@ -44,10 +45,6 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"  {command}" for command in found["next"].values())
 
 
-def _info(found: Mapping[str, Any]) -> ModeInfo:
-    return info_of(found["mode"], found.get("mode_info"))
-
-
 def _trouble(found: Mapping[str, Any]) -> Iterator[str]:
     if found["nonfinite"]:
         yield (
@@ -62,13 +59,13 @@ def _trouble(found: Mapping[str, Any]) -> Iterator[str]:
         yield "the loss diverged without clipping: later norms are not representative"
 
 
-def _distributions(found: Mapping[str, Any]) -> Iterator[str]:
+def _distributions(found: Mapping[str, Any], info: ModeInfo) -> Iterator[str]:
     """Yield a line for each distribution: ‖G‖, and the values that other modes compare with λ."""
     names = {"norm": "‖G‖"}
     if "norm_scaled" in found:
         names["norm_scaled"] = "‖G‖ without Muon's matrices"
     if "peak" in found:
-        names["peak"] = f"largest {_info(found).stat}"
+        names["peak"] = f"largest {info.stat}"
     rows = [
         (f"{name}, {when}", found[key][part])
         for key, name in names.items()
@@ -80,13 +77,13 @@ def _distributions(found: Mapping[str, Any]) -> Iterator[str]:
     for label, one in rows:
         yield f"{label:<{width}}" + "".join(f"{rounded(one[column]):>10}" for column in COLUMNS)
     if "parts" in found:
-        name, parts = _info(found).parts, found["parts"]
+        name, parts = info.parts, found["parts"]
         points = "  ".join(f"p{point} {rounded(parts[f'p{point}'])}" for point in POINTS)
         share = percent(parts["nonzero"] / max(parts["total"], 1))
         yield f"all {name} whose gradient is not 0 ({share} of them): {points}"
 
 
-def _suggested(found: Mapping[str, Any]) -> Iterator[str]:
+def _suggested(found: Mapping[str, Any], info: ModeInfo) -> Iterator[str]:
     suggested = found["suggested"]
     if suggested is None:
         yield (
@@ -97,8 +94,8 @@ def _suggested(found: Mapping[str, Any]) -> Iterator[str]:
         start, low, high = (f"{suggested[key]:g}" for key in ("start", "low", "high"))
         mode = found["mode"]
         why = ["the p90", "half to ten times the mean"]
-        if (parts := _info(found).parts) is not None:
-            clips = [percent(share) for share in _info(found).shares]
+        if (parts := info.parts) is not None:
+            clips = [percent(share) for share in info.shares]
             why = [f"clips {clips[0]} of these {parts}", f"clips {clips[1]} to {clips[2]}"]
         yield f"clip.threshold to begin with, for clip={mode}: {start} ({why[0]})"
         yield f"range worth a sweep: {low} to {high} ({why[1]})"

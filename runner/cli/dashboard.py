@@ -1,125 +1,83 @@
-"""``python -m runner dashboard``: save a wandb workspace, or write its specification."""
+"""``python -m runner dashboard``: save a wandb workspace with the charts of the page."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import yaml
 
-from runner.cli import INTERRUPTED, WRONG_REQUEST
-from runner.config.folders import find, outputs
-from runner.dashboard import EXTRA
-from runner.dashboard.saving import NotSavedError, WorkspaceRequest, save
+from runner.cli import FAILED, WRONG_REQUEST
+from runner.config.folders import find
 from runner.run_folder import files
-from runner.run_folder.atomic import write_text
+from runner.telemetry.sinks.console import print_line
+
+SECONDS = 20.0
+"""Seconds after which the process that asks wandb's server is killed."""
+
+REQUEST_SECONDS = "6"
+"""Seconds for one request, so that wandb reports the error itself."""
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Save the workspace to wandb if an API key is configured, else to a file; print where."""
+def main(words: Sequence[str]) -> int:
+    """Save the workspace, and print its URL."""
     asked = _parser().parse_args(words)
-    if importlib.util.find_spec(EXTRA) is None:
-        return _refuse(
-            "this needs wandb-workspaces, which the extra [dashboard] brings: "
-            'pip install -e ".[dashboard]" -c constraints.txt'
-        )
+    if importlib.util.find_spec("wandb_workspaces") is None:
+        message = 'this needs wandb-workspaces: pip install -e ".[dashboard]" -c constraints.txt'
+        print_line(f"clip-runner: {message}", sys.stderr)
+        return WRONG_REQUEST
+    message = "wandb is told to be offline (WANDB_MODE)"
+    if os.environ.get("WANDB_MODE", "online") == "online":
+        url, message = _saved([asked.project, asked.entity, asked.group, asked.name])
+        if url:
+            print_line(f"workspace saved: {url}")
+            return 0
+    print_line(f"clip-runner: the workspace was not saved: {message}", sys.stderr)
+    return FAILED
+
+
+def _saved(words: Sequence[str]) -> tuple[str, str]:
+    """Return the URL of the saved workspace, or why it was not saved.
+
+    A process of its own asks the server: wandb's client waits for minutes, and ends with it.
+    """
     # Error reports would go to wandb's own servers, also where nothing else is sent.
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    from runner.dashboard import workspace
-
-    name = asked.name or workspace.default_name(asked.group)
-    if unfit := workspace.unfit(name):
-        return _refuse(f"--name {name!r}: wandb takes no {' '.join(unfit)} in a name")
+    settings = {"WANDB_ERROR_REPORTING": "false", "WANDB_HTTP_TIMEOUT": REQUEST_SECONDS}
+    command = [sys.executable, "-W", "ignore", "-m", "runner.dashboard.workspace", *words]
     try:
-        return _publish(
-            WorkspaceRequest(asked.entity, asked.project, name, asked.group), asked.output
+        done = subprocess.run(
+            command,
+            env={**os.environ, **settings},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
         )
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-def _publish(request: WorkspaceRequest, output: Path | None) -> int:
-    """Save the workspace, or write its specification, or both where ``output`` is given."""
-    from runner.telemetry.sinks.wandb_sink import effective_mode
-
-    file = output or outputs() / "dashboard.json"
-    if effective_mode("auto") != "online":
-        why = f"wandb is offline here (no key, or told to be); the workspace is in {file}. "
-        return _write(request, file, why + "To save it: wandb login, and this command again")
-    try:
-        print(f"workspace saved: {save(request)}")
-    except NotSavedError as error:
-        why = f"wandb did not take the workspace ({error}); it is in {file}"
-        return _write(request, file, why, failed=True)
-    return 0 if output is None else _write(request, file, f"its specification: {file}")
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {SECONDS:g} seconds"
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines() or [""]
+    return ("", lines[-1]) if done.returncode else (lines[-1], "")
 
 
 def _parser() -> argparse.ArgumentParser:
+    tracker = (find("conf") / "tracker" / "wandb.yaml").read_text(encoding="utf-8")
+    project = str(yaml.safe_load(tracker)["project"])
     parser = argparse.ArgumentParser(
         prog="python -m runner dashboard",
-        description=f"Save a wandb workspace with the charts of {files.PAGE}. If there is no "
-        "API key, or the server refuses it, its specification is written to a file.",
+        description=f"Save a wandb workspace with the charts of {files.PAGE}. This needs a wandb "
+        "server and its API key (wandb login).",
         allow_abbrev=False,
     )
-    project = _default_project()
-    parser.add_argument(
-        "--project", type=_text, default=project, help=f"show the runs of this project ({project})"
-    )
-    parser.add_argument(
-        "--entity",
-        type=_text,
-        default=os.environ.get("WANDB_ENTITY") or None,
-        help="user or team that owns the project (that of the API key)",
-    )
-    parser.add_argument("--group", type=_text, help="show only this group: the name of a sweep")
-    parser.add_argument("--name", type=_text, help="name the workspace (Clipping, and the group)")
-    parser.add_argument(
-        "--output",
-        type=_file,
-        metavar="FILE",
-        help="write the specification to this file, also if the workspace is saved "
-        "(outputs/dashboard.json, if it is not)",
-    )
+    for flag, default, about in (
+        ("--project", project, f"show the runs of this project ({project})"),
+        ("--entity", os.environ.get("WANDB_ENTITY", ""), "owner of the project (of the API key)"),
+        ("--group", "", "show only this group: the name of a sweep"),
+        ("--name", "", "name of the workspace (Clipping, and the group)"),
+    ):
+        parser.add_argument(flag, default=default, help=about)
     return parser
-
-
-def _default_project() -> str:
-    """Return the project that runs are filed under by default."""
-    settings = yaml.safe_load((find("conf") / "tracker" / "wandb.yaml").read_text(encoding="utf-8"))
-    return str(settings["project"])
-
-
-def _text(word: str) -> str:
-    if not word.strip():
-        raise argparse.ArgumentTypeError("must not be empty")
-    return word
-
-
-def _file(word: str) -> Path:
-    path = Path(word)
-    if not path.name or path.is_dir():
-        raise argparse.ArgumentTypeError(f"must be a file: {word!r} is not")
-    return path
-
-
-def _write(request: WorkspaceRequest, file: Path, message: str, failed: bool = False) -> int:
-    """Write the specification and print the message, to standard error if saving failed."""
-    from runner.dashboard import workspace
-
-    built = workspace.build(request)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, workspace.specification(built))
-    except OSError as error:
-        return _refuse(f"the specification cannot be written to {file}: {error.strerror or error}")
-    print(message, file=sys.stderr if failed else sys.stdout)
-    return 0
-
-
-def _refuse(message: str) -> int:
-    print(f"clip-runner: {message}", file=sys.stderr)
-    return WRONG_REQUEST

@@ -8,13 +8,12 @@ import pytest
 
 from runner.calibrate.distribution import (
     Histogram,
-    candidates,
     distribution,
     suggest,
     suggest_by_parts,
     would_clip,
 )
-from runner.calibrate.published import nearest, published
+from runner.calibrate.measure import published
 from runner.config.modes import info_of
 
 NORMAL = NormalDist(0.5, 0.7)
@@ -33,21 +32,20 @@ def test_known_quantiles_come_back_within_two_per_cent():
     found = distribution(NORMS)
     parts = histogram(NORMS, zeros=2000)
     for point, value in EXACT.items():
-        assert getattr(found, f"p{point}") == pytest.approx(value, rel=0.02), point
+        assert found[f"p{point}"] == pytest.approx(value, rel=0.02), point
         share = 1 - point / 100
         assert parts.largest(share) == pytest.approx(value, rel=0.02), point
         assert parts.share_above(value) == pytest.approx(share / 2, abs=0.005), point
     assert (parts.share_above(1e9), parts.share_above(1e-9)) == (0.0, 0.5)
-    assert (found.mean, found.max) == (pytest.approx(MEAN, rel=0.02), max(NORMS))
+    assert (found["mean"], found["max"]) == (pytest.approx(MEAN, rel=0.02), max(NORMS))
     suggested = suggest(found)
-    ends = suggested.start, suggested.low, suggested.high
-    assert ends == pytest.approx((EXACT[90], MEAN / 2, MEAN * 10), rel=0.02)
-    assert would_clip(NORMS, suggested.start) == pytest.approx(0.1, abs=0.003)
+    assert tuple(suggested.values()) == pytest.approx((EXACT[90], MEAN / 2, MEAN * 10), rel=0.02)
+    assert would_clip(NORMS, suggested["start"]) == pytest.approx(0.1, abs=0.003)
 
 
 def test_steps_that_are_not_finite_count_as_steps_and_as_nothing_else():
     found = distribution([1.0, math.nan, 3.0, math.inf])
-    assert (found.steps, found.nonfinite, found.mean, found.max) == (4, 2, 2.0, 3.0)
+    assert [found[key] for key in ("steps", "nonfinite", "mean", "max")] == [4, 2, 2.0, 3.0]
     assert would_clip([1.0, math.nan, 3.0, math.nan], 2.0) == 0.25
     assert would_clip([1.0, 2.0, 3.0], 2.0) == pytest.approx(1 / 3), "at the threshold: not clipped"
     assert would_clip([], 1.0) == 0.0
@@ -56,32 +54,26 @@ def test_steps_that_are_not_finite_count_as_steps_and_as_nothing_else():
     assert suggest_by_parts((0.2, 0.5, 0.05), Histogram([0.0] * 400, 30.0, -6, 4)) is None
 
 
-def test_candidates_are_those_studied_for_the_mode_those_suggested_and_ones_own():
-    three = suggest(distribution([1.23456] * 5))
-    assert (three.start, three.low, three.high) == (1.23, 0.617, 12.3)
-    suggested = suggest(distribution([1.0] * 5))
-    found = candidates(info_of("norm").studied, suggested, [0.3, None, 0.25])
-    assert found == [0.1, 0.25, 0.3, 0.5, 1, 2, 10]
-    assert candidates(info_of("adaptive").studied, None) == [0.01, 0.02, 0.04, 0.08, 0.16]
-
-
 @pytest.mark.parametrize("mode", ["adaptive", "value"])
 def test_the_start_clips_the_same_share_of_units_whatever_the_largest_is(mode):
     shares = info_of(mode).shares
     suggested = suggest_by_parts(shares, histogram(VALUES))
-    ends = suggested.start, suggested.low, suggested.high
-    assert [np.mean(end < VALUES) for end in ends] == pytest.approx(list(shares), abs=0.02)
+    assert [np.mean(end < VALUES) for end in suggested.values()] == pytest.approx(
+        list(shares), abs=0.02
+    )
     spoiled = suggest_by_parts(shares, histogram(np.append(VALUES, [1560.0])))
-    assert spoiled.start == pytest.approx(suggested.start, rel=0.03)
+    assert spoiled["start"] == pytest.approx(suggested["start"], rel=0.03)
 
 
 def test_thresholds_of_recipes_of_the_same_mode_come_nearest_first():
-    known = {one.recipe: (one.kind, one.mode, one.threshold) for one in published() if one.source}
-    assert known["awd_lstm"] == ("language", "norm", 0.25)
-    assert known["nf_resnet_brock"] == ("vision", "adaptive", 0.01)
-    assert not any(name.startswith("sweep") for name in known)
-    near = nearest("norm", "vision", 3.0)
-    assert near[0].recipe == "inception"
-    assert {one.kind for one in near} == {"vision"}
-    assert {one.mode for one in nearest("adaptive", "language", 0.1)} == {"adaptive"}
-    assert nearest("norm", "other", None)
+    near = published("norm", "vision", 3.0)
+    assert near[0]["recipe"] == "inception"
+    assert near[0]["source"]
+    assert {one["kind"] for one in near} == {"vision"}
+    language = {one["recipe"]: one["threshold"] for one in published("norm", "language", 0.25)}
+    assert language["awd_lstm"] == 0.25
+    assert not any(name.startswith("sweep") for name in language)
+    # There is none of language: then those of other data.
+    units = {one["recipe"]: one["threshold"] for one in published("adaptive", "language", 0.01)}
+    assert units["nf_resnet_brock"] == 0.01
+    assert published("norm", "other", None)

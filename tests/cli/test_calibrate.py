@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from runner.cli.calibrate import commands
+from runner.calibrate.measure import commands
 from runner.cli.main import main
 from runner.compose.request import request
 

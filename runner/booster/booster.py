@@ -31,7 +31,7 @@ from runner.booster.wrapper import ModelWrapper, names_of, require_new, wrappers
 from runner.clip import Layout
 from runner.clip.boosted import register
 from runner.clip.skip import SkipRule
-from runner.parallel.buckets import on_any_rank
+from runner.parallel.collectives import on_any_rank
 from runner.parallel.final_gradients import Final
 from runner.parallel.full_state_dict import load
 from runner.parallel.gradient_sync import in_turn, nothing

@@ -17,7 +17,7 @@ from runner.booster import saved
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.wrapper import ModelWrapper
 from runner.config.notation import first_few
-from runner.parallel.first_rank import on_first
+from runner.parallel.collectives import on_first
 from runner.parallel.full_state_dict import gather
 from runner.parallel.sharded_files import Folder, InMemory, write
 

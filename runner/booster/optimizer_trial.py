@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from runner.clip.like import Groups, optimizer_like, step_with
-from runner.parallel.placements import full, sharded
+from runner.parallel.full_state_dict import full, sharded
 
 TRIAL_STEPS = 3
 """The first step of an Adam does not depend on the size of gradients; later ones do."""

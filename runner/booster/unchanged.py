@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from runner.booster.optimizers import orthogonalized
 from runner.booster.plugin import Plugin, SinglePlugin, TorchDDPPlugin
 from runner.clip import Layout
-from runner.parallel.usage import computed_with
+from runner.parallel.hooks import computed_with
 
 _DTYPE, _TRAINED = attrgetter("dtype"), attrgetter("requires_grad")
 

@@ -17,7 +17,7 @@ from runner.checkpoint import folder
 from runner.checkpoint.folder import DamagedCheckpoint
 from runner.checkpoint.pending import Pending
 from runner.checkpoint.space import explained, require_space
-from runner.parallel.first_rank import on_first, several_ranks
+from runner.parallel.collectives import on_first, several_ranks
 from runner.parallel.sharded_files import Folder, fill, write, write_later
 from runner.run_folder import files
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.space import explained
-from runner.parallel.first_rank import is_first, on_first
+from runner.parallel.collectives import is_first, on_first
 from runner.parallel.sharded_files import one_error
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from runner.config import disk
-from runner.parallel.first_rank import on_first
+from runner.parallel.collectives import on_first
 
 
 def require_space(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -1,5 +1,7 @@
 """A small convolutional network for 8x8 digits."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 PIXEL_MEAN = 0.305
@@ -28,6 +30,15 @@ class DigitsCNN(nn.Module):
             if isinstance(layer, nn.Conv2d):
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
                 nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+
+    def pipeline(self) -> list[tuple[tuple[str, ...], Callable[[Tensor], Tensor]]]:
+        """Return `forward` as a chain of parts: the modules that each uses, and its function."""
+        rest = [((f"features.{i}",), layer) for i, layer in enumerate(self.features)]
+        return [(("features.0",), self._enter), *rest[1:], (("head",), self.head)]
+
+    def _enter(self, images: Tensor) -> Tensor:
+        hidden: Tensor = self.features[0]((images - PIXEL_MEAN) / PIXEL_STD)
+        return hidden
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images, float [B, 1, 8, 8] in [0, 1], to logits, [B, num_classes]."""

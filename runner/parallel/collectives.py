@@ -1,19 +1,30 @@
-"""Differentiable collectives between the ranks that share a layer.
+"""Collectives: differentiable ones between the ranks that share a layer, of many tensors in few
+flat buffers, of flags, and work that the first rank does for all.
 
-The pairs of forward and backward operations are those of Shoeybi et al. 2019 (arXiv 1909.08053,
-section 3) and, along the sequence, of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2.2).
-Shards are those of :func:`torch.chunk`, so the last ones may be shorter or empty.
+The differentiable pairs are those of Shoeybi et al. 2019 (arXiv 1909.08053, section 3) and, along
+the sequence, of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2.2). Shards are those of
+:func:`torch.chunk`, so the last ones may be shorter or empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from runner.clip.exchange import start_gather
+
+T = TypeVar("T")
+
+BUCKET = 25 * 2**20
+"""Approximate size of a flat buffer in bytes."""
+
+
+# -- differentiable
 
 
 def span(length: int, shards: int, index: int) -> tuple[int, int]:
@@ -48,9 +59,7 @@ def gather(
 
 
 def scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup, *, sums: bool) -> Tensor:
-    """Return this rank's shard of ``tensor``. Backward: all shards of the gradient,
-    concatenated.
-    """
+    """Return this rank's shard of ``tensor``. Backward: all shards of the gradient."""
     length = tensor.shape[dim]
     if length % group.size():
         raise ValueError(
@@ -74,14 +83,9 @@ class _Collective(torch.autograd.Function):
     """Run one function of a tensor forward, and another one of its gradient backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Tensor,
-        forward: Callable[[Tensor], Tensor],
-        backward: Callable[[Tensor], Tensor],
-    ) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, run: Any, backward: Any) -> Any:
         ctx.run = backward
-        return forward(tensor)
+        return run(tensor)
 
     @staticmethod
     @once_differentiable
@@ -120,3 +124,98 @@ def _all_gather(shard: Tensor, dim: int, length: int, group: dist.ProcessGroup) 
     dist.all_gather(shards, padded, group=group)
     parts = [each.narrow(dim, 0, span(length, ranks, i)[1]) for i, each in enumerate(shards)]
     return torch.cat(parts, dim=dim)
+
+
+# -- many tensors in flat buffers, and flags
+
+
+def all_reduce(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, divisor: int | None = None
+) -> None:
+    """Sum ``tensors`` over the ranks of ``group`` in place, and divide the sums by ``divisor``.
+
+    Half precision is summed in float32, so that the sum over many ranks stays accurate.
+    """
+    for bucket in buckets(tensors):
+        flat = flat_of(bucket)
+        dist.all_reduce(flat, group=group)
+        if divisor is not None:
+            flat.mul_(1.0 / divisor)
+        _copy_back(flat, bucket)
+
+
+def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Copy the ``tensors`` of rank ``source`` of ``group`` to its other ranks, in place."""
+    if group.size() == 1:
+        return
+    for bucket in buckets([tensor for tensor in tensors if tensor.numel()]):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.broadcast(flat, group=group, group_src=source)
+        if group.rank() != source:
+            _copy_back(flat, bucket)
+
+
+def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
+    """Return for each flag whether a rank of ``group`` sets it; without a group, the flags.
+
+    On the host, so that no accelerator is waited for.
+    """
+    if group is None or group.size() == 1:
+        return list(flags)
+    found: list[bool] = start_gather(torch.tensor(flags), group)().any(0).tolist()
+    return found
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Divide ``tensors`` into runs of one dtype and about ``BUCKET`` bytes."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size >= BUCKET or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+    if bucket:
+        yield bucket
+
+
+def flat_of(bucket: Sequence[Tensor]) -> Tensor:
+    """Return the elements of tensors of one dtype in one vector, in float32 or wider."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    return flat.to(torch.promote_types(flat.dtype, torch.float32))
+
+
+def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+# -- the first rank
+
+
+def several_ranks() -> bool:
+    """Return whether there is a process group of more than one rank."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_first() -> bool:
+    """Return whether this is the first rank, or the only one."""
+    return not several_ranks() or dist.get_rank() == 0
+
+
+def on_first(work: Callable[[], T]) -> T:
+    """Call ``work`` on the first rank alone; every rank has to call this."""
+    result: list[Any] = [None, None]
+    if is_first():
+        try:
+            result[0] = work()
+        except Exception as error:  # the other ranks wait for it
+            result[1] = error
+    if several_ranks():
+        dist.broadcast_object_list(result, src=0)
+    if result[1] is not None:
+        raise result[1]
+    returned: T = result[0]
+    return returned

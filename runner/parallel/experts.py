@@ -29,7 +29,7 @@ def stacked_experts(model: nn.Module) -> list[str]:
         name
         for name, module in model.named_modules()
         if name.rpartition(".")[2] == "experts"
-        and any(p is not None and p.ndim == 3 for p in module._parameters.values())
+        and any(p.ndim == 3 for p in module.parameters(recurse=False))
     ]
 
 
@@ -47,11 +47,9 @@ def split_parameters(
     model: nn.Module, experts: frozenset[str]
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """Return the parameters outside ``experts``, and those of ``experts``, by name."""
-    shared: dict[str, nn.Parameter] = {}
-    expert: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        (expert if name in experts else shared)[name] = parameter
-    return shared, expert
+    named = dict(model.named_parameters())
+    expert = {name: named.pop(name) for name in list(named) if name in experts}
+    return named, expert
 
 
 def spread_experts(model: nn.Module, group: dist.ProcessGroup) -> None:

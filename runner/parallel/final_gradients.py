@@ -8,16 +8,15 @@ Backward passes whose gradients are not synchronised (``no_sync``) tell nothing 
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runner.parallel.buckets import on_any_rank
-from runner.parallel.hooks import register_post_accumulate
-from runner.parallel.usage import Usage
+from runner.parallel.collectives import on_any_rank
+from runner.parallel.hooks import Usage, register_post_accumulate
 
 # This module has no `from __future__ import annotations`: DDP reads those of a communication hook.
 
@@ -65,31 +64,15 @@ def _usual_uses() -> int:
     return found[0]
 
 
-class _Bucket(NamedTuple):
-    """A bucket whose all-reduce was started.
-
-    Attributes:
-        parameters: its parameters.
-        gradients: their gradients, views of ``buffer``.
-        buffer: the bucket.
-        work: the all-reduce.
-        done: future that DDP waits for at the end of the backward pass.
-    """
-
-    parameters: Sequence[Tensor]
-    gradients: Sequence[Tensor]
-    buffer: Tensor
-    work: Any
-    done: Any
-
-
 class _Buckets:
     """The buckets of DDP in one backward pass after another."""
 
     def __init__(self, model: DistributedDataParallel, final: Final) -> None:
         self._group: dist.ProcessGroup = model.process_group
         self._final = final
-        self._waiting: deque[_Bucket] = deque()
+        # Buckets whose all-reduce was started: parameters, their gradients (views of the buffer),
+        # the buffer, the all-reduce, and the future that DDP waits for at the end of the pass.
+        self._waiting: deque[tuple[list[Tensor], list[Tensor], Tensor, Any, Any]] = deque()
         self._used: set[int] | None = None  # parameters used since the last bucket with them
         # The first backward pass of a static graph reduces all buckets at its end, and waits there.
         self._first, self._began = bool(model.static_graph), False
@@ -112,8 +95,7 @@ class _Buckets:
         if not (self._waiting or self._first):
             # DDP itself queues what ends its backward pass after the last bucket, so after this.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_all)
-        made = _Bucket(bucket.parameters(), bucket.gradients(), buffer, work, done)
-        self._waiting.append(made)
+        self._waiting.append((bucket.parameters(), bucket.gradients(), buffer, work, done))
         if self._first or len(self._waiting) > 1:
             self._finish()
         return done
@@ -125,23 +107,20 @@ class _Buckets:
     @torch.no_grad()
     def _finish(self) -> None:
         """Wait for the oldest bucket, and make its gradients those of the parameters."""
-        bucket = self._waiting.popleft()
-        bucket.work.wait()
-        used = [True] * len(bucket.parameters)
+        parameters, gradients, buffer, work, done = self._waiting.popleft()
+        work.wait()
+        used = [True] * len(parameters)
         if self._used is not None:
-            mine = [id(parameter) in self._used for parameter in bucket.parameters]
-            used = on_any_rank(mine, self._group)
-            self._used.difference_update(map(id, bucket.parameters))
+            used = on_any_rank([id(p) in self._used for p in parameters], self._group)
+            self._used.difference_update(map(id, parameters))
         final = []
-        for parameter, gradient, by_any in zip(
-            bucket.parameters, bucket.gradients, used, strict=True
-        ):
+        for parameter, gradient, by_any in zip(parameters, gradients, used, strict=True):
             if by_any:
                 # Further microbatches may be added to the first gradient of a static graph.
                 parameter.grad = gradient.clone() if self._first else gradient
                 final.append(parameter)
         self._final(final)
-        bucket.done.set_result(bucket.buffer)
+        done.set_result(buffer)
 
 
 def watch_buckets(model: DistributedDataParallel, final: Final) -> None:
@@ -157,33 +136,28 @@ def watch_buckets(model: DistributedDataParallel, final: Final) -> None:
     model.reducer._set_optimizer_in_backward()  # type: ignore[attr-defined]
 
 
-class _Block:
-    """Parameters that ``fully_shard`` reduces together."""
-
-    def __init__(
-        self, named: dict[str, nn.Parameter], usage: Usage, group: dist.ProcessGroup, final: Final
-    ) -> None:
-        self._named, self._usage, self._group, self._final = named, usage, group, final
-        self._seen: set[int] = set()
-        for parameter in named.values():
-            register_post_accumulate(self._note, parameter)
-
-    def _note(self, parameter: Tensor) -> None:
-        if id(parameter) in self._seen:
-            self._seen.clear()  # not all of them had a gradient in the last backward pass
-        self._seen.add(id(parameter))
-        trained = {name: p for name, p in self._named.items() if p.requires_grad}
-        if self._seen.issuperset(map(id, trained.values())):
-            self._seen.clear()
-            self._usage.drop_unused(trained, self._group)
-            self._final([p for p in trained.values() if p.grad is not None])
-
-
 def watch_blocks(model: nn.Module, usage: Usage, group: dist.ProcessGroup, final: Final) -> None:
     """Call ``final`` with the parameters of each block that ``fully_shard`` reduces together.
 
     One collective of host memory for each block: which of its parameters any rank has used.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def watch(named: dict[str, nn.Parameter]) -> None:
+        seen: set[int] = set()
+
+        def note(parameter: Tensor) -> None:
+            if id(parameter) in seen:
+                seen.clear()  # not all of them had a gradient in the last backward pass
+            seen.add(id(parameter))
+            trained = {name: p for name, p in named.items() if p.requires_grad}
+            if seen.issuperset(map(id, trained.values())):
+                seen.clear()
+                usage.drop_unused(trained, group)
+                final([p for p in trained.values() if p.grad is not None])
+
+        for parameter in named.values():
+            register_post_accumulate(note, parameter)
+
     for block in usage.blocks:
-        _Block({names[id(parameter)]: parameter for parameter in block}, usage, group, final)
+        watch({names[id(parameter)]: parameter for parameter in block})

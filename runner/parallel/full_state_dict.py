@@ -1,18 +1,41 @@
-"""Gather the state of the whole model on the first rank, and load it from there."""
+"""Whole tensors: of DTensors, and of a whole model on the first rank, from and to the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from runner.clip.shard import local
 from runner.config.notation import first_few
-from runner.parallel.placements import full, sharded
+from runner.parallel.collectives import is_first, on_first, several_ranks
+
+
+@torch.no_grad()
+def full(tensor: Tensor) -> Tensor:
+    """Return the whole tensor of a DTensor, as a collective of its mesh; others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def sharded(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Return a DTensor of a tensor that all ranks of ``mesh`` have, without communication."""
+    replicated = [Replicate()] * mesh.ndim
+    replica = DTensor.from_local(whole.to(mesh.device_type), mesh, replicated, run_check=False)
+    return replica.redistribute(mesh, placements)
+
+
+@torch.no_grad()
+def fill_local(tensor: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor, which all ranks have, to one that may be sharded."""
+    if isinstance(tensor, DTensor):
+        whole = sharded(whole, tensor.device_mesh, tensor.placements)
+    local(tensor).copy_(local(whole))
 
 
 def gathered(
@@ -36,17 +59,18 @@ def gathered(
 
 def gather(here: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Gather whole tensors on the host of the first rank; every rank has to call this."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return {name: _on_host(full(tensor)) for name, tensor in here.items()}
-    names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(names, list(here))
-    rank = dist.get_rank()
+    rank, names = 0, [list(here)]
+    if several_ranks():
+        rank, names = dist.get_rank(), [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(names, list(here))
     lower = {name for others in names[:rank] for name in others}
     mine = {}
     for name, tensor in here.items():
-        whole = full(tensor)
+        whole = full(tensor)  # a collective, also for a tensor that a lower rank sends
         if name not in lower:
-            mine[name] = _on_host(whole)
+            mine[name] = whole.detach().cpu().clone()
+    if not several_ranks():
+        return mine
     parts: list[dict[str, Tensor]] | None = [{} for _ in names] if rank == 0 else None
     dist.gather_object(mine, parts, dst=0)
     return {name: tensor for part in parts or () for name, tensor in part.items()}
@@ -66,39 +90,33 @@ def load(
     here: dict[str, list[Tensor]] = {}
     for own, tensor in (*model.named_parameters(), *model.named_buffers()):
         here.setdefault(renamed.get(own, own), []).append(tensor)
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    known = {name: (held[0].shape, held[0].dtype) for name, held in here.items()}
-    if not alone:
-        listed: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * dist.get_world_size()
+    listed: list[Any] = [{name: (held[0].shape, held[0].dtype) for name, held in here.items()}]
+    if several_ranks():
+        known, listed = listed[0], [None] * dist.get_world_size()
         dist.all_gather_object(listed, known)
-        known = {name: kind for part in listed for name, kind in part.items()}
-    first = alone or dist.get_rank() == 0
+    kinds = {name: kind for part in listed for name, kind in part.items()}
     given: dict[str, Tensor] = {}
-    found = [""]
-    if first:
+
+    def problems() -> str:
         try:
-            given = {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
-            found = [_problems(given, names, {name: shape for name, (shape, _) in known.items()})]
-        except Exception as error:  # The other ranks wait for the result.
-            found = [f"{type(error).__name__}: {error}"]
-    if not alone:
-        dist.broadcast_object_list(found, src=0)
-    if found[0]:
-        raise ValueError(f"this state does not fit the model: {found[0]}")
+            given.update((name.replace("_orig_mod.", ""), t) for name, t in state.items())
+            return _problems(given, names, {name: shape for name, (shape, _) in kinds.items()})
+        except Exception as error:  # one message on all ranks
+            return f"{type(error).__name__}: {error}"
+
+    if found := on_first(problems):
+        raise ValueError(f"this state does not fit the model: {found}")
     device = next((held[0].device for held in here.values()), torch.device("cpu"))
     for name in dict.fromkeys(names.values()):
-        shape, dtype = known[name]
-        if first:
+        shape, dtype = kinds[name]
+        if is_first():
             whole = given[name].detach().to(device, dtype).contiguous()
         else:
             whole = torch.empty(shape, dtype=dtype, device=device)
-        if not alone:
+        if several_ranks():
             dist.broadcast(whole, src=0)
         for tensor in here.get(name, ()):
-            part = whole
-            if isinstance(tensor, DTensor):
-                part = sharded(whole, tensor.device_mesh, tensor.placements)
-            local(tensor).copy_(local(part))
+            fill_local(tensor, whole)
 
 
 def _problems(
@@ -122,12 +140,10 @@ def _problems(
             found.append(f"{name} is no tensor, but of class {type(tensor).__name__}")
         elif tensor.shape != shape:
             found.append(f"{name} has shape {list(tensor.shape)} instead of {list(shape)}")
-        elif name == first or not isinstance(state.get(first), Tensor):
-            continue
-        elif not torch.equal(tensor, state[first]):
+        elif (
+            name != first
+            and isinstance(state.get(first), Tensor)
+            and not torch.equal(tensor, state[first])
+        ):
             found.append(f"{name} is {first} in the model, but has other values")
     return "; ".join(found)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from runner.clip.shard import local
-from runner.parallel.buckets import all_reduce, broadcast, on_any_rank
+from runner.parallel.collectives import all_reduce, broadcast, on_any_rank
 from runner.parallel.experts import split_parameters
 from runner.parallel.mesh import Axes
 
@@ -50,91 +50,6 @@ def replicas_of(
     if not experts:
         return [data]
     return [data, Replicas(list(expert.values()), axes.edp.get_group(), axes.dp.size())]
-
-
-@dataclass(frozen=True)
-class Tied:
-    """Copies of a parameter that several pipeline stages use; their gradients are summed.
-
-    Attributes:
-        name: name of the parameter in the whole model.
-        copies: copies on this rank.
-        group: ranks that have copies; None if all copies are on this rank.
-    """
-
-    name: str
-    copies: Sequence[nn.Parameter]
-    group: dist.ProcessGroup | None
-
-
-def tied_copies(
-    model: nn.Module, copies: Mapping[str, Sequence[int]], renamed: Mapping[str, str], axes: Axes
-) -> list[Tied]:
-    """Return the copies on this rank of each parameter that several stages use.
-
-    Every rank has to call this, because torch numbers process groups by counting them. ``copies``
-    and ``renamed`` are those of :class:`runner.parallel.own_stages.OwnStages`.
-    """
-    found = []
-    for name, where in copies.items():
-        group = _group(sorted(set(where)), axes)
-        here = [p for path, p in model.named_parameters() if renamed.get(path, path) == name]
-        if here:
-            found.append(Tied(name, here, group))
-    return found
-
-
-def _group(pipeline_ranks: Sequence[int], axes: Axes) -> dist.ProcessGroup | None:
-    if len(pipeline_ranks) == axes.pp.size():
-        return axes.pp.get_group()
-    if len(pipeline_ranks) == 1:
-        return None
-    pipelines = axes.dp.size() * axes.tp.size()
-    own, _ = dist.new_subgroups_by_enumeration(
-        [[rank * pipelines + i for rank in pipeline_ranks] for i in range(pipelines)]
-    )
-    return own if isinstance(own, dist.ProcessGroup) else None
-
-
-def broadcast_buffers(
-    model: nn.Module, group: dist.ProcessGroup, belongs: Callable[[str], bool] = lambda name: True
-) -> Callable[[], None]:
-    """Return a function that gives all ranks of a group the buffers of its first rank.
-
-    Each rank updates its buffers, such as running statistics, by its own samples. As under DDP, all
-    ranks evaluate with the buffers of the first rank, and checkpoints have these.
-    """
-    # By owner and key, because a forward pass may replace a buffer by a new tensor.
-    slots = [
-        (module, key)
-        for prefix, module in model.named_modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None and belongs(f"{prefix}.{key}" if prefix else key)
-    ]
-
-    def broadcast_all() -> None:
-        found = [module._buffers[key] for module, key in slots]
-        broadcast([buffer for buffer in found if buffer is not None], group)
-
-    return broadcast_all
-
-
-def nothing() -> None:
-    """Do nothing."""
-
-
-def in_turn(*calls: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls all ``calls`` in order, without recording gradients."""
-    given = [call for call in calls if call is not nothing]
-    if not given:
-        return nothing
-
-    @torch.no_grad()
-    def call_all() -> None:
-        for call in given:
-            call()
-
-    return call_all
 
 
 @torch.no_grad()
@@ -186,6 +101,53 @@ def sum_partial(parameters: Iterable[DTensor]) -> None:
         )
 
 
+# -- parameters that several pipeline stages use
+
+
+@dataclass(frozen=True)
+class Tied:
+    """Copies of a parameter that several pipeline stages use; their gradients are summed.
+
+    Attributes:
+        name: name of the parameter in the whole model.
+        copies: copies on this rank.
+        group: ranks that have copies; None if all copies are on this rank.
+    """
+
+    name: str
+    copies: Sequence[nn.Parameter]
+    group: dist.ProcessGroup | None
+
+
+def tied_copies(
+    model: nn.Module, copies: Mapping[str, Sequence[int]], renamed: Mapping[str, str], axes: Axes
+) -> list[Tied]:
+    """Return the copies on this rank of each parameter that several stages use.
+
+    Every rank has to call this, because torch numbers process groups by counting them. ``copies``
+    and ``renamed`` are those of :class:`runner.parallel.stages.OwnStages`.
+    """
+    found = []
+    for name, where in copies.items():
+        group = _group(sorted(set(where)), axes)
+        here = [p for path, p in model.named_parameters() if renamed.get(path, path) == name]
+        if here:
+            found.append(Tied(name, here, group))
+    return found
+
+
+def _group(pipeline_ranks: Sequence[int], axes: Axes) -> dist.ProcessGroup | None:
+    if len(pipeline_ranks) == axes.pp.size():
+        return axes.pp.get_group()
+    if len(pipeline_ranks) == 1:
+        return None
+    pipelines = axes.dp.size() * axes.tp.size()
+    own, _ = dist.new_subgroups_by_enumeration(
+        [[rank * pipelines + i for rank in pipeline_ranks] for i in range(pipelines)]
+    )
+    return own if isinstance(own, dist.ProcessGroup) else None
+
+
 @torch.no_grad()
 def sum_copies(tied: Tied) -> None:
     """Give all copies of a parameter the sum of their gradients."""
@@ -216,10 +178,92 @@ def sum_copies(tied: Tied) -> None:
         gradient.copy_(summed)
 
 
+# -- what ranks broadcast
+
+
 @torch.no_grad()
 def broadcast_model(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Give every rank the parameters and buffers of rank 0: ranks may draw different weights."""
     broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())], group)
+
+
+def broadcast_buffers(
+    model: nn.Module, group: dist.ProcessGroup, belongs: Callable[[str], bool] = lambda name: True
+) -> Callable[[], None]:
+    """Return a function that gives all ranks of a group the buffers of its first rank.
+
+    Each rank updates its buffers, such as running statistics, by its own samples. As under DDP, all
+    ranks evaluate with the buffers of the first rank, and checkpoints have these.
+    """
+    # By owner and key, because a forward pass may replace a buffer by a new tensor.
+    slots = [
+        (module, key)
+        for prefix, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and belongs(f"{prefix}.{key}" if prefix else key)
+    ]
+
+    def broadcast_all() -> None:
+        found = [module._buffers[key] for module, key in slots]
+        broadcast([buffer for buffer in found if buffer is not None], group)
+
+    return broadcast_all
+
+
+class Partition:
+    """ZeRO stage 1: each rank steps some of the parameters, and broadcasts them.
+
+    Rajbhandari et al. 2020 (arXiv 1910.02054, section 5.1). Whole parameters are assigned to ranks,
+    largest first, each to the rank with the fewest elements. So any optimizer works: it sees whole
+    tensors, and its state is that of the assigned parameters.
+
+    Attributes:
+        mine: ids of the parameters that this rank steps.
+    """
+
+    def __init__(self, replicas: Sequence[Replicas]) -> None:
+        self._shares: list[tuple[dist.ProcessGroup, list[list[nn.Parameter]]]] = []
+        mine: set[int] = set()
+        for each in replicas:
+            assert each.group is not None
+            shares: list[list[nn.Parameter]] = [[] for _ in range(each.group.size())]
+            loads = [0] * len(shares)
+            for parameter in sorted(each.parameters, key=lambda p: -p.numel()):
+                least = loads.index(min(loads))
+                shares[least].append(parameter)
+                loads[least] += parameter.numel()
+            mine.update(id(parameter) for parameter in shares[each.group.rank()])
+            self._shares.append((each.group, shares))
+        self.mine = frozenset(mine)
+
+    @torch.no_grad()
+    def broadcast_params(self) -> None:
+        """Send the parameters that this rank stepped, and receive all others."""
+        for group, shares in self._shares:
+            for owner, parameters in enumerate(shares):
+                stepped = [local(p).detach() for p in parameters if p.requires_grad]
+                broadcast(stepped, group, owner)
+
+
+# -- calls of a step
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+def in_turn(*calls: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls all ``calls`` in order, without recording gradients."""
+    given = [call for call in calls if call is not nothing]
+    if not given:
+        return nothing
+
+    @torch.no_grad()
+    def call_all() -> None:
+        for call in given:
+            call()
+
+    return call_all
 
 
 def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:

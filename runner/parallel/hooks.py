@@ -1,26 +1,40 @@
-"""Gradient hooks that users registered on parameters which a plugin replaces.
+"""Gradient hooks on parameters that a plugin replaces, and which parameters took part in the loss.
 
 Hooks of ``register_hook`` are registered on the replacement: they get the whole gradient of this
 rank's samples, as under DDP. Hooks of ``register_post_accumulate_grad_hook`` are refused: they get
 the parameter itself, and changes of a shard or of a temporary copy would be wrong or lost.
+
+``fully_shard`` reduces the gradients of a block in one collective, in which unused parameters have
+zeros. A parameter that no rank used would get a gradient of zeros instead of None, and the
+optimizer would change it by momentum and weight decay: :class:`Usage` sets it back to None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
+from weakref import ReferenceType, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 from runner.clip.shard import local
 from runner.config.notation import first_few
-from runner.parallel.placements import full, sharded
+from runner.parallel.collectives import on_any_rank
+from runner.parallel.experts import split_parameters
+from runner.parallel.full_state_dict import full, sharded
+from runner.parallel.mesh import Axes
 
 Hooks = Mapping[int, Callable[[Tensor], Tensor | None]]
 """Hooks of one parameter. The handle of a hook removes it from this mapping."""
+
+_UNSHARDED: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+"""The unsharded parameter that a forward pass computes with, by the shard on this rank."""
 
 
 class HookError(ValueError):
@@ -49,6 +63,17 @@ def carry_over(hooks: Hooks | None, replacement: nn.Parameter) -> None:
     if hooks:
         placements = replacement.placements if isinstance(replacement, DTensor) else ()
         register(partial(_run, hooks, placements), replacement)
+
+
+@torch.no_grad()
+def _run(hooks: Hooks, placements: tuple[Placement, ...], gradient: Tensor) -> Tensor:
+    whole = full(gradient)
+    for hook in list(hooks.values()):
+        changed = hook(whole)
+        whole = whole if changed is None else changed
+    if isinstance(gradient, DTensor):
+        return sharded(whole, gradient.device_mesh, placements)
+    return whole
 
 
 class Apart:
@@ -82,21 +107,96 @@ def register(hook: Callable[[Tensor], Tensor | None], parameter: nn.Parameter) -
 
 
 def register_post_accumulate(hook: Callable[[Tensor], None], parameter: nn.Parameter) -> None:
-    """Register a hook on ``parameter`` that runs when its gradient has been accumulated.
-
-    Also if it is frozen and unfrozen later.
-    """
+    """Like :func:`register`, for a hook that runs when the gradient has been accumulated."""
     required = parameter.requires_grad
     parameter.requires_grad_().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(required)
 
 
-@torch.no_grad()
-def _run(hooks: Hooks, placements: tuple[Placement, ...], gradient: Tensor) -> Tensor:
-    whole = full(gradient)
-    for hook in list(hooks.values()):
-        changed = hook(whole)
-        whole = whole if changed is None else changed
-    if isinstance(gradient, DTensor):
-        return sharded(whole, gradient.device_mesh, placements)
-    return whole
+def computed_with(parameter: Tensor) -> Tensor:
+    """Return the tensor whose gradient autograd computes: of a shard, the unsharded parameter."""
+    return _UNSHARDED.get(parameter, parameter)
+
+
+class Usage:
+    """Records which parameters get a gradient on this rank between two optimizer steps.
+
+    Attributes:
+        blocks: the sharded parameters of each block, which ``fully_shard`` reduces together.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[list[nn.Parameter]] = []
+        self._used: set[int] = set()
+        self._kept: dict[int, ReferenceType[Tensor]] = {}
+        self._apart = Apart()
+
+    def watch(self, root: nn.Module, hooks: Mapping[tuple[nn.Module, str], Hooks]) -> None:
+        """Record the use of the parameters of ``root``, and run the user's hooks on them.
+
+        Autograd computes gradients of the unsharded parameters, which exist after a block was
+        unsharded once. So this unshards each block, and every rank has to call it.
+        """
+        seen: set[int] = set()
+        # Innermost first: a block gathers the parameters that are not in blocks inside it.
+        for block in reversed(list(root.modules())):
+            if not isinstance(block, FSDPModule):
+                continue
+            slots = {
+                id(parameter): (module, key, parameter)
+                for module in block.modules()
+                for key, parameter in module._parameters.items()
+                if parameter is not None and id(parameter) not in seen
+            }
+            seen.update(slots)
+            self.blocks.append([shard for *_, shard in slots.values()])
+            block.unshard()
+            for key_of_shard, (module, key, shard) in slots.items():
+                gathered = module._parameters[key]
+                assert gathered is not None
+                _UNSHARDED[shard] = gathered
+                carry_over(hooks.get((module, key)), gathered)
+                # Not a post-accumulate hook: zero-bubble schedules call autograd.grad, which runs
+                # none.
+                register(partial(self._note, key_of_shard), gathered)
+            block.reshard()
+
+    def _note(self, parameter: int, gradient: Tensor) -> Tensor | None:
+        self._used.add(parameter)
+        return self._apart(gradient)
+
+    def drops(
+        self, model: nn.Module, axes: Axes, experts: frozenset[str]
+    ) -> list[Callable[[], None]]:
+        """Return a call of :meth:`drop_unused` for each group of ranks with the same shards."""
+        shared, expert = split_parameters(model, experts)
+        return [
+            partial(self.drop_unused, shared, axes.dp.get_group()),
+            partial(self.drop_unused, expert, axes.edp.get_group()),
+        ]
+
+    @torch.no_grad()
+    def drop_unused(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+        """Set gradients of parameters that no rank used to None.
+
+        Gradients that already existed before the backward pass stay.
+        """
+        if not parameters:
+            return
+        hooked = [name for name, p in parameters.items() if p._backward_hooks]
+        if hooked:
+            raise HookError(
+                f"{hooked[0]}: a hook was registered after boost, on a shard that no backward pass "
+                "reaches: register it on the model before boost, which carries it over"
+            )
+        used = on_any_rank([id(p) in self._used for p in parameters.values()], group)
+        for parameter, by_any in zip(parameters.values(), used, strict=True):
+            kept = self._kept.pop(id(parameter), None)
+            if parameter.grad is None:
+                continue
+            if by_any or (kept is not None and kept() is parameter.grad):
+                self._kept[id(parameter)] = ref(parameter.grad)
+            else:
+                parameter.grad = None
+        self._used.difference_update(id(p) for p in parameters.values())
+        self._apart.forget()

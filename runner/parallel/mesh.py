@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runner.config.sizes import MeshSizes
 
-_grids: dict[tuple[str, tuple[int, ...], tuple[str, ...]], tuple[Any, DeviceMesh]] = {}
-_twins: dict[tuple[int, ...], tuple[Any, dist.ProcessGroup]] = {}
+_made: dict[Any, tuple[Any, Any]] = {}
+"""Meshes and groups by what they were made of, each with the world that it was made in."""
 
 
 def grid(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -24,11 +24,12 @@ def grid(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
     Each process group has its own threads and sockets, which torch keeps as long as a part of the
     model lives. A process that trains many models in turn would collect them.
     """
-    asked, world = (device_type, shape, names), dist.group.WORLD
-    made_in, mesh = _grids.get(asked, (None, None))
-    if mesh is None or made_in is not world:
+    key = (device_type, shape, names)
+    world, mesh = _made.get(key, (None, None))
+    if mesh is None or world is not dist.group.WORLD:
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-        _grids[asked] = world, mesh
+        _made[key] = dist.group.WORLD, mesh
+    assert isinstance(mesh, DeviceMesh)
     return mesh
 
 
@@ -38,14 +39,13 @@ def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
     Ranks may issue its collectives at different places among those of other groups. All ranks have
     to call this, each with its own group.
     """
-    ranks, world = tuple(dist.get_process_group_ranks(group)), dist.group.WORLD
-    made_in, made = _twins.get(ranks, (None, None))
-    if made is None or made_in is not world:
-        other = dist.new_group(ranks, use_local_synchronization=True)
-        assert isinstance(other, dist.ProcessGroup)
-        made = other
-        _twins[ranks] = world, made
-    return made
+    key = tuple(dist.get_process_group_ranks(group))
+    world, other = _made.get(key, (None, None))
+    if other is None or world is not dist.group.WORLD:
+        other = dist.new_group(key, use_local_synchronization=True)
+        _made[key] = dist.group.WORLD, other
+    assert isinstance(other, dist.ProcessGroup)
+    return other
 
 
 class Axes(NamedTuple):

@@ -1,9 +1,9 @@
 """Average gradients over data-parallel ranks while the backward pass goes on.
 
-As in DDP (Li et al. 2020, arXiv 2006.15704, section 3.2): parameters are divided into buckets in
-reverse order, and the all-reduce of a bucket starts when autograd has accumulated its last
-gradient. Unlike in DDP, nothing is final before :meth:`Averaging.finish`: if a gradient was written
-to after its bucket was sent (by a second backward pass, or by the user), all are averaged again.
+As in DDP (Li et al. 2020, arXiv 2006.15704, section 3.2): the all-reduce of a bucket starts when
+autograd has accumulated its last gradient. Unlike in DDP, nothing is final before
+:meth:`Averaging.finish`: if a gradient was written to after its bucket was sent (by a second
+backward pass, or by the user), all are averaged again.
 """
 
 from __future__ import annotations
@@ -11,38 +11,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from itertools import accumulate
-from typing import NamedTuple
-from weakref import ReferenceType, ref
+from itertools import islice
+from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from runner.clip.shard import local
-from runner.parallel.buckets import buckets, flat_of, on_any_rank
+from runner.parallel.collectives import buckets, flat_of, on_any_rank
 from runner.parallel.gradient_sync import Replicas, average
 from runner.parallel.hooks import register_post_accumulate
 from runner.parallel.mesh import twin
-
-GIVE_UP = 3
-"""Steps in a row whose gradients changed after they were sent, after which none are sent early."""
-
-
-class _Sent(NamedTuple):
-    """A bucket on its way.
-
-    Attributes:
-        gradients: each gradient when the bucket was sent, with how many times it had been written
-            to; None where there was none.
-        flat: the bucket.
-        work: its all-reduce.
-    """
-
-    gradients: Sequence[tuple[Tensor, int] | None]
-    flat: Tensor
-    work: dist.Work
 
 
 class Averaging:
@@ -52,37 +33,66 @@ class Averaging:
     those of all buckets before it are complete; :meth:`finish` sends the others. Buckets have a
     process group of their own, because ranks that use different parameters send them at different
     places among their other collectives.
-
-    Attributes:
-        held: whether backward passes run under ``no_sync`` now, and send nothing.
     """
 
-    def __init__(self, replicas: Replicas, backwards: Mapping[int, int]) -> None:
-        assert replicas.group is not None
-        self.held = False
-        self._replicas = replicas
-        self._group = twin(replicas.group)
-        self._backwards = [backwards.get(id(p), 1) for p in replicas.parameters]
-        self._changed = 0  # steps in a row whose gradients changed after they were sent
-        self._trained: list[bool] | None = None
-        self._sent: dict[int, _Sent] = {}
-        weak = ref(self)  # A hook lives as long as its parameter.
-        for number, parameter in enumerate(replicas.parameters):
-            register_post_accumulate(partial(_note, weak, number), parameter)
+    held = False
+    """Whether backward passes run under ``no_sync`` now, and send nothing."""
 
-    def note(self, number: int) -> None:
-        """Note that autograd has accumulated the gradient of parameter ``number``."""
-        if self.held or self._changed >= GIVE_UP:
-            return
+    def __init__(
+        self, replicas: Replicas, backwards: Mapping[int, int], waiting: Collection[int]
+    ) -> None:
+        """Watch parameters, each accumulated ``backwards`` times in a backward pass (1 if not
+        given); gradients of those ``waiting`` are complete only after it. Both by ids.
+        """
+        alone = replicas.group is None or replicas.group.size() == 1
+        late = [p for p in replicas.parameters if alone or id(p) in waiting]
+        self._late = replace(replicas, parameters=late)
+        self._parameters = [p for p in replicas.parameters if not (alone or id(p) in waiting)]
+        self._early = replace(replicas, parameters=self._parameters)
+        self._group = None if alone or replicas.group is None else twin(replicas.group)
+        self._backwards = backwards
+        self._trained: list[bool] | None = None  # when the step began; None before
+        weak = ref(self)  # A hook lives as long as its parameter.
+
+        def note(parameter: Tensor) -> None:
+            if (averaging := weak()) is not None and not averaging.held:
+                averaging._note(id(parameter))
+
+        for parameter in self._parameters:
+            register_post_accumulate(note, parameter)
+
+    def _begin(self) -> None:
+        """Begin a step: divide the trained parameters into buckets, none of which is sent."""
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        order = [p for p in reversed(self._parameters) if p.requires_grad]
+        self._open = [len(bucket) for bucket in buckets([local(p) for p in order])]
+        rest = iter(order)
+        self._buckets = [list(islice(rest, length)) for length in self._open]
+        self._bucket_of = {id(p): at for at, bucket in enumerate(self._buckets) for p in bucket}
+        self._left = {id(p): self._backwards.get(id(p), 1) for p in order}
+        self._sent: list[tuple[list[Any], Tensor, dist.Work]] = []
+
+    def _note(self, key: int) -> None:
+        """Note that autograd has accumulated the gradient of a parameter."""
         if self._trained is None:
             self._begin()
-        if number not in self._left:
+        if key not in self._left:
             return  # It was frozen when the step began.
-        self._left[number] -= 1
-        if self._left[number] == 0:
-            self._open[self._bucket_of[number]] -= 1
+        self._left[key] -= 1
+        if self._left[key] == 0:
+            self._open[self._bucket_of[key]] -= 1
             while len(self._sent) < len(self._open) and self._open[len(self._sent)] == 0:
-                self._send(len(self._sent))
+                self._send()
+
+    def _send(self) -> None:
+        """Send the next bucket; a gradient that this rank does not have is zero."""
+        bucket = self._buckets[len(self._sent)]
+        with torch.no_grad():
+            parts = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
+            flat = flat_of(parts)
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        assert work is not None
+        self._sent.append(([_written(p) for p in bucket], flat, work))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -90,116 +100,44 @@ class Averaging:
 
         A gradient that no rank has stays None. One that only some ranks have is zero on the others.
         """
+        if self._parameters:
+            self._finish()
+        average(self._late)
+
+    def _finish(self) -> None:
         if self._trained is None:
             self._begin()
-        parameters, numbers = self._replicas.parameters, [*self._bucket_of]
-        flags = [
-            self._has_changed(),
-            *(at in self._sent for at in range(len(self._buckets))),
-            *(parameters[n].grad is not None for n in numbers),
-        ]
-        changed, *others = on_any_rank(flags, self._replicas.group)
-        sent, present = others[: len(self._buckets)], others[len(self._buckets) :]
-        used = {n for n, by_any in zip(numbers, present, strict=True) if by_any}
-        for at, members in enumerate(self._buckets):
-            if at not in self._sent and (sent[at] or (not changed and used.intersection(members))):
-                self._send(at)
-        for each in self._sent.values():
-            each.work.wait()
-        if changed:
-            average(self._replicas)
-        else:
-            self._write(used)
-        if self._changed < GIVE_UP:
-            self._changed = self._changed + 1 if changed else 0
-        self._trained, self._sent = None, {}
-
-    def _begin(self) -> None:
-        """Begin a step: divide the trained parameters into buckets, none of which is sent."""
-        parameters = self._replicas.parameters
-        self._trained = [parameter.requires_grad for parameter in parameters]
-        order = [n for n in reversed(range(len(parameters))) if self._trained[n]]
-        runs = [len(run) for run in buckets([local(parameters[n]) for n in order])]
-        ends = accumulate(runs)
-        self._buckets = [order[end - n : end] for n, end in zip(runs, ends, strict=True)]
-        self._bucket_of = {n: at for at, members in enumerate(self._buckets) for n in members}
-        self._left = {n: self._backwards[n] for n in self._bucket_of}
-        self._open = [len(members) for members in self._buckets]
-
-    @torch.no_grad()
-    def _send(self, at: int) -> None:
-        """Send bucket ``at``; a gradient that this rank does not have is zero."""
-        parts: list[Tensor] = []
-        gradients: list[tuple[Tensor, int] | None] = []
-        for n in self._buckets[at]:
-            parameter = self._replicas.parameters[n]
-            if parameter.grad is None:
-                parts.append(torch.zeros_like(local(parameter)))
-                gradients.append(None)
-            else:
-                parts.append(local(parameter.grad))
-                gradients.append((parameter.grad, parts[-1]._version))
-        flat = flat_of(parts)
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        assert work is not None
-        self._sent[at] = _Sent(gradients, flat, work)
-
-    def _has_changed(self) -> bool:
-        """Return whether a gradient is not the one that was sent, or other parameters are trained.
-
-        After such a step all gradients are averaged once more.
-        """
-        parameters = self._replicas.parameters
-        if [parameter.requires_grad for parameter in parameters] != self._trained:
-            return True
-        for at, sent in self._sent.items():
-            for n, before in zip(self._buckets[at], sent.gradients, strict=True):
-                now = parameters[n].grad
-                if before is None:
-                    if now is not None:
-                        return True
-                elif now is not before[0] or local(now)._version != before[1]:
-                    return True
-        return False
-
-    def _write(self, used: Collection[int]) -> None:
-        """Write the averages to the gradients of the parameters ``used`` on any rank."""
-        scale = 1.0 / self._replicas.divisor
-        for at, sent in self._sent.items():
-            members = [self._replicas.parameters[n] for n in self._buckets[at]]
-            parts = torch.split(sent.flat, [local(parameter).numel() for parameter in members])
-            for n, parameter, part in zip(self._buckets[at], members, parts, strict=True):
-                if n not in used:
+        changed = [p.requires_grad for p in self._parameters] != self._trained or any(
+            now[0] is not then[0] or now[1] != then[1]
+            for bucket, (before, *_) in zip(self._buckets, self._sent, strict=False)
+            for now, then in zip(map(_written, bucket), before, strict=True)
+        )
+        # Ranks agree on the host, so that no accelerator is waited for.
+        flags = [changed, *(p.grad is not None for p in self._parameters)]
+        changed, *present = on_any_rank(flags, self._early.group)
+        used = {id(p) for p, by_any in zip(self._parameters, present, strict=True) if by_any}
+        while len(self._sent) < len(self._buckets):
+            self._send()
+        for bucket, (_, flat, work) in zip(self._buckets, self._sent, strict=True):
+            work.wait()
+            parts = torch.split(flat, [local(p).numel() for p in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
+                if changed or id(parameter) not in used:
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
                 gradient = local(parameter.grad)
-                torch.mul(part.view_as(gradient), scale, out=gradient)
+                torch.mul(part.view_as(gradient), 1.0 / self._early.divisor, out=gradient)
+        if changed:
+            average(self._early)
+        self._trained = None
+        self._sent.clear()
 
 
-def averagings(
-    replicas: Sequence[Replicas], backwards: Mapping[int, int], waiting: Collection[int]
-) -> tuple[list[Averaging], list[Replicas]]:
-    """Divide replicas into those averaged from the backward pass on, and those averaged after
-    it.
-    """
-    early, late = [], []
-    for each in replicas:
-        if each.group is None or each.group.size() == 1:
-            late.append(each)
-            continue
-        rest = [parameter for parameter in each.parameters if id(parameter) not in waiting]
-        early.append(Averaging(replace(each, parameters=rest), backwards))
-        if len(rest) < len(each.parameters):
-            apart = [parameter for parameter in each.parameters if id(parameter) in waiting]
-            late.append(replace(each, parameters=apart))
-    return early, late
-
-
-def _note(averaging: ReferenceType[Averaging], number: int, parameter: Tensor) -> None:
-    found = averaging()
-    if found is not None:
-        found.note(number)
+def _written(parameter: nn.Parameter) -> tuple[Tensor | None, int]:
+    """Return the gradient of a parameter, and how often it was written to."""
+    gradient = parameter.grad
+    return gradient, 0 if gradient is None else local(gradient)._version
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from runner.config.schedules import SCHEDULES
-from runner.parallel.buckets import on_any_rank
+from runner.parallel.collectives import on_any_rank
 from runner.parallel.hooks import Apart, register
 from runner.parallel.sharding import reshard
 from runner.parallel.stages import Stage, stage_to_rank
@@ -184,26 +184,15 @@ class Pipeline:
 
         stages = [
             pipelining.PipelineStage(
-                stage,
-                number,
-                self.count,
-                self.device,
-                input_args=before,
-                output_args=after,
-                group=self.group,
+                *(stage, number, self.count, self.device, before, after), group=self.group
             )
             for (number, stage), (before, after) in zip(
                 self.stages.items(), self._shapes(inputs), strict=True
             )
         ]
         kind: Any = getattr(pipelining, _SCHEDULES[self.schedule])
-        several = SCHEDULES[self.schedule].stages_per_rank > 1
-        return kind(
-            stages if several else stages[0],
-            self.microbatches,
-            loss_fn=self._loss,
-            scale_grads=False,
-        )
+        given = stages if SCHEDULES[self.schedule].stages_per_rank > 1 else stages[0]
+        return kind(given, self.microbatches, loss_fn=self._loss, scale_grads=False)
 
     def _shapes(self, inputs: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return meta tensors like the input and the output of each stage of this rank.

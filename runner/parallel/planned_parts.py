@@ -27,9 +27,7 @@ class _Skipped(nn.Module):
 
 
 def planned_parts(model: nn.Module) -> Listed:
-    """Return the parts of a model of transformers in order; none if it has no plan for
-    pipelines.
-    """
+    """Return the parts of a model of transformers in order; none if it has no such plan."""
     planned = {*(getattr(model, "_pp_plan", None) or {})}
     names = [name for name, _ in model.named_modules() if name in planned]
     lists = [name for name in names if isinstance(model.get_submodule(name), nn.ModuleList)]

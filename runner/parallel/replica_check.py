@@ -17,11 +17,9 @@ from runner.clip.shard import local
 from runner.config.notation import first_few
 from runner.parallel.tensor_styles import PlanError
 
-TOLERANCE = 0.01
-"""Largest relative difference that rounding explains; parts of a sum differ by far more."""
-
-HALF_TOLERANCE = 0.05
-"""The same for parameters in half precision."""
+TOLERANCE, HALF_TOLERANCE = 0.01, 0.05
+"""Largest relative difference that rounding explains, and that of parameters in half precision;
+parts of a sum differ by far more."""
 
 LEAST = 1e-3
 """Fraction of the largest gradient norm below which a gradient may be rounding errors only, such as
@@ -30,14 +28,13 @@ that of a key's bias."""
 
 def replicated(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters that all tensor-parallel ranks hold, by name."""
-    return {n: p for n, p in model.named_parameters() if p.requires_grad and _is_replicated(p)}
-
-
-def _is_replicated(parameter: nn.Parameter) -> bool:
-    if not isinstance(parameter, DTensor):
-        return False
-    axes = parameter.device_mesh.mesh_dim_names or ()
-    return "tp" in axes and parameter.placements[axes.index("tp")].is_replicate()
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.requires_grad:
+            axes = parameter.device_mesh.mesh_dim_names or ()
+            if "tp" in axes and parameter.placements[axes.index("tp")].is_replicate():
+                found[name] = parameter
+    return found
 
 
 class ReplicaCheck:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, dtype
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
@@ -25,12 +25,11 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
-from torch.distributed.tensor import DTensor
 
 from runner.clip.shard import local
 from runner.config.notation import first_few
-from runner.parallel.first_rank import several_ranks
-from runner.parallel.placements import sharded
+from runner.parallel.collectives import several_ranks
+from runner.parallel.full_state_dict import fill_local
 
 _ADVICE = "torch.distributed is disabled"
 """Start of a warning of torch's where one process saves."""
@@ -40,7 +39,7 @@ class Stored(NamedTuple):
     """Shape of a whole tensor that is stored, and its dtype."""
 
     shape: tuple[int, ...]
-    dtype: dtype
+    dtype: torch.dtype
 
 
 class Source(Protocol):
@@ -51,20 +50,11 @@ class Source(Protocol):
         """What there is, by the names of the tensors."""
 
     def read(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-        """Fill ``tensors``, each name of which is stored in the same shape.
-
-        Every rank has to call this.
-        """
+        """Fill copies of tensors, which are stored in the same shape; every rank calls this."""
 
 
 def fill(tensors: Mapping[str, Sequence[Tensor]], source: Source) -> None:
-    """Fill ``tensors`` from ``source``, see :meth:`Source.read`."""
-    require(tensors, source)
-    source.read(tensors)
-
-
-def require(tensors: Mapping[str, Sequence[Tensor]], source: Source) -> None:
-    """Raise a ValueError if a source lacks one of ``tensors``, or holds it in another shape."""
+    """Fill ``tensors`` from ``source``; ValueError if it lacks one, or has another shape of it."""
     held = source.stored
     if missing := [name for name in tensors if name not in held]:
         raise ValueError(f"what is loaded does not hold {first_few(missing)}")
@@ -74,14 +64,17 @@ def require(tensors: Mapping[str, Sequence[Tensor]], source: Source) -> None:
                 f"{name} has shape {list(held[name].shape)} where it is stored, but "
                 f"{list(tensor.shape)} here"
             )
+    source.read(tensors)
 
 
 def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write tensors to ``folder``; every rank has to call this."""
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    content = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with one_error():
-        save(content, storage_writer=writer, no_dist=not several_ranks())
+        save(
+            {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
+            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+            no_dist=not several_ranks(),
+        )
 
 
 def write_later(
@@ -89,13 +82,15 @@ def write_later(
 ) -> Future[Any]:
     """Copy tensors to host memory, and write them in a thread; see :func:`write`."""
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    content = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     # The thread reads host memory: a stream of its own would be one of the first GPU.
     writer.per_thread_copy_ahead = 0
     # For the thread: catch_warnings of one thread would change those of all.
     warnings.filterwarnings("ignore", _ADVICE)
     written = async_save(
-        content, storage_writer=writer, process_group=group, no_dist=not several_ranks()
+        {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
+        storage_writer=writer,
+        process_group=group,
+        no_dist=not several_ranks(),
     )
     assert isinstance(written, Future)
     return written
@@ -111,19 +106,18 @@ class Folder:
     def stored(self) -> Mapping[str, Stored]:
         """What the files hold, by the names of the tensors."""
         try:
-            held: dict[str, Any] = (
-                HuggingFaceStorageReader(self._path).read_metadata().state_dict_metadata
-            )
+            metadata = HuggingFaceStorageReader(self._path).read_metadata()
         except Exception as error:  # torch reads the header of a file as it comes
             kind = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise ValueError(
                 f"{self._path} holds no safetensors that can be read ({kind})"
             ) from error
+        held: dict[str, Any] = metadata.state_dict_metadata
         return {name: Stored(tuple(one.size), one.properties.dtype) for name, one in held.items()}
 
     @torch.no_grad()
     def read(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-        """Fill ``tensors``, see :meth:`Source.read`."""
+        """Fill the first copy of each tensor from the files, and the others from it."""
         content = {name: first.detach() for name, (first, *_) in tensors.items()}
         reader = HuggingFaceStorageReader(self._path)
         with one_error():
@@ -140,17 +134,11 @@ class InMemory:
         self._tensors = tensors
         self.stored = {name: Stored(tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
-    @torch.no_grad()
     def read(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-        """Fill ``tensors``, see :meth:`Source.read`."""
+        """Fill all copies of each tensor."""
         for name, copies in tensors.items():
             for tensor in copies:
-                whole = self._tensors[name].to(tensor.device, tensor.dtype)
-                if isinstance(tensor, DTensor):
-                    part = sharded(whole, tensor.device_mesh, tensor.placements)
-                    tensor.to_local().copy_(part.to_local())
-                else:
-                    tensor.copy_(whole)
+                fill_local(tensor, self._tensors[name].to(tensor.device, tensor.dtype))
 
 
 @contextmanager

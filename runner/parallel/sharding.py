@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -21,8 +20,9 @@ from torch.distributed.fsdp import (
 )
 
 from runner.config.notation import first_few
+from runner.parallel.collectives import is_first
 from runner.parallel.experts import mixtures
-from runner.parallel.usage import Usage
+from runner.parallel.hooks import Usage
 
 log = logging.getLogger(__name__)
 
@@ -61,16 +61,8 @@ def shard_model(
     experts: DeviceMesh | None = None,
     ends: bool = True,
 ) -> None:
-    """Shard each block (each element of a ModuleList, except experts), then the rest of
-    ``root``.
-    """
-    for name, parameter in root.named_parameters():
-        if not parameter.numel():
-            raise ValueError(
-                f"{name} has no elements, and fully_shard cannot reduce its gradient: leave it out "
-                "of the model, or choose TorchDDPPlugin (plugin=ddp) or zero_stage=1"
-            )
-    _make_contiguous(root)
+    """Shard each block (an element of a ModuleList, except experts), then the rest of ``root``."""
+    _prepare(root)
     options = sharding.options()
     hooks = {
         (module, key): parameter._backward_hooks
@@ -121,13 +113,19 @@ def _mixed_dtypes(root: nn.Module) -> str:
     return "fully_shard cannot gather the parameters of this model"
 
 
-def _make_contiguous(root: nn.Module) -> None:
-    """Convert channels-last weights, which ``fully_shard`` does not support."""
-    changed = [name for name, p in root.named_parameters() if not p.is_contiguous()]
-    for name in changed:
-        parameter = root.get_parameter(name)
-        parameter.data = parameter.data.contiguous()
-    if changed and (not dist.is_initialized() or dist.get_rank() == 0):
+def _prepare(root: nn.Module) -> None:
+    """Refuse empty parameters, and convert channels-last weights: fully_shard supports neither."""
+    changed = []
+    for name, parameter in root.named_parameters():
+        if not parameter.numel():
+            raise ValueError(
+                f"{name} has no elements, and fully_shard cannot reduce its gradient: leave it out "
+                "of the model, or choose TorchDDPPlugin (plugin=ddp) or zero_stage=1"
+            )
+        if not parameter.is_contiguous():
+            changed.append(name)
+            parameter.data = parameter.data.contiguous()
+    if changed and is_first():
         log.warning(
             "made contiguous, because fully_shard keeps no other memory format (channels_last): %s",
             first_few(changed),

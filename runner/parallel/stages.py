@@ -1,35 +1,32 @@
-"""Split a model into pipeline stages, and assign stages to ranks.
+"""Split a model into pipeline stages, assign stages to ranks, and keep those of this rank.
 
 A model that can be split has a method ``pipeline()`` that lists its parts: for each part the names
 of its modules, and a function of one tensor. Or it is a :class:`torch.nn.Sequential`, or a model of
-transformers with a plan for pipelines (:mod:`runner.parallel.planned_parts`), or a model that
-``torch.fx`` traces (:mod:`runner.parallel.traced_parts`). Every rank keeps only the parameters of
-its own stages (:mod:`runner.parallel.own_stages`).
+transformers with a plan for pipelines (:mod:`runner.parallel.planned_parts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from runner.config.notation import first_few
 from runner.config.schedules import SCHEDULES
+from runner.parallel.hooks import carry_over, require_no_post_accumulate
 from runner.parallel.planned_parts import planned_parts
-from runner.parallel.traced_parts import traced_parts
 
 
 class CutError(ValueError):
     """A model cannot be split into stages as asked."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One part of a model, which is not split further.
 
     Attributes:
@@ -67,78 +64,72 @@ class Stage(nn.Module):
         return hidden.float() if self.ends and half else hidden
 
 
+# -- where a model is split
+
+
 def parts_of(model: nn.Module) -> list[Part]:
     """Return the parts of ``model`` in order."""
     listed = getattr(model, "pipeline", None)
     if callable(listed):
         return [Part(tuple(modules), run) for modules, run in listed()]
+    why = "it is no torch.nn.Sequential and has no method pipeline() that lists its parts"
     if isinstance(model, nn.Sequential):
-        if type(model).forward is not nn.Sequential.forward:
-            raise CutError(
-                f"{type(model).__name__} cannot be cut into stages: it is a torch.nn.Sequential "
-                "with a forward of its own, so give it a method pipeline() that lists its parts"
-            )
-        # named_children() would list a module that is there twice only once.
-        return [
-            Part((name,), module) for name, module in model._modules.items() if module is not None
-        ]
-    try:
-        found = planned_parts(model) or traced_parts(model)
-    except Exception as error:
-        raise CutError(
-            f"{type(model).__name__} cannot be cut into stages: it is no torch.nn.Sequential and "
-            "has no method pipeline() that lists its parts, and torch.fx cannot trace it "
-            f"({' '.join(str(error).split())[:200]})"
-        ) from error
-    return [Part(modules, run) for modules, run in found]
+        if type(model).forward is nn.Sequential.forward:
+            # named_children() would list a module that is there twice only once.
+            held = model._modules.items()
+            return [Part((name,), module) for name, module in held if module is not None]
+        why = (
+            "it is a torch.nn.Sequential with a forward of its own, so give it a method pipeline() "
+            "that lists its parts"
+        )
+    else:
+        try:
+            if found := planned_parts(model):
+                return [Part(modules, run) for modules, run in found]
+        except Exception as error:  # of the model's own forward
+            why += f" ({' '.join(str(error).split())[:200]})"
+    raise CutError(f"{type(model).__name__} cannot be cut into stages: {why}")
 
 
 def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> list[list[Part]]:
     """Return the parts of each stage, in order."""
-    parts = parts_of(model)
-    _require_owner(model, parts)
+    parts, kind = parts_of(model), type(model).__name__
+    held = {id(parameter) for _, parameter in _parameters(model, parts)}
+    if loose := [name for name, p in model.named_parameters() if id(p) not in held]:
+        raise CutError(
+            f"{kind} cannot be cut into stages: {first_few(loose, 3)} is in no module of a part, "
+            "so no stage would hold it: move it into a module, and let the part of pipeline() that "
+            "uses it name that module"
+        )
     if stages > len(parts):
         raise CutError(
-            f"{stages} stages, but {type(model).__name__} has only {len(parts)} parts to cut "
-            "between: choose a smaller pp_size, or a schedule with one stage a rank"
+            f"{stages} stages, but {kind} has only {len(parts)} parts to cut between: choose a "
+            "smaller pp_size, or a schedule with one stage a rank"
         )
     bounds = _balanced(model, parts, stages) if starts is None else _named(parts, stages, starts)
     return [parts[a:b] for a, b in zip([0, *bounds], [*bounds, len(parts)], strict=True)]
 
 
-def _require_owner(model: nn.Module, parts: Sequence[Part]) -> None:
-    held = {id(parameter) for _, parameter in named_parameters(model, parts)}
-    loose = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
-    if loose:
-        raise CutError(
-            f"{type(model).__name__} cannot be cut into stages: {first_few(loose, 3)} is in "
-            "no module of a part, so no stage would hold it: move it into a module, and let the "
-            "part of pipeline() that uses it name that module"
-        )
-
-
 def _named(parts: Sequence[Part], stages: int, starts: Sequence[str]) -> list[int]:
     if len(starts) != stages - 1:
         raise CutError(f"{stages} stages have {stages - 1} cuts, but {len(starts)} names are given")
-    listed = ", ".join(part.modules[0] for part in parts)
-    first: dict[str, int] = {}
-    for i, part in enumerate(parts):
-        # A part may begin with a module inside of the named one.
-        path = part.modules[0].split(".")
-        for length in range(len(path), 0, -1):
-            first.setdefault(".".join(path[:length]), i)
-    unknown = [name for name in starts if name not in first]
+    listed = [part.modules[0] for part in parts]
+    unknown = [name for name in starts if name not in listed]
     if unknown:
-        raise CutError(f"no part begins with {', '.join(unknown)}; parts begin with {listed}")
-    bounds = [first[name] for name in starts]
+        raise CutError(
+            f"no part begins with {', '.join(unknown)}; parts begin with {', '.join(listed)}"
+        )
+    bounds = [listed.index(name) for name in starts]
     if bounds != sorted(set(bounds)) or 0 in bounds:
-        raise CutError(f"{', '.join(starts)} are not in the order of the model: {listed}")
+        raise CutError(
+            f"{', '.join(starts)} are not in the order of the model: {', '.join(listed)}"
+        )
     return bounds
 
 
 def _balanced(model: nn.Module, parts: Sequence[Part], stages: int) -> list[int]:
     """Return the starts of the stages that minimise the parameters of the largest stage."""
-    costs = [1 + sum(p.numel() for _, p in named_parameters(model, [part])) for part in parts]
+    costs = [1 + sum(p.numel() for _, p in _parameters(model, [part])) for part in parts]
     sums = [0, *accumulate(costs)]
 
     @cache
@@ -165,14 +156,140 @@ def stage_to_rank(stage: int, ranks: int, schedule: str) -> int:
     return next(rank for rank in range(ranks) if stage in stages_on(rank, ranks, schedule))
 
 
-def modules_of(model: nn.Module, parts: Iterable[Part]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of ``parts`` with their qualified names."""
+def _modules(model: nn.Module, parts: Iterable[Part]) -> Iterator[tuple[str, nn.Module]]:
     for part in parts:
         for name in part.modules:
             yield name, model.get_submodule(name)
 
 
-def named_parameters(model: nn.Module, parts: Iterable[Part]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of ``parts`` with their qualified names."""
-    for prefix, module in modules_of(model, parts):
+def _parameters(model: nn.Module, parts: Iterable[Part]) -> Iterator[tuple[str, nn.Parameter]]:
+    for prefix, module in _modules(model, parts):
         yield from module.named_parameters(prefix=prefix)
+
+
+# -- the stages of this rank
+
+
+class OwnStages(NamedTuple):
+    """The stages of this rank, and the copies of parameters that splitting the model made.
+
+    Attributes:
+        numbers: numbers of the stages.
+        renamed: name in the whole model of each parameter that is used under another name.
+        copies: pipeline rank of each copy of a parameter that several stages use, by its name.
+    """
+
+    numbers: list[int]
+    renamed: dict[str, str]
+    copies: dict[str, list[int]]
+
+
+def keep_own(
+    model: nn.Module,
+    stages: Sequence[Sequence[Part]],
+    rank: int,
+    ranks: int,
+    schedule: str,
+    *,
+    sharded: bool,
+) -> OwnStages:
+    """Reduce ``model`` to the stages of this rank, in place."""
+    if not stages:
+        return OwnStages([], {}, {})
+    renamed = untie(model, stages)
+    homes = [stage_to_rank(number, ranks, schedule) for number in range(len(stages))]
+    if sharded:
+        require_apart(model, stages, homes)
+    copies = copies_of(model, stages, renamed, homes)
+    own = stages_on(rank, ranks, schedule)
+    keep(model, stages, own)
+    return OwnStages(own, renamed, copies)
+
+
+def untie(model: nn.Module, stages: Sequence[Sequence[Part]]) -> dict[str, str]:
+    """Give each stage its own copy of a parameter that several stages use; return new names.
+
+    Stages that share a module share the copies of its parameters.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    renamed: dict[str, str] = {}
+    users: dict[nn.Module, set[int]] = {}
+    for number, parts in enumerate(stages):
+        for prefix, planned in _modules(model, parts):
+            for path, module in planned.named_modules(prefix=prefix):
+                users.setdefault(module, set()).add(number)
+                for key, parameter in module._parameters.items():
+                    if parameter is not None and names[id(parameter)] != f"{path}.{key}":
+                        renamed[f"{path}.{key}"] = names[id(parameter)]
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in users:
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, key))
+    for parameter, held in places.items():
+        joined: list[set[int]] = []  # the stages that share a module with each other
+        for module, _ in held:
+            touched = [numbers for numbers in joined if numbers & users[module]]
+            apart = [numbers for numbers in joined if not numbers & users[module]]
+            joined = [*apart, users[module].union(*touched)]
+        for others in sorted(joined, key=min)[1:]:
+            named = [(names[id(parameter)], parameter)]
+            require_no_post_accumulate(named, "several stages have a copy of this parameter each")
+            copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            carry_over(parameter._backward_hooks, copy)
+            for module, key in held:
+                if users[module] <= others:
+                    module._parameters[key] = copy
+    return renamed
+
+
+def copies_of(
+    model: nn.Module,
+    stages: Sequence[Sequence[Part]],
+    renamed: Mapping[str, str],
+    homes: Sequence[int],
+) -> dict[str, list[int]]:
+    """Return the pipeline rank of each copy of a parameter that has several, by its name.
+
+    Call it after :func:`untie`, with what that returned and the pipeline rank of each stage.
+    """
+    copies: dict[str, set[tuple[int, int]]] = {}
+    for home, parts in zip(homes, stages, strict=True):
+        for own, parameter in _parameters(model, parts):
+            copies.setdefault(renamed.get(own, own), set()).add((home, id(parameter)))
+    return {
+        name: sorted(home for home, _ in found) for name, found in copies.items() if len(found) > 1
+    }
+
+
+def require_apart(model: nn.Module, stages: Sequence[Sequence[Part]], homes: Sequence[int]) -> None:
+    """Refuse stages of one rank that share a module, because each stage is sharded by itself."""
+    users: dict[tuple[int, int], int] = {}
+    for number, (home, parts) in enumerate(zip(homes, stages, strict=True)):
+        for own, parameter in _parameters(model, parts):
+            first = users.setdefault((home, id(parameter)), number)
+            if first != number:
+                raise CutError(
+                    f"{own} is in a module that stages {first} and {number} of one rank use, "
+                    "and cannot be sharded: choose a schedule with one stage a rank, or "
+                    "zero_stage=1"
+                )
+
+
+def keep(model: nn.Module, stages: Sequence[Sequence[Part]], own: Sequence[int]) -> None:
+    """Drop the parameters and buffers of ``model`` that only stages other than ``own`` use."""
+    used = [
+        {
+            id(tensor)
+            for _, module in _modules(model, parts)
+            for tensor in chain(module.parameters(), module.buffers())
+        }
+        for parts in stages
+    ]
+    mine = set().union(*(used[number] for number in own))
+    others = set().union(*used) - mine
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None and id(tensor) in others:
+                    tensors[key] = None

@@ -10,9 +10,8 @@ Why not the styles of :mod:`torch.distributed.tensor.parallel` (as of torch 2.14
 * RowwiseParallel of an embedding returns zeros for a token outside the vocabulary, where torch
   raises an IndexError in one process, and its weight gets a replicated gradient;
 * they have no style for a replicated layer of which each rank computes a part of the gradient;
-* a step takes 1.20 to 1.26 times as long (1.20 to 1.30 with ``sequence_parallel``), because each
-  operation is dispatched by DTensor: GPT of 4 layers and width 128, batch 8 x 128 tokens, 2 ranks
-  on gloo, medians of 15 to 40 alternating pairs in three runs on a busy machine.
+* a step takes 1.20 to 1.30 times as long, because each operation is dispatched by DTensor (GPT of 4
+  layers and width 128, batch 8 x 128 tokens, 2 ranks on gloo, medians of alternating pairs).
 """
 
 from __future__ import annotations
@@ -32,12 +31,38 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runner.parallel.collectives import copy_to, gather, scatter, span, split, sum_of
-from runner.parallel.entrance import Entrance, entrances
 from runner.parallel.hooks import carry_over
 from runner.parallel.tensor_styles import PlanError, style_of
 
 SEQUENCE = 1
 """Dimension of positions in activations [B, T, width]."""
+
+
+class Entrance:
+    """Lets several layers share the collective by which the same input enters them.
+
+    Query, key and value projections: the sum of their gradients is reduced once, and a sharded
+    sequence is gathered once.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._served = 0
+        self._given: tuple[Any, ...] = ()
+        self._entered: Tensor | None = None
+
+    def __call__(self, hidden: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return ``enter(hidden)``, or what it returned for the layer before."""
+        given = (hidden, hidden._version, torch.is_grad_enabled())
+        same = len(self._given) and self._given[0] is hidden and self._given[1:] == given[1:]
+        entered = self._entered if same else None
+        if entered is None:
+            entered = enter(hidden)
+            self._given, self._entered, self._served = given, entered, 0
+        self._served += 1
+        if self._served == self._layers:  # Activations are not kept longer than they are used.
+            self._given, self._entered = (), None
+        return entered
 
 
 @dataclass(frozen=True)
@@ -65,10 +90,12 @@ class Region:
         return self.entrance(hidden, self._enter)
 
     def _enter(self, hidden: Tensor) -> Tensor:
-        if self.sequence:
-            length = hidden.shape[SEQUENCE] * self.group.size()
-            return gather(hidden, SEQUENCE, length, self.group, sums=True)
-        return copy_to(hidden, self.group)
+        return self.whole(hidden, sums=True) if self.sequence else copy_to(hidden, self.group)
+
+    def whole(self, hidden: Tensor, sums: bool = False) -> Tensor:
+        """Return the whole sequence, of which each rank has a shard."""
+        length = hidden.shape[SEQUENCE] * self.group.size()
+        return gather(hidden, SEQUENCE, length, self.group, sums=sums)
 
     def leave(self, partial_sums: Tensor) -> Tensor:
         """Return the output of a layer: the sum over ranks, or this rank's shard of it."""
@@ -118,20 +145,15 @@ def _embedding(region: Region, module: nn.Embedding, forward: Run, tokens: Tenso
     return sum_of(rows * here.unsqueeze(-1), region.group)
 
 
-def _split_sequence(
-    region: Region, module: nn.Module, forward: Run, *args: Any, **kwargs: Any
-) -> Any:
-    output = forward(*args, **kwargs)
+def _split_sequence(region: Region, module: nn.Module, forward: Run, *args: Any, **kw: Any) -> Any:
+    output = forward(*args, **kw)
     return scatter(output, SEQUENCE, region.group, sums=False) if region.sequence else output
 
 
-def _whole_sequence(region: Region, module: nn.Module, forward: Run, hidden: Tensor) -> Tensor:
+def _whole_sequence(region: Region, module: nn.Module, forward: Run, hidden: Tensor) -> Any:
     if not region.sequence:
-        output: Tensor = forward(hidden)
-        return output
-    length = hidden.shape[SEQUENCE] * region.group.size()
-    whole = gather(hidden, SEQUENCE, length, region.group, sums=False)
-    return scatter(forward(whole), SEQUENCE, region.group, sums=False)
+        return forward(hidden)
+    return scatter(forward(region.whole(hidden)), SEQUENCE, region.group, sums=False)
 
 
 RUNS: Mapping[str, Run] = {
@@ -223,23 +245,27 @@ def parallelize(
     model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, *, sequence: bool
 ) -> None:
     """Shard the parameters of planned modules in place, and replicate all others as DTensors."""
-    group = mesh.get_group()
     # Modules inside these get whole sequences.
     whole = tuple(f"{name}." for name, style in styles.items() if style == "whole_sequence")
+    siblings: dict[str, list[str]] = {}
+    for name, style_name in styles.items():
+        if style_name == "colwise":
+            siblings.setdefault(name.rpartition(".")[0], []).append(name)
+    entrances = {owner: Entrance(len(names)) for owner, names in siblings.items() if names[1:]}
+    # By its id each original parameter, held so that no other tensor gets this id, and its DTensor.
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    shared = entrances(styles)
     for name, module in model.named_modules():
         if name not in styles and next(module.parameters(), None) is None:
             continue
-        style = style_of(styles, name)
+        style, kind = style_of(styles, name), type(module).__name__
         keys = [key for key, value in module._parameters.items() if value is not None]
         for key in keys:
             _distribute(module, key, mesh, style.placement(key), replaced)
-        region = Region(group, sequence and not name.startswith(whole), shared.get(name))
+        entrance = entrances.get(name.rpartition(".")[0]) if styles.get(name) == "colwise" else None
+        region = Region(mesh.get_group(), sequence and not name.startswith(whole), entrance)
         sums = style.partial or (region.sequence and style.sequence)
         # A row-wise weight sees the whole sequence; its bias is added to a shard of it.
         partial = frozenset(key for key in keys if sums and style.placement(key) != Shard(1))
-        kind = type(module).__name__
         run = RUNS.get(styles.get(name, ""), _own)
         module.forward = _Forward(
             f"{name} ({kind})" if name else kind, run, region, module, module.forward, partial
@@ -263,11 +289,7 @@ def _distribute(
     placement: Placement,
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]],
 ) -> None:
-    """Replace parameter ``key`` of a module by a DTensor, and tied parameters by the same DTensor.
-
-    ``replaced`` has original parameters and their replacements by the id of the original, which it
-    holds so that no other tensor gets this id.
-    """
+    """Replace parameter ``key`` of a module by a DTensor, tied ones by the same DTensor."""
     parameter = module._parameters[key]
     assert parameter is not None
     if id(parameter) not in replaced:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,14 +30,14 @@ class Style:
     """How the parameters of one kind of module are placed.
 
     Attributes:
-        kinds: classes of modules that the style is for.
+        kind: class of modules that the style is for.
         shards: placement of each parameter that is sharded, by its name in the module.
         sequence: whether its replicated parameters get partial gradients on each rank if
             activations are sharded along the sequence.
         partial: whether they always get partial gradients on each rank.
     """
 
-    kinds: tuple[type[nn.Module], ...] = (nn.Module,)
+    kind: type[nn.Module] = nn.Module
     shards: Mapping[str, Shard] = field(default_factory=dict)
     sequence: bool = False
     partial: bool = False
@@ -51,12 +52,12 @@ UNPLANNED = Style()
 """Replicated parameters: those of modules that no pattern matches, and of some styles."""
 
 PLACED: Mapping[str, Style] = {
-    "colwise": Style((nn.Linear,), _ROWS),
-    "rowwise": Style((nn.Linear,), {"weight": Shard(1)}, sequence=True),
-    "rowwise_split_input": Style((nn.Linear,), {"weight": Shard(1)}, sequence=True),
-    "colwise_rep": Style((nn.Linear,), _ROWS),
-    "colwise_gather_output": Style((nn.Linear,), _ROWS),
-    "embedding_rowwise": Style((nn.Embedding,), _ROWS),
+    "colwise": Style(nn.Linear, _ROWS),
+    "rowwise": Style(nn.Linear, {"weight": Shard(1)}, sequence=True),
+    "rowwise_split_input": Style(nn.Linear, {"weight": Shard(1)}, sequence=True),
+    "colwise_rep": Style(nn.Linear, _ROWS),
+    "colwise_gather_output": Style(nn.Linear, _ROWS),
+    "embedding_rowwise": Style(nn.Embedding, _ROWS),
     "replicated_with_grad_allreduce": Style(partial=True),
     "sequence_parallel": Style(sequence=True),
 }
@@ -117,13 +118,13 @@ def style_of(styles: Mapping[str, str], name: str) -> Style:
 
 
 def _check_kind(name: str, module: nn.Module, style: str) -> None:
-    kinds, made = PLACED.get(style, UNPLANNED).kinds, type(module).__name__
-    fit = " or ".join(f"torch.nn.{kind.__name__}" for kind in kinds)
-    if not isinstance(module, kinds):
+    kind, made = PLACED.get(style, UNPLANNED).kind, type(module).__name__
+    fit = f"torch.nn.{kind.__name__}"
+    if not isinstance(module, kind):
         raise PlanError(f"{name}: {style} is for {fit}, not for {made}")
-    if kinds == UNPLANNED.kinds:
+    if kind is nn.Module:
         return
-    if all(type(module).forward is not kind.forward for kind in kinds):
+    if type(module).forward is not kind.forward:
         raise PlanError(
             f"{name}: {style} would replace what {made}.forward does by what {fit} does: leave it "
             f"out of the plan, or plan a plain {fit} inside it"
@@ -159,8 +160,7 @@ def _check_ties(model: nn.Module, styles: Mapping[str, str]) -> None:
 
 def _near(pattern: str, names: list[str]) -> str:
     """Suggest the nearest patterns, in which ``*`` replaces numbers."""
-    split = ([("*" if part.isdigit() else part) for part in name.split(".")] for name in names)
-    patterns = list(dict.fromkeys(".".join(parts) for parts in split))
+    patterns = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
     near = difflib.get_close_matches(pattern, patterns, n=3, cutoff=0.5)
     return f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(patterns[:8])}"
 

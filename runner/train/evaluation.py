@@ -8,7 +8,7 @@ from typing import Any
 
 from runner.checkpoint.content import load_weights
 from runner.config.schema import RunConfig
-from runner.parallel.first_rank import on_first
+from runner.parallel.collectives import on_first
 from runner.telemetry.sinks.sink import Sink
 from runner.train.job import make_trainer
 

@@ -15,7 +15,7 @@ from runner.booster.loss import Count
 from runner.clip import Number, transfer
 from runner.clip.norms import local_power, power_sum
 from runner.clip.shard import local
-from runner.parallel.usage import computed_with
+from runner.parallel.hooks import computed_with
 from runner.telemetry.noise_scale import NoiseShare
 from runner.telemetry.options import Measurements
 from runner.train.passes import Passes

@@ -85,7 +85,7 @@ def test_ten_steps_are_those_of_plain_pytorch():
         ("mixtral", "moe", "model.layers.0.mlp.experts, model.layers.1.mlp.experts"),
         ("gpt2", "tensor", "GPT2LMHeadModel has no plan for tensor parallelism"),
         ("bert", "pipeline", "BertForSequenceClassification cannot be cut into stages"),
-        ("vit_tiny", "pipeline", "is in no module of a part"),
+        ("vit_tiny", "pipeline", "VisionTransformer cannot be cut into stages"),
         ("llama", "tensor plugin.nproc=4", "model.layers.0.self_attn has 2 heads"),
     ],
 )

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.booster import Booster
+from runner.parallel.hooks import Usage
 from runner.parallel.sharding import Sharding, shard_model
-from runner.parallel.usage import Usage
 from tests.distributed.by_hand import Loop
 from tests.distributed.odd_models import batch_for, make
 from tests.ranks import run_ranks

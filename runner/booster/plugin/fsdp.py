@@ -23,10 +23,9 @@ from runner.parallel.gradient_sync import (
     in_turn,
     synchronise_batch_norm,
 )
-from runner.parallel.hooks import require_no_post_accumulate
+from runner.parallel.hooks import Usage, require_no_post_accumulate
 from runner.parallel.mesh import grid
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
-from runner.parallel.usage import Usage
 
 
 class TorchFSDPPlugin(Plugin):

@@ -28,7 +28,7 @@ from runner.config.schedules import SCHEDULES, refused_microbatches
 from runner.config.sizes import MeshSizes, SizeError
 from runner.parallel.experts import of_experts, spread_experts
 from runner.parallel.gradient_sync import (
-    average,
+    Partition,
     broadcast_buffers,
     broadcast_model,
     in_turn,
@@ -39,18 +39,15 @@ from runner.parallel.gradient_sync import (
     synchronise_batch_norm,
     tied_copies,
 )
-from runner.parallel.hooks import post_accumulate_hooked, require_no_post_accumulate
+from runner.parallel.hooks import Usage, post_accumulate_hooked, require_no_post_accumulate
 from runner.parallel.mesh import Axes, position
-from runner.parallel.overlap import Averaging, averagings, holding
-from runner.parallel.own_stages import keep_own
-from runner.parallel.partition import Partition
+from runner.parallel.overlap import Averaging, holding
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.replica_check import ReplicaCheck, replicated
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
-from runner.parallel.stages import Stage, cut, stages_on
+from runner.parallel.stages import Stage, cut, keep_own, stages_on
 from runner.parallel.tensor import parallelize, partial_parameters
 from runner.parallel.tensor_styles import check_heads, check_sequence, plan_of, whole_experts
-from runner.parallel.usage import Usage
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +141,7 @@ class HybridParallelPlugin(Plugin):
         self.pp_rank, self._data_rank, tp_rank = position(self.rank, self.sizes)
         last = stages_on(self.pp_rank, pp, schedule)[-1] == self.stage_count - 1
         self.reports_metrics = tp_rank == 0 and (pp == 1 or last)
-        self._early: WeakKeyDictionary[nn.Module, list[Averaging]] = WeakKeyDictionary()
+        self._averagings: WeakKeyDictionary[nn.Module, list[Averaging]] = WeakKeyDictionary()
 
     @property
     def data_rank(self) -> int:
@@ -225,16 +222,15 @@ class HybridParallelPlugin(Plugin):
         held = Counter(id(p) for stage in modules.values() for p in stage.parameters())
         backwards = {each: count * self.num_microbatches for each, count in held.items()}
         waiting = partial_parameters(model) if sizes.tp > 1 else frozenset()
-        early, late = averagings(replicas, backwards, waiting)
-        self._early[model] = early
+        averagings = [Averaging(each, backwards, waiting) for each in replicas]
+        self._averagings[model] = averagings
         return ParallelModel(
             model,
             layout,
             sync_grads=in_turn(
                 *(usage.drops(model, axes, experts) if self.sharded else ()),
-                *(each.finish for each in early),
                 partial(sum_partial, [p for p in model.parameters() if isinstance(p, DTensor)]),
-                *(partial(average, each) for each in late),
+                *(each.finish for each in averagings),
                 *(partial(sum_copies, each) for each in tied),
                 broadcast_buffers(model, axes.dp.get_group(), lambda name: name not in experts),
                 broadcast_buffers(model, axes.edp.get_group(), lambda name: name in experts),
@@ -282,7 +278,7 @@ class HybridParallelPlugin(Plugin):
 
         Sharded gradients of pipeline stages are reduced in every backward pass.
         """
-        return unsynchronised(model) if self.sharded else holding(self._early.get(model, ()))
+        return unsynchronised(model) if self.sharded else holding(self._averagings.get(model, ()))
 
     def _pipeline(self, modules: dict[int, Stage], axes: Axes, device: torch.device) -> Pipeline:
         # Data-parallel ranks exchange tokens for experts, and gather sharded weights.

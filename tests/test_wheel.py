@@ -138,7 +138,8 @@ def test_a_folder_of_datasets_trains_as_readme_shows(python_says, tmp_path):
     draw = random.Random(0)
     labels = [draw.randrange(10) for _ in range(320)]
     rows = [{"image": [[[draw.gauss(0, 1) + label] * 8] * 8], "label": label} for label in labels]
-    library.Dataset.from_list(rows).save_to_disk(str(tmp_path / "folder"))
+    (tmp_path / "folder").mkdir()
+    library.Dataset.from_list(rows).to_parquet(str(tmp_path / "folder" / "train.parquet"))
     words = [word.replace("/path/to", str(tmp_path)) for word in command_with(" data=datasets ")]
     python_says(*words, "tracker=none")
     rows, summary = recorded(tmp_path)

@@ -75,7 +75,7 @@ class Precision(Section):
 WHOLE_PARAMETERS = ("torch.optim.Adafactor",)
 """Optimizers of ``conf/optimizer`` that cannot step a parameter of which a rank holds a shard."""
 
-OWN_DATA = "runner.data.own.own"
+OWN_DATA = "runner.data.dataset.own"
 """The ``_target_`` of data whose parts are named by ``data.train`` and ``data.eval``."""
 
 

@@ -1,16 +1,16 @@
-"""What a data factory returns, and a data set of tensors in memory."""
+"""What a data factory returns; data sets of one's own, of tensors in memory, and random ones."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
-from runner.data.random_state import RandomState, generators
+from runner.data.random_state import RandomState, generator_for, generators
 
 IGNORED = -100
 """Targets with this value add nothing to the loss and are not counted as items: the default
@@ -92,3 +92,157 @@ def collate_pairs(batch: Any) -> Any:
         names = [one.name for one in fields(first)]
         return type(first)(**{n: default_collate([getattr(s, n) for s in batch]) for n in names})
     return default_collate(batch)
+
+
+def own(
+    train: Any,
+    eval: Any = None,
+    eval_fraction: float = 0.1,
+    seed: int = 0,
+    items: Literal["samples", "tokens"] = "samples",
+    tokens_per_sample: int | None = None,
+    columns: Sequence[str] | None = None,
+) -> Data:
+    """Train on one data set and evaluate on another, or on a share of the first.
+
+    Args:
+        train: a ``Dataset`` or an ``IterableDataset``; a table of Hugging Face's ``datasets`` reads
+            tensors.
+        eval: held-out samples; None for a random share of ``train``, and of a stream nothing.
+        eval_fraction: that share; 0 for no evaluation.
+        seed: seed of the choice of held-out samples.
+        items: what the loss is averaged over.
+        tokens_per_sample: number of tokens in a sample, for durations in tokens.
+        columns: of a table, those of the inputs and of the targets; None for dictionaries of all.
+    """
+    if not 0 <= eval_fraction < 1:
+        raise ValueError(f"eval_fraction {eval_fraction} must be at least 0 and below 1")
+    if columns is not None and len(columns) != 2:
+        raise ValueError(f"columns {list(columns)} must be that of the inputs and of the targets")
+    train, eval = (_tensors(one, columns) for one in (train, eval))
+    if eval is None and eval_fraction > 0 and not isinstance(train, IterableDataset):
+        samples = len(train)
+        held_out = max(1, round(eval_fraction * samples))
+        if held_out >= samples:
+            raise ValueError(
+                f"eval_fraction {eval_fraction} leaves none of {samples} samples to train on"
+            )
+        chosen = torch.randperm(samples, generator=generator_for("held out", seed, 0))
+        rest, first = chosen[held_out:].sort().values, chosen[:held_out].sort().values
+        train, eval = _Part(train, rest.tolist()), _Part(train, first.tolist())
+    return Data(train, eval, items, tokens_per_sample)
+
+
+class _Part(Subset[Any]):
+    def set_epoch(self, epoch: int) -> None:
+        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+def _tensors(table: Any, columns: Sequence[str] | None) -> Any:
+    """Let a table of Hugging Face's ``datasets`` read tensors; return other data sets unchanged."""
+    if not callable(getattr(table, "with_format", None)):
+        return table
+    if isinstance(table, Mapping):
+        raise ValueError(f"these are several tables: choose a split of {', '.join(table)}")
+    if columns is None:
+        return table.with_format("torch")
+    if missing := [name for name in columns if name not in table.column_names]:
+        raise DataUnavailable(
+            f"data.columns: there is no column {missing[0]}, but {', '.join(table.column_names)}"
+        )
+    return _Pairs(table.with_format("torch", columns=list(columns)), *columns)
+
+
+class _Pairs(Dataset[tuple[Any, Any]]):
+    """Two columns of a table as pairs (inputs, targets)."""
+
+    def __init__(self, table: Any, inputs: str, targets: str) -> None:
+        self.table, self.inputs, self.targets = table, inputs, targets
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        row = self.table[index]
+        return row[self.inputs], row[self.targets]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+        """Return the samples of a batch, by one read of the table."""
+        rows = self.table.__getitems__(list(indices))
+        return [(row[self.inputs], row[self.targets]) for row in rows]
+
+
+SUCCESSORS = 4
+"""Number of equally likely successors of a token: the lowest possible loss is log(4)."""
+
+
+def synthetic(
+    kind: Literal["images", "vectors", "tokens"],
+    samples: int,
+    test_samples: int,
+    shape: Sequence[int],
+    num_classes: int,
+    sequence_length: int,
+    vocabulary: int,
+    ignored_fraction: float,
+    seed: int,
+) -> Data:
+    """Make seeded random inputs with targets from a fixed random teacher."""
+    generator = torch.Generator().manual_seed(seed)
+    count = samples + test_samples
+    if min(samples, test_samples) < 1:
+        raise ValueError(f"samples {samples} and test_samples {test_samples} must be at least 1")
+    if kind == "tokens":
+        pairs = _walks(count, sequence_length, vocabulary, ignored_fraction, generator)
+    elif kind in ("images", "vectors"):
+        if ignored_fraction != 0:
+            raise ValueError(f"ignored_fraction {ignored_fraction} must be 0 for {kind}")
+        if len(shape) != (3 if kind == "images" else 1):
+            raise ValueError(
+                f"shape {list(shape)} must be [channels, height, width] for images, "
+                "[length] for vectors"
+            )
+        pairs = _classes(count, tuple(shape), num_classes, generator)
+    else:
+        raise ValueError(f"kind {kind!r} must be images, vectors or tokens")
+    inputs, targets = pairs
+    return Data(
+        train=TensorPairs(inputs[:samples], targets[:samples]),
+        test=TensorPairs(inputs[samples:], targets[samples:]),
+        items="tokens" if kind == "tokens" else "samples",
+        tokens_per_sample=sequence_length if kind == "tokens" else None,
+    )
+
+
+def _classes(
+    count: int, shape: tuple[int, ...], num_classes: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Return inputs, float32 [count, *shape], and targets, int64 [count]."""
+    if min(*shape, num_classes) < 1:
+        raise ValueError(f"shape {list(shape)} and num_classes {num_classes} must be at least 1")
+    inputs = torch.randn(count, *shape, generator=generator)
+    flat = inputs.flatten(1)
+    teacher = torch.randn(flat.shape[1], num_classes, generator=generator)
+    return inputs, (flat @ teacher).argmax(dim=1)
+
+
+def _walks(
+    count: int, length: int, vocabulary: int, ignored: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Return tokens and next tokens, int64 [count, length] each."""
+    if min(length, vocabulary) < 1 or not 0 <= ignored < 1:
+        raise ValueError(
+            f"sequence_length {length} and vocabulary {vocabulary} must be at least 1, "
+            f"ignored_fraction {ignored} at least 0 and below 1"
+        )
+    successors = torch.randint(vocabulary, (vocabulary, SUCCESSORS), generator=generator)
+    turns = torch.randint(SUCCESSORS, (length, count), generator=generator)
+    steps = [torch.randint(vocabulary, (count,), generator=generator)]
+    for turn in turns:
+        steps.append(successors[steps[-1], turn])
+    walk = torch.stack(steps, dim=1)
+    targets = walk[:, 1:].clone()
+    if ignored:
+        targets[torch.rand(targets.shape, generator=generator) < ignored] = IGNORED
+    return walk[:, :-1].contiguous(), targets

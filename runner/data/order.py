@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from runner.data.seeding import generator_for
+from runner.data.random_state import generator_for
 
 
 class Indices(list[int]):

@@ -1,7 +1,8 @@
-"""The random generators of one process: read and restored together."""
+"""Random generators: seeded for a purpose, and those of one process, read and restored together."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Mapping
@@ -16,6 +17,24 @@ Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomS
 
 _HOLDERS = ("sampler", "batch_sampler", "dataset")
 """Attributes of a loader, and of what it holds, whose generators are looked for."""
+
+
+def seed_for(purpose: str, seed: int, epoch: int) -> int:
+    """Return a seed of 63 bits that depends on a purpose, a seed and an epoch alone."""
+    digest = hashlib.blake2b(f"{purpose},{seed},{epoch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def generator_for(purpose: str, seed: int, epoch: int) -> torch.Generator:
+    """Return a CPU generator that is the same on every rank and after a restart."""
+    return torch.Generator().manual_seed(seed_for(purpose, seed, epoch))
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch's CPU."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
 
 
 def generators(loader: Any, above: str = "") -> dict[str, Generator]:

@@ -18,28 +18,32 @@ zero until all parts have ended.
 
 The position in a stream is saved by its ``state_dict()`` and ``load_state_dict()`` where it has
 both, or where its iterator has them. Another stream is read again from the start of the epoch, up
-to the position.
+to the position. Why not torchdata's ``StatefulDataLoader`` (0.11): its state is for the same number
+of workers, and one that the training reads ahead of; this one continues a stream that the runner
+divides on any number of ranks and workers.
 """
 
 from __future__ import annotations
 
 import copy
-import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import nullcontext
+from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from runner.data.random_state import RandomState
-from runner.data.seeding import seed_for
+from runner.data.dataset import collate_pairs
+from runner.data.random_state import RandomState, seed_all, seed_for
+from runner.data.workers import begin, shielded, start_method
 
 T = TypeVar("T")
 
@@ -52,6 +56,13 @@ class Read(NamedTuple):
     worker: int
     position: dict[str, Any]
     mark: int = 0
+
+
+class Position(NamedTuple):
+    """The worker whose turn is next, and the position of each worker that has read something."""
+
+    turn: int = 0
+    workers: Mapping[int, dict[str, Any]] = {}
 
 
 class Stream(IterableDataset[Read]):
@@ -74,14 +85,7 @@ class Stream(IterableDataset[Read]):
         self.seed, self.collate = seed, collate
         self.workers = max(1, workers)
         self.epoch = 0
-        self.begin_at()
-
-    def begin_at(
-        self, start: int = 0, turn: int = 0, positions: Mapping[int, dict[str, Any]] | None = None
-    ) -> None:
-        """Set where the next iteration begins."""
-        self.start, self.turn = start, turn
-        self.positions = dict(positions or {})
+        self.start, self.position = 0, Position()
 
     @property
     def parts(self) -> int:
@@ -93,11 +97,8 @@ class Stream(IterableDataset[Read]):
         """Who divides the stream: ``runner``, ``shard`` or ``itself``."""
         if getattr(self.dataset, "shards_itself", False):
             return "itself"
-        if not callable(getattr(self.dataset, "shard", None)):
-            return "runner"
-        return (
-            "shard" if getattr(self.dataset, "num_shards", self.parts) >= self.parts else "runner"
-        )
+        enough = getattr(self.dataset, "num_shards", self.parts) >= self.parts
+        return "shard" if enough and callable(getattr(self.dataset, "shard", None)) else "runner"
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
@@ -108,12 +109,12 @@ class Stream(IterableDataset[Read]):
     def __iter__(self) -> Iterator[Read]:
         info = get_worker_info()
         worker = 0 if info is None else info.id
-        start, turn, positions = self.start, self.turn, self.positions
-        self.begin_at()
+        start, position = self.start, self.position
+        self.start, self.position = 0, Position()
         if self.divided_by == "runner":
-            return self._divided(worker, start, positions.get(0, {}))
-        worker = (worker + turn) % self.workers
-        return self._own(worker, positions.get(worker, {}))
+            return self._divided(worker, start, position.workers.get(0, {}))
+        worker = (worker + position.turn) % self.workers
+        return self._own(worker, position.workers.get(worker, {}))
 
     def first(self) -> Read | None:
         """Return a batch of the part of this rank; None if that is empty."""
@@ -133,7 +134,7 @@ class Stream(IterableDataset[Read]):
             size, longer = divmod(len(group), self.world_size)
             first = self.rank * size + min(self.rank, longer)
             part = group[first : first + size + (self.rank < longer)]
-            batch = samples.quietly(lambda: self.collate(part or group[:1]))  # noqa: B023
+            batch = samples.quietly(partial(self.collate, part or group[:1]))
             mark = checksum(group) if number == start else 0
             yield Read(batch, not part, 0, samples.position(number + 1), mark)
 
@@ -151,10 +152,9 @@ class Stream(IterableDataset[Read]):
             group = samples.take(self.batch_size)
             if not group or (self.drop_last and len(group) < self.batch_size):
                 return
-            if number < done:
-                continue
-            batch = samples.quietly(lambda: self.collate(group))  # noqa: B023
-            yield Read(batch, False, worker, samples.position(number + 1))
+            if number >= done:
+                batch = samples.quietly(partial(self.collate, group))
+                yield Read(batch, False, worker, samples.position(number + 1))
 
 
 class _Samples:
@@ -164,14 +164,11 @@ class _Samples:
         self, dataset: Any, purpose: str, position: Mapping[str, Any], alone: bool
     ) -> None:
         self._alone = alone
-        seed = seed_for(purpose, 0, 0)
+        self.continued = "state" in position
         outer = RandomState.now({}, with_gpu=False)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
+        seed_all(seed_for(purpose, 0, 0))
         self._random = RandomState.now({}, with_gpu=False)
         outer.restore({})
-        self.continued = "state" in position
         if self.continued:
             self._random = RandomState.of(position["random"])
         self._iterator: Iterator[Any] = self.quietly(lambda: self._begin(dataset, position))
@@ -195,7 +192,8 @@ class _Samples:
         outer = RandomState.now({}, with_gpu=False)
         self._random.restore({})
         try:
-            with _without_workers() if self._alone else _as_it_is():
+            # ``get_worker_info()`` is None: a stream that divides itself by it is read whole.
+            with patch.object(torch_worker, "_worker_info", None) if self._alone else nullcontext():
                 return work()
         finally:
             self._random = RandomState.now({}, with_gpu=False)
@@ -215,9 +213,7 @@ def has_state(of: Any) -> bool:
 
 
 def checksum(batch: Any) -> int:
-    """Return a checksum of the numbers and texts in a batch, or in a list of samples; at least
-    1.
-    """
+    """Return a checksum, at least 1, of the numbers and texts in a batch or a list of samples."""
     digest = 0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
@@ -232,17 +228,116 @@ def checksum(batch: Any) -> int:
     return digest % 2**20 + 1
 
 
-@contextmanager
-def _without_workers() -> Iterator[None]:
-    """Let ``get_worker_info()`` return None: a stream that divides itself by it is read whole."""
-    info = torch_worker._worker_info
-    torch_worker._worker_info = None
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = info
+class StreamLoader(DataLoader[Any]):
+    """Loads this rank's part of a stream, and knows the position of the training in it."""
+
+    dataset: Stream
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        batch_size: int,
+        *,
+        rank: int,
+        world_size: int,
+        drop_last: bool,
+        seed: int,
+        num_workers: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        collate = kwargs.pop("collate_fn", None) or collate_pairs
+        stream = Stream(
+            dataset, batch_size, rank, world_size, drop_last, seed, collate, num_workers
+        )
+        if num_workers:
+            kwargs.setdefault("multiprocessing_context", start_method())
+        kwargs["worker_init_fn"] = partial(begin, then=kwargs.pop("worker_init_fn", None))
+        super().__init__(
+            stream, batch_size=None, collate_fn=_unchanged, num_workers=num_workers, **kwargs
+        )
+        self._after: dict[int, Position] = {}
+        self._weightless: set[int] = set()
+        self.mark = 0
+        self._stand_in: Any = None
+
+    @property
+    def microbatch(self) -> int | None:
+        """Samples of a microbatch over all ranks; None if ranks read parts of their own."""
+        stream = self.dataset
+        return stream.batch_size * stream.world_size if stream.divided_by == "runner" else None
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the stream may end earlier on one rank than on another."""
+        return self.dataset.world_size > 1 and self.microbatch is None
+
+    def weightless(self, microbatch: int) -> bool:
+        """Return whether this rank has no sample of a microbatch that was read."""
+        return microbatch in self._weightless
+
+    def set_start(self, microbatch: int, position: Mapping[str, Any]) -> None:
+        """Begin the next iteration at a microbatch, before which ``position`` was the position."""
+        self.dataset.start = microbatch
+        self.dataset.position = Position(position["turn"], position["workers"])
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        stream = self.dataset
+        start = stream.start
+        self._after, self._weightless = {start: stream.position}, set()
+        reads = shielded(super().__iter__)
+        stream.start, stream.position = 0, Position()  # workers have copies
+        return self._batches(reads, start)
+
+    def _batches(self, reads: Iterator[Read], number: int) -> Iterator[Any]:
+        for read in reads:
+            self.mark = read.mark or self.mark
+            if read.weightless:
+                self._weightless.add(number)
+            workers = {**self._after[number].workers, read.worker: read.position}
+            number += 1
+            self._after[number] = Position((read.worker + 1) % self.dataset.workers, workers)
+            self._stand_in = read.batch
+            yield read.batch
+
+    def stand_in(self, microbatch: int) -> Any:
+        """Return a batch of weight zero for a microbatch that this rank has no sample of."""
+        self._weightless.add(microbatch)
+        if self._stand_in is None:
+            stream = self.dataset
+            first = stream.first()
+            if first is None:
+                raise ValueError(
+                    f"data-parallel rank {stream.rank} of {stream.world_size} reads no sample: the "
+                    "part of this stream that is its own is empty; use fewer ranks and "
+                    "data.num_workers, or a data set with more shards"
+                )
+            self._stand_in = first.batch
+        return self._stand_in
+
+    def position(self, microbatch: int) -> dict[str, Any]:
+        """Return the position before a microbatch; earlier ones are forgotten."""
+        first = min(microbatch, max(self._after))
+        self._after = {n: at for n, at in self._after.items() if n >= first}
+        return {"parts": self._parts(), **self._after[first]._asdict()}
+
+    def require(self, position: Mapping[str, Any]) -> None:
+        """Check a position that the training continues from."""
+        own = self._parts()
+        if position["parts"] != own:
+            told = [
+                "by the runner" if of is None else f"over {of[0]} ranks x {of[1]} workers"
+                for of in (position["parts"], own)
+            ]
+            raise ValueError(
+                f"the stream of the checkpoint is divided {told[0]}, here {told[1]}: continue with "
+                "the same number of data-parallel ranks and data.num_workers"
+            )
+
+    def _parts(self) -> list[int] | None:
+        """Return the numbers of ranks and workers with positions of their own; None if none."""
+        stream = self.dataset
+        return None if self.microbatch is not None else [stream.world_size, stream.workers]
 
 
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
+def _unchanged(read: Any) -> Any:
+    return read

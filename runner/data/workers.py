@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +11,11 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from runner.data.order import Indices
-from runner.data.seeding import seed_for
+from runner.data.random_state import seed_all, seed_for
 
 T = TypeVar("T")
 
@@ -62,10 +60,7 @@ class WorkerDataset(Dataset[Any]):
     def _seed_generators(self, index: int) -> None:
         if get_worker_info() is None:  # someone looks at a sample in the training process
             return
-        seed = seed_for(f"sample {index} in a worker", self.seed, self.epoch)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
+        seed_all(seed_for(f"sample {index} in a worker", self.seed, self.epoch))
 
 
 class WorkerLoader(DataLoader[Any]):

@@ -4,16 +4,12 @@
 or timm, or your own.
 """
 
-from runner.models.awd_lstm import AWDLSTM
 from runner.models.classifier import Classifier
-from runner.models.cnn import DigitsCNN
+from runner.models.cnn import DigitsCNN, GatedConvLanguageModel
 from runner.models.compressive import CompressiveTransformer
-from runner.models.gated_conv import GatedConvLanguageModel
-from runner.models.gpt import GPT
-from runner.models.lstm import LSTMLanguageModel
-from runner.models.masked import MaskedLanguageModel
+from runner.models.gpt import GPT, MaskedLanguageModel
 from runner.models.mixture import Mixture, MixtureGPT
-from runner.models.rnn import RNNLanguageModel
+from runner.models.recurrent import AWDLSTM, LSTMLanguageModel, RNNLanguageModel
 
 __all__ = [
     "AWDLSTM",

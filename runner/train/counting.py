@@ -10,8 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 from runner.booster import Plugin
 from runner.booster.loss import Count, WindowLoss
 from runner.data.order import PartitionedBatches
-from runner.data.stream import checksum
-from runner.data.stream_loader import StreamLoader
+from runner.data.stream import StreamLoader, checksum
 from runner.train.asked import Asked
 from runner.train.windows import Window, Windows
 

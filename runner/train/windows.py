@@ -13,8 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from runner.booster import Plugin
 from runner.data.order import PartitionedBatches
 from runner.data.random_state import RandomState, generators
-from runner.data.stream import has_state
-from runner.data.stream_loader import StreamLoader
+from runner.data.stream import StreamLoader, has_state
 from runner.data.workers import WorkerLoader
 
 log = logging.getLogger(__name__)

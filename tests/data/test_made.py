@@ -7,8 +7,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from runner.data import IGNORED, DataUnavailable
+from runner.data.dataset import SUCCESSORS, synthetic
 from runner.data.digits import digits
-from runner.data.synthetic import SUCCESSORS, synthetic
 
 
 @pytest.mark.parametrize(("fraction", "seed"), [(0.2, 0), (0.006, 1), (0.37, 2**32 - 1)])

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from runner import Trainer
 from runner.booster.plugin import SinglePlugin, TorchDDPPlugin, TorchFSDPPlugin
 from runner.config.duration import Duration
-from runner.data.stream_loader import StreamLoader
+from runner.data.stream import StreamLoader
 from tests.ranks import run_ranks
 
 SAMPLES, BATCH = 53, 4

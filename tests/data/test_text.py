@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from runner.data import IGNORED, DataUnavailable
-from runner.data.masked_text import BYTES, MASK, masked_text
-from runner.data.text import ByteWindows, text
+from runner.data.text import BYTES, MASK, ByteWindows, masked_text, text
 
 
 def read(path, **changes):

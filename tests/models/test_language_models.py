@@ -15,7 +15,7 @@ from runner.models import (
     MixtureGPT,
     RNNLanguageModel,
 )
-from runner.models.awd_lstm import WeightDroppedLSTM
+from runner.models.recurrent import WeightDroppedLSTM
 
 V, T = 13, 10
 

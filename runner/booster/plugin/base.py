@@ -17,7 +17,7 @@ from runner.clip import Layout, Number, transfer
 from runner.clip.exchange import start_gather
 from runner.data.dataset import collate_pairs
 from runner.data.order import PartitionedBatches
-from runner.data.stream_loader import StreamLoader
+from runner.data.stream import StreamLoader
 from runner.data.workers import WorkerLoader
 from runner.parallel.final_gradients import Final
 from runner.parallel.gradient_sync import nothing

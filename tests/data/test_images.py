@@ -1,4 +1,4 @@
-"""CIFAR-10 as torchvision reads it, and its crops and flips."""
+"""CIFAR-10 as torchvision reads it, its crops and flips, and folders of images."""
 
 import hashlib
 import pickle
@@ -6,11 +6,20 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torchvision.datasets import CIFAR10
 from torchvision.transforms import functional as reference
 
 from runner.data import DataUnavailable
-from runner.data.cifar10 import MEAN, STD, cifar10, crop_and_flip
+from runner.data.images import (
+    CIFAR_MEAN,
+    CIFAR_STD,
+    MEAN,
+    STD,
+    cifar10,
+    crop_and_flip,
+    image_folder,
+)
 
 PER_FILE = 6
 EVERYTHING = list(range(PER_FILE * 5))
@@ -37,8 +46,7 @@ def root(tmp_path, monkeypatch):
     monkeypatch.setattr(CIFAR10, "test_list", [batch("test_batch")])
     labels = write("batches.meta", {"label_names": [f"class {label}" for label in range(10)]})
     monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": labels[1]})
-    for name in ("DATA", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("DATA", raising=False)
     return tmp_path
 
 
@@ -49,14 +57,13 @@ def load(root, **changes):
 
 def test_images_are_torchvisions_normalised(root, monkeypatch):
     monkeypatch.setenv("DATA", str(root))
-    data = load(None)
-    assert data.items == "samples"
+    data = load(None, download=True)  # nothing is missing
     for ours, train in ((data.train, True), (data.test, False)):
         theirs = CIFAR10(root, train=train)
         assert len(ours) == len(theirs) == PER_FILE * (5 if train else 1)
         images, targets = ours.__getitems__(list(range(len(ours))))
         for index, (image, target) in enumerate(theirs):
-            wanted = reference.normalize(reference.to_tensor(image), MEAN, STD)
+            wanted = reference.normalize(reference.to_tensor(image), CIFAR_MEAN, CIFAR_STD)
             torch.testing.assert_close(images[index], wanted)
             torch.testing.assert_close(ours[index][0], wanted)
             assert targets[index] == ours[index][1] == target
@@ -87,9 +94,8 @@ def test_only_training_images_are_augmented_by_seed_and_epoch_alone(root):
     assert torch.equal(*held_out)
 
 
-@pytest.mark.parametrize("damaged", [None, "data_batch_3", "test_batch", "batches.meta"])
+@pytest.mark.parametrize("damaged", [None, "data_batch_3", "batches.meta"])
 def test_incomplete_data_names_the_folder_and_the_ways_forward(root, damaged):
-    assert len(load(root, download=True).train) == PER_FILE * 5  # nothing is missing
     folder = root if damaged else root / "elsewhere"
     if damaged:
         (root / FOLDER / damaged).write_bytes(b"truncated")
@@ -100,3 +106,57 @@ def test_incomplete_data_names_the_folder_and_the_ways_forward(root, damaged):
     assert folder.exists() == (damaged is not None)
     with pytest.raises(DataUnavailable, match=r"data\.root"):
         load(None)
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Two classes, three training images and one held-out image each, left half black."""
+    for part, count in {"train": 3, "val": 1}.items():
+        for name, colour in {"blue": (0, 0, 255), "red": (255, 0, 0)}.items():
+            folder = tmp_path / part / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                image = Image.new("RGB", (40, 30), colour)
+                image.paste((0, 0, 0), (0, 0, 20, 30))
+                image.save(folder / f"{number}.png")
+
+    def load(root=str(tmp_path), **changes):
+        return image_folder(**{"root": root, "size": 8, "augment": True, "seed": 0, **changes})
+
+    return load
+
+
+def test_folders_are_normalised_squares_that_depend_on_seed_epoch_and_sample_alone(images):
+    data = images()
+    assert [int(data.train[index][1]) for index in range(6)] == [0, 0, 0, 1, 1, 1]
+    blue, _ = data.test[0]
+    assert (blue.shape, blue.dtype) == ((3, 8, 8), torch.float32)
+    for at, colour in ((0, (0.0, 0.0, 0.0)), (-1, (0.0, 0.0, 1.0))):
+        wanted = (torch.tensor(colour) - torch.tensor(MEAN)) / torch.tensor(STD)
+        torch.testing.assert_close(blue[:, 4, at], wanted)
+    state = torch.get_rng_state()
+    before = data.train[1][0]
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    assert torch.equal(images().train[1][0], before)
+    assert not torch.equal(images(seed=1).train[1][0], before)
+    for epoch in (1, 0):
+        data.train.set_epoch(epoch)
+        assert torch.equal(data.train[1][0], before) == (epoch == 0)
+    plain = images(augment=False).train
+    before = plain[0][0]
+    plain.set_epoch(1)
+    assert torch.equal(plain[0][0], before)
+
+
+def test_wrong_folders_are_named(images, tmp_path, monkeypatch):
+    monkeypatch.delenv("DATA", raising=False)
+    (tmp_path / "val" / "red").rename(tmp_path / "val" / "green")
+    elsewhere = str(tmp_path / "val")
+    for root, message in (
+        (None, r"data\.root is not set"),
+        (str(tmp_path), "green, red"),
+        (elsewhere, rf"{elsewhere}.*train/<class>/<image>"),
+    ):
+        with pytest.raises(DataUnavailable, match=message):
+            images(root)

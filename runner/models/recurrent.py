@@ -1,9 +1,14 @@
-"""A weight-dropped LSTM language model.
+"""Recurrent language models: Elman's, LSTM and weight-dropped LSTM.
 
-Source: S. Merity, N. Keskar and R. Socher, Regularizing and Optimizing LSTM Language Models, 2018,
-1708.02182: DropConnect on the recurrent weights (section 2), variational dropout (4.2), embedding
-dropout (4.3), tied weights with an embedding narrower than the layers (4.4, 4.5). Its activation
-regularisation (4.6) is a term of the loss and is not implemented.
+Sources: T. Mikolov et al., Recurrent neural network based language model, 2010 (an Elman network;
+the gradient through T steps is a product of T Jacobians, which may grow exponentially: clipping
+was made for this); W. Zaremba et al., Recurrent Neural Network Regularization, 2014, 1409.2329
+(LSTM layers, and dropout on everything but the recurrence); O. Press and L. Wolf, Using the Output
+Embedding to Improve Language Models, 2017, 1608.05859 (tying); S. Merity, N. Keskar and R. Socher,
+Regularizing and Optimizing LSTM Language Models, 2018, 1708.02182: DropConnect on the recurrent
+weights (section 2), variational dropout (4.2), embedding dropout (4.3), tied weights with an
+embedding narrower than the layers (4.4, 4.5). Its activation regularisation (4.6) is a term of the
+loss and is not implemented.
 """
 
 import math
@@ -13,7 +18,62 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-EMBEDDING_RANGE = 0.1
+INIT_RANGE = 0.1
+
+
+class RNNLanguageModel(nn.Module):
+    """Elman language model that starts each sequence from a zero state."""
+
+    def __init__(self, vocabulary: int, hidden: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, hidden)
+        self.rnn = nn.RNN(hidden, hidden, batch_first=True)
+        self.head = nn.Linear(hidden, vocabulary)
+        for weight in (self.embed.weight, self.head.weight):
+            nn.init.normal_(weight, std=INIT_RANGE)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens, int64 [B, T], to logits of the next token, [B, T, V]."""
+        hidden, _ = self.rnn(self.embed(tokens))
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class LSTMLanguageModel(nn.Module):
+    """LSTM language model that starts each sequence from a zero state."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        embedding: int,
+        hidden: int,
+        layers: int,
+        dropout: float,
+        tied: bool,
+    ) -> None:
+        super().__init__()
+        if tied and embedding != hidden:
+            raise ValueError(
+                f"a tied head needs embedding {embedding} and hidden {hidden} to be equal"
+            )
+        self.embed = nn.Embedding(vocabulary, embedding)
+        self.dropout = nn.Dropout(dropout)
+        # PyTorch warns if a single layer gets a dropout between layers.
+        between = dropout if layers > 1 else 0.0
+        self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True, dropout=between)
+        self.head = nn.Linear(hidden, vocabulary)
+        if tied:
+            self.head.weight = self.embed.weight
+        nn.init.uniform_(self.embed.weight, -INIT_RANGE, INIT_RANGE)
+        nn.init.uniform_(self.head.weight, -INIT_RANGE, INIT_RANGE)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens, int64 [B, T], to logits of the next token, [B, T, V]."""
+        hidden, _ = self.lstm(self.dropout(self.embed(tokens)))
+        logits: Tensor = self.head(self.dropout(hidden))
+        return logits
 
 
 def locked_dropout(hidden: Tensor, chance: float, training: bool) -> Tensor:
@@ -89,7 +149,7 @@ class AWDLSTM(nn.Module):
         )
         self.head = nn.Linear(embedding, vocabulary)
         self.head.weight = self.embed.weight
-        nn.init.uniform_(self.embed.weight, -EMBEDDING_RANGE, EMBEDDING_RANGE)
+        nn.init.uniform_(self.embed.weight, -INIT_RANGE, INIT_RANGE)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:

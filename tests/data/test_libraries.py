@@ -1,0 +1,70 @@
+"""Tables of Hugging Face's datasets, and tar files that webdataset reads, through ``data=own``."""
+
+import gc
+import io
+import random
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+
+from runner.data import DataUnavailable
+from runner.data.dataset import own
+from runner.data.stream import StreamLoader
+
+ROWS = [{"pixels": [float(n), n / 2], "label": n % 3, "name": str(n)} for n in range(40)]
+
+
+def test_samples_are_the_rows_of_a_table():
+    library = pytest.importorskip("datasets")
+    table = library.Dataset.from_list(ROWS)
+    data = own(table, columns=["pixels", "label"])
+    found = [
+        (inputs.tolist(), int(target))
+        for part in (data.train, data.test)
+        for inputs, target in part.__getitems__([*range(len(part))])
+    ]
+    assert sorted(found) == [(row["pixels"], row["label"]) for row in ROWS]
+    assert len(data.test) == 4
+    inputs, target = data.train[2]
+    assert (inputs.tolist(), int(target), inputs.dtype) == (*found[2], torch.float32)
+    whole = own(table, table, eval_fraction=0.0)
+    assert {**whole.test[3], "pixels": whole.test[3]["pixels"].tolist()} == ROWS[3]
+    with pytest.raises(DataUnavailable, match="no column labels, but pixels, label, name"):
+        own(table, columns=["pixels", "labels"])
+    with pytest.raises(ValueError, match=r"choose a split of one, two"):
+        own(library.DatasetDict({"one": table, "two": table}))
+    for wrong, message in (({"columns": ["pixels"]}, "columns"), ({"eval_fraction": 1}, "below 1")):
+        with pytest.raises(ValueError, match=message):
+            own(table, **wrong)
+    with pytest.raises(ValueError, match="leaves none of 1 samples"):
+        own(table.select(range(1)))
+
+
+# webdataset leaves closing its files to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 2)])
+def test_ranks_and_workers_read_each_sample_of_tar_files_once(ranks, workers, tmp_path):
+    library = pytest.importorskip("webdataset")
+    for shard in range(3):
+        with tarfile.open(tmp_path / f"{shard}.tar", "w") as tar:
+            for number in range(shard * 10, shard * 10 + 6 + shard):
+                stream = io.BytesIO()
+                np.save(stream, np.array([number, 0.5], dtype=np.float32))
+                for ending, content in {"npy": stream.getvalue(), "cls": b"1"}.items():
+                    info = tarfile.TarInfo(f"{number:04d}.{ending}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+    files = sorted(map(str, tmp_path.glob("*.tar")))
+    data = library.WebDataset(files, nodesplitter=None, shardshuffle=False).shuffle(5, rng=random)
+    seen = []
+    for rank in range(ranks):
+        split = {"rank": rank, "world_size": ranks, "drop_last": False, "seed": 0}
+        loader = StreamLoader(data.decode().to_tuple("npy", "cls"), 3, **split, num_workers=workers)
+        for number, (inputs, _) in enumerate(loader):
+            if not loader.weightless(number):
+                seen += [int(one) for one in inputs[:, 0]]
+    del loader, data
+    gc.collect()
+    assert sorted(seen) == [shard * 10 + n for shard in range(3) for n in range(6 + shard)] != seen

@@ -26,7 +26,7 @@ from runner.config.modes import built_in
 from runner.config.schema import RunConfig
 from runner.data import PartitionedBatches
 from runner.data.dataset import collate_pairs, length_of
-from runner.parallel.first_rank import on_first
+from runner.parallel.collectives import on_first
 from runner.train import build
 from runner.verify.comparison import SideMetrics
 

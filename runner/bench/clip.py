@@ -1,19 +1,30 @@
-"""What clipping by the norm adds to an optimizer step, and the norm alone."""
+"""What clipping adds to an optimizer step, and the norm alone.
+
+Gradients are random and made once, so that no forward or backward pass is needed. A step, or
+clipping, changes them; they are restored outside of the measured time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from runner.bench.pairs import Side, Spread, interleave
-from runner.bench.subjects import Small, Subject, Telemetry, clock_of, subjects, threads
-from runner.bench.table import Row, Setting, compared
+from runner.bench.peers import timm_adaptive
+from runner.bench.timing import Row, Setting, Side, Spread, clocked, compared, interleave
 from runner.booster import Booster
-from runner.clip import Layout, build, total_norm
+from runner.clip import Decision, Layout, build, total_norm
+from runner.models.gpt import GPT
+from runner.run_folder.rows import JsonlSink
+from runner.telemetry.meter import Meter
+from runner.telemetry.step import StepMetrics
 
 TITLE = (
     "time that clipping and telemetry add to a fused optimizer step, one thread\n"
@@ -21,11 +32,22 @@ TITLE = (
 )
 
 BINDING, FREE = 0.5, 2.0
-"""Thresholds, as multiples of the norm."""
+"""Thresholds of ``norm``, as multiples of the norm."""
 
-ZEROS = 30_000_000
+SCALE = 1e-3
+"""Standard deviation of the elements of gradients."""
+
+ADAPTIVE = {"ours": 1e-3, "nothing clipped": 1e3}
+"""Thresholds of ``adaptive``: below the ratio of almost every unit, and above all."""
+
+VALUE = {"10 % clipped": 1.645 * SCALE, "nothing clipped": 1e3}
+"""Thresholds of ``value``, by the share of normally distributed elements that they clip."""
+
+SHORT = 0.02
+"""Seconds below which work is done three times."""
+
 ACCURATE = 100_000_000
-"""Elements of the tensors that the norm alone is measured on."""
+"""Elements of the tensor that the error of the norm is measured on."""
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "sgd+momentum": partial(torch.optim.SGD, lr=1e-4, momentum=0.9, fused=True),
@@ -33,19 +55,144 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 }
 
 
+class Subject:
+    """A model on a device whose parameters have gradients, with its name in tables."""
+
+    def __init__(self, name: str, model: nn.Module, setting: Setting) -> None:
+        torch.manual_seed(0)
+        self.name, self.setting, self.model = name, setting, model.to(setting.device)
+        self.parameters = list(self.model.parameters())
+        self._saved = [torch.randn_like(each).mul_(SCALE) for each in self.parameters]
+        for parameter, gradient in zip(self.parameters, self._saved, strict=True):
+            parameter.grad = gradient.clone()
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients, in the order of the parameters."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    @property
+    def norm(self) -> float:
+        """Norm of the saved gradients, summed in float64."""
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in self._saved]
+        return float(torch.stack(norms).norm())
+
+    def limit(self, limit: float) -> float | None:
+        """Return the limit of a row; a model of many small tensors has none."""
+        return None if isinstance(self.model, Small) else limit
+
+    def restore(self) -> None:
+        """Restore the gradients."""
+        torch._foreach_copy_(self.gradients, self._saved)
+
+    def side(self, work: Callable[[], object]) -> Side:
+        """Return a side that restores the gradients and times ``work``."""
+        clock = clock_of(self.setting.device)
+
+        def once() -> float:
+            self.restore()
+            return clock(work)
+
+        def timed() -> float:
+            seconds = once()
+            return seconds if seconds > SHORT else min(seconds, once(), once())
+
+        return timed
+
+    def clipping(self, name: str, **options: Any) -> Side:
+        """Return a side that clips by the mode ``name`` and records its decisions."""
+        mode, layout = build(name, **options), Layout.of_model(self.model)
+        mode.bind(layout)
+        telemetry = Telemetry(self.setting.folder)
+        return self.side(torch.no_grad()(lambda: telemetry(mode.clip(layout))))
+
+
+class Telemetry:
+    """The record of a training: every decision becomes a row of a file in ``folder``."""
+
+    _numbers = count()
+
+    def __init__(self, folder: Path) -> None:
+        self._meter = Meter([JsonlSink(folder / f"rows-{next(self._numbers)}.jsonl")])
+        self._steps = count(1)
+
+    def __call__(self, decision: Decision) -> None:
+        step = next(self._steps)
+        self._meter.push(StepMetrics(step, 0.0, decision, 0.1, step, 0, 0.001))
+
+
+class Small(nn.Module):
+    """As many small tensors as ``number``, of ``size`` elements each."""
+
+    def __init__(self, number: int, size: int = 64) -> None:
+        super().__init__()
+        self.each = nn.ParameterList(torch.randn(size) for _ in range(number))
+
+
+def of_torchvision(name: str, **options: Any) -> nn.Module:
+    """Make a model of torchvision by its name."""
+    import torchvision
+
+    model: nn.Module = getattr(torchvision.models, name)(**options)
+    return model
+
+
+def gpt(layers: int = 12, width: int = 384, heads: int = 6) -> nn.Module:
+    """Make a decoder-only transformer over bytes."""
+    return GPT(256, 128, layers, heads, width, tied=True, bias=True, dropout=0.0)
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Context in which torch uses ``number`` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def clock_of(device: str) -> Callable[[Callable[[], object]], float]:
+    """Return a function that times work on ``device``: by its events on a GPU."""
+    if device == "cpu":
+        return clocked
+
+    def on_gpu(work: Callable[[], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(device)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    return on_gpu
+
+
 def rows(setting: Setting) -> Iterator[Row]:
     """Measure the table; rows for each model, optimizer and threshold."""
-    for subject in subjects(setting):
-        for name, make in OPTIMIZERS.items():
-            yield from _steps(subject, name, make(subject.parameters), setting)
-        yield _norm_alone(subject, setting)
+    models: dict[str, Callable[[], nn.Module]] = {
+        "resnet34": partial(of_torchvision, "resnet34"),
+        "vit_b_16": partial(of_torchvision, "vit_b_16"),
+        "gpt 12x384": gpt,
+        "2,000 x 64": partial(Small, 2_000),
+    }
+    if setting.quick:
+        models = {"gpt 2x96": partial(gpt, 2, 96), "200 x 64": partial(Small, 200)}
     with threads(1):
+        for name, make in models.items():
+            subject = Subject(name, make(), setting)
+            for of, optimizer in OPTIMIZERS.items():
+                yield from _steps(subject, of, optimizer(subject.parameters))
+            yield from _adaptive(subject)
+            yield from _value(subject)
         yield from _one_tensor(setting)
 
 
-def _steps(subject: Subject, name: str, optimizer: Optimizer, setting: Setting) -> Iterator[Row]:
+def _steps(subject: Subject, name: str, optimizer: Optimizer) -> Iterator[Row]:
     """Measure a threshold that binds and one that does not, against the same bare steps."""
-    norm, telemetry = subject.norm, Telemetry(setting.folder)
+    norm, telemetry = subject.norm, Telemetry(subject.setting.folder)
     _, wrapped, *_ = Booster().boost(subject.model, optimizer)
 
     def torchs() -> None:
@@ -58,39 +205,54 @@ def _steps(subject: Subject, name: str, optimizer: Optimizer, setting: Setting) 
 
     sides = {"step": subject.side(optimizer.step), "torch": subject.side(torchs)}
     sides |= {"binding": ours(BINDING), "not binding": ours(FREE)}
-    times = interleave(sides, setting.pairs())
+    times = interleave(sides, subject.setting.pairs())
     for binds, limit in (("binding", 0.50), ("not binding", 0.35)):
-        most = 0.60 if isinstance(subject.model, Small) else limit
+        most = subject.limit(limit) or 0.60
         what = f"{subject.name}, {name}, {binds}"
         yield compared(what, times, binds, "torch", most, bare="step")
 
 
-def _norm_alone(subject: Subject, setting: Setting) -> Row:
-    """Measure the norm against one dot product over a flat buffer of the same size."""
-    layout = Layout.of_model(subject.model)
-    flat = torch.cat([gradient.reshape(-1) for gradient in subject.gradients])
-    sides = {
-        "dot": subject.side(lambda: torch.dot(flat, flat)),
-        "norm": subject.side(lambda: total_norm(layout)),
-    }
-    limit = None if isinstance(subject.model, Small) else 1.20
-    what = f"{subject.name}, norm alone over one flat dot"
-    return compared(what, interleave(sides, setting.pairs()), "norm", "dot", limit)
+def _adaptive(subject: Subject) -> Iterator[Row]:
+    """Measure against reading as many weights and gradients, and scaling these in place."""
+    weights = torch.cat([p.detach().reshape(-1) for p in subject.parameters])
+    gradients = torch.randn_like(weights)
+
+    def limit() -> None:
+        torch.dot(weights, weights)
+        torch.dot(gradients, gradients)
+        gradients.mul_(1.0)
+
+    sides = {"limit": subject.side(limit)}
+    for name, threshold in ADAPTIVE.items():
+        sides[name] = subject.clipping("adaptive", threshold=threshold, exclude=[])
+    if subject.setting.peers and (theirs := timm_adaptive(subject.parameters, ADAPTIVE["ours"])):
+        sides["timm"] = subject.side(theirs)
+    times = interleave(sides, subject.setting.pairs())
+    for name in list(sides)[1:]:
+        most = subject.limit(1.35) if name == "ours" else None
+        what = f"{subject.name}, adaptive, {name} over the memory's limit"
+        yield compared(what, times, name, "limit", most)
+    if "timm" in times:
+        yield compared(f"{subject.name}, adaptive, ours over timm", times, "ours", "timm", 0.5)
+
+
+def _value(subject: Subject) -> Iterator[Row]:
+    """Measure against torch's clipping by value, which counts and measures nothing."""
+    for share, threshold in VALUE.items():
+        torchs = partial(nn.utils.clip_grad_value_, subject.parameters, threshold, foreach=True)
+        ours = subject.clipping("value", threshold=threshold)
+        sides = {"torch": subject.side(torchs), "ours": ours}
+        times = interleave(sides, subject.setting.pairs())
+        what = f"{subject.name}, value, {share} over torch's"
+        yield compared(what, times, "ours", "torch", 1.5)
 
 
 def _one_tensor(setting: Setting) -> Iterator[Row]:
-    """Measure one long tensor: zeros against ordinary values, and the error at several sizes."""
-    fewer = 100 if setting.quick else 1
-    zeros, clock = torch.zeros(ZEROS // fewer, device=setting.device), clock_of(setting.device)
-    usual = torch.randn_like(zeros)
-    sides: dict[str, Side] = {
-        "normal": lambda: clock(lambda: _norm(usual)),
-        "zeros": lambda: clock(lambda: _norm(zeros)),
-    }
-    what = f"norm of {len(zeros):.0e} zeros over that of normal values"
-    yield compared(what, interleave(sides, setting.pairs()), "zeros", "normal", 1.5)
+    """Measure the error of the norm of one long tensor, and of values at the ends of float32."""
     drawn = torch.Generator(setting.device).manual_seed(0)
-    gradient = torch.randn(ACCURATE // fewer, device=setting.device, generator=drawn)
+    gradient = torch.randn(
+        ACCURATE // (100 if setting.quick else 1), device=setting.device, generator=drawn
+    )
     yield _error(f"error of the norm of {len(gradient):.0e} elements", _norm, gradient, 1e-6)
     theirs = "the same, torch.nn.utils.get_total_norm"
     yield _error(theirs, lambda given: nn.utils.get_total_norm([given]), gradient)

@@ -1,31 +1,36 @@
-"""Clipping of gradients that are split over ranks, against torch's own on DTensors.
+"""Clipping of gradients that are split over ranks, against torch's own.
 
-torch raises an error where a model mixes DTensors with plain tensors (tensor parallelism) or has
-DTensors on different meshes (tensor and data parallelism). It is measured on stand-ins then: the
-same local shards as DTensors that all lie on the largest mesh of the model.
+torch clips DTensors of one mesh, as under fsdp. Where a model mixes them with plain tensors (tensor
+parallelism) or has several meshes, it raises an error: there it clips each rank's shards as plain
+tensors, by a norm of that rank alone, without communication.
 """
 
 from __future__ import annotations
 
+import logging
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor
 
-from runner.bench.pairs import clocked, interleave
-from runner.bench.ranks import on_ranks, slowest
-from runner.bench.subjects import SCALE, Small, gpt
-from runner.bench.table import Row, Setting, compared
+from runner.bench.clip import SCALE, gpt
+from runner.bench.timing import Row, Setting, Side, clocked, compared, interleave
 from runner.booster import Booster, HybridParallelPlugin, TensorParallelPlugin, TorchFSDPPlugin
 from runner.clip import Layout, build, total_norm
+from runner.compose.request import request
+from runner.config.schema import RunConfig
+from runner.launch.supervise import train
+from runner.telemetry.sinks.sink import Sink
 
 TITLE = (
     "clipping by the norm over ranks (gloo, one thread each)\n"
-    "1.00 is torch.nn.utils.clip_grad_norm_(foreach=True) on DTensors of the same shards"
+    "1.00 is torch.nn.utils.clip_grad_norm_(foreach=True): of DTensors under fsdp, else of the "
+    "shards of each rank alone"
 )
 
 PLUGINS: dict[str, Callable[[], Any]] = {
@@ -36,18 +41,51 @@ PLUGINS: dict[str, Callable[[], Any]] = {
 Make = Callable[[], nn.Module]
 
 
+def on_ranks(measure: Callable[[Setting], list[Row]], number: int, setting: Setting) -> list[Row]:
+    """Run ``measure`` on ``number`` local ranks, joined by gloo; return the rows of the first."""
+    words = ["plugin=ddp", f"plugin.nproc={number}", "tracker=none", "device=cpu"]
+    [job] = request(words, writes=False).jobs
+    folder = setting.folder / f"ranks-{secrets.token_hex(3)}"
+    folder.mkdir()
+    ended = train(job.config, folder, [], partial(_work, measure, setting))
+    rows: list[Row] = ended["rows"]
+    return rows
+
+
+def _work(
+    measure: Callable[[Setting], list[Row]],
+    setting: Setting,
+    config: RunConfig,
+    sinks: Sequence[Sink],
+) -> dict[str, Any]:
+    # Of torch's own clipping on a 2-D mesh, which is slow for the reason that it gives.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    return {"rows": measure(setting)}
+
+
+def slowest(side: Side, prepare: Callable[[], object] = lambda: None) -> Side:
+    """Return a side that all ranks begin at once, with the seconds of the slowest rank."""
+
+    def timed() -> float:
+        prepare()
+        dist.barrier()
+        seconds = torch.tensor(side(), dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.item()
+
+    return timed
+
+
 def rows(setting: Setting) -> Iterator[Row]:
     """Measure the table; ranks of one number are started once."""
     model: Make = partial(gpt, 2, 64, heads=4) if setting.quick else partial(gpt, heads=4)
-    small: Make = partial(Small, 100 if setting.quick else 2_000)
-    on_four = [*((name, model) for name in PLUGINS), ("fsdp", small)]
-    yield from on_ranks(partial(_each, on_four), 4, setting)
-    for number in () if setting.quick else (2, 8):
-        yield from on_ranks(partial(_each, on_four[:1]), number, setting)
+    yield from on_ranks(partial(_each, model, [*PLUGINS]), 4, setting)
+    if not setting.quick:
+        yield from on_ranks(partial(_each, model, ["fsdp"]), 2, setting)
 
 
-def _each(asked: Sequence[tuple[str, Make]], setting: Setting) -> list[Row]:
-    return [row for name, make in asked for row in _rows(name, make, setting)]
+def _each(make: Make, names: Sequence[str], setting: Setting) -> list[Row]:
+    return [row for name in names for row in _rows(name, make, setting)]
 
 
 def _rows(name: str, make: Make, setting: Setting) -> list[Row]:
@@ -59,7 +97,25 @@ def _rows(name: str, make: Make, setting: Setting) -> list[Row]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _, wrapped, *_ = Booster(plugin=plugin).boost(model, optimizer)
     layout: Layout = wrapped.layout
-    stand_ins = _with_gradients(layout)
+    theirs = []
+    for shard in layout.shards:
+        local = torch.randn_like(shard.weight).mul_(SCALE)
+        own = shard.param
+        if isinstance(own, DTensor):
+            own.grad = DTensor.from_local(
+                local,
+                own.device_mesh,
+                own.placements,
+                run_check=False,
+                shape=own.shape,
+                stride=own.stride(),
+            )
+        else:
+            own.grad = local
+        if name != "fsdp":
+            own = nn.Parameter(shard.weight)
+            own.grad = local
+        theirs.append(own)
     gradients = [g for shard in layout.shards if (g := shard.gradient) is not None]
     saved = [gradient.clone() for gradient in gradients]
     norm = float(total_norm(layout))
@@ -73,48 +129,15 @@ def _rows(name: str, make: Make, setting: Setting) -> list[Row]:
         return torch.no_grad()(lambda: mode.clip(layout))
 
     def torchs() -> Tensor:
-        return nn.utils.clip_grad_norm_(stand_ins, 0.5 * norm, foreach=True)
+        return nn.utils.clip_grad_norm_(theirs, 0.5 * norm, foreach=True)
 
     works = {"torch": torchs, "binding": ours(0.5), "not binding": ours(2.0)}
     sides = {side: slowest(partial(clocked, work), restore) for side, work in works.items()}
     times = interleave(sides, setting.pairs())
-    limit = None if isinstance(model, Small) else 0.30
+    limit = 0.30 if name == "fsdp" else None
     size = f"{sum(sizes) / 1e6:.1f}M" if sum(sizes) > 1e5 else f"{sum(sizes) / 1e3:.0f}k"
     what = f"{name}, {len(sizes)} tensors, {size}, {plugin.world_size} ranks"
     return [
         compared(f"{what}, {binds}", times, binds, "torch", limit)
         for binds in ("binding", "not binding")
     ]
-
-
-def _with_gradients(layout: Layout) -> list[Tensor]:
-    """Give every shard a random gradient; return stand-ins on one mesh with the same gradients."""
-    sharded = [shard.param for shard in layout.shards if isinstance(shard.param, DTensor)]
-    mesh = max((each.device_mesh for each in sharded), key=lambda mesh: mesh.ndim)
-    found: list[Tensor] = []
-    for shard in layout.shards:
-        local = torch.randn_like(shard.weight).mul_(SCALE)
-        parameter = shard.param
-        places: Sequence[Placement] = [Replicate()] * mesh.ndim
-        if isinstance(parameter, DTensor):
-            on, own = parameter.device_mesh, parameter.placements
-            parameter.grad = _distributed(local, on, own, parameter)
-            places = _on_mesh(mesh, on, own)
-        else:
-            parameter.grad = local
-        stand_in = nn.Parameter(_distributed(shard.weight, mesh, places, parameter))
-        stand_in.grad = _distributed(local, mesh, places, parameter)
-        found.append(stand_in)
-    return found
-
-
-def _distributed(local: Tensor, mesh: DeviceMesh, places: Any, like: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local, mesh, places, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
-def _on_mesh(mesh: DeviceMesh, of: DeviceMesh, places: Any) -> list[Placement]:
-    """Return placements on ``mesh`` of a tensor that lies on a part ``of`` it, by axis name."""
-    known = dict(zip(of.mesh_dim_names or (), places, strict=False))
-    return [known.get(name, Replicate()) for name in mesh.mesh_dim_names or ()]

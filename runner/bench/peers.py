@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from runner.bench.pairs import Side, clocked
-
-if TYPE_CHECKING:
-    from runner.bench.loop import Task
+from runner.bench.timing import Side
 
 PEERS = ("timm", "lightning", "accelerate")
 """Packages that are measured with ``--peers``."""
+
+Parts = Callable[[], tuple[nn.Module, DataLoader[Any], Optimizer]]
+"""Makes a network, its loader and its optimizer."""
 
 
 def versions() -> dict[str, str]:
@@ -39,18 +38,17 @@ def timm_adaptive(parameters: list[nn.Parameter], factor: float) -> Callable[[],
     return lambda: clip(parameters, clip_factor=factor, eps=1e-3)
 
 
-def loops(task: Task, threshold: float) -> dict[str, Side]:
+def loops(parts: Parts, threshold: float) -> dict[str, Side]:
     """Return the training loop of each library that is installed, which clips by the norm."""
-    known: dict[str, tuple[str, Callable[[Task, float], float]]] = {
-        "Lightning Fabric": ("lightning", _fabric),
-        "Lightning Trainer": ("lightning", _lightning),
-        "Accelerate": ("accelerate", _accelerate),
+    known: dict[str, tuple[str, Side]] = {
+        "Lightning Fabric": ("lightning", partial(_fabric, parts, threshold)),
+        "Accelerate": ("accelerate", partial(_accelerate, parts, threshold)),
     }
 
-    def timed(train: Callable[[Task, float], float]) -> float:
+    def timed(train: Side) -> float:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of libraries, about what they were not given
-            return train(task, threshold)
+            return train()
 
     return {name: partial(timed, train) for name, (each, train) in known.items() if find_spec(each)}
 
@@ -73,58 +71,21 @@ def plain_loop(
     return time.perf_counter() - started
 
 
-def _fabric(task: Task, threshold: float) -> float:
+def _fabric(parts: Parts, threshold: float) -> float:
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1)
-    network, plain, own = task.parts()
+    network, plain, own = parts()
     model, optimizer = fabric.setup(network, own)
     clip = partial(fabric.clip_gradients, model, optimizer, max_norm=threshold)
     loader = fabric.setup_dataloaders(plain)
     return plain_loop(model, loader, optimizer, fabric.backward, clip)
 
 
-def _accelerate(task: Task, threshold: float) -> float:
+def _accelerate(parts: Parts, threshold: float) -> float:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model, loader, optimizer = accelerator.prepare(*task.parts())
-    return plain_loop(
-        model,
-        loader,
-        optimizer,
-        accelerator.backward,
-        lambda: accelerator.clip_grad_norm_(model.parameters(), threshold),
-    )
-
-
-def _lightning(task: Task, threshold: float) -> float:
-    import lightning
-
-    # It has set its own level when it was imported, and prints between the rows.
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    network, loader, optimizer = task.parts()
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network
-
-        def training_step(self, batch: Any, number: int) -> Any:
-            inputs, targets = batch
-            return F.cross_entropy(self.network(inputs), targets)
-
-        def configure_optimizers(self) -> Any:
-            return optimizer
-
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=task.steps,
-        gradient_clip_val=threshold,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    return clocked(lambda: trainer.fit(Module(), loader))
+    model, loader, optimizer = accelerator.prepare(*parts())
+    clip = partial(accelerator.clip_grad_norm_, list(model.parameters()), threshold)
+    return plain_loop(model, loader, optimizer, accelerator.backward, clip)

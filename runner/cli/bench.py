@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.bench import ON_REQUEST, TABLES
+from runner.bench import TABLES
 from runner.cli import FAILED, INTERRUPTED
 from runner.cli.new_folder import new_folder
 from runner.config.problem import Problem, RequestError
@@ -17,15 +17,10 @@ from runner.telemetry.sinks.console import announce, print_line
 
 DESCRIPTION = """\
 Measure this project against plain PyTorch, and print medians of paired ratios with quartiles.
-This takes less than ten minutes on two cores, and twice that with the tables marked *, which are
-measured where they are named. Leave the machine alone meanwhile.
+This takes about ten minutes on two cores. Leave the machine alone meanwhile.
 
-  clip       what clipping and telemetry add to an optimizer step; the norm alone; its error
-  adaptive   adaptive clipping against the memory's bandwidth
-  value      clipping by value against torch.nn.utils.clip_grad_value_
-  methods*   every clipping mode against clipping by the norm
-  backward*  memory of gradients and time of steps with clipping in the backward pass
-  parallel   clipping under fsdp, tensor and a 2-D mesh on 2 to 8 ranks
+  clip       what clipping and telemetry add to an optimizer step, in each mode; the norm alone
+  parallel   clipping under fsdp, tensor and a 2-D mesh on 2 and 4 ranks
   loop       a training loop with its record against a bare one, in one process and under ddp
   start      the time until a command answers, and a run's time besides its training"""
 
@@ -38,7 +33,7 @@ def main(words: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "tables", nargs="*", metavar="TABLE", help="tables; all but those marked * by default"
+        "tables", nargs="*", metavar="TABLE", help="tables to measure; all by default"
     )
     parser.add_argument(
         "--peers",
@@ -69,19 +64,18 @@ def main(words: Sequence[str] | None = None) -> int:
     folder = new_folder("benchmark", "bench.json", "--output", asked.output)
     announce("clip-runner: importing torch")
     from runner.bench.record import FILE, record
-    from runner.bench.table import Setting
+    from runner.bench.timing import Setting
     from runner.launch import signals
     from runner.launch.failure import Failure, attempt
     from runner.train import stop
 
     device = _device(asked.device)
     folder.mkdir(parents=True, exist_ok=True)
-    usual = [name for name in TABLES if asked.quick or name not in ON_REQUEST]
-    given = asked.tables or usual
+    given = asked.tables or TABLES
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         setting = Setting(Path(scratch), asked.quick, asked.peers, device, asked.pairs)
         command = shlex.join(["python", "-m", "runner", "bench", *(words or ())])
-        ended = attempt(lambda: record(given, setting, folder, command, print_line))
+        ended = attempt(lambda: record(given, setting, folder, command))
     noted = stop.reset()
     if isinstance(ended, Failure):
         code = signals.exit_code(noted) if noted else ended.exit_code

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from runner.bench.pairs import Spread, added, interleave, ratio
-from runner.bench.table import Row, compared
+from runner.bench.timing import Row, Spread, compared, interleave
 
 
 def test_every_round_times_each_side_once_and_begins_with_another_one():
@@ -28,12 +27,16 @@ def test_a_spread_has_the_quartiles_of_numpy(number):
 
 
 def test_ratios_are_taken_within_a_round():
+    def spread(ours, base, bare=None):
+        times = {"ours": ours, "base": base, "bare": bare}
+        return compared("", times, "ours", "base", bare=bare and "bare").value
+
     # The machine is three times slower in the second round.
-    assert ratio([2.0, 6.0, 2.0], [4.0, 12.0, 4.0]) == (0.5, 0.5, 0.5, 3)
-    assert added([3.0, 9.0], [5.0, 15.0], [1.0, 3.0]) == (0.5, 0.5, 0.5, 2)
+    assert spread([2.0, 6.0, 2.0], [4.0, 12.0, 4.0]) == (0.5, 0.5, 0.5, 3)
+    assert spread([3.0, 9.0], [5.0, 15.0], [1.0, 3.0]) == (0.5, 0.5, 0.5, 2)
     # A round in which the bare side was slower says nothing.
-    assert added([3.0, 2.0, 3.0], [5.0, 1.0, 5.0], [1.0, 1.5, 1.0]).number == 2
-    assert added([3.0], [1.0], [2.0]) == (1.0, 1.0, 1.0, 1)
+    assert spread([3.0, 2.0, 3.0], [5.0, 1.0, 5.0], [1.0, 1.5, 1.0]).number == 2
+    assert spread([3.0], [1.0], [2.0]) == (1.0, 1.0, 1.0, 1)
 
 
 def test_a_row_reads_as_one_line_and_is_recorded_with_all_its_numbers():

@@ -1,0 +1,140 @@
+"""Time several ways to do the same work in interleaved rounds, and compare them by ratios.
+
+A machine that others use too changes its speed by tens of percent within seconds, so absolute times
+of one side after the other say little. Here each round times every side once, in a rotating order,
+and a ratio is taken within a round. Reported is the median of the ratios, with their quartiles.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Side = Callable[[], float]
+"""Does the work once, and returns the seconds that it took without its preparations."""
+
+Times = dict[str, list[float]]
+"""Seconds of each side in each round."""
+
+WIDTH = 62
+"""Characters of the column that says what was measured."""
+
+HEADER = f"{'':<{WIDTH}}  median   quartiles        limit         medians in ms"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a benchmark is asked for."""
+
+    folder: Path
+    quick: bool = False
+    peers: bool = False
+    device: str = "cpu"
+    rounds: int | None = None
+
+    def pairs(self, usual: int = 15) -> int:
+        """Return the number of rounds of a row that has ``usual`` ones."""
+        return self.rounds or (3 if self.quick else usual)
+
+
+class Spread(NamedTuple):
+    """Median, first and third quartile, and size of a sample."""
+
+    median: float
+    low: float
+    high: float
+    number: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Return the spread of at least one value."""
+        listed = sorted(values)
+        if len(listed) == 1:
+            return cls(listed[0], listed[0], listed[0], 1)
+        low, median, high = statistics.quantiles(listed, n=4, method="inclusive")
+        return cls(median, low, high, len(listed))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table."""
+
+    what: str
+    value: Spread
+    limit: float | None = None
+    unit: str = ""
+    ms: Mapping[str, float] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """Return the row as JSON-like containers."""
+        unit = self.unit or "ratio"
+        own = {"what": self.what, "unit": unit, "limit": self.limit, "ms": dict(self.ms)}
+        return own | self.value._asdict()
+
+    def line(self) -> str:
+        """Return the row as one line, below :data:`HEADER`."""
+        value, limit = self.value, ""
+        if self.limit is not None:
+            missed = value.median > self.limit
+            limit = f"{_shown(self.limit, self.unit)}{' missed' if missed else ''}"
+        between = f"{_shown(value.low, self.unit)} - {_shown(value.high, self.unit)}"
+        sides = "  ".join(f"{name} {_shown(median, '')}" for name, median in self.ms.items())
+        median = _shown(value.median, self.unit)
+        unit = "" if self.unit == "error" else self.unit
+        line = f"{self.what:<{WIDTH}} {median:>7} {unit:<4}{between:<15}  {limit:<12}  {sides}"
+        return line.rstrip()
+
+
+def _shown(value: float, unit: str) -> str:
+    if unit == "error":
+        return f"{value:.0e}"
+    return f"{value:.3f}" if abs(value) < 0.1 else f"{value:.{2 if abs(value) < 100 else 0}f}"
+
+
+def clocked(work: Callable[[], object]) -> float:
+    """Return the seconds that ``work`` takes on the host."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def interleave(sides: Mapping[str, Side], rounds: int, warm_up: int = 1) -> Times:
+    """Run every side once in each round, in an order that rotates from round to round."""
+    names = list(sides)
+    times: Times = {name: [] for name in names}
+    for turn in range(warm_up + rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            seconds = sides[name]()
+            if turn >= warm_up:
+                times[name].append(seconds)
+    return times
+
+
+def compared(
+    what: str,
+    times: Times,
+    ours: str,
+    base: str,
+    limit: float | None = None,
+    *,
+    bare: str | None = None,
+    steps: int = 1,
+) -> Row:
+    """Return the row with the ratio of the times of the sides ``ours`` and ``base``.
+
+    With ``bare`` it is the ratio of what both add to that side.
+    """
+    less_of = times[bare] if bare else [0.0] * len(times[ours])
+    rounds = list(zip(times[ours], times[base], less_of, strict=True))
+    kept = [(our - less) / (their - less) for our, their, less in rounds if their > less]
+    if not kept:  # the bare side was the slower one in every round
+        our, their, less = (statistics.median(column) for column in zip(*rounds, strict=True))
+        kept = [(our - less) / abs(their - less or 1e-9)]
+    sides = [name for name in (bare, base, ours) if name is not None]
+    ms = {name: 1e3 * statistics.median(times[name]) / steps for name in sides}
+    return Row(what, Spread.of(kept), limit, ms=ms)

@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     )
     from runner.checkpoint.saver import CheckpointSaver
     from runner.clip import GradientClipping, SkipRule, apply_gradient_clipping
-    from runner.launch.coordinator import DistCoordinator, get_current_device
-    from runner.launch.process_group import get_dist_logger, launch_from_torch
+    from runner.launch.process_group import (
+        DistCoordinator,
+        get_current_device,
+        get_dist_logger,
+        launch_from_torch,
+    )
     from runner.models import Classifier
     from runner.optim.schedulers import CosineAnnealingLR, LinearWarmupLR
     from runner.telemetry.monitor import GradientMonitor
@@ -38,7 +42,7 @@ _HOME = {
     "Classifier": "runner.models",
     "ClippingCallback": "runner.telemetry.transformers_callback",
     "CosineAnnealingLR": "runner.optim.schedulers",
-    "DistCoordinator": "runner.launch.coordinator",
+    "DistCoordinator": "runner.launch.process_group",
     "GradientClipping": "runner.clip",
     "GradientMonitor": "runner.telemetry.monitor",
     "HybridParallelPlugin": "runner.booster",
@@ -53,7 +57,7 @@ _HOME = {
     "TorchFSDPPlugin": "runner.booster",
     "Trainer": "runner.train.trainer",
     "apply_gradient_clipping": "runner.clip",
-    "get_current_device": "runner.launch.coordinator",
+    "get_current_device": "runner.launch.process_group",
     "get_dist_logger": "runner.launch.process_group",
     "launch_from_torch": "runner.launch.process_group",
 }

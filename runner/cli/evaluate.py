@@ -20,7 +20,7 @@ from runner.config.environment import joins
 from runner.config.notation import plural
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.secrets import masked_words
-from runner.launch.nodes import require_one_machine
+from runner.launch.elastic import require_one_machine
 from runner.run_folder import files
 from runner.telemetry.sinks.console import print_line
 

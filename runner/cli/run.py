@@ -31,7 +31,7 @@ from runner.config.importing import importing
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.scratch import missing
 from runner.config.sizes import may_grow
-from runner.launch import nodes
+from runner.launch import elastic
 from runner.run_folder import files
 from runner.run_folder.claim import claimed
 from runner.run_folder.earlier import earlier_record
@@ -61,15 +61,11 @@ def main(words: Sequence[str]) -> int:
             message = "a sweep starts its own ranks (plugin.nproc): run it without torchrun"
             raise RequestError([Problem("-m", NOTHING, message)])
         for job in wanted.jobs:
-            nodes.require_one_machine(job.config)
+            elastic.require_one_machine(job.config)
         return run_sweep(wanted, words, check_jobs)
     config = wanted.jobs[0].config
-    if nodes.several(config):
-        task = nodes.task_of(config)
-        if task.tasks == task.nodes:
-            return nodes.launch(config, words, task)
-        with nodes.as_rank(task, config.launch.timeout):
-            return main(words)
+    if elastic.several(config) and elastic.task_of(config).node:
+        return elastic.join_first_node(config)
     if not joins():
         from runner.launch import supervise
 
@@ -90,8 +86,6 @@ def _run(wanted: Request) -> int:
     folder = wanted.folder
     assert folder is not None
     folder = resume.requeued(job.plain, folder) or folder
-    if not folder.exists():
-        note(resume.unfinished(job.plain, folder))
     status = read_object(folder / files.STATUS)
     start = resume.decide(job.config, job.plain, folder)  # refuses before anything is created
     with claimed(folder):
@@ -158,7 +152,7 @@ def single(words: Sequence[str], purpose: str) -> Request:
         message = f"{purpose} is of one run: leave out what makes a sweep of it"
         raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
     note(wanted.notes)
-    nodes.require_one_machine(wanted.jobs[0].config)
+    elastic.require_one_machine(wanted.jobs[0].config)
     check_jobs(wanted.jobs)
     return wanted
 
@@ -176,8 +170,6 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
     """Check what needs torch: targets, data, device and clipping mode of each distinct job."""
     if not jobs:
         return
-    from runner.launch import local_ranks
-
     here = where != "elsewhere"
     lacking = {one.key: one for job in jobs if here for one in missing(job.config)}
     if lacking:
@@ -187,7 +179,7 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
     started = started_rank()
     if where == "here" and (started is None or started.world_size == 1):
         # Ranks import torch while this process does.
-        local_ranks.prepare(*(job.config for job in jobs))
+        elastic.prepare(*(job.config for job in jobs))
     if problems := _torchs_problems(jobs, here):
         raise RequestError(problems)
     if here:

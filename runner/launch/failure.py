@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from signal import SIGINT
 from typing import Any, Literal
 
 from runner.config import disk
 from runner.config.problem import Stopped
-from runner.config.secrets import hide
 from runner.launch import signals
 from runner.train import stop
 
@@ -52,9 +51,7 @@ class RankFailed(Exception):
 
     def __init__(self, rank: int, error: str, node: str | None = None) -> None:
         super().__init__(rank, error, node)
-        self.rank = rank
-        self.error = error
-        self.node = node
+        self.rank, self.error, self.node = rank, error, node
 
 
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
@@ -65,8 +62,7 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
         return work()
     except BaseException as error:
         stop.requested()  # from here on a signal is noted: the record is written whole
-        why = _why(error)
-        return replace(why, error=hide(why.error))
+        return _why(error)
 
 
 def described(error: BaseException) -> str:
@@ -102,9 +98,8 @@ def stopped_by(error: BaseException) -> int:
 def _why(error: BaseException) -> Failure:
     if number := stopped_by(error):
         return Failure("interrupted", signals.exit_code(number), signals.reason(number))
-    rank, text = (
-        (error.rank, error.error) if isinstance(error, RankFailed) else (0, described(error))
-    )
-    full = disk.told_by_rank(text) if isinstance(error, RankFailed) else disk.told(error)
-    node = error.node if isinstance(error, RankFailed) else None
-    return Failure("failed", 1, full or text, rank, full is not None, node)
+    if isinstance(error, RankFailed):
+        full = disk.told_by_rank(error.error)
+        return Failure("failed", 1, full or error.error, error.rank, full is not None, error.node)
+    full = disk.told(error)
+    return Failure("failed", 1, full or described(error), 0, full is not None)

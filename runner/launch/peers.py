@@ -1,123 +1,128 @@
-"""Find out which rank of torchrun or Slurm failed or hangs, through the store of the ranks.
+"""What the ranks of a run tell about their end, in small files of the run's folder.
 
-No process of this program watches such ranks, which may be on several machines. So each one that
-fails tells how, and those that only lost a connection look for what the others told.
+A rank that fails writes why, and one that lost a connection writes that. A rank that wrote neither
+hangs or was killed; if it hangs, its stack is in a file too. No process has to be able to reach
+another one for that, only the folder.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import shutil
+import threading
 import time
-from collections.abc import Sequence
+from array import array
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore, is_initialized  # type: ignore[attr-defined]
-
-from runner.config.environment import StartedRank, node_name, restarts
-from runner.config.notation import plural
+from runner.config.environment import node_name, started_nodes
 from runner.launch.failure import RankFailed, described, may_be_lost_peer, stopped_by
 from runner.run_folder import files
+from runner.run_folder.strict_json import read_object, write_object
+from runner.train import beat
 
 PATIENCE = 3.0
-"""Seconds in which the ranks tell how they ended, after one of them lost a connection."""
+"""Seconds in which all ranks write how they ended, after one of them lost a connection."""
 
-ENDING = 8.0
-"""Seconds in which the first rank records how the run ended, if it still can."""
+LATER = 5.0
+"""Seconds by which the limit of a collective is later than ``launch.timeout``, after which a rank
+that begins no microbatch writes its stack."""
 
-_LOST, _STOPPED = "lost", "stopped"
-
-_nodes: list[str] = []
-"""Machine of each rank."""
-
-_failures: list[int] = []
-"""Failures before this attempt that torchrun counted for each rank: those on its machine."""
+_LONGEST = 12
+"""Calls of a stack that are shown."""
 
 
-class NotShared(Exception):
-    """Some machines do not see the folder of the run."""
+def clear(folder: Path) -> None:
+    """Remove what ranks wrote."""
+    shutil.rmtree(folder / files.RANKS, ignore_errors=True)
 
 
-def meet(folder: Path) -> None:
-    """Learn on which machine each rank is, and check that all machines see the folder of the
-    run.
-    """
-    here = node_name(), restarts(), (folder / files.STATUS).exists()
-    there: list[tuple[str, int, bool]] = [here] * dist.get_world_size()
-    dist.all_gather_object(there, here)
-    _nodes[:] = [name for name, *_ in there]
-    _failures[:] = [count for _, count, _ in there]
-    blind = sorted({name for name, _, sees in there if not sees})
-    if there[0][2] and blind:
-        raise NotShared(
-            f"{plural(len(blind), 'machine')} of this run ({', '.join(blind)}) cannot see its "
-            f"folder {folder}: choose one on a disk that all machines share (RUNNER_OUTPUTS, or "
-            "hydra.run.dir)"
-        )
+def begin(folder: Path, rank: int, seconds: float) -> None:
+    """Write that a rank runs; its stack is written if it begins no microbatch in ``seconds``."""
+    place = folder / files.RANKS
+    with suppress(OSError):  # the folder may be that of an evaluation on another machine
+        place.mkdir(exist_ok=True)
+        write_object(place / f"{rank}.json", _node())
+        watch = (place / f"{rank}.stack", seconds)
+        threading.Thread(target=_watch, args=watch, daemon=True, name="hang").start()
 
 
-def node_of(rank: int) -> str | None:
-    """Return the machine of a rank; None if the run has one machine."""
-    return _nodes[rank] if len(set(_nodes)) > 1 else None
+def began(folder: Path, rank: int) -> bool:
+    """Return whether a rank ran before, in an attempt that failed."""
+    return (folder / files.RANKS / f"{rank}.json").exists()
 
 
-def tell(error: BaseException, rank: StartedRank) -> None:
-    """Tell the other ranks how this one ended, if it found them."""
-    if not is_initialized():
-        return
-    why = described(error)
-    if may_be_lost_peer(error):
-        why = _LOST
-    elif stopped_by(error):
-        why = _STOPPED
-    with suppress(RuntimeError):  # the store is gone, with the rank or the machine that had it
-        _store().set(str(rank.rank), why)
+def report(folder: Path, rank: int, error: BaseException | str) -> None:
+    """Write how a rank ended, but for one that was asked to stop."""
+    if isinstance(error, BaseException):
+        lost = may_be_lost_peer(error)
+        if stopped_by(error) and not lost:
+            return
+        error = "" if lost else described(error)
+    with suppress(OSError):
+        write_object(folder / files.RANKS / f"{rank}.json", {**_node(), "error": error})
 
 
-def find(size: int, timeout: float) -> RankFailed | None:
-    """Return the rank for which this one lost a connection, and how it ended."""
-    if not is_initialized():
-        return None
-    told: dict[int, str] = {}
+def follow_others(folder: Path, rank: int) -> None:
+    """End this process, which was asked to end, soon after another rank failed."""
+    own = f"{rank}.json"
+    while True:
+        written = [one for one in (folder / files.RANKS).glob("*.json") if one.name != own]
+        if any("error" in read_object(one) for one in written):
+            time.sleep(PATIENCE)
+            os._exit(1)
+        time.sleep(0.2)
+
+
+def find(folder: Path, size: int, timeout: float) -> RankFailed | None:
+    """Return the rank because of which others lost a connection; None if all of them lost one."""
     until = time.monotonic() + PATIENCE
-    with suppress(RuntimeError):  # the store is gone, with the machine of the first rank
-        store = _store()
-        while len(told) < size and time.monotonic() < until:
-            for rank in set(range(size)) - set(told):
-                if store.check([str(rank)]):
-                    told[rank] = store.get(str(rank)).decode(errors="replace")
-            if failed := {rank: why for rank, why in told.items() if why not in (_LOST, _STOPPED)}:
-                rank, why = min(failed.items())
-                return RankFailed(rank, why, node_of(rank))
-            time.sleep(0.1)
-        silent = sorted(set(range(size)) - set(told))
-        if silent and _STOPPED not in told.values():
-            return _silent(silent, timeout)
+    while True:
+        told = [read_object(folder / files.RANKS / f"{rank}.json") for rank in range(size)]
+        for rank, one in enumerate(told):
+            if one.get("error"):
+                return RankFailed(rank, one["error"], one.get("node"))
+        silent = [rank for rank, one in enumerate(told) if "error" not in one]
+        if not silent or time.monotonic() > until:
+            break
+        time.sleep(0.1)
+    if not silent:
         return None
-    return None if dist.get_rank() == 0 else _silent([0], timeout)
-
-
-def _silent(ranks: Sequence[int], timeout: float) -> RankFailed:
-    """Return the failure of ranks that do not say how they ended."""
-    first, node = ranks[0], node_of(ranks[0])
+    node = told[silent[0]].get("node")
     where = f" on {node}" if node else ""
-    more = f" (ranks {', '.join(map(str, ranks))} do not answer)" if ranks[1:] else ""
+    more = f" (ranks {', '.join(map(str, silent))} do not answer)" if silent[1:] else ""
     error = (
-        f"rank {first}{where} hangs or was killed: the others lost the connection, or waited for "
-        f"more than launch.timeout={timeout:g} s{more}"
+        f"rank {silent[0]}{where} hangs or was killed: the others lost the connection, or waited "
+        f"for more than launch.timeout={timeout:g} s{more}"
     )
-    return RankFailed(first, error, node)
+    return RankFailed(silent[0], "\n".join([*_stacks(folder, size), error]), node)
 
 
-def _store() -> Store:
-    """Connect to the store by which the ranks found each other."""
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=5),
-        wait_for_workers=False,
-    )
-    return PrefixStore(f"clip-runner/ended/{sum(_failures)}", store)
+def _node() -> dict[str, str]:
+    return {"node": node_name()} if (started_nodes() or 1) > 1 else {}
+
+
+def _watch(file: Path, seconds: float) -> None:
+    """Let a thread in C write the stack of this process once no microbatch begins."""
+    counts, seen = memoryview(array("q", [0])), 0
+    beat.share(counts, 0)
+    with file.open("w") as stack:
+        while True:
+            if counts[0] != seen:
+                seen = counts[0]
+                faulthandler.dump_traceback_later(seconds, file=stack)
+            time.sleep(min(1.0, seconds / 10))
+
+
+def _stacks(folder: Path, size: int) -> list[str]:
+    """Return where the main thread of each rank was that wrote its stack, as lines of text."""
+    lines = []
+    for rank in range(size):
+        with suppress(OSError):
+            text = (folder / files.RANKS / f"{rank}.stack").read_text(encoding="utf-8")
+            _, found, calls = text.rpartition("(most recent call first):\n")
+            if found:
+                lines.append(f"where rank {rank} is (most recent call first):")
+                lines += calls.rstrip().splitlines()[:_LONGEST]
+    return lines

@@ -1,12 +1,14 @@
-"""Join the process group of ranks that torchrun, Slurm or this program started."""
+"""The process group of ranks that torchrun, Slurm or this program started, and what scripts ask."""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partialmethod
 
@@ -78,9 +80,24 @@ def abandon() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Leave, and let gloo's threads drop the tensors of the last collectives."""
     leave()
-    time.sleep(0.1)
+    time.sleep(0.1)  # gloo's threads drop the tensors of the last collectives
+
+
+def keep_freed_memory(device: str) -> None:
+    """Let glibc keep the memory that a process which trains on a CPU frees, for the next step.
+
+    It gives large blocks back to the system when they are freed, and the next step has every page
+    mapped and cleared anew: a step of a small convolutional network takes 1.2 to 1.6 times as long.
+    """
+    chosen = any(name.startswith("MALLOC_") for name in os.environ)
+    if device != "cpu" or chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    trim_threshold, mmap_threshold, never = -1, -3, -1  # from malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    # Older versions of glibc refuse the first size of the largest block of the heap.
+    if mallopt is not None and any(mallopt(mmap_threshold, size) for size in (2**30, 2**25)):
+        mallopt(trim_threshold, never)
 
 
 class DistributedLogger:
@@ -112,3 +129,58 @@ def get_dist_logger(name: str = "runner") -> DistributedLogger:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
     return DistributedLogger(name)
+
+
+def get_current_device() -> torch.device:
+    """Return the device that this rank computes on: its GPU, or the CPU if there is none.
+
+    Move the model and each batch to it: a Booster leaves them where they are.
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class DistCoordinator:
+    """What a script asks about its ranks, and how they wait for each other.
+
+    The first rank is the master.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+
+    def __init__(self) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "DistCoordinator needs a process group: call runner.launch_from_torch() first, "
+                "and start the script by torchrun"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size()
+
+    def is_master(self) -> bool:
+        """Return whether this is the first rank."""
+        return dist.get_rank() == 0
+
+    def print_on_master(self, msg: str) -> None:
+        """Print ``msg`` on the first rank."""
+        if self.is_master():
+            print(msg)
+
+    @contextmanager
+    def priority_execution(self) -> Iterator[None]:
+        """Return a context that the master runs first, for a download that the others read.
+
+        If the master raises, the others run all the same.
+        """
+        if not self.is_master():
+            dist.barrier()
+        try:
+            yield
+        finally:
+            if self.is_master():
+                dist.barrier()

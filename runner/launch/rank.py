@@ -1,25 +1,21 @@
-"""Train as one of several ranks: a local one, or one that torchrun or Slurm started.
+"""Train as one of several ranks: one that this program started, or torchrun or Slurm.
 
-A rank needs the configuration, the folder of the run, and its environment. The fork server of local
-ranks preloads this module, torch included.
+The fork server of local ranks preloads this module, torch included.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import fcntl
 import logging
-import mmap
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,136 +23,82 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.config import secrets
 from runner.config.cores import cores
 from runner.config.environment import started_rank
 from runner.config.problem import Stopped
 from runner.config.schema import RunConfig
 from runner.launch import peers, signals
-from runner.launch.allocator import keep_freed_memory
 from runner.launch.failure import described, may_be_lost_peer, stopped_by
-from runner.launch.local_rank import LATER, Report, Seat
-from runner.launch.local_ranks import Work
-from runner.launch.process_group import abandon, launch_from_torch, leave
+from runner.launch.process_group import abandon, keep_freed_memory, launch_from_torch, leave
+from runner.launch.resume import newest
 from runner.run_folder import files
-from runner.run_folder.log_file import LogFile
-from runner.run_folder.rows import JsonlSink
-from runner.run_folder.status import end_in_place
+from runner.run_folder.rows import JsonlSink, cut
 from runner.telemetry.sinks.console import print_line
+from runner.telemetry.sinks.sink import Sink
 from runner.telemetry.sinks.terminal import ConsoleHandler
-from runner.train import beat, build, stop
+from runner.train import build, stop
 from runner.train.job import execute
 
-LISTENING = 2.0
-"""Seconds that a rank delays its exit while the first one writes the record.
+Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]
+"""Function that a rank runs: it takes the configuration and the sinks (none but on rank 0)."""
 
-torchrun ends all ranks once one has exited.
-"""
-
-
-def local_main(
-    seat: Seat, reports: Connection, stderr: Connection, stacks: Connection, *job: Any
-) -> None:
-    """Train as a local rank, and report how that ended."""
-    os.dup2(stderr.fileno(), 2)
-    _die_with_the_launcher()
-    faulthandler.register(signal.SIGUSR2, file=stacks.fileno(), all_threads=False)
-    shared = mmap.mmap(seat.counts.fileno(), 8 * (seat.size + 1))
-    counts = memoryview(shared).cast("q")
-    _answer_signals(counts, seat.handled)
-    beat.share(counts, seat.number)
-    beat.beat()
-    os.environ |= {
-        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(seat.number)),
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(seat.size)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(seat.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher serves the store
-    }
-    report = _report(seat.number, job)
-    with suppress(OSError):  # the launcher is gone
-        reports.send(report)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if report[0] != "finished":
-        os._exit(1)  # leaving the process group would wait for the other ranks
+PATIENCE = 2.0
+"""Seconds that a rank which lost a connection delays its end: the launcher names the rank that
+ends first, and the one to blame has to."""
 
 
-def _report(number: int, job: Sequence[Any]) -> Report:
-    """Train, and return how it ended."""
-    try:
-        return "finished", rank_main(*job)
-    except BaseException as error:
-        text = described(error)
-        if may_be_lost_peer(error):
-            return "lost", text
-        if asked := stopped_by(error):
-            return "stopped", asked
-        if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-            text += f"\nrank {number} exited with code {code}"
-        return "failed", text
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of a run have to do; without ``work`` they train in its folder."""
+
+    config: RunConfig
+    folder: Path
+    work: Work | None = None
+    resume: Path | None = None
+    step: int = 0
+    handled: tuple[int, ...] = ()
 
 
-def _answer_signals(counts: Sequence[int], handled: Sequence[int]) -> None:
-    """Note signals that ask to stop; end at once if the launcher does not want a checkpoint."""
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and counts[-1]:
-            raise signals.Terminated(number)  # the rows that are on the device are still written
-        if number in handled:
-            stop.request(number)
-            if not stop.is_polled():
-                raise signals.Terminated(number)
-
-    for number in signals.ASKING:
-        signal.signal(number, note)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.ASKING)
-
-
-def rank_main(config: RunConfig, folder: Path, work: Work, known: secrets.Known) -> dict[str, Any]:
-    """Train as a local rank, which the environment describes."""
-    secrets.take(known)
+def local_main(job: Job) -> dict[str, Any]:
+    """Train as a rank that torch's elastic agent started, and return what the first rank does."""
+    _end_with_launcher()
     started = started_rank()
     assert started is not None
+    _answer_signals(job, started.rank)
     torch.set_num_threads(max(1, cores() // started.local_world_size))
-    keep_freed_memory(build.device_of(config.device).type)
-    _log_to(folder / files.LOG, started.rank)
-    launch_from_torch(seed=config.seed, verbose=False, timeout=config.launch.timeout + LATER)
-    if started.rank:
-        ended = work(config, [])
-    else:
-        with JsonlSink(folder / files.ROWS) as rows:
-            ended = work(config, [rows])
-    leave()
-    return ended
+    _log_to(job.folder / files.LOG, started.rank)
+    try:
+        ended = train_as_rank(job, job.config.launch.timeout, seed=job.config.seed)
+        leave()
+        return ended
+    except BaseException as error:
+        abandon()
+        number = stopped_by(error)
+        if isinstance(error, SystemExit) and not number:
+            error = RuntimeError(f"rank {started.rank} exited with code {error.code}")
+        peers.report(job.folder, started.rank, error)
+        if number:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(signals.exit_code(number))  # a rank that returns would wait for the agent
+        until = time.monotonic() + PATIENCE
+        while may_be_lost_peer(error) and time.monotonic() < until and not stop.requested():
+            time.sleep(0.05)
+        raise error
 
 
 def join(work: Work | None = None, timeout: float = 600.0) -> int:
-    """Train as a rank that torchrun or Slurm started; the first rank sends the configuration."""
-    folder = None
+    """Train as a rank that torchrun or Slurm started; the first rank sends what to do."""
     try:
-        launch_from_torch(verbose=False, timeout=timeout)
-        sent: list[Any] = [None, None, None]
-        dist.broadcast_object_list(sent, src=0)
-        config, folder, resume = sent
-        peers.meet(folder)
-        signals.set_timeout(config.shutdown.timeout)
-        if folder.is_dir():  # not the temporary folder of an evaluation on another machine
-            _log_to(folder / files.LOG, dist.get_rank())
-        keep_freed_memory(build.device_of(config.device).type)
-        work = work or partial(execute, folder=folder, resume=resume)
-        work(config, [])
+        train_as_rank(None, timeout)
     except Stopped as stopped:
         leave()
         return signals.exit_code(stopped.signal)
-    except peers.NotShared:
-        abandon()
-        time.sleep(LISTENING)
-        return 1
     except BaseException as error:
         abandon()
-        _explain(error, timeout, folder)
+        if isinstance(error, Exception) and not may_be_lost_peer(error):
+            print_line(described(error), sys.stderr)
+        time.sleep(PATIENCE)  # torchrun ends all ranks then; the first one records this end
         if isinstance(error, Exception):
             return 1
         raise
@@ -164,51 +106,77 @@ def join(work: Work | None = None, timeout: float = 600.0) -> int:
     return 0
 
 
-def _explain(error: BaseException, timeout: float, folder: Path | None) -> None:
-    """Tell the other ranks why this one fails, and print it unless it follows from another's
-    end.
-    """
+def train_as_rank(
+    job: Job | None, timeout: float, shown: Sequence[Sink] = (), seed: int = 1024
+) -> dict[str, Any]:
+    """Join the other ranks, and do what the first one, which alone has to know ``job``, says."""
     started = started_rank()
     assert started is not None
-    peers.tell(error, started)
-    if not may_be_lost_peer(error):
-        if isinstance(error, Exception):
-            print_line(secrets.hide(described(error)), sys.stderr)
-        return
-    found = peers.find(started.world_size, timeout)
-    if found is not None and found.rank == 0 and (started.rank == 1 or started.local_rank == 0):
-        print_line(f"clip-runner: rank 0: {found.error.splitlines()[-1]}", sys.stderr)
-        if folder is not None:
-            time.sleep(peers.ENDING)  # it may still record that itself
-            with suppress(OSError):
-                end_in_place(folder, secrets.hide(found.error), 0, found.node)
-    time.sleep(LISTENING)
+    launch_from_torch(seed=seed, verbose=False, timeout=timeout + peers.LATER)
+    if job is not None and started.rank == 0 and peers.began(job.folder, 0):
+        again = newest(job.folder)  # an attempt failed, and torch's agent starts all ranks again
+        cut(job.folder / files.ROWS, again.step if again.checkpoint else job.step)
+        job = replace(job, resume=again.checkpoint or job.resume)
+    sent = [job]
+    dist.broadcast_object_list(sent, src=0)
+    [job] = sent
+    assert job is not None
+    peers.begin(job.folder, started.rank, timeout)
+    if not logging.root.handlers:
+        _log_to(job.folder / files.LOG, started.rank)
+    signals.set_timeout(job.config.shutdown.timeout)
+    keep_freed_memory(build.device_of(job.config.device).type)
+    work = job.work or partial(execute, folder=job.folder, resume=job.resume)
+    try:
+        if started.rank:
+            ended = work(job.config, [])
+        else:
+            with JsonlSink(job.folder / files.ROWS) as rows:
+                ended = work(job.config, [rows, *shown])
+        result = [ended]  # the machine that keeps the record may not have the first rank
+        dist.broadcast_object_list(result, src=0)
+    except BaseException as error:
+        peers.report(job.folder, started.rank, error)
+        raise
+    return result[0]
 
 
-def _die_with_the_launcher() -> None:
+def _answer_signals(job: Job, rank: int) -> None:
+    """Note signals that ask to stop."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if number not in job.handled and number != signal.SIGTERM:  # by which the agent ends ranks
+            return
+        stop.request(number)
+        if not stop.is_polled():
+            raise signals.Terminated(number)
+        ending = (job.folder, rank)  # one that hangs would delay the end of all
+        threading.Thread(target=peers.follow_others, args=ending, daemon=True).start()
+
+    for number in signals.ASKING:
+        signal.signal(number, note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.ASKING)
+
+
+def _end_with_launcher() -> None:
     """End this rank when the process that launched it is gone, however that went."""
     launcher = multiprocessing.parent_process()
-    if launcher is None:
-        return
-    if sys.platform == "linux":
-        # The kernel kills a rank even if it is stopped or does not run Python code.
-        end = launcher.sentinel
-        fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
+    assert launcher is not None
 
     def watch() -> None:
         wait([launcher.sentinel])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True, name="launcher-watch").start()
+    threading.Thread(target=watch, daemon=True, name="launcher").start()
 
 
 def _log_to(file: Path, rank: int) -> None:
     """Log to the file of the run, with the rank; the first rank's warnings to the terminal too."""
     form = f"[%(asctime)s][%(name)s][%(levelname)s] - rank {rank}: %(message)s"
-    handlers: list[logging.Handler] = [LogFile(file)]
-    handlers[0].setFormatter(logging.Formatter(form))
+    handlers: list[logging.Handler] = []
+    if file.parent.is_dir():  # not the temporary folder of an evaluation on another machine
+        handlers.append(logging.FileHandler(file))
+        handlers[0].setFormatter(logging.Formatter(form))
     if rank == 0:
         handlers.append(ConsoleHandler())
         handlers[-1].setLevel(logging.WARNING)

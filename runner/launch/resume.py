@@ -5,12 +5,12 @@ The process that the user started decides, before any rank starts. Nothing is wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.folder import DamagedCheckpoint, found, require_whole, whole
+from runner.checkpoint.folder import DamagedCheckpoint, found, manifest_of, require_whole
 from runner.config.environment import (
     elastic_agent,
     elastic_job,
@@ -18,11 +18,11 @@ from runner.config.environment import (
     slurm_job,
     was_requeued,
 )
-from runner.config.folders import outputs
-from runner.config.identity import config_hash
-from runner.config.problem import Problem, RequestError
+from runner.config.identity import ENVIRONMENT, config_hash, differences
+from runner.config.plugin_section import PluginSection
+from runner.config.problem import MISSING, NOTHING, Problem, RequestError, shown
 from runner.config.schema import RunConfig
-from runner.launch.other_configuration import problems
+from runner.config.sizes import data_parallel_size
 from runner.run_folder import files, keys
 from runner.run_folder.status import (
     ELASTIC_AGENT,
@@ -31,19 +31,18 @@ from runner.run_folder.status import (
     SLURM_JOB,
     WANDB_STEP,
     is_unfinished,
-    now,
-    state_of,
 )
-from runner.run_folder.strict_json import number, read_object
-
-RECENT = 3
-"""Number of earlier runs that are looked at for an unfinished one of the same configuration."""
+from runner.run_folder.strict_json import decode, encode, number, read_object
 
 WORDS = ("auto", "never")
 """Values of ``resume`` that are no path."""
 
 FROM = "resumed_from"
 """Entry of a status: checkpoint of another run that this one started from."""
+
+_BATCH = ("data.batch_size", "accumulation.steps")
+
+_CLASS = "optimizer._target_"
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,11 @@ class Start:
             return {}
         if not self.former:
             return {FROM: str(self.checkpoint), "step": self.step}
-        before, sent = self.former.get(RESUMED), self.former.get(WANDB_STEP)
         kept = {key: self.former[key] for key in ("started", FROM) if key in self.former}
         return kept | {
             "step": self.step,
-            RESUMED: [*(before if isinstance(before, list) else []), self.step],
-            WANDB_STEP: max(last_step, sent if isinstance(sent, int) else 0),
+            RESUMED: [*(self.former.get(RESUMED) or []), self.step],
+            WANDB_STEP: max(last_step, self.former.get(WANDB_STEP) or 0),
             keys.WALL_SECONDS: self.seconds,
         }
 
@@ -82,15 +80,15 @@ ANEW = Start()
 def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
     """Return where a run in ``folder`` starts."""
     source = config.resume.source
-    former = record_of(folder)
+    former = read_object(folder / files.STATUS)
     if former and not is_unfinished(folder):
         raise RequestError([_taken(folder, f"an earlier run ({files.STATUS})")])
     if not former and is_unfinished(folder):
-        raise RequestError([_taken(folder, "a run whose status and checkpoints are damaged")])
+        raise RequestError([_taken(folder, f"a run whose {files.STATUS} is damaged")])
     if former and source == "never":
         raise RequestError([_taken(folder, "an unfinished run, and resume=never")])
     if former:
-        start = _newest(folder / files.CHECKPOINTS, former)
+        start = newest(folder, former)
         if start.checkpoint is not None:
             _require_newest(source, folder, start.checkpoint)
             _require_same(config, plain, start.checkpoint)
@@ -108,25 +106,9 @@ def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
     return start
 
 
-def record_of(folder: Path) -> dict[str, Any]:
-    """Return the status of a run; where it is lost, what the newest whole checkpoint says."""
-    status = read_object(folder / files.STATUS)
-    if status.get("state"):
-        return status
-    for _, manifest in whole(folder / files.CHECKPOINTS):
-        kept = {key: manifest.get(key) for key in ("config_hash", "wandb_run_id")}
-        return {**kept, "started": now()}
-    return status
-
-
-def newest(folder: Path) -> Start:
-    """Return a start from the newest checkpoint of a run; from the first step if none is whole."""
-    return _newest(folder / files.CHECKPOINTS, {})
-
-
-def is_usable(folder: Path) -> bool:
-    """Return whether the folder of a run holds a checkpoint that is whole."""
-    return newest(folder).checkpoint is not None
+def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:
+    """Return a start from the newest whole checkpoint of a run; from the first step if none is."""
+    return _newest(run / files.CHECKPOINTS, former or {})
 
 
 def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
@@ -134,29 +116,14 @@ def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
     again = {SLURM_JOB: slurm_job()} if was_requeued() else {}
     again |= {ELASTIC_AGENT: elastic_agent()} if elastic_agent() else {}
     again |= {ELASTIC_JOB: elastic_job()} if restarts() else {}
-    if not again or (folder / files.STATUS).exists():
+    if not again or (folder / files.STATUS).exists() or not folder.parent.is_dir():
         return None
-    for other in _beside(folder):
+    for other in sorted(folder.parent.iterdir(), reverse=True):
         status = read_object(other / files.STATUS)
-        same = any(status.get(key) == job for key, job in again.items()) and _is_same(status, plain)
-        if same and is_unfinished(other):
+        same = status.get("config_hash") == config_hash(plain) and is_unfinished(other)
+        if same and any(status.get(key) == job for key, job in again.items()):
             return other
     return None
-
-
-def unfinished(plain: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """Yield a note if a run of the same configuration that ended early could be continued."""
-    if folder.parent != outputs() / "runs":
-        return
-    for other in _beside(folder)[:RECENT]:
-        status = read_object(other / files.STATUS)
-        ended = state_of(status) in ("killed", "failed", "interrupted")
-        if ended and _is_same(status, plain) and found(other / files.CHECKPOINTS):
-            yield (
-                f"a run of this configuration ended early, at step {status.get('step')}: "
-                f"hydra.run.dir={other} continues it"
-            )
-            return
 
 
 def _taken(folder: Path, by: str) -> Problem:
@@ -164,21 +131,7 @@ def _taken(folder: Path, by: str) -> Problem:
     return Problem("hydra.run.dir", str(folder), message)
 
 
-def _beside(folder: Path) -> list[Path]:
-    """Return the other folders in the same place, the newest first by their names."""
-    try:
-        others = [one for one in folder.parent.iterdir() if one != folder]
-    except OSError:
-        return []
-    return sorted(others, key=lambda one: one.name, reverse=True)
-
-
-def _is_same(status: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
-    return status.get("config_hash") == config_hash(plain)
-
-
 def _newest(checkpoints: Path, former: Mapping[str, Any]) -> Start:
-    """Start from the newest checkpoint that is whole, or anew if none is."""
     damaged: list[str] = []
     for checkpoint in found(checkpoints):
         try:
@@ -187,7 +140,7 @@ def _newest(checkpoints: Path, former: Mapping[str, Any]) -> Start:
             damaged.append(str(error))
             continue
         warnings = _passed_over(damaged, f"the run continues from {checkpoint.name}")
-        return Start(checkpoint, _step(manifest), former, warnings=warnings)
+        return Start(checkpoint, int(manifest.get("step") or 0), former, warnings)
     return Start(warnings=_passed_over(damaged, "the run starts anew"))
 
 
@@ -207,32 +160,31 @@ def _passed_over(damaged: Sequence[str], instead: str) -> tuple[str, ...]:
 
 def named(source: str) -> Start:
     """Return a start from what ``resume=PATH`` names: a run, its checkpoints, or one checkpoint."""
-    path = _absolute(source)
+    path = Path(source).expanduser().absolute()
+    message = "must be auto, never, or the path of a run or checkpoint"
     if (path / files.MANIFEST).exists():
         try:
             manifest = _require_usable(path)
         except DamagedCheckpoint as error:
             raise RequestError([Problem("resume", source, str(error))]) from None
-        if files.STATE not in manifest["files"]:
-            message = "holds weights alone; name a checkpoint with the state of the training"
-            raise RequestError([Problem("resume", source, message)])
-        return Start(path, _step(manifest))
-    start = _newest(path / files.CHECKPOINTS, {})
-    if start.checkpoint is None and not start.warnings:
-        start = _newest(path, {})
-    if start.checkpoint is None:
-        message = "must be auto, never, or the path of a run or checkpoint"
-        if path.is_dir():
-            message = "holds no checkpoint to continue from"
-        if start.warnings:
-            message = start.warnings[0].rpartition(":")[0]
-        raise RequestError([Problem("resume", source, message)])
-    return start
+        if files.STATE in manifest["files"]:
+            return Start(path, int(manifest.get("step") or 0))
+        message = "holds weights alone; name a checkpoint with the state of the training"
+    elif path.is_dir():
+        message = "holds no checkpoint to continue from"
+        for place in (path / files.CHECKPOINTS, path):
+            start = _newest(place, {})
+            if start.checkpoint is not None:
+                return start
+            if start.warnings:
+                message = start.warnings[0].rpartition(":")[0]
+    raise RequestError([Problem("resume", source, message)])
 
 
 def _require_newest(source: str, folder: Path, newest: Path) -> None:
     """Refuse ``resume=PATH`` if it names an older checkpoint of the run's own folder."""
-    if source in WORDS or not _absolute(source).resolve().is_relative_to(folder.resolve()):
+    path = Path(source).expanduser().absolute().resolve()
+    if source in WORDS or not path.is_relative_to(folder.resolve()):
         return
     checkpoint = named(source).checkpoint
     if checkpoint is None or checkpoint.resolve() != newest.resolve():
@@ -240,15 +192,64 @@ def _require_newest(source: str, folder: Path, newest: Path) -> None:
         raise RequestError([Problem("resume", source, message)])
 
 
-def _absolute(source: str) -> Path:
-    return Path(source).expanduser().absolute()
-
-
-def _step(manifest: Mapping[str, Any]) -> int:
-    step = manifest.get("step")
-    return step if isinstance(step, int) else 0
-
-
 def _require_same(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> None:
     if found := problems(config, plain, checkpoint):
         raise RequestError(found)
+
+
+def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> list[Problem]:
+    """Return a problem, with both values, for each key in which a run differs from a checkpoint."""
+    manifest, forced = manifest_of(checkpoint), config.resume.force
+    force = "resume.force=true continues all the same"
+    where = f"the checkpoint {checkpoint.parent.parent.name}/{checkpoint.name}"
+    saved = manifest.get("config")
+    if not isinstance(saved, dict):
+        message = f"does not say its configuration; {force}"
+        return [] if forced else [Problem("resume", str(checkpoint), message)]
+    differing = differences(saved, decode(encode(dict(plain))))
+    if forced:
+        differing = {key: pair for key, pair in differing.items() if key == _CLASS}
+        return _problems(differing, where, where)
+    before, now = _samples(saved, manifest.get("world_size")), _samples_of(config)
+    if before == now:
+        differing = {key: pair for key, pair in differing.items() if key not in _BATCH}
+    elif before is not None and not differing.keys() & {*_BATCH}:
+        message = (
+            f"a step would have {now} samples over all ranks, and {before} in {where}; {force}"
+        )
+        return [Problem(_BATCH[0], config.data.batch_size, message)]
+    return _problems(differing, f"{where}; {force}", where)
+
+
+def _problems(
+    differing: Mapping[str, tuple[Any, Any]], where: str, checkpoint: str
+) -> list[Problem]:
+    """Return the problem of each key that has another value in a checkpoint."""
+    found = []
+    for key, (old, value) in differing.items():
+        if key.startswith(f"{ENVIRONMENT}."):
+            message = f"comes from the environment, and had another value in {where}"
+            found.append(Problem(key.removeprefix(f"{ENVIRONMENT}."), NOTHING, message))
+            continue
+        before = "is not given" if old == MISSING else f"is {shown(old)}"
+        end = f"{checkpoint}; its state cannot be used" if key == _CLASS else where
+        now = "(not given)" if value == MISSING else value
+        found.append(Problem(key, now, f"{before} in {end}"))
+    return found
+
+
+def _samples_of(config: RunConfig) -> int:
+    """Return the number of samples of an optimizer step, over all ranks."""
+    from runner.train import build
+
+    return config.data.batch_size * config.accumulation.steps * build.data_parts(config)
+
+
+def _samples(saved: Mapping[str, Any], world_size: object) -> int | None:
+    """Return the same of a recorded configuration; None if it does not tell."""
+    try:
+        plugin = PluginSection.model_validate(saved["plugin"])
+        batch, steps = saved["data"]["batch_size"], saved["accumulation"]["steps"]
+        return int(batch * steps * data_parallel_size(plugin, int(str(world_size))))
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -20,25 +20,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from runner.config.environment import slurm_job, started_rank
+from runner.config.environment import slurm_job
 from runner.train import stop
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
-ECHO = 0.5
-"""Seconds in which further signals count as the first: ``timeout`` sends each one twice."""
-
-ECHO_OF_LAUNCHER = 3.0
-"""The same for ranks of torchrun, which passes on what the terminal sends to all its processes."""
+ECHO = 1.0
+"""Seconds in which further signals count as the first: ``timeout`` sends each one twice, and
+torchrun passes on what the terminal sends to all its processes."""
 
 AT_ONCE = 5.0
 """Seconds that the main thread has to end where no training polls."""
 
 LAST_WORDS = 3.0
 """Seconds that the functions of :func:`last_words` have, together."""
-
-_SWALLOWING = ("cb", "__del__")
-"""Functions out of which Python lets no exception: callbacks of imports, and destructors."""
 
 LastWords = Callable[[int, str], None]
 """Called with the exit code and the reason, in a thread of its own."""
@@ -101,11 +96,6 @@ def ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def leave_to_ranks() -> None:
-    """Let torch's elastic agent handle the signals from now on: it passes them on, and waits."""
-    signal.set_wakeup_fd(-1)
-
-
 def set_timeout(seconds: float) -> None:
     """Set the seconds that a training has to end after the first signal."""
     _State.timeout = seconds
@@ -143,18 +133,10 @@ def requeue() -> None:
         print(f"clip-runner: Slurm does not start the job again: {said}", file=sys.stderr)
 
 
-def is_swallowing(frame: FrameType | None) -> bool:
-    """Return whether Python would print an exception out of ``frame`` instead of raising it."""
-    return frame is not None and frame.f_code.co_name in _SWALLOWING
-
-
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Note a signal; raise in the main thread if nobody polls."""
+    """Note a signal; raise in the main thread if no training polls."""
     stop.request(number)
     if stop.is_polled() or _State.raised:
-        return
-    if is_swallowing(frame):
-        threading.Timer(0.02, os.kill, (os.getpid(), number)).start()  # again, a little later
         return
     _State.raised = True
     if number == signal.SIGINT:
@@ -171,7 +153,7 @@ def _watch(heard: int) -> None:
         for number in filter(ASKING.__contains__, numbers):
             if not _State.number:
                 _State.number, _State.at = number, now
-            elif now - _State.at > (ECHO if started_rank() is None else ECHO_OF_LAUNCHER):
+            elif now - _State.at > ECHO:
                 _end("a second signal")
         if time_left() < 0:
             _end(f"it had not ended after {_limit():g} s")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,19 +17,13 @@ from typing import Any
 from runner.config import disk
 from runner.config.environment import started_rank
 from runner.config.identity import config_hash
-from runner.config.notation import plural
 from runner.config.problem import Interrupted, Stopped
 from runner.config.schema import RunConfig
 from runner.config.secrets import hidden
-from runner.launch import signals
-from runner.launch.allocator import keep_freed_memory
+from runner.launch import peers, signals
 from runner.launch.failure import Failure, attempt, may_be_lost_peer
-from runner.launch.local_ranks import Work, train_on_local_ranks
-from runner.launch.page import write_page
-from runner.launch.restarts import Onward, elastic_warnings, train_again
 from runner.launch.resume import ANEW, Start
 from runner.run_folder import files, keys
-from runner.run_folder.log_file import LogFile
 from runner.run_folder.provenance import provenance
 from runner.run_folder.rows import JsonlSink, Row, cut, last_step
 from runner.run_folder.status import WANDB_STEP, Record, objective_of
@@ -52,6 +46,8 @@ _OTHERS = ("calibrate", "verify", "sweep", "report")
 PAGE_SECONDS = 2.0
 """Seconds of ``shutdown.timeout`` that are kept for the page of the run."""
 
+Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -73,48 +69,42 @@ def train(
     folder: Path,
     shown: Sequence[Sink],
     work: Work | None = None,
-    resume: Path | None = None,
+    start: Start = ANEW,
 ) -> dict[str, Any]:
     """Train where ``config`` and the environment ask for it."""
-    from runner.launch.process_group import abandon, launch_from_torch, leave, stand_alone
+    from runner.launch.process_group import abandon, keep_freed_memory, leave, stand_alone
+    from runner.launch.rank import Job, train_as_rank
     from runner.train import build
     from runner.train.job import execute
 
-    joined = started_rank()
-    work = work or partial(execute, folder=folder.absolute(), resume=resume)
+    joined, folder = started_rank(), folder.absolute()
     device = build.device_of(config.device)
     if is_watched(sys.stderr) and device.type == "cpu":
         log_section = config.log.model_copy(update={"flush": 1})
         config = config.model_copy(update={"log": log_section})
-    ranks = build.ranks_of(config)
+    limit, ranks = config.launch.timeout, build.ranks_of(config)
+    job = Job(config, folder, work, start.checkpoint, start.step, tuple(signals.handled()))
     if joined is None and (ranks > 1 or config.launch.max_restarts):
-        return train_on_local_ranks(config, folder, ranks, shown, work)
+        from runner.launch import elastic
+
+        return elastic.train_on_ranks(job, ranks, shown)
     try:
         if joined is not None and config.plugin.name != "single":
-            import torch.distributed as dist
-
-            from runner.launch import peers
-
-            launch_from_torch(verbose=False, timeout=config.launch.timeout)
-            dist.broadcast_object_list([config, folder.absolute(), resume], src=0)
-            peers.meet(folder.absolute())
-        elif config.plugin.name != "single":
-            stand_alone()
-        keep_freed_memory(device.type)
-        with JsonlSink(folder / files.ROWS) as rows:
-            ended = work(config, [rows, *shown])
+            ended = train_as_rank(job, limit, shown)
+        else:
+            if config.plugin.name != "single":
+                stand_alone()
+            keep_freed_memory(device.type)
+            work = work or partial(execute, folder=folder, resume=start.checkpoint)
+            with JsonlSink(folder / files.ROWS) as rows:
+                ended = work(config, [rows, *shown])
     except BaseException as error:
         if joined is None or isinstance(error, Stopped):
             leave()
             raise
         abandon()
-        if joined.world_size > 1:
-            from runner.launch import peers
-
-            peers.tell(error, joined)
-            if may_be_lost_peer(error):
-                found = peers.find(joined.world_size, config.launch.timeout)
-                raise found or error from error
+        if may_be_lost_peer(error):
+            raise peers.find(folder, joined.world_size, limit) or error from error
         raise
     leave()
     return ended
@@ -143,8 +133,9 @@ def run(
     resumed = start.status(last_step(rows))
     record.begin(plain, config_hash(plain), run_id, resumed)
     cut(rows, start.step if start.former else 0)
+    peers.clear(folder)
     shown: list[Sink] = [_Steps(record), RunLog(folder, words, made_with)]
-    for sentence in (*start.warnings, *elastic_warnings()):
+    for sentence in start.warnings:
         log.warning("%s", sentence)
     if start.checkpoint is not None:
         line = f"continuing after step {start.step} from {start.checkpoint}"
@@ -158,13 +149,7 @@ def run(
         if config.tracker.uses("tensorboard"):
             sinks.append(TensorboardSink(folder, start.step if start.former else None))
         shown.extend(sinks)
-        again = config.launch.max_restarts if started_rank() is None else 0
-        takes = [Onward(shown)] if again else shown
-
-        def attempt_from(checkpoint: Path | None) -> dict[str, Any]:
-            return train(config, folder, takes, resume=checkpoint)
-
-        trained = train_again(attempt_from, again, start, folder, record)
+        trained = train(config, folder, shown, start=start)
         trained[keys.WALL_SECONDS] += start.seconds
         trained |= {"guidance": sentences(trained.get("remarks", ()), swept)} | made_with
         record.summary(trained)
@@ -189,10 +174,10 @@ def run(
             exit_code = 0
             summary = ended
             record.end("finished", 0, None, None)
+    peers.clear(folder)
     for sink in shown:
         sink.close(summary, exit_code)
     page = write_page(folder) if reports_end else None  # the page of a sweep shows all its runs
-    _report_lost_lines()
     if isinstance(ended, Failure) and (ended.state == "failed" or "\n" in ended.error):
         level = logging.ERROR if reports_end else logging.INFO
         log.log(level, "%s (see %s)", _headline(ended, config.plugin.name), folder / files.STATUS)
@@ -209,15 +194,16 @@ def run(
     return Ended(exit_code, objective_of(summary or {}, config.sweep.objective), full)
 
 
-def _report_lost_lines() -> None:
-    """Warn if a full disk left no space for lines of the log."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, LogFile):
-            handler.file.flush()
-            if missing := handler.file.missing:
-                what = f"{plural(missing, 'line')} of {handler.file.path.name}"
-                why = handler.file.error or OSError()
-                log.warning("%s", disk.described(why, handler.file.path, what).args[-1])
+def write_page(folder: Path, left: int = 0) -> Path | None:
+    """Write ``report.html`` into the folder of a run or sweep."""
+    try:
+        from runner import report
+
+        return report.write(folder, left)
+    except Exception as error:
+        why = disk.told(error) or f"the page of {folder} could not be written: {error!r}"
+        log.warning("%s", why)
+        return None
 
 
 def _headline(failure: Failure, plugin: str) -> str:

@@ -1,4 +1,4 @@
-"""Whether a folder already holds the record of another run or sweep."""
+"""Whether a folder already holds something other than the run or sweep that is asked for."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.run_folder import files
-from runner.run_folder.misplaced import misplaced
 from runner.run_folder.status import is_unfinished
-from runner.run_folder.sweep_record import ForeignFolder, SweepRecord
+from runner.run_folder.sweep_record import SweepRecord
 
 
 def earlier_record(
     folder: Path, request: str | None = None, jobs: Sequence[str] = ()
 ) -> str | None:
     """Return why a run or a sweep must not be written to ``folder``, or None if it may be."""
-    if message := misplaced(folder, sweep=request is not None):
-        return message
+    if folder.exists() and not folder.is_dir():
+        return f"{folder} is not a folder; remove it"
     if request is not None:
         return _other_sweep(folder, request, jobs)
     if is_unfinished(folder):
         return None  # the run continues it, or is refused where its configuration is known
-    claimed = (folder / files.LOCK).exists()
-    if claimed and not (folder / files.STATUS).exists():
+    if (folder / files.LOCK).exists() and not (folder / files.STATUS).exists():
         return None  # a run that was killed before its record began
     for name in (files.STATUS, files.MULTIRUN, files.HYDRA):
         if (folder / name).exists():
@@ -34,12 +32,8 @@ def earlier_record(
 def _other_sweep(folder: Path, request: str, jobs: Sequence[str]) -> str | None:
     try:
         record = SweepRecord.find(folder)
-    except ForeignFolder as error:
-        return f"{error}; choose another sweep.name or remove {files.SWEEP}"
-    except (OSError, ValueError):
-        return (
-            f"{folder / files.SWEEP} cannot be read; choose another sweep.name or remove the folder"
-        )
+    except (OSError, ValueError) as error:
+        return f"{error}; choose another sweep.name or remove {folder}"
     if record is None:
         # A sweep that ended before it wrote anything leaves its lock files.
         if not folder.is_dir() or all(one.suffix == ".lock" for one in folder.iterdir()):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from runner.config import disk
-from runner.config.notation import plural
 from runner.run_folder import keys
-from runner.run_folder.atomic import replacing
-from runner.run_folder.patient_file import PatientFile
 from runner.run_folder.strict_json import decode, fast_encoder
-
-log = logging.getLogger(__name__)
 
 LONGEST_LINE = 16 * 2**20
 """Bytes of a line that is still read as one; a row with the norms of 100,000 parameters has 10
@@ -29,40 +25,28 @@ class JsonlSink:
     """Append each row to a file at once, so that a killed run loses no row it reported."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._encode = fast_encoder()
-        self._file = PatientFile(path)
+        self._file = path.open("ab", buffering=0)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the file."""
+    def __exit__(self, *_: object) -> None:
         self.close(None, 0)
-        if missing := self._missing():
-            if kind is None:
-                raise missing
-            log.warning("%s", missing.args[-1])
 
     def write(self, row: Row) -> None:
-        """Append one line."""
-        before = self._file.error
-        self._file.append(self._encode(row) + b"\n")
-        error = self._file.error
-        if error is not None and before is None:
-            why = disk.described(error, self._file.path, f"rows of {self._file.path.name}")
-            log.warning("%s; rows are kept in memory until then", why.args[-1])
+        """Append one line. A disk that is full raises an OSError that names it."""
+        line = self._encode(row) + b"\n"
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise disk.described(error, self._path, f"a row of {self._path.name}") from error
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         """Close the file; summary and exit code have files of their own."""
         self._file.close()
-
-    def _missing(self) -> OSError | None:
-        """Return why rows could not be written; None if all were."""
-        file = self._file
-        if not file.missing:
-            return None
-        what = f"{plural(file.missing, 'row')} of {file.path.name}"
-        return disk.described(file.error or OSError(), file.path, what, file.size)
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -75,10 +59,8 @@ def read_rows(path: Path) -> Iterator[Row]:
         return
     with file:
         for line in iter(lambda: file.readline(LONGEST_LINE), b""):
-            try:
+            with suppress(ValueError):
                 yield decode(line, from_json)
-            except ValueError:
-                continue
 
 
 def last_step(path: Path) -> int:
@@ -88,34 +70,42 @@ def last_step(path: Path) -> int:
 
 
 def cut(path: Path, step: int) -> None:
-    """Remove the rows after an optimizer step, and lines that are torn."""
-    if not path.exists():
-        return
-    kept = 0
-    with replacing(path) as temporary, JsonlSink(temporary) as sink:
-        for row in read_rows(path):
-            at = row.get(keys.TRAIN_STEP)
-            if isinstance(at, int) and kept < at <= step:
-                sink.write(row)
-                kept = at
+    """Remove the rows after an optimizer step, in place: another process may follow the file."""
+    with suppress(FileNotFoundError), path.open("rb+") as file:
+        kept = 0
+        for line in iter(lambda: file.readline(LONGEST_LINE), b""):
+            try:
+                row = decode(line)
+            except ValueError:  # torn, when its process was killed
+                break
+            if row.get(keys.TRAIN_STEP, 0) > step:
+                break
+            kept += len(line)
+        file.truncate(kept)
 
 
 def follow(
     path: Path, stopped: threading.Event, poll: float = 0.1, start: int = 0
 ) -> Iterator[Row]:
-    """Yield rows while another process appends them."""
+    """Yield the row of each further step while other processes append rows, and cut some."""
     while not path.exists():
         if stopped.wait(poll) and not path.exists():
             return
-    kept = b""
+    kept, last = b"", 0
     with path.open("rb") as file:
         file.seek(start)
         while True:
             # Read the event before the file: rows written before it was set are never missed.
             ending = stopped.is_set()
+            if os.fstat(file.fileno()).st_size < file.tell():  # ranks that start again cut it
+                kept = b""
+                file.seek(0, os.SEEK_END)
             *lines, kept = (kept + file.read()).split(b"\n")
             for line in lines:
-                yield decode(line)
+                row = decode(line)
+                if (step := int(row[keys.TRAIN_STEP])) > last:
+                    last = step
+                    yield row
             if ending:
                 return
             stopped.wait(poll)

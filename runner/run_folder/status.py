@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,23 +16,14 @@ import yaml
 
 from runner.config.environment import elastic_agent, elastic_job, slurm_job
 from runner.run_folder import files, keys
-from runner.run_folder.atomic import fill_reserve, remove_reserve, reserve, write_text
-from runner.run_folder.strict_json import encode, number, read_object, write_object
+from runner.run_folder.atomic import write_text
+from runner.run_folder.strict_json import number, read_object, write_object
 
 log = logging.getLogger(__name__)
-
-RESERVED = 2**16
-"""Bytes of the disk that are reserved for the last status of a run."""
 
 SLURM_JOB = "slurm_job_id"
 ELASTIC_JOB = "torchelastic_run_id"
 ELASTIC_AGENT = "torchelastic_agent"
-RESTARTS = "restarts"
-"""Entry of a status: the failures after which the run was started again.
-
-Each has the rank, the last line of its error, the step that the run had ``reached``, and the
-``step`` from which it went on.
-"""
 RESUMED = "resumed"
 """Entry of a status: the steps at which the run was continued in its own folder."""
 WANDB_STEP = "wandb_step"
@@ -82,8 +73,6 @@ class Record:
         self._status |= resumed or {}
         self._before = self._status[keys.WALL_SECONDS] - time.monotonic()
         self._write_status()
-        with suppress(OSError):
-            reserve(self._folder / files.STATUS, RESERVED)
 
     def progress(self, step: int) -> None:
         """Set the number of optimizer steps taken; the file is written at most once a second."""
@@ -92,11 +81,6 @@ class Record:
             with suppress(OSError):
                 self._write_status()
             self._written = time.monotonic()
-
-    def restarted(self, failures: Sequence[Mapping[str, Any]]) -> None:
-        """Record the failures after which the run was started again; the last one is new."""
-        self._status |= {RESTARTS: list(failures), "step": failures[-1]["step"]}
-        self._write_status()
 
     def summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``; the status too says why a training ended early."""
@@ -112,7 +96,7 @@ class Record:
         rank: int | None,
         node: str | None = None,
     ) -> None:
-        """Write how the run ended, on a full disk into space that was reserved for it."""
+        """Write how the run ended; on a full disk the error is logged."""
         if node is not None:
             self._status["node"] = node
         self._status |= {
@@ -125,31 +109,12 @@ class Record:
         try:
             self._write_status()
         except OSError as failed:
-            text = encode(self._status, indent=2) + "\n"
-            if len(text.encode()) > RESERVED:
-                self._status["error"] = str(error)[-RESERVED // 8 :]
-                text = encode(self._status, indent=2) + "\n"
-            if not fill_reserve(self._folder / files.STATUS, text):
-                log.error("%s", failed.args[-1])
-        finally:
-            remove_reserve(self._folder / files.STATUS)
+            log.error("%s", failed.args[-1])
 
     def _write_status(self) -> None:
         self._status[keys.WALL_SECONDS] = round(self._before + time.monotonic(), 3)
         write_object(self._folder / files.STATUS, self._status)
         self._written = time.monotonic()
-
-
-def end_in_place(folder: Path, error: str, rank: int, node: str | None) -> bool:
-    """Record that a run failed whose own process cannot do so: it was killed, or its machine
-    lost.
-    """
-    status = read_object(folder / files.STATUS)
-    if status.get("state") != "running":
-        return False
-    ended = {"state": "failed", "exit_code": 1, "error": error, "rank": rank, "ended": now()}
-    write_object(folder / files.STATUS, status | ended | ({"node": node} if node else {}))
-    return True
 
 
 def now() -> str:

@@ -17,10 +17,6 @@ from runner.run_folder import files
 from runner.run_folder.strict_json import write_object
 
 
-class ForeignFolder(ValueError):
-    """A record of a sweep that names a folder outside of the sweep."""
-
-
 @with_config(ConfigDict(extra="forbid"))
 @dataclass
 class Entry:
@@ -84,7 +80,7 @@ class SweepRecord:
             raise ValueError(f"{path} is no record of a sweep: two runs have one number")
         for entry in record.entries:
             if not _is_own_folder(entry.folder):
-                raise ForeignFolder(
+                raise ValueError(
                     f"{path} gives run {entry.number} the folder {entry.folder!r}, and the runs of "
                     "a sweep lie directly in its own folder"
                 )

@@ -17,7 +17,7 @@ from runner.compose.request import Request
 from runner.config import disk
 from runner.config.problem import Interrupted, Problem, RequestError
 from runner.launch import signals
-from runner.launch.page import write_page
+from runner.launch.supervise import write_page
 from runner.run_folder import files
 from runner.run_folder.status import now
 from runner.run_folder.sweep_record import Entry, SweepRecord, changed

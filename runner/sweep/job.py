@@ -22,7 +22,7 @@ from runner.config.identity import config_hash
 from runner.config.problem import Problem, RequestError
 from runner.config.secrets import hide
 from runner.launch import signals
-from runner.launch.page import write_page
+from runner.launch.supervise import write_page
 from runner.run_folder import files
 from runner.run_folder.claim import claimed
 from runner.run_folder.sweep_record import Entry, SweepRecord, changed

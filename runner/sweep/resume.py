@@ -11,8 +11,7 @@ from pathlib import Path
 from runner.compose.jobs import Job
 from runner.compose.request import Request
 from runner.config.problem import Problem, RequestError
-from runner.launch.other_configuration import problems
-from runner.launch.resume import WORDS, is_usable, named, record_of
+from runner.launch.resume import WORDS, named, newest, problems
 from runner.run_folder import files, keys
 from runner.run_folder.status import elapsed, is_unfinished, objective_of
 from runner.run_folder.strict_json import read_object
@@ -74,8 +73,8 @@ def load_status(entry: Entry, sweep: Path, objective: str) -> None:
 def continues(entry: Entry, sweep: Path) -> bool:
     """Return whether a run that waits can continue from a checkpoint in its folder."""
     folder = sweep / entry.folder
-    same = record_of(folder).get("config_hash") == entry.config_hash
-    return same and is_unfinished(folder) and is_usable(folder)
+    same = read_object(folder / files.STATUS).get("config_hash") == entry.config_hash
+    return same and is_unfinished(folder) and newest(folder).checkpoint is not None
 
 
 def require_same(jobs: Sequence[Job]) -> None:

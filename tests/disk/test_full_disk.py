@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from runner.launch.page import write_page
+from runner.launch.supervise import write_page
 from runner.run_folder.patient_file import PatientFile
 from runner.run_folder.status import Record
 from tests.filling import fill

@@ -9,7 +9,7 @@ from tests.process import python
 # Ten steps that allocate as much as the steps before: how often each had a page mapped.
 FAULTS = """
 import os, resource, statistics, torch
-from runner.launch.allocator import keep_freed_memory
+from runner.launch.process_group import keep_freed_memory
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def median(device):

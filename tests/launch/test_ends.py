@@ -1,7 +1,6 @@
 """How a run ends: a rank fails, dies or hangs, SIGKILL, or a signal asks it to stop."""
 
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -25,7 +24,7 @@ slow = pytest.mark.slow
         (SINGLE, "raise", 0, "RuntimeError: planted fault"),
         (SINGLE, "memory", 0, "can't allocate memory"),
         (DDP, "raise", 1, "RuntimeError: planted fault"),
-        (DDP, "die", 1, "rank 1 exited with code 4; it printed last: no licence is left"),
+        (DDP, "die", 1, "rank 1 exited with code 4"),
         pytest.param(DDP, "exit_0", 1, "rank 1 exited with code 0", marks=slow),
     ],
 )
@@ -50,21 +49,22 @@ def test_a_rank_that_fails_ends_the_run(environment, ranks, fault, rank, cause):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "fault", "where"),
+    ("ranks", "fault"),
     [
-        (DDP, "hang", "rank 1 hangs: it is in "),
-        pytest.param(DDP, "halt", "rank 1 hangs: its process is stopped (SIGSTOP)", marks=slow),
-        pytest.param(FSDP, "hang", "rank 1 hangs: it is in ", marks=slow),
-        pytest.param(DDP, "apart", "the ranks wait for each other since more than", marks=slow),
+        (DDP, "hang"),
+        pytest.param(DDP, "halt", marks=slow),
+        pytest.param(FSDP, "hang", marks=slow),
     ],
 )
-def test_a_rank_that_hangs_is_named(environment, ranks, fault, where):
-    with started(environment, [*ranks, *LONG, *faulty(fault), "launch.timeout=15"]) as run:
+def test_a_rank_that_hangs_is_named_with_its_stack(environment, ranks, fault):
+    with started(environment, [*ranks, *LONG, *faulty(fault), "launch.timeout=8"]) as run:
         run.ends(1)
-        assert run.status["state"] == "failed"
-        assert where in run.status["error"]
-        assert where in run.printed
-        assert fault == "apart" or run.status["rank"] == 1
+        assert (run.status["state"], run.status["rank"]) == ("failed", 1)
+        assert LOST in run.printed
+        assert LOST in run.status["error"].splitlines()[-1]
+        before, _, after = run.status["error"].partition("where rank 1 is (most recent call first)")
+        assert "where rank 0 is" in before
+        assert fault == "halt" or "tests/faulty.py" in after
 
 
 @pytest.mark.parametrize("victim", ["rank 1", "launcher", "in place"])
@@ -180,26 +180,6 @@ def test_a_signal_before_the_training(environment, ranks, number, at):
             assert read(status.parent)["exit_code"] == CODES[number]
 
 
-# A torch whose import never ends.
-SLOW_TORCH = """
-import os, pathlib, signal, sys
-if "forkserver" in str(sys.orig_argv):
-    pathlib.Path(os.environ["HOME"], "imports").touch()
-while True:
-    signal.pause()
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda one: one.name)
-def test_nothing_is_left_of_a_run_whose_fork_server_imports(environment, tmp_path, number):
-    (tmp_path / "torch.py").write_text(SLOW_TORCH)
-    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
-    with started(environment, DDP) as run:
-        run.wait_for((tmp_path / "imports").exists)
-        run.process.send_signal(number)
-        run.ends(130 if number == signal.SIGINT else -signal.SIGKILL)
-
-
 def test_a_run_that_only_skips_steps_fails(environment):
     words = [*DDP, "optimizer.lr=1e6", "clip=value", "clip.max_skips=12", "log.flush=1"]
     with started(environment, [*words, "train.max_duration=120ba"]) as run:
@@ -211,26 +191,6 @@ def test_a_run_that_only_skips_steps_fails(environment):
             assert text.count(" was skipped: the gradient's norm is") == 1
             for part in ("parameters, from ", "Its samples: ", "12 steps in"):
                 assert part in text
-
-
-def test_an_error_that_repeats_without_progress_is_not_tried_again(environment):
-    words = [
-        *DDP,
-        *LONG,
-        "checkpoint.interval=5ba",
-        *faulty("kill", 8, 8, 8),
-        "launch.max_restarts=4",
-    ]
-    with started(environment, words) as run:
-        run.ends(1)
-        assert (run.status["state"], run.status["rank"]) == ("failed", 1)
-        # The rank dies in step 8. Whether step 7 is recorded by then is a race, and so progress.
-        assert 1 <= len(run.status["restarts"]) <= 2
-        assert re.match(
-            r"not started again: this error came twice, and both times after step [5-7]\n",
-            run.status["error"],
-        )
-        assert "rank 1 was ended by SIGKILL" in run.status["error"]
 
 
 @pytest.mark.parametrize("fault", ["kill", pytest.param("hang", marks=slow)])

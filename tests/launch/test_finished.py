@@ -4,7 +4,6 @@ import json
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -105,9 +104,6 @@ def test_local_ranks_that_start_again_end_as_if_none_had_failed(environment, ran
     fault = [*faulty("kill", 15), "launch.max_restarts=1"]
     with started(environment, [*DDP, "plugin.nproc=2", *fault]) as run:
         run.ends(0)
-        [restart] = run.status["restarts"]
-        assert (restart["rank"], restart["step"], restart["reached"]) == (1, 5, 7)
-        assert "(1 of launch.max_restarts=1): rank 1 was ended by SIGKILL" in run.printed
         assert rows_of(run.folder) == rows_of(ranks.folder)
 
 
@@ -158,17 +154,6 @@ def test_two_machines_that_start_again_are_one_machine(environment, ranks):
     folder = only_run(environment["RUNNER_OUTPUTS"])
     assert rows_of(folder) == rows_of(ranks.folder)
     assert read(folder)["resumed"] == [5]
-
-
-@pytest.mark.slow
-def test_a_folder_that_one_machine_does_not_see_is_refused(environment):
-    outputs = Path(environment["RUNNER_OUTPUTS"])
-    outputs.mkdir()
-    hidden = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', outputs]
-    codes, printed = torchruns(environment, *DDP, before=hidden)
-    assert 0 not in codes
-    error = read(only_run(outputs))["error"]
-    assert "1 machine of this run (n2) cannot see its folder" in error, printed
 
 
 def test_a_run_may_save_and_print_nothing(environment):

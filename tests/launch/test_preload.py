@@ -1,7 +1,7 @@
 """A fork server that may be forked where there are GPUs."""
 
 from runner.compose.request import request
-from runner.launch import preload
+from runner.launch import elastic
 from tests.process import ROOT, python
 
 REQUESTS = (
@@ -35,7 +35,7 @@ assert len(os.listdir("/proc/self/task")) == 1
 def test_the_fork_server_asks_for_no_gpu_and_has_no_threads(environment):
     """A driver that was asked, and threads, do not exist in the processes that it forks."""
     jobs = [job for words in REQUESTS for job in request(words.split(), writes=False).jobs]
-    names = preload.modules([job.config for job in jobs])
+    names = elastic.preloaded([job.config for job in jobs])
     assert "torch.optim" in names
     assert "sklearn" not in "".join(names)  # what our own modules import they import themselves
     assert not any(name.startswith("tests") for name in names)  # a user's are left to the ranks

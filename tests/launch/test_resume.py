@@ -1,8 +1,6 @@
 """Where a run starts: planted folders, without any training."""
 
 import json
-import os
-import socket
 from functools import cache
 
 import pytest
@@ -14,7 +12,6 @@ from runner.compose.overrides import spelled_out
 from runner.compose.request import request
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError
-from runner.launch import restarts, resume
 from runner.launch.resume import ANEW, decide
 from runner.run_folder.earlier import earlier_record
 
@@ -115,19 +112,12 @@ def test_a_run_is_finished_once_its_summary_is_there(run):
     assert "status.json" in earlier_record(run)
 
 
-def test_a_run_whose_status_is_lost_continues(run):
-    checkpoint = save(run, 30, config_hash=config_hash(job().plain), wandb_run_id="abc")
-    for content in (None, "", "{", "[]"):  # a power cut may empty a file
+def test_a_run_whose_status_is_lost_is_refused(run):
+    save(run, 30, config_hash=config_hash(job().plain))
+    for content in (None, "", "{"):  # a power cut may empty a file
         if content is not None:
             (run / "status.json").write_text(content)
-        assert earlier_record(run) is None
-        found = start(run)
-        assert (found.checkpoint, found.step) == (checkpoint, 30)
-        assert found.former["wandb_run_id"] == "abc"
-    assert "optimizer.lr=0.2" in refused(run, "optimizer.lr=0.2")
-    assert "resume=never" in refused(run, "resume=never")
-    (checkpoint / "state.pt").write_bytes(b"y")
-    assert "whose status and checkpoints are damaged" in refused(run)
+        assert "status.json is damaged" in refused(run)
 
 
 def test_a_path_is_a_run_or_its_checkpoints_or_one_of_them(run, old):
@@ -210,27 +200,3 @@ def test_a_path_beside_own_checkpoints(tmp_path, run, old):
     for path in (newer, tmp_path / "link"):
         assert start(run, f"resume={path}").former
     assert start(tmp_path / "new", f"resume={older}").step == 40
-
-
-def test_a_store_that_torchrun_keeps_over_restarts_is_warned_of(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    for shared in (False, True):
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(shared))
-        assert len([*restarts.elastic_warnings()]) == shared
-
-
-def test_a_new_run_hears_of_an_unfinished_one(outputs):
-    runs = outputs / "runs"
-
-    def notes(*words):
-        return list(resume.unfinished(job(*words).plain, runs / "5"))
-
-    assert notes() == []
-    record(runs / "1", None, "interrupted", step=37)
-    assert notes() == []  # nothing to continue from
-    save(runs / "1", 30)
-    assert f"at step 37: hydra.run.dir={runs / '1'} continues it" in notes()[0]
-    assert notes("seed=1") == []
-    for pid, heard in ((os.getpid(), 0), (2**22 + 1, 1)):
-        record(runs / "1", None, "running", pid=pid, host=socket.gethostname())
-        assert len(notes()) == heard

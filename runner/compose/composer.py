@@ -29,7 +29,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose import recipes, resolvers
-from runner.compose.launchers import LAUNCHERS
 from runner.compose.loader import Loader
 from runner.compose.parsing import parse
 from runner.config.clip_section import Clip
@@ -60,7 +59,7 @@ def register() -> None:
         sys.path.append(str(_PLUGINS))
     # Hydra discovers plugins once a process, possibly before the line above.
     ours = import_module("hydra_plugins.clip_runner")
-    for plugin in ("RecordSweeper", *LAUNCHERS):
+    for plugin in ("RecordSweeper", "SubmititSlurmLauncher"):
         Plugins.instance().register(getattr(ours, plugin))
     # Hydra would add the options of other packages' launchers to our files of the same name.
     launchers = ConfigStore.instance().repo.get("hydra", {}).get("launcher", {})

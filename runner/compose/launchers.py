@@ -16,15 +16,14 @@ Where: TypeAlias = Literal["here", "beside", "elsewhere"]
 
 LAUNCHERS: dict[str, tuple[Where, str]] = {
     "JoblibLauncher": ("beside", "joblib"),
-    "SubmititLocalLauncher": ("beside", "submitit"),
+    "LocalLauncher": ("beside", "submitit"),
     "SubmititSlurmLauncher": ("elsewhere", "submitit"),
 }
-"""This project's launchers in ``hydra_plugins.clip_runner``: where runs run, and the extra."""
+"""Launchers by the last part of their ``_target_``: where runs run, and the extra they need."""
 
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 _PLUGINS = "hydra_plugins."
-_OURS = f"{_PLUGINS}clip_runner."
 
 RAY = (
     "its launcher (hydra-ray-launcher 1.2.2) cannot be installed beside this project, because it "
@@ -34,7 +33,7 @@ RAY = (
 
 def where(target: object) -> Where:
     """Return where the runs of a launcher run, by its ``_target_``."""
-    return LAUNCHERS.get(str(target).removeprefix(_OURS), ("here", ""))[0]
+    return LAUNCHERS.get(str(target).rpartition(".")[2], ("here", ""))[0]
 
 
 def problems(master: DictConfig | None) -> Iterator[Problem]:
@@ -45,14 +44,14 @@ def problems(master: DictConfig | None) -> Iterator[Problem]:
     target = str(settings.get("_target_"))
     if not settings or target == _BASIC:
         return
-    if target.removeprefix(_OURS) not in LAUNCHERS:
+    if target.rpartition(".")[2] not in LAUNCHERS:
         message = (
             f"{target} is not known here, and could not continue a sweep  "
             "(options of hydra/launcher: basic, joblib, submitit_local, submitit_slurm)"
         )
         yield Problem("hydra/launcher", choice, message)
         return
-    _, extra = LAUNCHERS[target.removeprefix(_OURS)]
+    _, extra = LAUNCHERS[target.rpartition(".")[2]]
     if find_spec(f"{_PLUGINS}hydra_{extra}_launcher") is None:
         yield Problem("hydra/launcher", choice, f"needs pip install 'clip-runner[{extra}]'")
     for key in ("n_jobs", "array_parallelism"):

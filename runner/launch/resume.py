@@ -18,9 +18,9 @@ from runner.config.environment import (
     slurm_job,
     was_requeued,
 )
-from runner.config.identity import ENVIRONMENT, config_hash, differences
+from runner.config.identity import config_hash, differences
 from runner.config.plugin_section import PluginSection
-from runner.config.problem import MISSING, NOTHING, Problem, RequestError, shown
+from runner.config.problem import MISSING, Problem, RequestError, shown
 from runner.config.schema import RunConfig
 from runner.config.sizes import data_parallel_size
 from runner.run_folder import files, keys
@@ -227,10 +227,6 @@ def _problems(
     """Return the problem of each key that has another value in a checkpoint."""
     found = []
     for key, (old, value) in differing.items():
-        if key.startswith(f"{ENVIRONMENT}."):
-            message = f"comes from the environment, and had another value in {where}"
-            found.append(Problem(key.removeprefix(f"{ENVIRONMENT}."), NOTHING, message))
-            continue
         before = "is not given" if old == MISSING else f"is {shown(old)}"
         end = f"{checkpoint}; its state cannot be used" if key == _CLASS else where
         now = "(not given)" if value == MISSING else value

@@ -97,9 +97,10 @@ def follow(
         while True:
             # Read the event before the file: rows written before it was set are never missed.
             ending = stopped.is_set()
-            if os.fstat(file.fileno()).st_size < file.tell():  # ranks that start again cut it
+            size = os.fstat(file.fileno()).st_size
+            if size < file.tell():  # ranks that start again have cut it
                 kept = b""
-                file.seek(0, os.SEEK_END)
+                file.seek(min(start, size))
             *lines, kept = (kept + file.read()).split(b"\n")
             for line in lines:
                 row = decode(line)

@@ -103,6 +103,11 @@ class SweepRecord:
         content["runs"] = content.pop("entries")
         write_object(folder / files.SWEEP, content)
 
+    @property
+    def gives_up(self) -> bool:
+        """Whether more runs failed than ``sweep.max_failures`` allows."""
+        return self.max_failures is not None and self.failures > self.max_failures
+
     def of(self, number: int) -> Entry:
         """Return the run with a number."""
         for entry in self.entries:

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import which
+from signal import SIGINT
 
 from filelock import FileLock, Timeout
 
 from runner.compose.jobs import Job, Sweep
 from runner.compose.launchers import Where
 from runner.compose.request import Request
-from runner.config import disk
 from runner.config.problem import Interrupted, Problem, RequestError
 from runner.launch import signals
-from runner.launch.supervise import write_page
-from runner.run_folder import files
+from runner.launch.supervise import prepare, write_page
 from runner.run_folder.status import now
 from runner.run_folder.sweep_record import Entry, SweepRecord, changed
-from runner.sweep import engines, follow, live
+from runner.sweep import live, slurm
 from runner.sweep.job import run_job
-from runner.sweep.resume import (
-    archive,
-    continues,
-    load_status,
-    plan_runs,
-    require_own_folders,
-    require_same,
-)
+from runner.sweep.resume import archive, continues, load_status, plan_runs, require_same
 from runner.sweep.summary_run import record_sweep
 from runner.telemetry.sinks import recorder_process
 from runner.telemetry.sinks.console import print_line
@@ -38,6 +32,9 @@ from runner.train import stop
 
 _RELEASED = 8
 """Seconds to wait until the processes of a killed sweep release its folder."""
+
+_LATER = 5.0
+"""Seconds that runs have longer than ``shutdown.timeout``, until the sweep ends without them."""
 
 
 def run_sweep(
@@ -51,15 +48,12 @@ def run_sweep(
     search = sweep.trials is not None
     if left := _left(request, sweep, plan_runs(request)):
         if sweep.where == "here":
-            from runner.launch import supervise
-
-            supervise.prepare([job.config for job in left])
+            prepare([job.config for job in left])
         check(left, sweep.where)
         require_same(left)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     with _claimed(sweep):
         entries = plan_runs(request)
-        require_own_folders(sweep.folder, entries)
         if done := live.resumed(entries):
             print_line(done, sys.stderr)
         if not _left(request, sweep, entries):
@@ -73,16 +67,7 @@ def run_sweep(
 
         try:
             with signals.last_words(write_last):
-                waiting = [
-                    (one.number, one.words)
-                    for one in entries
-                    if one.state == "waiting" and one.number not in held
-                ]
-                engines.prepare(left)
-                if waiting or search:
-                    request.launch(run_job, waiting)
-                if held:
-                    follow.follow(sweep.folder, held)
+                _launch(request, sweep, entries, held)
             code, interrupted = 0, False
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
@@ -120,7 +105,7 @@ def _left(request: Request, sweep: Sweep, entries: Sequence[Entry]) -> list[Job]
 def _held(entries: Sequence[Entry]) -> dict[int, str]:
     """Return the jobs of runs that Slurm still has, from a command that was interrupted."""
     jobs = {one.number: one.job for one in entries if one.state == "waiting" and one.job}
-    known = follow.queued() if jobs else set()
+    known = slurm.queued() if jobs else set()
     if known is None and which("squeue"):
         message = f"Slurm does not answer, and may still have {' '.join(jobs.values())}; try again"
         raise RequestError([Problem("hydra/launcher", "submitit_slurm", message)])
@@ -153,18 +138,12 @@ def _begin(
     """Archive old files of the runs that will run, but for those in ``held``; write the record."""
     before = SweepRecord.find(sweep.folder)
     settings = request.jobs[0].config.sweep
-    if sweep.trials is not None:  # a search learns from its first run on, so it starts afresh
-        begun = [
-            one.name
-            for one in sweep.folder.iterdir()
-            if one.is_dir() and one.name != files.EARLIER and not one.name.startswith(".")
-        ]
-        archive(sweep.folder, begun)
     never = request.jobs[0].config.resume.source == "never"
     waiting = [one for one in entries if one.state == "waiting" and one.number not in held]
-    archive(
-        sweep.folder, (one.folder for one in waiting if never or not continues(one, sweep.folder))
-    )
+    old = [one.folder for one in waiting if never or not continues(one, sweep.folder)]
+    if sweep.trials is not None:  # a search learns from its first run on, so it starts afresh
+        old = [one.name for one in sweep.folder.iterdir() if one.name.isdecimal()]
+    archive(sweep.folder, old)
     record = SweepRecord(
         name=sweep.name,
         words=list(typed),
@@ -180,37 +159,74 @@ def _begin(
     record.write(sweep.folder)
 
 
-def _end(folder: Path, code: int, interrupted: bool, search: bool) -> SweepRecord:
-    """Write how the sweep ended; on a full disk, only return it."""
-    record = SweepRecord.read(folder)
+def _launch(request: Request, sweep: Sweep, entries: Sequence[Entry], held: dict[int, str]) -> None:
+    """Let Hydra's launcher run what waits, and wait for what Slurm still has."""
+    left = [one for one in entries if one.state == "waiting" and one.number not in held]
+    waiting = [(one.number, one.words) for one in left]
+    if waiting or sweep.trials is not None:
+        if sweep.where == "beside":
+            with _passing_on(sweep.folder, request.jobs[0].config.shutdown.timeout):
+                request.launch(run_job, waiting)
+        else:
+            request.launch(run_job, waiting)
+    if held:
+        slurm.follow(sweep.folder, held)
+    if (record := SweepRecord.read(sweep.folder)).gives_up:
+        print_line(f"the sweep stops: sweep.max_failures={record.max_failures}", sys.stderr)
+        raise SystemExit(1)
+
+
+@contextmanager
+def _passing_on(sweep: Path, timeout: float) -> Iterator[None]:
+    """Pass a signal that asks this process to stop on to runs in other processes."""
+    over = threading.Event()
+
+    def pass_on() -> None:
+        told: set[int] = set()
+        while not over.wait(0.2):
+            if number := stop.requested():
+                with changed(sweep) as record:
+                    record.state = "interrupted"  # no further run begins
+                pids = {one.pid for one in record.entries if one.state == "running" and one.pid}
+                for pid in pids - told:
+                    told.add(pid)
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
+
+    thread = threading.Thread(target=pass_on, daemon=True, name="stop")
+    signals.set_timeout(timeout + _LATER)
+    stop.requested()  # from here on a signal is noted only
+    thread.start()
     try:
-        with changed(folder) as record:
-            _settle(record, folder, code, interrupted, search)
-    except OSError as error:
-        if not disk.is_full(error):
+        yield
+    except Exception:
+        if not stop.requested():  # what follows from the end of the runs is no error
             raise
-        _settle(record, folder, code, interrupted, search)
-        print_line(str(disk.full(folder, files.SWEEP)), sys.stderr)
+    finally:
+        over.set()
+        thread.join()
+    if number := stop.reset():
+        raise KeyboardInterrupt if number == SIGINT else signals.Terminated(number)
+
+
+def _end(folder: Path, code: int, interrupted: bool, search: bool) -> SweepRecord:
+    """Write how the sweep ended, and its runs."""
+    with changed(folder) as record:
+        for entry in record.entries:
+            if entry.state == "running":
+                load_status(entry, folder, record.objective)
+            # A job in Slurm goes on without the command; another process was killed.
+            if entry.state == "running" and entry.job is None:
+                entry.state = "interrupted" if interrupted else "failed"
+        states = {entry.state for entry in record.entries}
+        if interrupted or "interrupted" in states:
+            record.state = "interrupted"
+        elif code == 0 and (search or states <= {"finished"}):
+            record.state = "finished"
+        else:
+            record.state = "failed"
+        record.ended = now()
     return record
-
-
-def _settle(record: SweepRecord, folder: Path, code: int, interrupted: bool, search: bool) -> None:
-    """Set the states of a sweep that has ended, and of its runs."""
-    for entry in record.entries:
-        if entry.state == "running":
-            load_status(entry, folder, record.objective)
-        if entry.job is not None:
-            continue  # its job in Slurm goes on without the command
-        if entry.state == "running":  # its process was killed
-            entry.state = "interrupted" if interrupted else "failed"
-    states = {entry.state for entry in record.entries}
-    if interrupted or "interrupted" in states:
-        record.state = "interrupted"
-    elif code == 0 and (search or states <= {"finished"}):
-        record.state = "finished"
-    else:
-        record.state = "failed"
-    record.ended = now()
 
 
 def _show(folder: Path, record: SweepRecord) -> int:

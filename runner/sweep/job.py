@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from runner.compose.launchers import Where, where
+from runner.compose.launchers import where
 from runner.compose.masking import recorded_words, resolved_and_recorded, write_composition
 from runner.config import disk
 from runner.config.check import parse
 from runner.config.environment import slurm_job
 from runner.config.identity import config_hash
 from runner.config.problem import Problem, RequestError
-from runner.config.secrets import hide
 from runner.launch import signals
 from runner.launch.supervise import write_page
 from runner.run_folder import files
 from runner.run_folder.claim import claimed
 from runner.run_folder.sweep_record import Entry, SweepRecord, changed
 from runner.sweep import live
-from runner.sweep.engines import enter
-from runner.sweep.follow import gives_up
 from runner.sweep.resume import load_status
 from runner.telemetry.sinks import recorder_process
 from runner.telemetry.sinks.console import print_line
@@ -42,32 +43,47 @@ write it."""
 
 def run_job(config: DictConfig) -> float | None:
     """Run one job of a sweep; Hydra's launcher calls this, possibly in another process."""
-    settings = HydraConfig.get()
-    folder = Path(settings.sweep.dir)
-    enter(settings.launcher._target_)
+    place = where(HydraConfig.get().launcher._target_)
+    if place != "here":
+        _enter(place == "beside")
     try:
-        if message := disk.shortage(folder):
-            return _stop(message)
-        return _run(config)
+        return _run(config, place)
     except OSError as error:
-        message = disk.told(error)
-        if message is None:
+        if (message := disk.told(error)) is None:
             raise
-        return _stop(message)
+        return _stop(message, place)
     except (SystemExit, KeyboardInterrupt):
-        match _where(settings):
-            case "here":
-                raise
-            case "elsewhere":
-                signals.requeue()
-                raise
-        return None  # joblib would end the other runs
+        if place == "beside":
+            return None  # joblib would end the other runs
+        if place == "elsewhere":
+            signals.requeue()
+        raise
     finally:
-        if _where(settings) != "here":
+        if place != "here":
             recorder_process.end_kept()
 
 
-def _run(config: DictConfig) -> float | None:
+@cache
+def _enter(beside: bool) -> None:
+    """Prepare a process that a launcher started for its runs."""
+    # joblib's processes have a method of their own to start others, which ranks do not know.
+    multiprocessing.set_start_method(None, force=True)
+    signals.listen()
+    if not beside:
+        return
+    command = os.getppid()
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)  # the terminal reaches the command alone, which passes signals on
+
+    def watch() -> None:
+        while os.getppid() == command:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)  # the command was killed
+
+    threading.Thread(target=watch, daemon=True, name="command").start()
+
+
+def _run(config: DictConfig, place: str) -> float | None:
     """Run the job and record it; see :func:`run_job`."""
     from runner.launch import supervise
     from runner.launch.resume import decide
@@ -80,16 +96,12 @@ def _run(config: DictConfig) -> float | None:
         message = "the runs of a sweep lie directly in its folder: name one folder, without slashes"
         raise RequestError([Problem("hydra.sweep.subdir", settings.sweep.subdir, message)])
     with changed(sweep) as record:
-        elsewhere = _where(settings) == "elsewhere"
         # A job in Slurm goes on if only the command that waits for it was interrupted.
-        if gives_up(record) or (record.state == "interrupted" and not elsewhere):
+        if record.gives_up or (record.state == "interrupted" and place != "elsewhere"):
             return None
         entry = _entry(record, settings.job.num, plain, words)
         entry.folder, entry.state = str(folder.relative_to(sweep)), "running"
-        if elsewhere:
-            entry.job = slurm_job()
-        else:
-            entry.pid = os.getpid()
+        entry.pid, entry.job = os.getpid(), slurm_job() if place == "elsewhere" else None
     print_line(live.beginning(record, entry), sys.stderr)
     resolved, plain = (grouped(one, record.name) for one in (resolved, plain))
     full = False
@@ -97,54 +109,50 @@ def _run(config: DictConfig) -> float | None:
         typed = parse(resolved)
         with claimed(folder):
             write_composition(folder / files.HYDRA)
-            start = decide(typed, plain, folder)
             ended = supervise.run(
                 typed,
                 plain,
                 folder,
                 words,
-                start=start,
+                start=decide(typed, plain, folder),
                 reports_end=False,
                 swept=record.keys,
-                alone=_where(settings) != "beside",
+                alone=place != "beside",
             )
         entry.exit_code, entry.objective = ended.exit_code, ended.objective
         entry.state = "finished" if ended.exit_code == 0 else "failed"
         full = ended.disk_full
     except Exception as error:  # the other runs may succeed
-        entry.state, entry.exit_code, entry.error = "failed", 1, _last_line(error)
+        entry.state, entry.exit_code = "failed", 1
+        entry.error = f"{type(error).__name__}: {error}".strip().splitlines()[-1].strip()
     except BaseException as error:
         entry.state, entry.exit_code = "interrupted", getattr(error, "code", 130)
         raise
     finally:
         entry.pid = None
         load_status(entry, sweep, record.objective)
-        record = _note(sweep, entry)
-        ended_runs = sum(one.ended for one in record.entries)
-        left = record.total - ended_runs  # after the last run the sweep itself writes the page
-        if left and _page_age(sweep) > PAGE_SECONDS * ended_runs:
-            write_page(sweep, left)
-    if entry.state == "failed":
-        print_line(live.failure(record, entry), sys.stderr)
-        if full:
-            return _stop("repeat the command once there is space")
-        if gives_up(record):
-            return _stop(f"sweep.max_failures={record.max_failures}")
-        if elsewhere:
-            raise SystemExit(1)  # Slurm says so too
-        return None
-    objective = entry.objective
-    return objective if objective is not None and math.isfinite(objective) else None
+        with changed(sweep) as record:
+            record.entries = [
+                entry if one.number == entry.number else one for one in record.entries
+            ]
+            record.failures += entry.state == "failed"
+        _update_page(record, sweep)
+    if entry.state != "failed":
+        objective = entry.objective
+        return objective if objective is not None and math.isfinite(objective) else None
+    print_line(live.failure(record, entry), sys.stderr)
+    if full:
+        return _stop("repeat the command once there is space", place)
+    if record.gives_up:
+        return _stop(f"sweep.max_failures={record.max_failures}", place)
+    if place == "elsewhere":
+        raise SystemExit(1)  # Slurm says so too
+    return None
 
 
-def _where(settings: Any) -> Where:
-    """Return whether this is the process of the command, or one that a launcher started."""
-    return where(settings.launcher._target_)
-
-
-def _stop(why: str) -> float | None:
+def _stop(why: str, place: str) -> float | None:
     """End the sweep, unless its launcher runs jobs in other processes, which cannot be stopped."""
-    if _where(HydraConfig.get()) == "here":
+    if place == "here":
         print_line(f"the sweep stops: {why}", sys.stderr)
         raise SystemExit(1)
     return None
@@ -161,20 +169,13 @@ def _entry(record: SweepRecord, number: int, plain: dict[str, Any], words: Seque
         return entry
 
 
-def _note(sweep: Path, entry: Entry) -> SweepRecord:
-    """Replace the run's entry in the record."""
-    with changed(sweep) as record:
-        record.entries = [entry if one.number == entry.number else one for one in record.entries]
-        record.failures += entry.state == "failed"
-    return record
-
-
-def _page_age(sweep: Path) -> float:
-    """Return the seconds since the page of a sweep was written; infinite if there is none."""
-    try:
-        return time.time() - (sweep / files.PAGE).stat().st_mtime
-    except FileNotFoundError:
-        return math.inf
+def _update_page(record: SweepRecord, sweep: Path) -> None:
+    """Write the page of a sweep that goes on, unless it is recent."""
+    ended = sum(one.ended for one in record.entries)
+    left, page = record.total - ended, sweep / files.PAGE
+    age = time.time() - page.stat().st_mtime if page.exists() else math.inf
+    if left and age > PAGE_SECONDS * ended:  # after the last run the sweep itself writes it
+        write_page(sweep, left)
 
 
 def grouped(plain: dict[str, Any], name: str) -> dict[str, Any]:
@@ -183,8 +184,3 @@ def grouped(plain: dict[str, Any], name: str) -> dict[str, Any]:
     tracker["group"] = tracker.get("group") or name
     tracker["tags"] = tracker.get("tags") or [name[:_LONGEST_TAG]]
     return {**plain, "tracker": tracker}
-
-
-def _last_line(error: Exception) -> str:
-    lines = hide(str(error)).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__

@@ -40,6 +40,13 @@ def in_slurm(jobs: Collection[str]) -> str:
     return f"{goes} on in Slurm; the same command waits for them (scancel {' '.join(jobs)})"
 
 
+def news(record: SweepRecord, entry: Entry) -> str:
+    """Return how a run stands whose state has changed."""
+    if entry.state == "failed":
+        return failure(record, entry)
+    return end(record, entry) if entry.ended else beginning(record, entry)
+
+
 def beginning(record: SweepRecord, entry: Entry) -> str:
     """Return which run begins, the best run so far, and the time left."""
     parts = [_title(record, entry)]

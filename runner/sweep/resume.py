@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runner.compose.jobs import Job
 from runner.compose.request import Request
-from runner.config.problem import Problem, RequestError
+from runner.config.problem import RequestError
 from runner.launch.resume import WORDS, named, newest, problems
 from runner.run_folder import files, keys
 from runner.run_folder.status import elapsed, is_unfinished, objective_of
@@ -37,8 +37,9 @@ def plan_runs(request: Request) -> list[Entry]:
     planned = []
     for job, old in zip(request.jobs, known, strict=True):
         number = old.number if old else next(free)
+        # Keys of Hydra are the same for all jobs.
+        words = [one for one in job.words if not one.lstrip("+~").startswith(("hydra.", "hydra/"))]
         folder = old.folder if old else str(number)
-        words = [word for word in job.words if not _sets_hydra(word)]
         waiting = Entry(number, folder, list(job.apart), words, job.hash)
         waiting.job = old.job if old else None
         entry = replace(waiting)
@@ -56,9 +57,7 @@ def load_status(entry: Entry, sweep: Path, objective: str) -> None:
         return
     entry.state = state
     entry.exit_code = code if isinstance(code, int) else None
-    # A message may quote an argument whose bytes are no text.
-    said = str(status.get("error") or "").encode("utf-8", "replace").decode("utf-8")
-    error = said.strip().splitlines()
+    error = str(status.get("error") or "").strip().splitlines()
     entry.error = error[-1] if error else None
     seconds = elapsed(status)
     entry.seconds = None if seconds is None else round(seconds, 3)
@@ -93,28 +92,10 @@ def require_same(jobs: Sequence[Job]) -> None:
         raise RequestError(found)
 
 
-def require_own_folders(sweep: Path, entries: Iterable[Entry]) -> None:
-    """Check that the runs of a sweep are written into its own folder."""
-    names = {entry.folder for entry in entries} | {files.EARLIER}
-    names |= {one.name for one in sweep.iterdir() if one.name.isdecimal()}
-    for folder in sorted(sweep / name for name in names):
-        if folder.is_symlink():
-            message = f"{folder} is a symbolic link, and nothing is written outside of the sweep"
-            raise RequestError([Problem("sweep.name", sweep.name, f"{message}: remove it")])
-
-
 def archive(sweep: Path, folders: Iterable[str]) -> None:
     """Move old folders of runs that start again to ``earlier/<number>-<k>``."""
     for name in folders:
-        folder = sweep / name
-        if not folder.exists():
-            continue
-        home = sweep / files.EARLIER
-        home.mkdir(exist_ok=True)
-        free = (home / f"{name.replace('/', '-')}-{k}" for k in count(1))
-        folder.rename(next(place for place in free if not place.exists()))
-
-
-def _sets_hydra(word: str) -> bool:
-    """Return whether an override sets a key of Hydra, which is the same for all jobs."""
-    return word.lstrip("+~").startswith(("hydra.", "hydra/"))
+        if (sweep / name).exists():
+            (sweep / files.EARLIER).mkdir(exist_ok=True)
+            free = (sweep / files.EARLIER / f"{name}-{k}" for k in count(1))
+            (sweep / name).rename(next(place for place in free if not place.exists()))

@@ -1,8 +1,7 @@
-"""Sweeper of Hydra that runs the jobs of a sweep that are not finished, and launchers of its jobs.
+"""Sweeper of Hydra that runs the jobs of a sweep that are not finished, and a launcher for Slurm.
 
 Hydra's own sweeper can neither leave out jobs that are done nor advance two lists together. The
-command chooses this one: ``hydra/sweeper=clip_runner``. The launchers are chosen by the files of
-``conf/hydra/launcher``; each needs a package of its own, which is imported only if it launches.
+command chooses this one: ``hydra/sweeper=clip_runner``.
 """
 
 from __future__ import annotations
@@ -36,11 +35,8 @@ ConfigStore.instance().store(
 )
 
 
-class _Launcher(Launcher):  # type: ignore[misc, unused-ignore]
-    """Launches runs through a launcher of Hydra's own plugins."""
-
-    module: ClassVar[str]
-    name: ClassVar[str]
+class SubmititSlurmLauncher(Launcher):  # type: ignore[misc, unused-ignore]
+    """Launch runs as jobs of Slurm, by Hydra's launcher: ``hydra/launcher=submitit_slurm``."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -49,48 +45,16 @@ class _Launcher(Launcher):  # type: ignore[misc, unused-ignore]
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Make the launcher of Hydra's plugin."""
-        self.theirs = self._make()
+        """Make the launcher of Hydra's plugin, which composes and runs each job."""
+        module = import_module("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
+        self.theirs = module.SlurmLauncher()
         self.theirs.setup(hydra_context=hydra_context, task_function=task_function, config=config)
 
-    def _make(self) -> Any:
-        return getattr(import_module(f"hydra_plugins.{self.module}"), self.name)()
-
-
-class JoblibLauncher(_Launcher):
-    """Launch several runs at once in processes of this machine: ``hydra/launcher=joblib``."""
-
-    module, name = "hydra_joblib_launcher.joblib_launcher", "JoblibLauncher"
-
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
         """Run jobs, and return their results."""
-        from runner.sweep import engines
+        from runner.sweep import slurm
 
-        return engines.at_once(self.theirs, job_overrides, initial_job_idx, **self.options)
-
-
-class SubmititLocalLauncher(_Launcher):
-    """Launch runs as processes of this machine: ``hydra/launcher=submitit_local``."""
-
-    module, name = "hydra_submitit_launcher.submitit_launcher", "LocalLauncher"
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
-        """Run jobs, and return their results."""
-        from runner.sweep import engines
-
-        return engines.locally(self.theirs, job_overrides, initial_job_idx, self.options)
-
-
-class SubmititSlurmLauncher(_Launcher):
-    """Launch runs as jobs of Slurm: ``hydra/launcher=submitit_slurm``."""
-
-    module, name = "hydra_submitit_launcher.submitit_launcher", "SlurmLauncher"
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
-        """Run jobs, and return their results."""
-        from runner.sweep import engines
-
-        return engines.by_slurm(self.theirs, job_overrides, initial_job_idx, self.options)
+        return slurm.launch(self.theirs, job_overrides, initial_job_idx, self.options)
 
 
 class RecordSweeper(Sweeper):  # type: ignore[misc, unused-ignore]

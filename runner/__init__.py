@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from runner.telemetry.monitor import GradientMonitor
     from runner.telemetry.options import Measurements
     from runner.telemetry.transformers_callback import ClippingCallback
-    from runner.train.trainer import Trainer
+    from runner.train.evaluation import Evaluate
+    from runner.train.skipped_steps import SkippedSteps
+    from runner.train.trainer import InBackward, Log, Trainer
 
 __version__ = "0.1.0"
 
@@ -43,15 +45,19 @@ _HOME = {
     "ClippingCallback": "runner.telemetry.transformers_callback",
     "CosineAnnealingLR": "runner.optim.schedulers",
     "DistCoordinator": "runner.launch.process_group",
+    "Evaluate": "runner.train.evaluation",
     "GradientClipping": "runner.clip",
     "GradientMonitor": "runner.telemetry.monitor",
     "HybridParallelPlugin": "runner.booster",
     "LinearWarmupLR": "runner.optim.schedulers",
+    "InBackward": "runner.train.trainer",
+    "Log": "runner.train.trainer",
     "LowLevelZeroPlugin": "runner.booster",
     "Measurements": "runner.telemetry.options",
     "MoeHybridParallelPlugin": "runner.booster",
     "PipelineParallelPlugin": "runner.booster",
     "SkipRule": "runner.clip",
+    "SkippedSteps": "runner.train.skipped_steps",
     "TensorParallelPlugin": "runner.booster",
     "TorchDDPPlugin": "runner.booster",
     "TorchFSDPPlugin": "runner.booster",
@@ -69,15 +75,19 @@ __all__ = [
     "ClippingCallback",
     "CosineAnnealingLR",
     "DistCoordinator",
+    "Evaluate",
     "GradientClipping",
     "GradientMonitor",
     "HybridParallelPlugin",
+    "InBackward",
     "LinearWarmupLR",
+    "Log",
     "LowLevelZeroPlugin",
     "Measurements",
     "MoeHybridParallelPlugin",
     "PipelineParallelPlugin",
     "SkipRule",
+    "SkippedSteps",
     "TensorParallelPlugin",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",

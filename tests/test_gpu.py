@@ -97,13 +97,12 @@ def test_training(precision):
     data = TensorPairs(*(part.repeat(8, *[1] * (part.ndim - 1)) for part in batch()))
     loader = torch.utils.data.DataLoader(data, 16, collate_fn=collate_pairs)
     summary = Trainer(
-        network(),
+        network().cuda(),
         loader,
         "10ep",
         [GradientClipping("norm", 0.5)],
         loader,
-        precision=precision,
-        device="cuda",
+        booster=Booster(precision),
     ).fit()
     assert summary["final"]["eval/accuracy"] > 0.9
     assert 0 < summary["clip/ratio_total"] <= 1

@@ -23,7 +23,7 @@ from runner.bench.clip import of_torchvision, threads
 from runner.bench.parallel import on_ranks, slowest
 from runner.bench.peers import loops, plain_loop
 from runner.bench.timing import Row, Setting, Side, clocked, compared, interleave
-from runner.booster import Plugin, TorchDDPPlugin
+from runner.booster import Booster, Plugin, TorchDDPPlugin
 from runner.clip import GradientClipping
 from runner.data.dataset import TensorPairs, collate_pairs
 from runner.run_folder import keys
@@ -31,7 +31,7 @@ from runner.run_folder.rows import JsonlSink
 from runner.run_folder.rows import Row as Metrics
 from runner.telemetry.sinks.sink import Sink
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
-from runner.train.trainer import Trainer
+from runner.train.trainer import Log, Trainer
 
 TITLE = (
     "a training loop with clipping and its record, one thread\n"
@@ -127,9 +127,8 @@ def trained(task: Task, sinks: Sequence[Sink], plugin: Plugin | None = None) -> 
         loader,
         f"{len(loader)}ba",
         optimizers=optimizer,
-        plugin=plugin,
-        sinks=sinks,
-        log_interval=INTERVAL,
+        booster=Booster(plugin=plugin),
+        log=Log(sinks, INTERVAL),
         algorithms=[GradientClipping("norm", THRESHOLD)],
         criterion=nn.CrossEntropyLoss(),
     )

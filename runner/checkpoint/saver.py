@@ -15,10 +15,11 @@ from runner.checkpoint.pending import Pending
 from runner.config.duration import Duration, Interval, Minutes, parse_interval
 from runner.config.objective import higher_is_better
 from runner.parallel.collectives import is_first, on_first, several_ranks
+from runner.run_folder import keys
 
 
 class CheckpointSaver:
-    """Saves a training at intervals; give it to :class:`runner.Trainer`.
+    """Saves a training at intervals: a callback of :class:`runner.Trainer`.
 
     A checkpoint is a folder ``step_<number>`` that holds everything to continue with the same
     steps. It gets its name when it is complete, so an interrupted write leaves the one before it.
@@ -38,7 +39,7 @@ class CheckpointSaver:
 
     Example:
         >>> saver = CheckpointSaver("checkpoints", "100ba", best="eval/loss")
-        >>> trainer = Trainer(model, loader, "10ep", eval_dataloader=held_out, saver=saver)
+        >>> trainer = Trainer(model, loader, "10ep", eval_dataloader=held_out, callbacks=[saver])
         >>> trainer.load("checkpoints/step_000000300")  # in a later process
         >>> trainer.fit()
     """
@@ -93,15 +94,15 @@ class CheckpointSaver:
                 "would remove: load it to continue, or choose another folder"
             )
 
-    def overdue(self) -> bool:
-        """Return whether the minutes of the interval have passed, by the clock of this rank."""
-        if not isinstance(self.interval, Minutes) or not self.keep:
+    def due(self) -> bool:
+        """Return whether this rank asks for a checkpoint: the first one by its clock, and any rank
+        that knows that the last one could not be written, which :meth:`save` then raises.
+        """
+        if self._pending is not None and self._pending.failed():
+            return True
+        if not isinstance(self.interval, Minutes) or not self.keep or not is_first():
             return False
         return time.monotonic() - self._saved >= self.interval.seconds
-
-    def failed(self) -> bool:
-        """Return whether this rank knows that the last checkpoint could not be written."""
-        return self._pending is not None and self._pending.failed()
 
     def save(self, training: Training, step: int, metrics: Mapping[str, Any]) -> None:
         """Save a checkpoint between two steps; every rank has to call this.
@@ -109,7 +110,7 @@ class CheckpointSaver:
         Args:
             training: the training.
             step: number of optimizer steps taken.
-            metrics: last metrics, by which the best checkpoint is found.
+            metrics: last values of all metrics; those of evaluations and ``best`` are recorded.
 
         Raises:
             OSError: this checkpoint or the one before cannot be written, on every rank.
@@ -154,8 +155,8 @@ class CheckpointSaver:
 
     def _said(self, training: Training, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a manifest says."""
-        ranks = training.plugin.world_size
-        return {**self._about, "metrics": dict(metrics), "world_size": ranks}
+        kept = {k: v for k, v in metrics.items() if k.startswith(keys.EVAL) or k == self.best}
+        return {**self._about, "metrics": kept, "world_size": training.plugin.world_size}
 
     def _in_background(self, training: Training) -> bool:
         if self._asynchronous is None:

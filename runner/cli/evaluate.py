@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> int:
     check_jobs([job])
     from runner.checkpoint.folder import DamagedCheckpoint
     from runner.run_folder.strict_json import write_object
-    from runner.train.evaluation import execute
+    from runner.train.job import evaluate as execute
 
     if joins():
         from runner.launch.rank import join
@@ -89,10 +89,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def _evaluate(job: Job, checkpoint: Path) -> dict[str, Any] | int:
-    """Return what :func:`runner.train.evaluation.execute` does, or the exit code of a failure."""
+    """Return what :func:`runner.train.job.evaluate` does, or the exit code of a failure."""
     from runner.launch.failure import Failure, attempt
     from runner.launch.supervise import train
-    from runner.train.evaluation import execute
+    from runner.train.job import evaluate as execute
 
     # Local ranks log to the folder of a run; nothing of it is kept.
     with tempfile.TemporaryDirectory(prefix="clip-runner-") as folder:

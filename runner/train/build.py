@@ -32,7 +32,7 @@ from runner.data import Data, DataUnavailable
 from runner.data.dataset import length_of
 from runner.optim.muon import NoHiddenMatrix
 from runner.train import progress
-from runner.train.early_stopping import EarlyStopping
+from runner.train.callbacks import EarlyStopping
 
 _EXTRAS = {"timm": "clip-runner[optim]"}
 """Packages of the options of ``optimizer``, and the extra that installs each."""

@@ -26,7 +26,7 @@ from runner.telemetry.options import Measurements
 from runner.telemetry.statistics import Statistics
 from runner.telemetry.step import StepMetrics
 from runner.train import build
-from runner.train.eval_metrics import EvalMetrics, MetricError, name_of
+from runner.train.evaluation import EvalMetrics, MetricError, name_of
 from runner.train.refused import first_line
 
 

@@ -17,7 +17,8 @@ import torch
 import yaml
 from torch import nn
 
-from runner.booster import LossScale
+from runner.booster import Booster, LossScale
+from runner.checkpoint.content import load_weights
 from runner.checkpoint.folder import manifest_of
 from runner.checkpoint.saver import CheckpointSaver
 from runner.clip import ClipMode, SkipRule
@@ -33,6 +34,7 @@ from runner.config.sizes import sizes
 from runner.data.dataset import length_of
 from runner.optim.effects import effect_of
 from runner.optim.muon import ADAMW
+from runner.parallel.collectives import on_first
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import decode, encode, read_object
 from runner.telemetry import guidance
@@ -40,7 +42,10 @@ from runner.telemetry.options import Measurements
 from runner.telemetry.sinks.console import print_line
 from runner.telemetry.sinks.sink import Sink
 from runner.train import build
-from runner.train.trainer import Trainer
+from runner.train.callbacks import Probe
+from runner.train.evaluation import Evaluate
+from runner.train.skipped_steps import SkippedSteps
+from runner.train.trainer import InBackward, Log, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +69,10 @@ def execute(
     """Train in this process, which is one of the ranks of the run."""
     started = time.perf_counter()
     recorded = _recorded(folder)
-    callbacks, saver = build.make_callbacks(config), _saver(config, folder, recorded)
-    trainer = make_trainer(config, sinks, saver=saver, callbacks=callbacks)
+    callbacks = [*build.make_callbacks(config), *_savers(config, folder, recorded)]
+    if config.telemetry.probe:
+        callbacks.append(Probe(config.telemetry.probe, _say))
+    trainer = make_trainer(config, sinks, callbacks=callbacks)
     if trainer.plugin.rank == 0:
         _log_setup(config, trainer)
     if resume is not None:
@@ -80,7 +87,7 @@ def execute(
     scaled = [one for one in layout.parameters.values() if one.scaled or not some]
     elements = sum(math.prod(one.shape) for one in scaled)
     effect = effect_of(trainer.optimizer.optimizers, clip.threshold, elements, some)
-    searches = trainer.bad_gradients.searches
+    searches = trainer.skipped_steps.searches
     setting = guidance.Setting(info, clip.threshold, clip.nonfinite, effect, searches)
     known = clip.mode in NAMES and info == built_in(clip.mode).info
     own = {} if known else {keys.CLIP_MODE: info.record()}
@@ -93,6 +100,21 @@ def execute(
         "world_size": trainer.plugin.world_size,
         "device": str(trainer.device),
     }
+
+
+def evaluate(
+    config: RunConfig, sinks: Sequence[Sink], *, checkpoint: Path | None
+) -> dict[str, Any]:
+    """Evaluate a checkpoint on the held-out data; every rank has to call this."""
+    for sink in sinks:
+        sink.close(None, 0)
+    trainer = make_trainer(config, ())
+    found = on_first(lambda: checkpoint)
+    assert found is not None
+    load_weights(trainer, found, verify=False)  # the first rank has
+    held_out = trainer.eval_dataloader
+    metrics = {} if held_out is None else trainer.evaluation.run(held_out)
+    return {"metrics": metrics, "world_size": trainer.plugin.world_size}
 
 
 def _recorded(folder: Path | None) -> dict[str, Any] | None:
@@ -122,13 +144,13 @@ def _changed(saved: object, recorded: dict[str, Any] | None) -> set[str]:
     return own | ({"threshold"} if any(key.startswith(thresholds) for key in changed) else set())
 
 
-def _saver(
+def _savers(
     config: RunConfig, folder: Path | None, recorded: dict[str, Any] | None
-) -> CheckpointSaver | None:
-    """Return what saves the checkpoints of the run; None if it saves nothing."""
+) -> list[CheckpointSaver]:
+    """Return what saves the checkpoints of the run, if it saves any."""
     section = config.checkpoint
     if folder is None or not (section.keep or section.save_final):
-        return None
+        return []
     status = read_object(folder / files.STATUS)
     about = {
         "config": recorded,
@@ -136,7 +158,7 @@ def _saver(
         "wandb_run_id": status.get("wandb_run_id"),
         "plugin": config.plugin.name,
     }
-    return CheckpointSaver(
+    saver = CheckpointSaver(
         folder / files.CHECKPOINTS,
         section.interval,
         keep=section.keep,
@@ -146,6 +168,7 @@ def _saver(
         asynchronous=None if section.asynchronous == "auto" else section.asynchronous,
         about=about,
     )
+    return [saver]
 
 
 def _log_setup(config: RunConfig, trainer: Trainer) -> None:
@@ -195,7 +218,6 @@ def make_trainer(
     mode: ClipMode | None = None,
     max_duration: Duration | None = None,
     evaluates: bool = True,
-    saver: CheckpointSaver | None = None,
     callbacks: Sequence[object] = (),
 ) -> Trainer:
     """Make the trainer of a run."""
@@ -221,13 +243,16 @@ def make_trainer(
         "seed": config.seed,
         "pin_memory": device.type == "cuda",
     }
-    precision, rule = config.precision, config.clip.skip.options
+    precision, clip, rule = config.precision, config.clip, config.clip.skip.options
     loss_scale = None
     if precision.name == "fp16":
         loss_scale = LossScale(precision.initial_scale, precision.growth_interval)
     held_out = None
     if evaluates and data.test is not None:
         held_out = plugin.prepare_dataloader(data.test, **loader_options)
+    clips = mode or build_mode(clip.kind, **clip.options)
+    in_backward = mode is None and clip.when == "backward"
+    skip = None if rule is None or mode is not None else SkipRule(**rule)
     return Trainer(
         model,
         plugin.prepare_dataloader(
@@ -237,31 +262,20 @@ def make_trainer(
             **loader_options,
         ),
         max_duration or config.train.max_duration,
-        algorithms=mode or build_mode(config.clip.kind, **config.clip.options),
-        eval_dataloader=held_out,
-        optimizers=optimizers,
-        schedulers=[build.make_scheduler(config.scheduler, each, steps) for each in optimizers],
-        criterion=criterion,
-        plugin=plugin,
-        precision=precision.name,
+        InBackward(clips, clip.step_in_backward) if in_backward else clips,
+        Evaluate(held_out, config.eval.metrics, config.eval.interval, config.sweep.objective),
+        optimizers,
+        [build.make_scheduler(config.scheduler, each, steps) for each in optimizers],
+        criterion,
+        booster=Booster(precision.name, plugin, loss_scale, clip.nonfinite, skip),
         accumulation_steps=config.accumulation.steps,
-        eval_metrics=config.eval.metrics,
-        eval_interval=config.eval.interval,
-        nonfinite=config.clip.nonfinite,
-        max_skips=config.clip.max_skips,
-        clip_in_backward=mode is None and config.clip.when == "backward",
-        step_in_backward=mode is None and config.clip.step_in_backward,
-        skip=None if rule is None or mode is not None else SkipRule(**rule),
-        loss_scale=loss_scale,
-        sinks=sinks,
-        log_interval=config.log.interval,
-        log_flush=config.log.flush,
-        what_if=config.clip.what_if,
-        per_layer=config.telemetry.per_layer,
-        measurements=Measurements.of(config.telemetry),
-        objective=config.sweep.objective,
-        probe=config.telemetry.probe,
-        say=_say,
-        saver=saver,
-        callbacks=callbacks,
+        log=Log(
+            sinks,
+            config.log.interval,
+            config.log.flush,
+            clip.what_if,
+            config.telemetry.per_layer,
+            Measurements.of(config.telemetry),
+        ),
+        callbacks=[SkippedSteps(clip.max_skips), *callbacks],
     )

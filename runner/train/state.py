@@ -5,20 +5,28 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from runner.booster import OptimizerWrapper, SinglePlugin
+from runner.booster import OptimizerWrapper
 from runner.booster.step_order import StepOrderError, StepState
 from runner.clip import ClipMode
 from runner.config.duration import Duration
 from runner.config.notation import plural
 from runner.telemetry.meter import Meter
-from runner.train.bad_gradients import BadGradients
-from runner.train.callbacks import Callbacks
 from runner.train.progress import Progress
 from runner.train.windows import Window, Windows
+
+
+class Stateful(Protocol):
+    """A part of the training that has a state of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
 
 
 @dataclass
@@ -31,8 +39,7 @@ class TrainState:
     windows: Windows
     schedulers: list[Any] = field(default_factory=list)
     rank: int = 0
-    bad_gradients: BadGradients | None = None
-    callbacks: Callbacks = field(default_factory=lambda: Callbacks((), SinglePlugin()))
+    parts: Mapping[str, Stateful] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
     _schedulers_behind: bool = False
 
@@ -73,9 +80,8 @@ class TrainState:
         return {
             "progress": self.progress._asdict(),
             "meter": self.meter.state_dict(),
-            "skips": self.bad_gradients.state_dict() if self.bad_gradients else None,
             "clip": self.mode.state_dict(),
-            "callbacks": self.callbacks.state_dict(),
+            **{name: part.state_dict() for name, part in self.parts.items()},
             **(self.optimizer.state_dict() if with_optimizers else {}),
             "schedulers": [_state_of(scheduler) for scheduler in self.schedulers],
             "microbatch": self.windows.samples,
@@ -100,9 +106,9 @@ class TrainState:
             self.optimizer.load_state_dict(dict(state))
         self.progress = self._progress_of(state)
         self.meter.load_state_dict(state["meter"])
-        if self.bad_gradients is not None and state["skips"] is not None:
-            self.bad_gradients.load_state_dict(state["skips"])
-        self.callbacks.load_state_dict(state.get("callbacks", {}))
+        for name, part in self.parts.items():
+            if name in state:
+                part.load_state_dict(state[name])
         clip = state["clip"]
         self.mode.load_state_dict(_without_thresholds(clip) if "threshold" in keep else clip)
         for scheduler, each in zip(self.schedulers, state["schedulers"], strict=True):

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from runner.booster import Booster, LossScale, ModelWrapper, OptimizerWrapper, Plugin, SinglePlugin
+from runner.booster import Booster
 from runner.booster.criterion import Criterion
 from runner.booster.loss import WindowLoss
-from runner.booster.nonfinite import Nonfinite
 from runner.checkpoint import content as checkpoint
 from runner.checkpoint.saver import CheckpointSaver
-from runner.clip import SkipRule
+from runner.clip import ClipMode, GradientClipping, build
 from runner.config.duration import Duration
 from runner.config.in_backward import not_measured
-from runner.config.problem import or_list
+from runner.config.problem import Stopped, or_list
 from runner.run_folder import keys
 from runner.telemetry.gauges import Gauges
 from runner.telemetry.meter import Meter
@@ -29,39 +31,72 @@ from runner.telemetry.options import Measurements
 from runner.telemetry.sinks.sink import Sink
 from runner.telemetry.statistics import Statistics
 from runner.telemetry.step import StepMetrics
-from runner.train.bad_gradients import MAX_SKIPS, BadGradients
-from runner.train.between_steps import BetweenSteps
 from runner.train.callbacks import Callbacks
-from runner.train.counting import count
-from runner.train.defaults import (
-    Algorithms,
-    duration_of,
-    mode_of,
-    sgd,
-    warn_of_batch_norm,
-    warn_of_kept_gradients,
-)
-from runner.train.eval_metrics import EvalMetrics
-from runner.train.microbatch_norms import MicrobatchNorms
-from runner.train.passes import Passes
-from runner.train.probe import Probe
+from runner.train.evaluation import Evaluate, Evaluation
+from runner.train.noise import MicrobatchNorms
+from runner.train.passes import Asked, Passes, count
+from runner.train.progress import Progress
+from runner.train.skipped_steps import SkippedSteps
 from runner.train.state import TrainState
 from runner.train.stop import requested
 from runner.train.windows import Window, Windows
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a :class:`Trainer` records, and where.
+
+    Args:
+        sinks: where rows go. Give them on the first rank only.
+        interval: steps between rows.
+        flush: steps between transfers of metrics to the host.
+        what_if: thresholds for which ``clip/what_if/<λ>`` is logged: the share of the steps so far
+            that each would have clipped, in the units of the clipping mode.
+        per_layer: also log each parameter's gradient norm.
+        measurements: what else is measured, see :class:`runner.Measurements`.
+    """
+
+    sinks: Sequence[Sink] = ()
+    interval: int = 1
+    flush: int = 50
+    what_if: Sequence[float] = ()
+    per_layer: bool = False
+    measurements: Measurements = field(default_factory=Measurements)
+
+
+@dataclass(frozen=True)
+class InBackward:
+    """Clip each gradient in the backward pass, as soon as it is final.
+
+    Args:
+        algorithm: what clips, see :meth:`runner.booster.OptimizerWrapper.clip_in_backward`.
+        step: whether the optimizer steps there too, and frees each gradient.
+    """
+
+    algorithm: GradientClipping | ClipMode
+    step: bool = False
+
+
+Algorithm = GradientClipping | ClipMode | InBackward
 
 
 class Trainer:
     """Trains a model with gradient clipping and accumulation, and records what clipping did.
 
     Args:
-        model: the network. With a method ``loss(outputs, batch)`` it is called with whole batches;
-            otherwise with a batch's inputs, and ``criterion`` compares outputs and targets.
+        model: the network, on the device to train on. With a method ``loss(outputs, batch)`` it is
+            called with whole batches; otherwise with a batch's inputs, and ``criterion`` compares
+            outputs and targets.
         train_dataloader: yields microbatches: pairs (inputs, targets), longer tuples, dictionaries
             or dataclasses, see :mod:`runner.booster.batch`; anything that holds a tensor
             [samples, ...] where the model has a ``loss``.
         max_duration: ``3ep``, ``500ba`` (optimizer steps), ``100000sp``, ``1000000tok``.
-        algorithms: :class:`runner.GradientClipping`, or clipping modes; one at most.
-        eval_dataloader: the same of held-out samples, or None.
+        algorithms: :class:`runner.GradientClipping`, a clipping mode, or :class:`runner.InBackward`
+            of one of them; one at most.
+        eval_dataloader: the same as ``train_dataloader``, of held-out samples; or a
+            :class:`runner.Evaluate`, which says how often and by what metrics; or None.
         optimizers: the optimizer, or several that step together, each over its own parameters; SGD
             with a learning rate of 0.1 by default. ``train/lr`` is the rate of the first one.
         schedulers: one or several; stepped once after each optimizer step that was taken.
@@ -69,45 +104,22 @@ class Trainer:
             the items of all microbatches and ranks (class weights count), see
             :class:`runner.booster.loss.WindowLoss`. ``reduction="sum"`` is not divided. The
             trainable parameters of a module are synchronised and clipped with those of the model.
-        plugin: how the model is spread over ranks.
-        precision: ``fp32``, ``bf16`` or ``fp16``.
+        booster: the plugin, the precision and what happens to steps that are not finite or a spike;
+            by default one process in full precision that skips steps that are not finite.
         accumulation_steps: microbatches of one optimizer step.
-        eval_metrics: further metrics of evaluations, see :mod:`runner.train.eval_metrics`:
-            ``["f1"]``, or mappings with a ``_target_``.
-        eval_interval: a duration between evaluations; there is always one at the end.
-        nonfinite: what to do with a step whose gradient is not finite: skip, error or ignore.
-        max_skips: number of skipped steps in a row after which the run fails; None for never. See
-            :class:`runner.train.bad_gradients.BadGradients`.
-        clip_in_backward: whether each gradient is clipped in the backward pass, as soon as it is
-            final, see :meth:`runner.booster.OptimizerWrapper.clip_in_backward`.
-        step_in_backward: whether the optimizer then steps there too, and frees each gradient.
-        skip: rule that skips steps whose loss or gradient norm is a spike, see
-            :class:`runner.SkipRule`. They count as skipped steps of ``max_skips``.
-        loss_scale: fp16 loss scale.
-        sinks: where rows go. Give them on the first rank only.
-        log_interval: steps between rows.
-        log_flush: steps between transfers of metrics to the host.
-        what_if: thresholds for which ``clip/what_if/<λ>`` is logged: the share of the steps so far
-            that each would have clipped, in the units of the clipping mode.
-        per_layer: also log each parameter's gradient norm.
-        measurements: what else is measured, see :class:`runner.Measurements`.
-        objective: metric that runs are compared by. If it begins with ``eval/``, an evaluation that
-            lacks it raises a ValueError on every rank.
-        probe: number of elements of the first parameter to print after each microbatch; 0 for none.
-        say: prints for ``probe``.
-        device: the model, the criterion and each batch are moved there; by default the model's own.
-        saver: saves checkpoints while the training runs, and the final weights.
-        stop: returns the number of the signal that asked this process to stop, 0 for none. All
-            ranks stop if one is asked to: after the next step, and after a checkpoint if there is a
-            ``saver``.
+        log: what is recorded, and where; see :class:`runner.Log`.
         callbacks: objects that are called after steps, after evaluations and at the end, see
-            :class:`runner.train.callbacks.Callback`; every rank has the same.
+            :class:`runner.train.callbacks.Callback`; every rank has the same. At most one
+            :class:`runner.CheckpointSaver` saves checkpoints while the training runs, and the
+            final weights. :class:`runner.SkippedSteps` says how many skipped steps end the run.
 
     Attributes:
         state: everything besides the weights that a run must have to continue exactly: counts,
             metrics, position in the data, clipping mode, optimizers, schedulers, random states.
         model: the boosted model.
         optimizer: the boosted optimizers.
+        stop: returns the number of the signal that asked this process to stop, 0 for none. If a
+            rank is asked to, all of them stop after the next step, and after a checkpoint.
 
     Raises:
         ValueError: more than one clipping algorithm, a malformed duration, or a measurement that is
@@ -119,103 +131,59 @@ class Trainer:
         model: nn.Module,
         train_dataloader: Iterable[Any],
         max_duration: str | Duration = "1ep",
-        algorithms: Algorithms = (),
-        eval_dataloader: Iterable[Any] | None = None,
+        algorithms: Sequence[Algorithm] | Algorithm = (),
+        eval_dataloader: Iterable[Any] | Evaluate | None = None,
         optimizers: Optimizer | Sequence[Optimizer] | None = None,
         schedulers: Any = None,
         criterion: Criterion | None = None,
         *,
-        plugin: Plugin | None = None,
-        precision: str = "fp32",
+        booster: Booster | None = None,
         accumulation_steps: int = 1,
-        eval_metrics: Sequence[str | Mapping[str, Any]] = (),
-        eval_interval: str | Duration = "1ep",
-        nonfinite: Nonfinite = "skip",
-        max_skips: int | None = MAX_SKIPS,
-        clip_in_backward: bool = False,
-        step_in_backward: bool = False,
-        skip: SkipRule | None = None,
-        loss_scale: LossScale | None = None,
-        sinks: Sequence[Sink] = (),
-        log_interval: int = 1,
-        log_flush: int = 50,
-        what_if: Sequence[float] = (),
-        per_layer: bool = False,
-        measurements: Measurements | None = None,
-        objective: str = "",
-        probe: int = 0,
-        say: Callable[[str], None] = print,
-        device: torch.device | str | None = None,
-        saver: CheckpointSaver | None = None,
-        stop: Callable[[], int] = requested,
+        log: Log | None = None,
         callbacks: Sequence[object] = (),
     ) -> None:
-        if device is not None:
-            model.to(device)
-            if isinstance(criterion, nn.Module):
-                criterion.to(device)
+        self.booster = Booster() if booster is None else booster
+        self.plugin = self.booster.plugin
         self.device = next(model.parameters()).device
-        self.plugin = SinglePlugin() if plugin is None else plugin
-        self.train_dataloader, self.eval_dataloader = train_dataloader, eval_dataloader
-        self.max_duration = duration_of(max_duration)
-        self.eval_interval = duration_of(eval_interval)
-        self.objective = objective
-        self.saver = saver
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        warn_of_batch_norm(model, accumulation_steps)
-        self.booster = Booster(precision, self.plugin, loss_scale, nonfinite, skip)
         self.criterion = criterion
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.train_dataloader = train_dataloader
+        self.max_duration = Duration.parse(str(max_duration))
+        self.stop: Callable[[], int] = requested
+        given = eval_dataloader
+        asked = given if isinstance(given, Evaluate) else Evaluate(given)
+        self.eval_dataloader, self._objective = asked.dataloader, asked.objective
+        self.eval_interval = Duration.parse(str(asked.interval))
+        _warn(model, accumulation_steps)
         self.loss = WindowLoss(model, criterion, checked=True)
-        self.model: ModelWrapper
-        self.optimizer: OptimizerWrapper
         self.model, self.optimizer, *_ = self.booster.boost(
-            model, optimizers or sgd(model, criterion), criterion
+            model, optimizers or _sgd(model, criterion), criterion
         )
-        self.passes = Passes(
-            self.booster,
-            self.model,
-            self.optimizer,
-            self.loss,
-            self.device,
-            EvalMetrics(eval_metrics, self.loss),
-        )
-        mode = mode_of(algorithms)
-        meter = Meter(sinks, log_interval, log_flush, what_if=what_if)
-        meter.skipped = None if skip is None else 0
-        asked = measurements or Measurements()
-        meter.statistics = Statistics(asked)
-        meter.layers = self._gauges = Gauges.of(
-            self.optimizer.layout, mode.norm_type, per_layer, asked
-        )
-        if clip_in_backward:
-            each = self._gauges is not None and self._gauges.reads["each"]
-            for name, why in not_measured(step_in_backward).items():
-                if getattr(asked, name):
-                    raise ValueError(f"{name}: {why}")
-            self.optimizer.clip_in_backward(mode, step=step_in_backward, each=each)
-            if step_in_backward:
-                warn_of_kept_gradients(accumulation_steps)
-        else:
-            self.optimizer.bind(mode)
-        self._noise = MicrobatchNorms.of(asked, self.plugin, self.optimizer, self.passes)
         staged = self.model.pipeline is not None
         if staged and self.loss.takes_batch:
             raise ValueError("a model that computes its own loss cannot be cut into stages")
-        if self.plugin.data_size > 1 or staged:
-            meter.mean_over_data = self._mean_over_data
         divided = accumulation_steps > 1 or self.plugin.data_size > 1 or staged
         self.loss.checked &= divided and self.plugin.reports_metrics and self.plugin.data_rank == 0
+        self.passes = Passes(self.booster, self.model, self.optimizer, self.loss, self.device)
+        self.evaluation = Evaluation(self.passes, asked.metrics)
+
+        algorithm = _only(algorithms)
+        clips = algorithm.algorithm if isinstance(algorithm, InBackward) else algorithm
+        mode = clips.mode() if isinstance(clips, GradientClipping) else clips
+        log = log or Log()
+        meter = self._meter(log, mode)
+        if isinstance(algorithm, InBackward):
+            self._clip_in_backward(algorithm, mode, log.measurements, accumulation_steps)
+        else:
+            self.optimizer.bind(mode)
+        self._noise: MicrobatchNorms | None = None
+        if log.measurements.noise_scale:
+            self._noise = MicrobatchNorms(self.plugin, self.optimizer, self.passes)
         windows = Windows(train_dataloader, accumulation_steps)
-        self.bad_gradients = BadGradients(
-            self.plugin,
-            self.optimizer,
-            self.passes,
-            windows,
-            nonfinite,
-            max_skips,
-            self.booster.dtype,
-        )
-        meter.follow = self.bad_gradients.follow
+        self.saver, skipped, others = _sorted(callbacks)
+        self.skipped_steps = skipped.of(self.booster, self.optimizer, windows)
+        meter.follow = self.skipped_steps.follow
+        self.callbacks = Callbacks(others, self.plugin)
         several = isinstance(schedulers, Sequence)
         self.state = TrainState(
             meter,
@@ -224,11 +192,34 @@ class Trainer:
             windows,
             list(schedulers) if several else [schedulers] if schedulers else [],
             self.plugin.rank,
-            self.bad_gradients,
-            Callbacks(callbacks, self.plugin),
+            {"skips": self.skipped_steps, "callbacks": self.callbacks},
         )
-        self._probe = Probe(self.model, 0 if self.plugin.rank else probe, say)
-        self._between = BetweenSteps(self.state, self.max_duration, saver, stop)
+
+    def _meter(self, log: Log, mode: ClipMode) -> Meter:
+        meter = Meter(log.sinks, log.interval, log.flush, what_if=log.what_if)
+        meter.skipped = None if self.booster.skip is None else 0
+        meter.statistics = Statistics(log.measurements)
+        meter.layers = self._gauges = Gauges.of(
+            self.optimizer.layout, mode.norm_type, log.per_layer, log.measurements
+        )
+        if self.plugin.data_size > 1 or self.model.pipeline is not None:
+            meter.mean_over_data = self._mean_over_data
+        return meter
+
+    def _clip_in_backward(
+        self, asked: InBackward, mode: ClipMode, measured: Measurements, accumulation_steps: int
+    ) -> None:
+        for name, why in not_measured(asked.step).items():
+            if getattr(measured, name):
+                raise ValueError(f"{name}: {why}")
+        each = self._gauges is not None and self._gauges.reads["each"]
+        self.optimizer.clip_in_backward(mode, step=asked.step, each=each)
+        if asked.step and accumulation_steps > 1:
+            _logger.warning(
+                "steps in the backward pass save no memory of gradients here: all of them are kept "
+                "until the last of %d accumulated microbatches",
+                accumulation_steps,
+            )
 
     def fit(self) -> dict[str, Any]:
         """Train until ``max_duration``, from where ``state`` stands.
@@ -238,40 +229,134 @@ class Trainer:
             ``ended_early``, if a callback ended it.
 
         Raises:
-            NonFiniteGradient: a gradient is not finite and ``nonfinite`` is ``error``, or
-                ``max_skips`` steps in a row were skipped.
+            NonFiniteGradient: a gradient is not finite and the booster's ``nonfinite`` is
+                ``error``, or too many steps in a row were skipped.
             Stopped: a rank was asked to stop; on every rank, after the checkpoint.
             OSError: a checkpoint cannot be written, on every rank. Earlier ones are unchanged.
             ValueError: no checkpoint could be saved, see :meth:`CheckpointSaver.begin`.
             CallbackError: a callback raised an exception.
         """
-        meter, callbacks = self.state.meter, self.state.callbacks
+        state, callbacks = self.state, self.callbacks
         try:
-            self._between.begin(self)
-            callbacks.start(self)
+            if self.saver is not None:
+                self.saver.begin(self, state.progress.step)
+            callbacks.call("on_start", self)
             self.model.train()
-            started = time.perf_counter()
-            for window in () if callbacks.ended else self.state.read(self.max_duration):
-                self._step(window, started)
+            self._started = time.perf_counter()
+            for window in () if callbacks.ended else state.read(self.max_duration):
+                self._step(window)
                 if callbacks.ended:
                     break
-                started = time.perf_counter()
-            self.state.step_schedulers()
-            self._between.finish(self)
-            summary = meter.summary()
+            state.step_schedulers()
+            if self.saver is not None:
+                state.meter.flush()
+                self.saver.finish(self, state.progress.step, state.meter.last)
+            summary = state.meter.summary()
             if callbacks.ended:
                 summary[keys.ENDED_EARLY] = callbacks.ended
-            callbacks.end(self, summary)
+            callbacks.call("on_end", self, summary)
         except BaseException:
             # What led up to the end is the most wanted part of the record; a full disk must not
             # hide what ended the run.
             with suppress(Exception):
-                meter.flush(together=False)
+                state.meter.flush(together=False)
             raise
         finally:
             if self._noise is not None:
                 self._noise.stop()
         return summary
+
+    def _step(self, window: Window) -> None:
+        """Take one optimizer step; ``state.progress`` then stands behind it."""
+        state, meter, before = self.state, self.state.meter, self.state.progress
+        # Prepare. The counts of all ranks travel while the first microbatch is computed.
+        first, asks = before.step == 0, self._asks()
+        counts = count(window, state.windows, self.loss, self.plugin, first, asks)
+        if self.optimizer.steps_in_backward:
+            state.step_schedulers()  # the backward pass steps with the rate of now
+        noise = self._noise if meter.row_due(before.step + 1) else None
+        if noise is not None:
+            noise.begin(len(window.batches))
+
+        # Microbatches
+        loss = self.passes.accumulate(
+            window.batches, counts.items, counts.total_items, self._after_microbatch
+        )
+        total, asked = counts.sums()
+        at = before.after(len(window.batches), total.samples, total.tokens, counts.last)
+        evaluates = at.completed(self.eval_interval, before) or at.reached(self.max_duration)
+
+        # Clip and step
+        gauges = self._gauges if evaluates or meter.row_due(at.step) else None
+        shares = None if noise is None else noise.end(counts.items, total, state.mode.norm_type)
+        state.step_schedulers()  # for the step before: an accelerator tells late if it was taken
+        decision = self.skipped_steps.clip(state.mode, before, window, loss, gauges)
+        if gauges is not None:
+            gauges.begin(self.optimizer)
+        lr = self.optimizer.optimizers[0].param_groups[0]["lr"]
+        self.optimizer.step()
+        decision = self.optimizer.decision or decision
+        layers = None if gauges is None else gauges.end()
+        state.step_taken()
+        self.optimizer.zero_grad()
+        self._after_microbatch(len(window.batches), len(window.batches))
+
+        # Record and evaluate
+        state.progress = at
+        now = time.perf_counter()
+        counted = (at.samples, at.tokens, now - self._started)
+        metrics = StepMetrics(at.step, loss, decision, lr, *counted, layers, shares)
+        self.callbacks.call("on_step", self, metrics)
+        evaluates = evaluates or self.callbacks.ended is not None
+        evaluation = self.evaluate() if evaluates else None
+        meter.push(metrics, evaluation)
+        if decision.finite is not True:
+            self.skipped_steps.check(meter)
+        if evaluation:
+            self.callbacks.call("on_evaluate", self, dict(evaluation))
+        self._save_or_stop(asked, before)
+        self._started = time.perf_counter()
+
+    def _asks(self) -> Asked:
+        """Return what this rank asks of all ranks after the step that begins."""
+        return Asked(self.stop(), self.saver is not None and self.saver.due())
+
+    def _save_or_stop(self, asked: Asked, before: Progress) -> None:
+        """Save a checkpoint if one is due after this step, and stop if a rank was asked to."""
+        at, saver, meter = self.state.progress, self.saver, self.state.meter
+        stops = asked.stop != 0 and not at.reached(self.max_duration)
+        if saver is not None:
+            interval = saver.duration
+            if stops or asked.save or (interval is not None and at.completed(interval, before)):
+                meter.flush()
+                saver.save(self, at.step, meter.last)
+            if stops:
+                saver.wait()
+        if stops:
+            meter.flush()
+            raise Stopped(asked.stop)
+
+    def _after_microbatch(self, number: int, of: int) -> None:
+        self.callbacks.call("on_microbatch", self, number, of)
+
+    def evaluate(self) -> dict[str, float]:
+        """Compute loss and metrics of the held-out data; every rank has to call this.
+
+        Returns:
+            ``eval/loss``, the mean over the items; ``eval/accuracy`` if the targets are classes;
+            and the further metrics of :class:`runner.Evaluate`. Empty without held-out data.
+
+        Raises:
+            ValueError: the objective is a metric of evaluations that this one lacks.
+        """
+        if self.eval_dataloader is None:
+            return {}
+        metrics, objective = self.evaluation.run(self.eval_dataloader), self._objective
+        if metrics and objective.startswith(keys.EVAL) and objective not in metrics:
+            raise ValueError(
+                f"sweep.objective={objective} is not logged; there is {or_list(metrics)}"
+            )
+        return metrics
 
     def end_early(self, reason: str) -> None:
         """End the training after this step; for callbacks, see there.
@@ -279,7 +364,7 @@ class Trainer:
         Args:
             reason: why, for the log and the record of the run.
         """
-        self.state.callbacks.ask(reason)
+        self.callbacks.ask(reason)
 
     def save(self, checkpoints: Path | str, about: Mapping[str, Any] | None = None) -> Path:
         """Save a checkpoint between two steps; every rank has to call this.
@@ -321,69 +406,44 @@ class Trainer:
         """
         checkpoint.load(self, Path(path), verify, keep)
 
-    def evaluate(self) -> dict[str, float]:
-        """Compute loss and accuracy of the held-out data, see :meth:`Passes.evaluate`.
-
-        Raises:
-            ValueError: the objective is a metric of evaluations that this one lacks.
-        """
-        if self.eval_dataloader is None:
-            return {}
-        metrics = self.passes.evaluate(self.eval_dataloader)
-        if metrics and self.objective.startswith(keys.EVAL) and self.objective not in metrics:
-            raise ValueError(
-                f"sweep.objective={self.objective} is not logged; there is {or_list(metrics)}"
-            )
-        return metrics
-
-    def _step(self, window: Window, started: float) -> None:
-        """Take one optimizer step, which began at the time ``started``."""
-        state, meter, before = self.state, self.state.meter, self.state.progress
-        counts = count(
-            window, state.windows, self.loss, self.plugin, before.step == 0, self._between.asks()
-        )
-        if self.optimizer.steps_in_backward:
-            state.step_schedulers()  # the backward pass steps with the rate of now
-        noise = self._noise if meter.row_due(before.step + 1) else None
-        if noise is not None:
-            noise.begin(len(window.batches))
-        loss = self.passes.accumulate(window.batches, counts.items, counts.total_items, self._show)
-        total, asked = counts.sums()
-        at = before.after(len(window.batches), total.samples, total.tokens, counts.last)
-        evaluates = at.completed(self.eval_interval, before) or at.reached(self.max_duration)
-
-        gauges = self._gauges if evaluates or meter.row_due(at.step) else None
-        norm_type = state.mode.norm_type
-        noises = None if noise is None else noise.end(counts.items, total, norm_type)
-        state.step_schedulers()  # for the step before, see there
-        decision = self.bad_gradients.clip(state.mode, before, window, gauges)
-        if gauges is not None:
-            gauges.begin(self.optimizer)
-        lr = self.optimizer.optimizers[0].param_groups[0]["lr"]
-        self.optimizer.step()
-        decision = self.optimizer.decision or decision
-        layers = None if gauges is None else gauges.end()
-        state.step_taken()
-        self.optimizer.zero_grad()
-        self._show(len(window.batches), len(window.batches))
-
-        state.progress = at
-        seconds = time.perf_counter() - started
-        counted = (at.samples, at.tokens, seconds)
-        metrics = StepMetrics(at.step, loss, decision, lr, *counted, layers, noises)
-        state.callbacks.step(self, metrics)
-        evaluates = evaluates or state.callbacks.ended is not None
-        evaluation = self.evaluate() if evaluates else None
-        meter.push(metrics, evaluation)
-        if decision.finite is not True:
-            self.bad_gradients.check(meter)
-        if evaluation:
-            state.callbacks.evaluate(self, evaluation)
-        self._between.act(self, asked, before)
-
-    def _show(self, number: int, of: int) -> None:
-        self._probe.show(self.state.progress.step + 1, number, of)
-
     def _mean_over_data(self, values: list[float]) -> list[float]:
         size = self.plugin.data_size
         return [value / size for value in self.plugin.sum_over_data(values)]
+
+
+def _only(algorithms: Sequence[Algorithm] | Algorithm) -> Algorithm:
+    """Return the one algorithm; the mode ``none`` if there is none."""
+    listed = [algorithms] if isinstance(algorithms, Algorithm) else algorithms
+    if len(listed) > 1:
+        raise ValueError(f"one clipping algorithm at most, not {len(listed)}")
+    return listed[0] if listed else build("none")
+
+
+def _sorted(
+    callbacks: Sequence[object],
+) -> tuple[CheckpointSaver | None, SkippedSteps, list[object]]:
+    """Split off the callbacks that the loop knows by name."""
+    savers = [each for each in callbacks if isinstance(each, CheckpointSaver)]
+    skipped = [each for each in callbacks if isinstance(each, SkippedSteps)]
+    if len(savers) > 1 or len(skipped) > 1:
+        raise ValueError("one CheckpointSaver and one SkippedSteps at most")
+    others = [each for each in callbacks if not isinstance(each, CheckpointSaver | SkippedSteps)]
+    return next(iter(savers), None), skipped[0] if skipped else SkippedSteps(), others
+
+
+def _sgd(model: nn.Module, criterion: Criterion | None) -> Optimizer:
+    """Make the default optimizer, over the parameters of ``model`` and a trainable criterion."""
+    trained = dict.fromkeys(model.parameters())
+    if isinstance(criterion, nn.Module):
+        trained |= dict.fromkeys(p for p in criterion.parameters() if p.requires_grad)
+    return torch.optim.SGD(trained, lr=0.1)
+
+
+def _warn(model: nn.Module, accumulation_steps: int) -> None:
+    """Log that batch norm sees one microbatch at a time, if that makes a difference."""
+    if accumulation_steps > 1 and any(isinstance(m, _BatchNorm) for m in model.modules()):
+        _logger.warning(
+            "batch norm sees one microbatch at a time: %d accumulated microbatches are not "
+            "the same as one batch of their size",
+            accumulation_steps,
+        )

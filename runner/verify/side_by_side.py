@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
-from runner.booster import NonFiniteGradient, Plugin
+from runner.booster import Booster, NonFiniteGradient, Plugin
 from runner.booster.joint import CRITERION
 from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard
 from runner.config.duration import Duration
@@ -27,7 +27,7 @@ from runner.parallel.full_state_dict import gathered
 from runner.run_folder import keys
 from runner.telemetry.sinks.sink import Sink
 from runner.train import build
-from runner.train.trainer import Trainer
+from runner.train.trainer import Log, Trainer
 from runner.verify.comparison import (
     Compared,
     ComparedStep,
@@ -176,10 +176,9 @@ def _trainer(
         algorithms=mode,
         optimizers=make_optimizer(config, model, criterion, mode),
         criterion=criterion,
-        plugin=plugin,
+        booster=Booster(plugin=plugin, nonfinite="error"),
         accumulation_steps=config.accumulation.steps,
-        nonfinite="error",
-        sinks=sinks,
+        log=Log(sinks),
     )
 
 

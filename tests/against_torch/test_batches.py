@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from runner import Booster, GradientClipping, Trainer
+from runner import Booster, Evaluate, GradientClipping, Log, Trainer
 from runner.booster.plugin import PipelineParallelPlugin
 from tests.against_torch.conditions import PLUGINS, network
 from tests.distributed.training import Rows
@@ -256,13 +256,12 @@ def by_trainer(plugin, cases):
             ),
             f"{STEPS}ba",
             GradientClipping("norm", THRESHOLD),
-            spread.prepare_dataloader(Samples(kind, HELD_OUT, 2), 2),
+            Evaluate(spread.prepare_dataloader(Samples(kind, HELD_OUT, 2), 2), (), f"{STEPS}ba"),
             sgd(model),
             criterion=CRITERIA.get(kind, lambda: None)(),
-            plugin=spread,
+            booster=Booster(plugin=spread),
             accumulation_steps=accumulation,
-            eval_interval=f"{STEPS}ba",
-            sinks=[rows],
+            log=Log([rows]),
         )
         trainer.fit()
         found.append((trainer.booster.state_dict(trainer.model), rows.rows))

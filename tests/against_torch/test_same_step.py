@@ -300,7 +300,7 @@ def ignoring(name):
         GradientClipping("norm", LIMITS["norm"]),
         optimizers=sgd(net),
         criterion=nn.CrossEntropyLoss(ignore_index=IGNORE),
-        plugin=plugin,
+        booster=Booster(plugin=plugin),
         accumulation_steps=MICROS,
     )
     trainer.fit()

@@ -64,7 +64,7 @@ def fitted(make):
         optimizers=optimizers,
         schedulers=schedulers,
         criterion=criterion,
-        plugin=plugin,
+        booster=Booster(plugin=plugin),
         accumulation_steps=2,
     )
     trainer.fit()

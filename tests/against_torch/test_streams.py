@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from runner import GradientClipping, Trainer
+from runner import Booster, GradientClipping, Log, Trainer
 from tests.against_torch.conditions import PLUGINS, network, sgd
 from tests.against_torch.plain import clip
 from tests.distributed.training import Rows
@@ -81,9 +81,9 @@ def fit(plugin, loader, accumulation=1):
         f"{STEPS}ba",
         GradientClipping("norm", THRESHOLD),
         optimizers=sgd(net),
-        plugin=plugin,
+        booster=Booster(plugin=plugin),
         accumulation_steps=accumulation,
-        sinks=[rows],
+        log=Log([rows]),
     )
     summary = trainer.fit()
     norms = [row["grad/norm"] for row in rows.rows]

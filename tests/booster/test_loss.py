@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from runner import Trainer
+from runner import Booster, Trainer
 from runner.booster import TorchDDPPlugin
 from runner.booster.batch import BatchError
 from runner.booster.loss import WindowLoss
@@ -186,7 +186,8 @@ class Across(WeightedByHand):
 def calls():
     plugin, data = TorchDDPPlugin(), TensorPairs(torch.randn(16, 3), torch.arange(16) % 5)
     loader, criterion = plugin.prepare_dataloader(data, 4), Across()
-    Trainer(nn.Linear(3, 5), loader, "2ba", criterion=criterion, plugin=plugin).fit()
+    booster = Booster(plugin=plugin)
+    Trainer(nn.Linear(3, 5), loader, "2ba", criterion=criterion, booster=booster).fit()
     return criterion.calls
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Sampler
 
-from runner import CheckpointSaver, Trainer
+from runner import CheckpointSaver
 from runner.booster import SinglePlugin
 from runner.checkpoint import folder as checkpoints
 from runner.clip import build
@@ -27,6 +27,7 @@ from runner.config.problem import Stopped
 from runner.data.dataset import TensorPairs, collate_pairs
 from tests.distributed.training import Rows
 from tests.ranks import PRELOAD
+from tests.trainers import trainer_of
 
 SAMPLES, BATCH = 40, 4
 """Ten steps an epoch."""
@@ -51,7 +52,7 @@ def trainer(
         loader = SinglePlugin().prepare_dataloader(data, BATCH, shuffle=True, seed=3)
     else:
         loader = DataLoader(data, BATCH, sampler=sampler, collate_fn=collate_pairs)
-    return Trainer(model, loader, f"{steps}ba", **settings | more)
+    return trainer_of(model, loader, f"{steps}ba", **settings | more)
 
 
 def names(folder):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
-from runner import Trainer
+from runner import Booster, Evaluate, Trainer
 from runner.booster.plugin import SinglePlugin, TorchDDPPlugin, TorchFSDPPlugin
 from runner.config.duration import Duration
 from runner.data.stream import StreamLoader
@@ -133,9 +133,9 @@ def train_on_parts():
         plugin, model = make(), Watched()
         dataset = Shards() if kind == "shard" else ByItself(plugin.data_rank, plugin.data_size)
         train = plugin.prepare_dataloader(dataset, BATCH, num_workers=workers)
-        options = {"eval_dataloader": plugin.prepare_dataloader(dataset, BATCH)}
-        options |= {"eval_interval": "99ep", "plugin": plugin, "accumulation_steps": steps}
-        trainer = Trainer(model, train, "2ep", **options)
+        held_out = Evaluate(plugin.prepare_dataloader(dataset, BATCH), interval="99ep")
+        options = {"booster": Booster(plugin=plugin), "accumulation_steps": steps}
+        trainer = Trainer(model, train, "2ep", (), held_out, **options)
         summary = trainer.fit()
         weights = trainer.booster.state_dict(trainer.model)
         found.append((summary["samples"], model.passes, summary["final"]["eval/loss"], weights))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from runner import CheckpointSaver, Trainer
+from runner import CheckpointSaver, Evaluate, Log, Trainer
 from runner.booster import SinglePlugin
 from runner.data import TensorPairs
 from tests.distributed.training import Rows
@@ -59,8 +59,8 @@ def trainer(rows, workers, data=Changing, noise=True, steps=15, saver=None, **op
         for shuffle in (True, False)
     )
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    more = {"eval_interval": "4ba", "optimizers": sgd, "sinks": [rows], "saver": saver}
-    return Trainer(model, train, f"{steps}ba", eval_dataloader=held_out, **more)
+    more = {"log": Log([rows]), "callbacks": [] if saver is None else [saver]}
+    return Trainer(model, train, f"{steps}ba", (), Evaluate(held_out, (), "4ba"), sgd, **more)
 
 
 def rows_of(workers, **options):

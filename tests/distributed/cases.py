@@ -29,6 +29,7 @@ from runner.parallel.full_state_dict import gathered
 from tests.distributed.foreign import CausalLM
 from tests.distributed.training import Rows, images, network, tokens
 from tests.on_device import call_kept_on_device
+from tests.trainers import trainer_of
 
 BATCH = 12
 """Samples of one microbatch over all data parts."""
@@ -174,7 +175,7 @@ def trainer(
     kind, of_mode = MODES[case.mode]
     make = optimizer or make_optimizer(case, fused=case.fused and plugin is not None)
     scale = LossScale(scale=2.0**10) if case.precision == "fp16" else None
-    return Trainer(
+    return trainer_of(
         model,
         # One sample over whole microbatches, so that the last one of an epoch is short and uneven.
         loader(BATCH * case.accumulation * 2 + 1, shuffle=True, seed=5),

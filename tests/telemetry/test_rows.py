@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from runner import GradientMonitor, Trainer
+from runner import GradientMonitor
 from runner.booster import Booster
 from runner.clip import Decision, build
 from runner.clip.direction import cosine
@@ -23,6 +23,7 @@ from tests.distributed.training import Rows
 from tests.on_device import Waits, kept_on_device
 from tests.telemetry import by_hand
 from tests.train.test_trainer import parts
+from tests.trainers import trainer_of
 
 
 def step(number, decision, loss=1.0, layers=None):
@@ -69,7 +70,7 @@ def logged(per_layer, norm_type=2.0, **options):
     """Rows of a short training, and the trainer, which has not run."""
     model, loader = parts(samples=112)
     rows = Rows()
-    trainer = Trainer(
+    trainer = trainer_of(
         model,
         list(loader),
         "14ba",
@@ -238,7 +239,7 @@ def trained(options, *, mode=("value", 0.02), count=12, bad=(), model=None, **fu
     rows, made = Rows(), network() if model is None else model
     power = {"norm_type": further.pop("norm_type")} if "norm_type" in further else {}
     settings = {"optimizers": torch.optim.SGD(made.parameters(), lr=0.5), "accumulation_steps": 2}
-    trainer = Trainer(
+    trainer = trainer_of(
         made,
         list(batches(count, next(made.parameters()).dtype, bad)),
         f"{count // 2}ba",

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from runner import SkipRule, Trainer
+from runner import SkipRule
 from runner.booster import LossScale, NonFiniteGradient, SinglePlugin
 from runner.data.dataset import TensorPairs, collate_pairs
 from tests.distributed.training import Rows
 from tests.on_device import kept_on_device
+from tests.trainers import trainer_of
 
 SAMPLES, BATCH = 24, 2
 ON = {"host": nullcontext, "device": kept_on_device}
@@ -54,14 +55,16 @@ def training(model=None, train=None, steps=6, lr=0.01, **options):
     made = network() if model is None else model
     adamw = torch.optim.AdamW(made.parameters(), lr=lr, fused=True)
     rows = [Rows()]
-    return Trainer(made, train or loader(), f"{steps}ba", optimizers=adamw, sinks=rows, **options)
+    return trainer_of(
+        made, train or loader(), f"{steps}ba", optimizers=adamw, sinks=rows, **options
+    )
 
 
 def warnings(caplog):
     return [
         record.getMessage()
         for record in caplog.records
-        if record.name == "runner.train.bad_gradients" and record.levelno == logging.WARNING
+        if record.name == "runner.train.skipped_steps" and record.levelno == logging.WARNING
     ]
 
 
@@ -166,21 +169,21 @@ def scaled(largest, scale, **options):
 
 def test_a_search_for_the_loss_scale_is_no_alarm_while_it_can_end(caplog):
     trainer = scaled(2.0**3, 2.0**16, max_skips=2)
-    assert trainer.fit()["grad/nonfinite"] == trainer.bad_gradients.searches == 13
+    assert trainer.fit()["grad/nonfinite"] == trainer.skipped_steps.searches == 13
     assert trainer.optimizer.loss_scale.scale == 2.0**3
-    assert (warnings(caplog), trainer.bad_gradients.in_a_row) == ([], 0)
+    assert (warnings(caplog), trainer.skipped_steps.in_a_row) == ([], 0)
     trainer = scaled(2.0**-9, 2.0**4, max_skips=5)
     skipped = "5 steps in a row were skipped, up to step 9.*precision=bf16 or fp32"
     with pytest.raises(NonFiniteGradient, match=skipped):
         trainer.fit()
-    assert trainer.bad_gradients.searches == 4
+    assert trainer.skipped_steps.searches == 4
     assert "step 5 was skipped: the gradient's norm is inf: weight" in warnings(caplog)[0]
     caplog.clear()
     scale = LossScale(2.0**4)
     trainer = training(train=loader([3]), precision="fp16", loss_scale=scale, steps=4)
     trainer.fit()  # a bad loss is no search
     assert "step 2 was skipped" in warnings(caplog)[0]
-    assert trainer.bad_gradients.searches == 0
+    assert trainer.skipped_steps.searches == 0
 
 
 # -- spikes
@@ -199,7 +202,7 @@ def spiky(steps, spikes=SPIKES, rule=RULE, rate=1e-4, **options):
     sgd = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     options |= {"optimizers": sgd, "schedulers": torch.optim.lr_scheduler.StepLR(sgd, 1, 0.9)}
     options |= {"criterion": nn.MSELoss(), "skip": SkipRule(**rule), "sinks": [Rows()]}
-    return Trainer(model, train, f"{steps}ba", **options)
+    return trainer_of(model, train, f"{steps}ba", **options)
 
 
 def test_spikes_are_counted_apart_the_schedule_waits_and_a_resume_changes_nothing(caplog, tmp_path):
@@ -227,4 +230,4 @@ def test_a_long_row_of_spikes_ends_the_run_unless_its_level_is_accepted_before()
         trainer.fit()
     trainer = spiky(40, range(10, 41), {**RULE, "k": 10.0, "accept_after": 5}, 0.0, max_skips=6)
     assert trainer.fit()["clip/skipped"] == 5
-    assert trainer.bad_gradients.in_a_row == 0
+    assert trainer.skipped_steps.in_a_row == 0

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from runner import Trainer
+from runner import Booster, Evaluate, Trainer
 from runner.booster import TorchDDPPlugin
 from runner.cli.main import main
-from runner.train.callbacks import CallbackError
-from runner.train.early_stopping import EarlyStopping
+from runner.train.callbacks import CallbackError, EarlyStopping
 from tests.ranks import run_ranks
 
 SMALL = ["tracker=none", "device=cpu", "data.batch_size=64", "model.width=4", "checkpoint=none"]
@@ -53,9 +52,9 @@ def make(*callbacks, duration="60ba", plugin=None, rank=0, world=1):
     model = nn.Linear(3, 2)
     data = TensorDataset(torch.randn(16, 3), torch.randint(2, (16,)))
     loader = DataLoader(Subset(data, range(rank, 16, world)), 4 // world)
-    options = {"eval_interval": "2ba", "plugin": plugin, "callbacks": callbacks}
+    options = {"booster": Booster(plugin=plugin), "callbacks": callbacks}
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Trainer(model, loader, duration, eval_dataloader=loader, optimizers=sgd, **options)
+    return Trainer(model, loader, duration, (), Evaluate(loader, (), "2ba"), sgd, **options)
 
 
 def test_an_error_names_the_callback_and_the_method(tmp_path):

@@ -5,7 +5,7 @@ import torch
 from sklearn import metrics as sklearn
 from torch import nn
 
-from runner import Trainer
+from runner import Booster, Evaluate, Log, Trainer
 from runner.booster import SinglePlugin
 from runner.booster.plugin import PipelineParallelPlugin, TensorParallelPlugin, TorchDDPPlugin
 from runner.data.dataset import TensorPairs
@@ -57,9 +57,10 @@ def of_every_kind(*plugins):
         for kind, metrics in NAMES.items():
             plugin, model = PLUGINS.get(name, SinglePlugin)(), network(kind)
             loader = plugin.prepare_dataloader(TensorPairs(*held_out(kind)), 2)
-            options = {"criterion": CRITERIA[kind](), "plugin": plugin, "sinks": [rows := Rows()]}
+            options = {"booster": Booster(plugin=plugin), "log": Log([rows := Rows()])}
             options |= {"optimizers": torch.optim.SGD(model.parameters(), lr=0.0)}
-            trainer = Trainer(model, loader, "1ba", (), loader, eval_metrics=metrics, **options)
+            options |= {"criterion": CRITERIA[kind]()}
+            trainer = Trainer(model, loader, "1ba", (), Evaluate(loader, metrics), **options)
             trainer.fit()
             found[name, kind] = trainer.evaluate()
             assert found[name, kind].items() <= rows.rows[-1].items()

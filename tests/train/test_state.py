@@ -22,6 +22,7 @@ from runner.clip import build
 from runner.optim.schedulers import LinearWarmupCosineLR
 from tests.distributed.training import Rows
 from tests.on_device import kept_on_device
+from tests.trainers import trainer_of
 
 SAMPLES, BATCH = 44, 4
 """Eleven microbatches an epoch: with windows of two, the last one is short."""
@@ -105,7 +106,7 @@ def trainer(rows: Rows, loader: Callable[[], Any], **options: Any) -> Saving:
         "what_if": [0.2, 0.9],
         "per_layer": True,
     } | options
-    return Saving(model, loader(), "15ba", sinks=[rows], **settings)
+    return trainer_of(model, loader(), "15ba", sinks=[rows], kind=Saving, **settings)
 
 
 def timeless(value: Any) -> Any:
@@ -183,8 +184,8 @@ def test_skipped_steps_the_loss_scale_and_the_history_of_a_mode_go_on(where):
 )
 def test_clipping_and_stepping_in_the_backward_pass_keep_the_steps_and_go_on(mode):
     found = []
-    for clips, steps in ((False, False), (True, False), (True, True)):
-        options = {"clip_in_backward": clips, "step_in_backward": steps, "nonfinite": "error"}
+    for clips in ("", "clip", "step"):
+        options = {"in_backward": clips, "nonfinite": "error"}
         made = {key: lambda value=value: value for key, value in options.items()}
         made |= {"algorithms": lambda: build(**mode), "what_if": list}
         rows = assert_goes_on(partitioned, 8, **made)

@@ -9,14 +9,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from runner import GradientClipping, Trainer
+from runner import Booster, GradientClipping, Log, Trainer
 from runner.booster import NonFiniteGradient
 from runner.booster.batch import BatchError
 from runner.config.duration import Duration
 from runner.optim.schedulers import LinearWarmupCosineLR
+from runner.train.callbacks import Probe
 from runner.train.progress import Progress, total_steps
 from runner.train.windows import Windows
 from tests.distributed.training import Rows
+from tests.trainers import trainer_of
 
 
 def parts(samples=40, bad=None, batch=8):
@@ -32,7 +34,7 @@ def parts(samples=40, bad=None, batch=8):
 def fit(model, loader, duration="3ep", clip=("norm", 0.3), **options):
     rows = Rows()
     algorithms = [GradientClipping(*clip)] if clip else []
-    summary = Trainer(model, loader, duration, algorithms, sinks=[rows], **options).fit()
+    summary = trainer_of(model, loader, duration, algorithms, sinks=[rows], **options).fit()
     return rows.rows, summary
 
 
@@ -99,7 +101,8 @@ def test_a_run_that_breaks_off_leaves_the_rows_before_it(why):
         raise RuntimeError("peer is gone")
 
     rows, (model, loader) = Rows(), parts(bad=30 if why == "a bad gradient" else None)
-    trainer = Trainer(model, loader, "1ep", sinks=[rows], nonfinite="error", log_flush=3)
+    options = {"booster": Booster(nonfinite="error"), "log": Log([rows], flush=3)}
+    trainer = Trainer(model, loader, "1ep", **options)
     if why == "a lost rank":
         trainer.state.meter.mean_over_data = lost
     with pytest.raises((NonFiniteGradient, RuntimeError), match=r"norm is nan|peer is gone"):
@@ -126,7 +129,7 @@ def test_evaluation_by_interval_and_at_the_end(flush, interval):
 
 def test_the_probe_prints_weights_that_move_on_the_last_microbatch():
     lines = []
-    fit(*parts(), "2ba", accumulation_steps=4, probe=3, say=lines.append)
+    fit(*parts(), "2ba", accumulation_steps=4, callbacks=[Probe(3, lines.append)])
     assert len(lines) == 5  # four microbatches, and the one that is left of the epoch
     values = [line.split(": ")[1] for line in lines]
     assert values[0] == values[1] == values[2] != values[3]

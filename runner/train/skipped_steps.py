@@ -1,9 +1,9 @@
-"""Notice skipped steps: describe gradients that are not finite, and end a run of skips.
+"""Notice skipped steps: report gradients that are not finite, and end a long row of skips.
 
 On a CPU, and wherever the host decides whether a step is taken, such a step is known at once. On an
 accelerator whose fused optimizer decides for itself, the host learns of it with the next transfer
-of metrics (``log.flush`` steps at most); no step waits for that. Until then the loss of each
-microbatch and one number for each parameter of this rank stay on the device for each step.
+of metrics (``log.flush`` steps at most); no step waits for that. Until then one number for each
+parameter of this rank stays on the device for each step.
 """
 
 from __future__ import annotations
@@ -11,23 +11,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from runner.booster import NonFiniteGradient, OptimizerWrapper, Plugin
-from runner.booster.nonfinite import Nonfinite
-from runner.clip import ClipMode, Decision
+from runner.booster import Booster, NonFiniteGradient, OptimizerWrapper
+from runner.clip import ClipMode, Decision, Number
 from runner.clip.norms import Powers
 from runner.config.notation import first_few, ranks_as_text, rounded
 from runner.config.problem import or_list
 from runner.telemetry.gauges import Gauges
 from runner.telemetry.meter import Meter
 from runner.telemetry.step import StepValues
-from runner.train.passes import Passes
 from runner.train.progress import Progress
 from runner.train.windows import Window, Windows
 
@@ -43,15 +39,13 @@ MOST_SAMPLES = 16
 """Number of sample indices in a message; the log has all of them."""
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """What is kept of a step until it is known whether its gradient is finite."""
 
     number: int
     epoch: int
     microbatches: range  # indices in the epoch
     scale: float | None
-    losses: Sequence[Tensor]
     powers: Powers | None
 
 
@@ -61,53 +55,63 @@ class _RankReport(NamedTuple):
     rank: int
     data_rank: int
     bad: list[str]  # parameters whose gradient, as far as it lies on this rank, is not finite
-    bad_loss: bool  # whether the loss of one of its microbatches is not finite
+    bad_loss: bool
 
 
-class BadGradients:
-    """Follows the steps of a training that are skipped, or whose gradient is not finite."""
+class SkippedSteps:
+    """Warns of steps that are skipped, and ends a training that skips too many of them in a row.
 
-    def __init__(
-        self,
-        plugin: Plugin,
-        optimizer: OptimizerWrapper,
-        passes: Passes,
-        windows: Windows,
-        nonfinite: Nonfinite,
-        max_skips: int | None,
-        precision: torch.dtype | None,
-    ) -> None:
+    Every :class:`runner.Trainer` has one. Give it another one in ``callbacks``:
+
+        >>> Trainer(model, loader, callbacks=[SkippedSteps(max_skips=20)])
+
+    Args:
+        max_skips: number of skipped steps in a row after which the run fails; None for never.
+
+    Attributes:
+        in_a_row: number of skipped steps up to now, without one that was taken in between.
+        searches: number of steps that were skipped to find the fp16 loss scale.
+
+    Raises:
+        ValueError: ``max_skips`` is less than 1.
+    """
+
+    def __init__(self, max_skips: int | None = MAX_SKIPS) -> None:
         if max_skips is not None and max_skips < 1:
             raise ValueError(f"max_skips must be at least 1, or None for never, not {max_skips}")
-        self._plugin = plugin
-        self._optimizer = optimizer
-        self._passes = passes
-        self._windows = windows
-        self._nonfinite = nonfinite
         self._max_skips = max_skips
-        self._precision = precision
-        self.in_a_row = 0
-        self.reported = False
-        self.searches = 0
-        self._reported_spike = False
+        self.in_a_row = self.searches = 0
+        self._reported = self._reported_spike = False
         self._steps: dict[int, _Step] = {}
         self._flush = False
         self._failure: NonFiniteGradient | None = None
 
+    def of(self, booster: Booster, optimizer: OptimizerWrapper, windows: Windows) -> Self:
+        """Follow the steps of one training."""
+        self._booster, self._plugin = booster, booster.plugin
+        self._optimizer, self._windows = optimizer, windows
+        return self
+
     def clip(
-        self, mode: ClipMode, before: Progress, window: Window, gauges: Gauges | None = None
+        self, mode: ClipMode, before: Progress, window: Window, loss: Number, gauges: Gauges | None
     ) -> Decision:
         """Clip the gradients of a step, and keep what describes them if they are not finite."""
+        loss_scale = self._optimizer.loss_scale
+        scale = None if loss_scale is None else loss_scale.scale
+        microbatches = range(window.first, window.first + len(window.batches))
         try:
             reads = {} if gauges is None else gauges.reads
             decision = self._optimizer.clip(mode, fold=True, **reads)
         except NonFiniteGradient as error:
-            step = self._kept(before, window)
-            message = f"step {step.number}: {self._describe(step, error.norm)}"
+            powers = self._optimizer.powers
+            step = _Step(before.step + 1, before.epoch, microbatches, scale, powers)
+            message = f"step {step.number}: {self._describe(step, error.norm, float(loss))}"
             raise NonFiniteGradient(message, error.advice, error.norm) from None
         if decision.finite is not True:
             self._flush = decision.finite is False
-            self._steps[before.step + 1] = self._kept(before, window)
+            powers = self._optimizer.powers
+            step = _Step(before.step + 1, before.epoch, microbatches, scale, powers)
+            self._steps[step.number] = step
         return decision
 
     def check(self, meter: Meter) -> None:
@@ -127,90 +131,69 @@ class BadGradients:
             elif step is None or math.isfinite(values.norm):
                 self.in_a_row = 0
             else:
-                self._not_finite(step, values.norm)
+                self._not_finite(step, values)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts; metrics have to be flushed before."""
         return {
             "in_a_row": self.in_a_row,
-            "reported": self.reported,
+            "reported": self._reported,
             "searches": self.searches,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that :meth:`state_dict` returned."""
         self.in_a_row = state["in_a_row"]
-        self.reported = state["reported"]
+        self._reported = state["reported"]
         self.searches = state["searches"]
-
-    def _kept(self, before: Progress, window: Window) -> _Step:
-        """Return what describes a step whose gradient is not finite, or may not be."""
-        loss_scale = self._optimizer.loss_scale
-        return _Step(
-            before.step + 1,
-            before.epoch,
-            range(window.first, window.first + len(window.batches)),
-            None if loss_scale is None else loss_scale.scale,
-            list(self._passes.losses),
-            self._optimizer.powers,
-        )
 
     def _spike(self, number: int, norm: float) -> None:
         """Count a step that was skipped as a spike, and warn of the first one and of a long row."""
         self.in_a_row += 1
         rule = self._optimizer.skip
         assert rule is not None
-        skipped = f"{self.in_a_row} steps in a row were skipped, up to step {number}"
         found = f"the {rule.of_what} is a spike, the gradient's norm is {rounded(norm)}"
         if self.in_a_row == self._max_skips:
-            advice = self._advice()
-            self._failure = NonFiniteGradient(f"{skipped}: {found}", advice, norm)
+            self._failure = NonFiniteGradient(f"{self._row(number)}: {found}", self._advice(), norm)
         elif self._plugin.rank == 0 and (self.in_a_row == WARNED or not self._reported_spike):
-            what = skipped if self.in_a_row == WARNED else f"step {number} was skipped"
+            what = self._row(number) if self.in_a_row == WARNED else f"step {number} was skipped"
             log.warning("%s: %s%s", what, found, self._ending())
         self._reported_spike = True
+
+    def _not_finite(self, step: _Step, values: StepValues) -> None:
+        """Count a step whose gradient is not finite, and warn of it."""
+        number, norm, loss = step.number, values.norm, values.loss
+        if self._booster.nonfinite == "ignore" and step.scale is None:
+            if not self._reported:
+                what = f"step {number} was taken with a bad gradient"
+                self._warn(what, self._describe(step, norm, loss), "")
+            return
+        scaled = step.scale is not None and step.scale > 1.0
+        # All ranks have to agree. The loss of one that does not have it is zero.
+        if scaled and self._plugin.sum_over_data([float(not math.isfinite(loss))]) == [0.0]:
+            self.searches += 1  # it only shows that the loss scale is too large
+            return
+        self.in_a_row += 1
+        if self.in_a_row == self._max_skips:
+            found = self._describe(step, norm, loss)
+            self._failure = NonFiniteGradient(f"{self._row(number)}: {found}", self._advice(), norm)
+        elif self.in_a_row == WARNED or not self._reported:
+            what = self._row(number) if self.in_a_row == WARNED else f"step {number} was skipped"
+            self._warn(what, self._describe(step, norm, loss), self._ending())
+
+    def _warn(self, what: str, found: str, end: str) -> None:
+        self._reported = True
+        if self._plugin.rank == 0:
+            log.warning("%s: %s%s", what, found, end)
+
+    def _row(self, number: int) -> str:
+        return f"{self.in_a_row} steps in a row were skipped, up to step {number}"
 
     def _ending(self) -> str:
         """Say after a warning how many skipped steps end the run."""
         if self._max_skips is None:
             return ""
         return f". {self._max_skips} skipped steps in a row (clip.max_skips) end the run"
-
-    def _not_finite(self, step: _Step, norm: float) -> None:
-        """Count a step whose gradient is not finite, and warn of it."""
-        number = step.number
-        if self._nonfinite == "ignore" and step.scale is None:
-            if not self.reported:
-                self._warn(f"step {number} was taken with a bad gradient", step, norm)
-            return
-        if self._searches_scale(step):
-            self.searches += 1
-            return
-        self.in_a_row += 1
-        if self.in_a_row == self._max_skips:
-            found = self._describe(step, norm)
-            skipped = f"{self.in_a_row} steps in a row were skipped, up to step {number}"
-            self._failure = NonFiniteGradient(f"{skipped}: {found}", self._advice(), norm)
-        elif self.in_a_row == WARNED:
-            self._warn(f"{WARNED} steps in a row were skipped, up to step {number}", step, norm)
-        elif not self.reported:
-            self._warn(f"step {number} was skipped", step, norm)
-
-    def _searches_scale(self, step: _Step) -> bool:
-        """Return whether a skipped step only shows that the loss scale is too large."""
-        if step.scale is None or step.scale <= 1.0:
-            return False
-        bad = sum(not math.isfinite(loss) for loss in step.losses)
-        # All ranks have to agree. One that does not have the loss has zeros.
-        return self._plugin.sum_over_data([float(bad)]) == [0.0]
-
-    def _warn(self, what: str, step: _Step, norm: float) -> None:
-        """Log a warning that describes ``step``."""
-        self.reported = True
-        found = self._describe(step, norm)
-        if self._plugin.rank == 0:
-            end = "" if self._nonfinite == "ignore" else self._ending()
-            log.warning("%s: %s%s", what, found, end)
 
     def _advice(self) -> str:
         """Say what to try against steps that are all skipped."""
@@ -219,15 +202,15 @@ class BadGradients:
             f"a lower learning rate (now {rounded(rate)})",
             "a longer warm-up of it (scheduler=linear_warmup_cosine)",
         ]
-        if self._precision is torch.float16:
+        if self._booster.dtype is torch.float16:
             tried.append("precision=bf16 or fp32")
-        elif self._precision is torch.bfloat16:
+        elif self._booster.dtype is torch.bfloat16:
             tried.append("precision=fp32")
         return f"try {or_list(tried)}; clip.max_skips sets how many skipped steps end a run"
 
-    def _describe(self, step: _Step, norm: float) -> str:
+    def _describe(self, step: _Step, norm: float, loss: float) -> str:
         """Describe the gradient of a step in one line, the same on every rank; a collective."""
-        reports = self._reports(step)
+        reports = self._reports(step, loss)
         found = {name for report in reports for name in report.bad}
         every = self._optimizer.layout.names
         bad = [name for name in every if name in found]
@@ -235,9 +218,12 @@ class BadGradients:
         text = f"the gradient's norm is {norm}: {named}"
         # A rank with a bad loss is at fault; ranks have combined their gradients before the check.
         at_fault = [report for report in reports if report.bad_loss]
-        ranks = [report.rank for report in at_fault or reports if report.bad_loss or report.bad]
-        if len(reports) > 1:
-            text += f", from {ranks_as_text(ranks)}" if at_fault else f", {_held(ranks, reports)}"
+        if at_fault and len(reports) > 1:
+            text += f", from {ranks_as_text([report.rank for report in at_fault])}"
+        elif len(reports) > 1:
+            ranks = [report.rank for report in reports if report.bad]
+            everywhere = len(ranks) == len(reports)
+            text += ", on every rank" if everywhere else f", held by {ranks_as_text(ranks)}"
         text += ". A loss is not finite" if at_fault else ". All losses are finite"
         samples = self._samples(step, {report.data_rank for report in at_fault or reports})
         if samples is None:
@@ -246,13 +232,9 @@ class BadGradients:
             log.info("samples of step %d: %s", step.number, samples)
         return f"{text}. Its samples: {first_few([str(one) for one in samples], MOST_SAMPLES)}"
 
-    def _reports(self, step: _Step) -> list[_RankReport]:
-        mine = _RankReport(
-            self._plugin.rank,
-            self._plugin.data_rank,
-            [] if step.powers is None else step.powers.not_finite(),
-            not all(math.isfinite(loss) for loss in step.losses),
-        )
+    def _reports(self, step: _Step, loss: float) -> list[_RankReport]:
+        bad = [] if step.powers is None else step.powers.not_finite()
+        mine = _RankReport(self._plugin.rank, self._plugin.data_rank, bad, not math.isfinite(loss))
         if self._plugin.world_size == 1:
             return [mine]
         every: list[Any] = [None] * self._plugin.world_size
@@ -266,7 +248,3 @@ class BadGradients:
         if len(known) < len(parts):
             return None
         return [index for part in known for rank in sorted(data_ranks) for index in part[rank]]
-
-
-def _held(ranks: Sequence[int], reports: Sequence[_RankReport]) -> str:
-    return "on every rank" if len(ranks) == len(reports) else f"held by {ranks_as_text(ranks)}"

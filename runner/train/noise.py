@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -17,40 +17,24 @@ from runner.clip.norms import local_power, power_sum
 from runner.clip.shard import local
 from runner.parallel.hooks import computed_with
 from runner.telemetry.noise_scale import NoiseShare
-from runner.telemetry.options import Measurements
 from runner.train.passes import Passes
 
 
 class MicrobatchNorms:
     """Measures what the estimates of the gradient noise scale need of a step on this rank."""
 
-    def __init__(
-        self, plugin: Plugin, optimizer: OptimizerWrapper, microbatch: Callable[[], int]
-    ) -> None:
+    def __init__(self, plugin: Plugin, optimizer: OptimizerWrapper, passes: Passes) -> None:
         experts = getattr(getattr(plugin, "sizes", None), "ep", 1)
         if plugin.data_size != plugin.world_size or experts > 1:
             raise ValueError(
                 "the gradient noise scale needs ranks that have the whole gradient of their "
                 "samples: no tensor, pipeline or expert parallelism"
             )
-        self._plugin, self._optimizer, self._microbatch = plugin, optimizer, microbatch
+        self._plugin, self._optimizer, self._passes = plugin, optimizer, passes
         self._hooks: list[RemovableHandle] = []
         self._powers: list[list[Number]] = []  # of each microbatch, of each gradient
         self._sums: dict[int, Tensor] = {}  # of the gradients of several microbatches
         self._summed: list[Number] = []  # their powers, once they are complete
-
-    @classmethod
-    def of(
-        cls,
-        options: Measurements,
-        plugin: Plugin,
-        optimizer: OptimizerWrapper,
-        passes: Passes,
-    ) -> MicrobatchNorms | None:
-        """Return what measures the microbatches of ``passes``, None if that is not asked for."""
-        if not options.noise_scale:
-            return None
-        return cls(plugin, optimizer, lambda: len(passes.losses) + 1)
 
     def begin(self, microbatches: int) -> None:
         """Measure the backward passes of a step of so many microbatches."""
@@ -94,7 +78,7 @@ class MicrobatchNorms:
         here = local(gradient.detach())
         if here.layout is not torch.strided or not here.numel():
             return
-        at, count = self._microbatch(), len(self._powers)
+        at, count = self._passes.microbatch, len(self._powers)
         self._powers[at - 1].append(_power(here))
         if count == 1 or self._plugin.data_size == 1:
             return

@@ -1,0 +1,55 @@
+"""Trainers for tests whose options are told by one dictionary."""
+
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from runner import Booster, CheckpointSaver, Evaluate, InBackward, Log, SkippedSteps, Trainer
+
+BOOSTER = {"plugin": "plugin", "precision": "mixed_precision", "loss_scale": "loss_scale"}
+BOOSTER |= {"nonfinite": "nonfinite", "skip": "skip"}
+LOG = {"log_interval": "interval", "log_flush": "flush"}
+LOG |= {field.name: field.name for field in fields(Log) if field.name not in LOG.values()}
+EVALUATE = {"eval_interval": "interval", "eval_metrics": "metrics", "objective": "objective"}
+
+
+def trainer_of(
+    model: nn.Module,
+    loader: Any,
+    duration: Any = "1ep",
+    algorithms: Any = (),
+    *,
+    saver: CheckpointSaver | None = None,
+    in_backward: str = "",
+    kind: type[Trainer] = Trainer,
+    **options: Any,
+) -> Any:
+    """A Trainer; options of its groups are given by the names that they have in ``conf/``."""
+
+    def taken(names: dict[str, str]) -> dict[str, Any]:
+        return {name: options.pop(key) for key, name in names.items() if key in options}
+
+    booster, log, evaluate = Booster(**taken(BOOSTER)), Log(**taken(LOG)), taken(EVALUATE)
+    callbacks = [*options.pop("callbacks", ()), *([] if saver is None else [saver])]
+    if "max_skips" in options:
+        callbacks.append(SkippedSteps(options.pop("max_skips")))
+    held_out, stop = options.pop("eval_dataloader", None), options.pop("stop", None)
+    if device := options.pop("device", None):
+        model.to(device)
+        if isinstance(criterion := options.get("criterion"), nn.Module):
+            criterion.to(device)
+    made = kind(
+        model,
+        loader,
+        duration,
+        InBackward(algorithms, in_backward == "step") if in_backward else algorithms,
+        Evaluate(held_out, **evaluate) if evaluate else held_out,
+        booster=booster,
+        log=log,
+        callbacks=callbacks,
+        **options,
+    )
+    if stop is not None:
+        made.stop = stop
+    return made

@@ -15,10 +15,8 @@ import torch
 from runner.bench.peers import versions
 from runner.bench.timing import HEADER, Setting
 from runner.config.problem import Stopped
-from runner.run_folder.atomic import write_text
-from runner.run_folder.provenance import provenance
-from runner.run_folder.status import now
-from runner.run_folder.strict_json import write_object
+from runner.run_folder.status import now, provenance
+from runner.run_folder.strict_json import write_object, write_text
 from runner.telemetry.sinks.console import print_line
 from runner.train import stop
 

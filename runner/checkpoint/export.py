@@ -14,7 +14,7 @@ from runner.booster.saved import OPTIMIZER
 from runner.checkpoint import folder
 from runner.parallel.sharded_files import Folder
 from runner.run_folder import files
-from runner.run_folder.atomic import replacing
+from runner.run_folder.strict_json import replacing
 
 Format = Literal["safetensors", "torch"]
 

@@ -19,7 +19,7 @@ from runner.config.identity import NOT_HASHED
 from runner.config.notation import plural
 from runner.config.problem import shown
 from runner.config.sizes import least_ranks, may_grow
-from runner.run_folder.earlier import earlier_record
+from runner.run_folder.sweep_record import earlier_record
 from runner.sweep import live
 from runner.sweep.resume import plan_runs
 from runner.train.known_length import known_length

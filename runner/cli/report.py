@@ -16,7 +16,7 @@ from runner.report import NoRunError, export, read
 from runner.report.findings import Findings, find
 from runner.report.page import write_page
 from runner.run_folder import files
-from runner.run_folder.atomic import write_text
+from runner.run_folder.strict_json import write_text
 
 _BASELINE = "report.baseline"
 _TABLES = {

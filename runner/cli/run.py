@@ -33,9 +33,9 @@ from runner.config.scratch import missing
 from runner.config.sizes import may_grow
 from runner.launch import elastic
 from runner.run_folder import files
-from runner.run_folder.claim import claimed
-from runner.run_folder.earlier import earlier_record
+from runner.run_folder.status import claimed
 from runner.run_folder.strict_json import read_object
+from runner.run_folder.sweep_record import earlier_record
 from runner.telemetry.sinks.console import announce, print_line
 
 

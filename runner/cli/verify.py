@@ -89,7 +89,7 @@ def _raised(error: str) -> str:
 
 
 def _write(folder: Path, job: Job, words: Sequence[str], found: dict[str, Any]) -> None:
-    from runner.run_folder.provenance import provenance
+    from runner.run_folder.status import provenance
     from runner.run_folder.strict_json import write_object
 
     whole = {"words": masked_words(words), **found, **provenance(), "request": job.plain}

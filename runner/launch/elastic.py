@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +29,7 @@ from runner.config.notation import plural
 from runner.config.problem import Problem, RequestError, Stopped
 from runner.config.schema import RunConfig
 from runner.config.sizes import least_ranks
-from runner.launch import peers, signals
+from runner.launch import failure, signals
 from runner.launch.failure import KNOBS, RankFailed
 from runner.run_folder import files
 from runner.run_folder.rows import follow
@@ -128,7 +127,7 @@ def join_first_node(config: RunConfig) -> int:
     except Stopped as stopped:
         return signals.exit_code(stopped.signal)
     except RankFailed as failed:
-        peers.report(folder, failed.rank, failed.error)
+        failure.report(folder, failed.rank, failed.error)
         print_line(f"clip-runner: {task.name}: {failed.error.splitlines()[-1]}", sys.stderr)
         return 1
     return 0
@@ -152,57 +151,55 @@ def _launch(
     os.environ[OWN_STORE] = "1"
     _ensure_running([config])
     before = {number: signal.getsignal(number) for number in signals.ASKING}
-    with tempfile.TemporaryDirectory(prefix="clip-runner-") as logs:
-        asked = LaunchConfig(
-            min_nodes=nodes,
-            max_nodes=nodes,
-            nproc_per_node=local,
-            run_id=task.step if task else "local",
-            rdzv_backend="c10d",
-            rdzv_endpoint=place,
-            rdzv_configs={
-                "is_host": task is None or task.node == 0,
-                "join_timeout": config.launch.timeout,
-                "read_timeout": int(config.launch.timeout),
-            },
-            local_addr=None if task else "127.0.0.1",
-            max_restarts=config.launch.max_restarts,
-            start_method="forkserver",
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-            signals_to_handle=",".join(signal.Signals(one).name for one in job.handled),
-            shutdown_timeout=int(config.shutdown.timeout) + LATER,
-        )
-        try:
-            results = elastic_launch(asked, local_main)(job)
-        except SignalException as error:
-            raise Stopped(int(error.sigval)) from None
-        except ChildFailedError as error:
-            raise _failure(job, local * nodes, *error.get_first_failure()) from None
-        except RendezvousError as error:
-            limit = f"launch.timeout={config.launch.timeout:g} s"
-            text = f"the {nodes} machines did not meet at {place} in {limit}: {error}"
-            raise RankFailed(0, text) from None
-        finally:
-            if threading.current_thread() is threading.main_thread():
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+    asked = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=local,
+        run_id=task.step if task else "local",
+        rdzv_backend="c10d",
+        rdzv_endpoint=place,
+        rdzv_configs={
+            "is_host": task is None or task.node == 0,
+            "join_timeout": config.launch.timeout,
+            "read_timeout": int(config.launch.timeout),
+        },
+        local_addr=None if task else "127.0.0.1",
+        max_restarts=config.launch.max_restarts,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle=",".join(signal.Signals(one).name for one in job.handled),
+        shutdown_timeout=int(config.shutdown.timeout) + LATER,
+    )
+    if number := stop.requested():
+        raise Stopped(number)
+    try:
+        results = elastic_launch(asked, local_main)(job)
+    except SignalException as error:
+        raise Stopped(int(error.sigval)) from None
+    except ChildFailedError as error:
+        raise _failure(job, local * nodes, *error.get_first_failure()) from None
+    except RendezvousError as error:
+        limit = f"launch.timeout={config.launch.timeout:g} s"
+        text = f"the {nodes} machines did not meet at {place} in {limit}: {error}"
+        raise RankFailed(0, text) from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
     summary: dict[str, Any] = results[min(results)]
     return summary
 
 
-def _failure(job: Job, size: int, rank: int, failure: Any) -> Exception:
+def _failure(job: Job, size: int, rank: int, process: Any) -> Exception:
     """Return why the ranks ended: the first one that did may only have lost a connection."""
-    code = failure.exitcode
+    code = process.exitcode
     if code in (129, 130, 143):  # a signal reached this rank alone
         return Stopped(code - 128)
-    asks = code in (1, -signal.SIGABRT)  # by which NCCL ends a rank that waits for too long
-    if asks and (found := peers.find(job.folder, size, job.config.launch.timeout)):
-        return found
+    if code in (1, -signal.SIGABRT):  # by which NCCL ends a rank that waits for too long
+        return failure.blamed(job.folder, size, job.config.launch.timeout)
     if code >= 0:
-        said = failure.message["message"] if isinstance(failure.message, dict) else ""
-        end = f"rank {rank} exited with code {code}"
-        return RankFailed(rank, f"{end}: {said}" if said else end)
-    end = f"rank {rank} was ended by {failure.signal_name()}"
+        return RankFailed(rank, f"rank {rank} exited with code {code}")
+    end = f"rank {rank} was ended by {process.signal_name()}"
     if code == -signal.SIGKILL:
         end += f", as the system does if it runs {KNOBS}"
     return RankFailed(rank, end)

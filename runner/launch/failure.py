@@ -1,18 +1,44 @@
-"""Reasons why a run does not finish: a failed rank, or a signal."""
+"""Reasons why a run does not finish: a failed rank, or a signal; and which rank is to blame.
+
+A rank that fails writes why into the folder of the run, and one that lost a connection writes that.
+A rank that wrote neither hangs or was killed; if it hangs, its stack is in a file too. No process
+has to be able to reach another one for that, only the folder.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import re
+import shutil
+import threading
+import time
 import traceback
+from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from signal import SIGINT
 from typing import Any, Literal
 
 from runner.config import disk
+from runner.config.environment import node_name, started_nodes
 from runner.config.problem import Stopped
 from runner.launch import signals
-from runner.train import stop
+from runner.run_folder import files
+from runner.run_folder.strict_json import read_object, write_object
+from runner.train import beat, stop
+
+PATIENCE = 3.0
+"""Seconds in which all ranks write how they ended, after one of them lost a connection."""
+
+LATER = 5.0
+"""Seconds by which the limit of a collective is later than ``launch.timeout``, after which a rank
+that begins no microbatch writes its stack."""
+
+_LONGEST = 12
+"""Calls of a stack that are shown."""
 
 KNOBS = (
     "out of memory: lower data.batch_size (accumulation.steps keeps the size of the step), or "
@@ -103,3 +129,101 @@ def _why(error: BaseException) -> Failure:
         return Failure("failed", 1, full or error.error, error.rank, full is not None, error.node)
     full = disk.told(error)
     return Failure("failed", 1, full or described(error), 0, full is not None)
+
+
+def clear(folder: Path) -> None:
+    """Remove what ranks wrote."""
+    shutil.rmtree(folder / files.RANKS, ignore_errors=True)
+
+
+def began(folder: Path, rank: int) -> bool:
+    """Return whether a rank ran before, in an attempt that failed."""
+    return _file(folder, rank).exists()
+
+
+def begin(folder: Path, rank: int, seconds: float) -> None:
+    """Write that a rank runs; its stack is written if it begins no microbatch in ``seconds``."""
+    with suppress(OSError):  # the folder may be that of an evaluation on another machine
+        (folder / files.RANKS).mkdir(exist_ok=True)
+        write_object(_file(folder, rank), _node())
+        watch = (_file(folder, rank).with_suffix(".stack"), seconds)
+        threading.Thread(target=_watch, args=watch, daemon=True, name="hang").start()
+
+
+def report(folder: Path, rank: int, error: BaseException | str) -> None:
+    """Write how a rank ended, but for one that was asked to stop."""
+    if isinstance(error, BaseException):
+        lost = may_be_lost_peer(error)
+        if stopped_by(error) and not lost:
+            return
+        error = "" if lost else described(error)
+    with suppress(OSError):
+        (folder / files.RANKS).mkdir(exist_ok=True)
+        write_object(_file(folder, rank), {**_node(), "error": error})
+
+
+def follow_others(folder: Path, rank: int) -> None:
+    """End this process, which was asked to end, soon after another rank failed."""
+    while True:
+        others = set((folder / files.RANKS).glob("*.json")) - {_file(folder, rank)}
+        if any("error" in read_object(one) for one in others):
+            time.sleep(PATIENCE)
+            os._exit(1)
+        time.sleep(0.2)
+
+
+def blamed(folder: Path, size: int, timeout: float) -> RankFailed:
+    """Return the rank because of which the others lost a connection."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        told = [read_object(_file(folder, rank)) for rank in range(size)]
+        for rank, one in enumerate(told):
+            if one.get("error"):
+                return RankFailed(rank, one["error"], one.get("node"))
+        silent = [rank for rank, one in enumerate(told) if "error" not in one]
+        if not silent or time.monotonic() > until:
+            break
+        time.sleep(0.1)
+    first = silent[0] if silent else 0
+    node = told[first].get("node")
+    who = f"rank {first}" + (f" on {node}" if node else "")
+    waited = f"waited for more than launch.timeout={timeout:g} s"
+    error = f"{who} hangs or was killed: the others lost the connection, or {waited}"
+    if silent[1:]:
+        error += f" (ranks {', '.join(map(str, silent))} do not answer)"
+    if not silent:
+        error = f"each rank lost the connection to another one, or {waited}"
+    return RankFailed(first, "\n".join([*_stacks(folder, size), error]), node)
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / files.RANKS / f"{rank}.json"
+
+
+def _node() -> dict[str, str]:
+    return {"node": node_name()} if (started_nodes() or 1) > 1 else {}
+
+
+def _watch(file: Path, seconds: float) -> None:
+    """Let a thread in C write the stack of this process once no microbatch begins."""
+    counts, seen = memoryview(array("q", [0])), 0
+    beat.share(counts, 0)
+    with file.open("w") as stack:
+        while True:
+            if counts[0] != seen:
+                seen = counts[0]
+                faulthandler.dump_traceback_later(seconds, file=stack)
+            time.sleep(min(1.0, seconds / 10))
+
+
+def _stacks(folder: Path, size: int) -> list[str]:
+    """Return where the main thread of each rank was that wrote its stack, as lines of text."""
+    lines = []
+    for rank in range(size):
+        with suppress(OSError):
+            text = _file(folder, rank).with_suffix(".stack").read_text(encoding="utf-8")
+            _, found, calls = text.rpartition("(most recent call first):\n")
+            if found:
+                lines.append(f"where rank {rank} is (most recent call first):")
+                lines += calls.rstrip().splitlines()[:_LONGEST]
+    return lines

@@ -27,7 +27,7 @@ from runner.config.cores import cores
 from runner.config.environment import started_rank
 from runner.config.problem import Stopped
 from runner.config.schema import RunConfig
-from runner.launch import peers, signals
+from runner.launch import failure, signals
 from runner.launch.failure import described, may_be_lost_peer, stopped_by
 from runner.launch.process_group import abandon, keep_freed_memory, launch_from_torch, leave
 from runner.launch.resume import newest
@@ -76,7 +76,7 @@ def local_main(job: Job) -> dict[str, Any]:
         number = stopped_by(error)
         if isinstance(error, SystemExit) and not number:
             error = RuntimeError(f"rank {started.rank} exited with code {error.code}")
-        peers.report(job.folder, started.rank, error)
+        failure.report(job.folder, started.rank, error)
         if number:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -112,8 +112,8 @@ def train_as_rank(
     """Join the other ranks, and do what the first one, which alone has to know ``job``, says."""
     started = started_rank()
     assert started is not None
-    launch_from_torch(seed=seed, verbose=False, timeout=timeout + peers.LATER)
-    if job is not None and started.rank == 0 and peers.began(job.folder, 0):
+    launch_from_torch(seed=seed, verbose=False, timeout=timeout + failure.LATER)
+    if job is not None and started.rank == 0 and failure.began(job.folder, 0):
         again = newest(job.folder)  # an attempt failed, and torch's agent starts all ranks again
         cut(job.folder / files.ROWS, again.step if again.checkpoint else job.step)
         job = replace(job, resume=again.checkpoint or job.resume)
@@ -121,7 +121,7 @@ def train_as_rank(
     dist.broadcast_object_list(sent, src=0)
     [job] = sent
     assert job is not None
-    peers.begin(job.folder, started.rank, timeout)
+    failure.begin(job.folder, started.rank, timeout)
     if not logging.root.handlers:
         _log_to(job.folder / files.LOG, started.rank)
     signals.set_timeout(job.config.shutdown.timeout)
@@ -136,7 +136,7 @@ def train_as_rank(
         result = [ended]  # the machine that keeps the record may not have the first rank
         dist.broadcast_object_list(result, src=0)
     except BaseException as error:
-        peers.report(job.folder, started.rank, error)
+        failure.report(job.folder, started.rank, error)
         raise
     return result[0]
 
@@ -151,7 +151,7 @@ def _answer_signals(job: Job, rank: int) -> None:
         if not stop.is_polled():
             raise signals.Terminated(number)
         ending = (job.folder, rank)  # one that hangs would delay the end of all
-        threading.Thread(target=peers.follow_others, args=ending, daemon=True).start()
+        threading.Thread(target=failure.follow_others, args=ending, daemon=True).start()
 
     for number in signals.ASKING:
         signal.signal(number, note)

@@ -20,13 +20,12 @@ from runner.config.identity import config_hash
 from runner.config.problem import Interrupted, Stopped
 from runner.config.schema import RunConfig
 from runner.config.secrets import hidden
-from runner.launch import peers, signals
+from runner.launch import failure, signals
 from runner.launch.failure import Failure, attempt, may_be_lost_peer
 from runner.launch.resume import ANEW, Start
 from runner.run_folder import files, keys
-from runner.run_folder.provenance import provenance
 from runner.run_folder.rows import JsonlSink, Row, cut, last_step
-from runner.run_folder.status import WANDB_STEP, Record, objective_of
+from runner.run_folder.status import WANDB_STEP, Record, objective_of, provenance
 from runner.telemetry.guidance import sentences
 from runner.telemetry.run_log import RunLog
 from runner.telemetry.sinks import recorder_process
@@ -104,7 +103,7 @@ def train(
             raise
         abandon()
         if may_be_lost_peer(error):
-            raise peers.find(folder, joined.world_size, limit) or error from error
+            raise failure.blamed(folder, joined.world_size, limit) from error
         raise
     leave()
     return ended
@@ -133,7 +132,7 @@ def run(
     resumed = start.status(last_step(rows))
     record.begin(plain, config_hash(plain), run_id, resumed)
     cut(rows, start.step if start.former else 0)
-    peers.clear(folder)
+    failure.clear(folder)
     shown: list[Sink] = [_Steps(record), RunLog(folder, words, made_with)]
     for sentence in start.warnings:
         log.warning("%s", sentence)
@@ -174,7 +173,7 @@ def run(
             exit_code = 0
             summary = ended
             record.end("finished", 0, None, None)
-    peers.clear(folder)
+    failure.clear(folder)
     for sink in shown:
         sink.close(summary, exit_code)
     page = write_page(folder) if reports_end else None  # the page of a sweep shows all its runs
@@ -206,10 +205,10 @@ def write_page(folder: Path, left: int = 0) -> Path | None:
         return None
 
 
-def _headline(failure: Failure, plugin: str) -> str:
+def _headline(found: Failure, plugin: str) -> str:
     """Return in one line why a run did not finish."""
-    *_, last = failure.error.splitlines() or ["no message"]
-    who = "the run" if plugin == "single" else f"rank {failure.rank}"
+    *_, last = found.error.splitlines() or ["no message"]
+    who = "the run" if plugin == "single" else f"rank {found.rank}"
     return last if last.startswith(f"{who} ") else f"{who} failed: {last}"
 
 

@@ -25,7 +25,7 @@ from runner.report.table import omitted, table
 from runner.report.thin import SMOOTHING
 from runner.report.verdict import remarks, verdict
 from runner.run_folder import files
-from runner.run_folder.atomic import write_text
+from runner.run_folder.strict_json import write_text
 
 if TYPE_CHECKING:
     from runner.report.plotting import Chart

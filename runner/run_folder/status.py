@@ -1,23 +1,26 @@
-"""Write and read the files of a run that hold its configuration, its state and its summary."""
+"""The folder of a run: who may write to it, its configuration, its state and its summary."""
 
 from __future__ import annotations
 
 import logging
 import os
+import platform
 import socket
+import subprocess
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from runner.config.environment import elastic_agent, elastic_job, slurm_job
+from runner.config.problem import Problem, RequestError
 from runner.run_folder import files, keys
-from runner.run_folder.atomic import write_text
-from runner.run_folder.strict_json import number, read_object, write_object
+from runner.run_folder.strict_json import number, read_object, write_object, write_text
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,25 @@ WANDB_STEP = "wandb_step"
 
 PROGRESS_SECONDS = 1.0
 """Shortest time between two writes of the step to ``status.json``."""
+
+RELEASED = 5.0
+"""Seconds to wait for the lock of a process that is gone: its children hold it until they end."""
+
+PACKAGES = ("clip-runner", "torch", "torchvision", "hydra-core", "wandb")
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Hold the folder of a run against other processes; it is made if there is none."""
+    from filelock import FileLock, Timeout  # it imports asyncio, which readers do not need
+
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / files.LOCK, timeout=RELEASED):
+            yield
+    except Timeout:
+        message = "another run is using this folder: wait for its end, or choose another folder"
+        raise RequestError([Problem("hydra.run.dir", str(folder), message)]) from None
 
 
 class Record:
@@ -66,11 +88,8 @@ class Record:
             "host": socket.gethostname(),
             keys.WALL_SECONDS: 0.0,
         }
-        if job := slurm_job():
-            self._status[SLURM_JOB] = job
-        if job := elastic_job():
-            self._status |= {ELASTIC_JOB: job, ELASTIC_AGENT: elastic_agent()}
-        self._status |= resumed or {}
+        jobs = {SLURM_JOB: slurm_job(), ELASTIC_JOB: elastic_job(), ELASTIC_AGENT: elastic_agent()}
+        self._status |= {key: job for key, job in jobs.items() if job} | dict(resumed or {})
         self._before = self._status[keys.WALL_SECONDS] - time.monotonic()
         self._write_status()
 
@@ -96,16 +115,9 @@ class Record:
         rank: int | None,
         node: str | None = None,
     ) -> None:
-        """Write how the run ended; on a full disk the error is logged."""
-        if node is not None:
-            self._status["node"] = node
-        self._status |= {
-            "state": state,
-            "exit_code": exit_code,
-            "error": error,
-            "rank": rank,
-            "ended": now(),
-        }
+        """Write how the run ended; on a full disk that is logged."""
+        ended = {"state": state, "exit_code": exit_code, "error": error, "rank": rank}
+        self._status |= {**ended, "ended": now(), **({"node": node} if node else {})}
         try:
             self._write_status()
         except OSError as failed:
@@ -123,11 +135,8 @@ def now() -> str:
 
 
 def elapsed(status: Mapping[str, Any]) -> float | None:
-    """Return the seconds between start and end of a run; None if one of them is not recorded."""
-    if status.get(RESUMED):
-        return number(status.get(keys.WALL_SECONDS))
-    began, ended = (_moment(status.get(key)) for key in ("started", "ended"))
-    return (ended - began).total_seconds() if began and ended else None
+    """Return the seconds that a run which ended took; None for others."""
+    return number(status.get(keys.WALL_SECONDS)) if status.get("ended") else None
 
 
 def state_of(status: Mapping[str, Any]) -> str:
@@ -149,19 +158,14 @@ def is_unfinished(folder: Path) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine runs; a zombie does not."""
+    """Return whether a process of this machine exists."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
-    except (PermissionError, OverflowError):
-        return True
-    try:
-        # The state follows the command name, which may itself hold blanks and parentheses.
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return True
-    return stat.rpartition(")")[2].split()[:1] not in (["Z"], ["X"])
+    except PermissionError:
+        pass
+    return True
 
 
 def objective_of(summary: Mapping[str, Any], key: str) -> float | None:
@@ -173,10 +177,15 @@ def objective_of(summary: Mapping[str, Any], key: str) -> float | None:
     return None
 
 
-def _moment(value: object) -> datetime | None:
-    try:
-        moment = datetime.fromisoformat(value) if isinstance(value, str) else None
-    except ValueError:
-        return None
-    # Times without a zone cannot be subtracted from times with one.
-    return moment.replace(tzinfo=UTC) if moment and moment.tzinfo is None else moment
+def provenance() -> dict[str, str]:
+    """Return ``versions`` and, in a git checkout, ``git``: the commit, and whether files differ."""
+    versions = [f"python {platform.python_version()}"]
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):  # a checkout that was never installed
+            versions.append(f"{name} {version(name)}")
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    made = {"versions": ", ".join(versions)}
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+        made |= {"git": done.stdout.strip()} if done.stdout.strip() else {}
+    return made

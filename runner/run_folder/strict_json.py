@@ -1,4 +1,4 @@
-"""JSON that any program can read, also where numbers are not finite.
+"""Files that are replaced as a whole, and JSON that any program can read.
 
 A number that is not finite is written as the string ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``,
 as Protocol Buffers do (https://protobuf.dev/programming-guides/json) and as
@@ -9,15 +9,43 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runner.run_folder.atomic import write_text
+from runner.config import disk
 
 _NUMBERS = (int, float)
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the folder of ``path``, which is renamed to ``path`` at the end.
+
+    A reader sees the old content or the new one, never a part of it.
+    """
+    writer = f"{os.getpid()}-{threading.get_ident()}"
+    temporary = path.with_name(f".{path.name}.{writer}.part")
+    try:
+        yield temporary
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` in UTF-8."""
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise disk.described(error, path, path.name, len(text)) from error
 
 
 def encode(value: Any, *, indent: int | None = None) -> str:
@@ -36,9 +64,7 @@ def fast_encoder() -> Callable[[Any], bytes]:
 
 
 def decode(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> dict[str, Any]:
-    """Return the object of a JSON text, with the strings of numbers that are not finite as
-    floats.
-    """
+    """Return the object of a JSON text, with numbers that are not finite as floats."""
     try:
         record = loads(text)
         if not isinstance(record, dict):

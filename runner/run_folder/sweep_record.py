@@ -1,9 +1,10 @@
-"""Read and write ``sweep.json``: what a sweep was asked for, and the state of each of its runs."""
+"""``sweep.json``, what a sweep was asked for and the state of each of its runs; taken folders."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -14,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 
 from runner.config.secrets import masked_words
 from runner.run_folder import files
+from runner.run_folder.status import is_unfinished
 from runner.run_folder.strict_json import write_object
 
 
@@ -76,10 +78,8 @@ class SweepRecord:
             first = error.errors(include_url=False)[0]
             why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise ValueError(f"{path} is no record of a sweep: {why}") from None
-        if len({entry.number for entry in record.entries}) < len(record.entries):
-            raise ValueError(f"{path} is no record of a sweep: two runs have one number")
-        for entry in record.entries:
-            if not _is_own_folder(entry.folder):
+        for entry in record.entries:  # runs that start again are moved away by this name
+            if Path(entry.folder).name != entry.folder or entry.folder in ("", "..", files.EARLIER):
                 raise ValueError(
                     f"{path} gives run {entry.number} the folder {entry.folder!r}, and the runs of "
                     "a sweep lie directly in its own folder"
@@ -121,11 +121,6 @@ def _reader() -> TypeAdapter[SweepRecord]:
     return TypeAdapter(SweepRecord)
 
 
-def _is_own_folder(name: str) -> bool:
-    """Return whether a name is that of a folder directly in the folder of a sweep."""
-    return Path(name).name == name and "\0" not in name and name not in ("", "..", files.EARLIER)
-
-
 @contextmanager
 def changed(folder: Path) -> Iterator[SweepRecord]:
     """Yield the record of a sweep to change it; it is written when the block ends."""
@@ -140,11 +135,45 @@ def changed(folder: Path) -> Iterator[SweepRecord]:
 def best(entries: Iterable[Entry], maximizes: bool) -> Entry | None:
     """Return the finished run with the best finite objective; None if no run has one."""
     known = [
-        (entry.objective, entry)
-        for entry in entries
-        if entry.state == "finished"
-        and entry.objective is not None
-        and math.isfinite(entry.objective)
+        (one.objective, one)
+        for one in entries
+        if one.state == "finished" and one.objective is not None and math.isfinite(one.objective)
     ]
     choose = max if maximizes else min
     return choose(known, key=lambda pair: pair[0])[1] if known else None
+
+
+def earlier_record(
+    folder: Path, request: str | None = None, jobs: Sequence[str] = ()
+) -> str | None:
+    """Return why a run or a sweep must not be written to ``folder``, or None if it may be."""
+    if folder.exists() and not folder.is_dir():
+        return f"{folder} is not a folder; remove it"
+    if request is not None:
+        return _other_sweep(folder, request, jobs)
+    if is_unfinished(folder):
+        return None  # the run continues it, or is refused where its configuration is known
+    if (folder / files.LOCK).exists() and not (folder / files.STATUS).exists():
+        return None  # a run that was killed before its record began
+    for name in (files.STATUS, files.MULTIRUN, files.HYDRA):
+        if (folder / name).exists():
+            return f"holds the record of an earlier run ({name}); choose another name or remove it"
+    return None
+
+
+def _other_sweep(folder: Path, request: str, jobs: Sequence[str]) -> str | None:
+    try:
+        record = SweepRecord.find(folder)
+    except (OSError, ValueError) as error:
+        return f"{error}; choose another sweep.name or remove {folder}"
+    if record is None:
+        # A sweep that ended before it wrote anything leaves its lock files.
+        if not folder.is_dir() or all(one.suffix == ".lock" for one in folder.iterdir()):
+            return None
+        return f"{folder} holds something that is no sweep; choose another sweep.name or remove it"
+    known = Counter(entry.config_hash for entry in record.entries)
+    extended = 0 < record.total == len(record.entries) and known <= Counter(jobs)
+    if record.request == request or extended:
+        return None
+    command = " ".join(record.words) or "of an unknown command"
+    return f"{folder} holds another request ({command}); choose another sweep.name"

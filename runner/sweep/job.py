@@ -27,7 +27,7 @@ from runner.config.problem import Problem, RequestError
 from runner.launch import signals
 from runner.launch.supervise import write_page
 from runner.run_folder import files
-from runner.run_folder.claim import claimed
+from runner.run_folder.status import claimed
 from runner.run_folder.sweep_record import Entry, SweepRecord, changed
 from runner.sweep import live
 from runner.sweep.resume import load_status

@@ -14,7 +14,7 @@ from hydra._internal.utils import get_args_parser
 
 import runner
 from runner.cli.main import COMMANDS, main
-from runner.run_folder.claim import claimed
+from runner.run_folder.status import claimed
 from tests.mode_names import LISTED
 from tests.process import ROOT
 

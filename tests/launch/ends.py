@@ -83,7 +83,7 @@ class Started:
         """Wait for the end of the command, which leaves nothing behind."""
         assert self.process.wait(120) == code, self.printed
         assert "Traceback" not in self.printed, self.printed
-        self.leaves_nothing()
+        self.leaves_nothing(files=code >= 0)
 
     def processes(self) -> list[int]:
         """Return the processes that the command started, and itself; zombies do not count."""
@@ -107,8 +107,9 @@ class Started:
 
         def left() -> list[str]:
             kept = [*(self.home / "shm").iterdir(), *self.temporary.iterdir()] if files else []
-            # torch keeps a cache there on purpose.
-            names = [str(file) for file in kept if "torchinductor" not in file.name]
+            # torch keeps a cache there on purpose, and tracebacks of ranks that failed.
+            theirs = ("torchinductor", "pytorch-errorfile")
+            names = [str(file) for file in kept if not file.name.startswith(theirs)]
             return [*map(str, self.processes()), *names]
 
         wait_for(lambda: not left(), shown=left)

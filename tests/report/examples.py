@@ -141,7 +141,7 @@ def write_run(
     status = {"state": state, "exit_code": codes.get(state), "error": error, "step": len(made)}
     status |= {"rank": 0 if error else None, "config_hash": HASH, "wandb_run_id": "k3v9x0ab"}
     status |= {"started": BEGUN, "ended": "2026-11-21T04:00:12.5+00:00" if whole else None}
-    status |= {"pid": NO_SUCH_PROCESS, "host": socket.gethostname()}
+    status |= {"wall_s": 12.5, "pid": NO_SUCH_PROCESS, "host": socket.gethostname()}
     (folder / "status.json").write_text(json.dumps(status))
     return folder
 

@@ -7,13 +7,13 @@ import sys
 import pytest
 
 from runner.config.problem import RequestError
-from runner.run_folder import claim
+from runner.run_folder import status as claim
 from tests.process import ROOT
 
 HOLD = """
 import sys
 from pathlib import Path
-from runner.run_folder.claim import claimed
+from runner.run_folder.status import claimed
 with claimed(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()  # until the test closes it

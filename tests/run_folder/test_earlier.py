@@ -1,6 +1,6 @@
 """A run does not write over the record of another."""
 
-from runner.run_folder.earlier import earlier_record
+from runner.run_folder.sweep_record import earlier_record
 
 
 def test_a_record_is_not_written_over(tmp_path):

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from runner.run_folder import status as module
-from runner.run_folder.atomic import write_text
 from runner.run_folder.status import Record
+from runner.run_folder.strict_json import write_text
 
 CONFIG = {"seed": 0, "clip": {"norm_type": math.inf, "exclude": ["head.*"]}, "model": None}
 

@@ -83,7 +83,7 @@ class RecordSweeper(Sweeper):  # type: ignore[misc, unused-ignore]
         """Launch the runs that wait, and return what their jobs returned."""
         from runner.compose.masking import as_yaml, unresolved
         from runner.run_folder import files
-        from runner.run_folder.atomic import write_text
+        from runner.run_folder.strict_json import write_text
 
         folder = Path(self.config.hydra.sweep.dir)
         write_text(folder / files.MULTIRUN, as_yaml(unresolved(self.config)))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any
 
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
@@ -42,20 +42,22 @@ def muon_with_adamw(
     heads: Collection[str] = (),
     others: Iterable[nn.Parameter] = (),
     exclude: Sequence[str] | None = None,
-    lr: float = 0.02,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    weight_decay: float = 0.1,
-    eps: float = 1e-7,
-    ns_steps: int = 5,
-    adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] = "original",
-    adamw_lr: float = 1e-3,
-    adamw_betas: tuple[float, float] = (0.9, 0.999),
-    adamw_eps: float = 1e-8,
-    adamw_weight_decay: float = 0.01,
     fused: bool | None = None,
+    **settings: Any,
 ) -> list[Optimizer]:
-    """Return Muon over the hidden matrices of a model, and AdamW over its other parameters."""
+    """Return Muon over the hidden matrices of a model, and AdamW over its other parameters.
+
+    Args:
+        model: the whole model.
+        heads: names of the weights of output layers, which AdamW steps.
+        others: further parameters for AdamW, such as those of a criterion.
+        exclude: patterns of the names of further matrices for AdamW.
+        fused: whether AdamW steps by one fused kernel.
+        settings: arguments of :class:`torch.optim.Muon` (``lr`` is 0.02 if not given), and, with
+            the prefix ``adamw_``, of :class:`torch.optim.AdamW`.
+    """
+    of_adamw = {k.removeprefix(ADAMW): v for k, v in settings.items() if k.startswith(ADAMW)}
+    of_muon = {"lr": 0.02} | {k: v for k, v in settings.items() if not k.startswith(ADAMW)}
     hidden = set(hidden_matrices(model, heads, exclude or ()))
     named = dict(model.named_parameters())
     if not hidden:
@@ -64,29 +66,12 @@ def muon_with_adamw(
             "convolutions, embeddings, heads and vectors; use optimizer=adamw, or another model "
             "such as model=gpt data=text"
         )
-    muon = Muon(
-        [parameter for name, parameter in named.items() if name in hidden],
-        lr=lr,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        nesterov=nesterov,
-        eps=eps,
-        ns_steps=ns_steps,
-        adjust_lr_fn=adjust_lr_fn,
-    )
+    muon = Muon([parameter for name, parameter in named.items() if name in hidden], **of_muon)
     rest = [parameter for name, parameter in named.items() if name not in hidden]
     rest += [parameter for parameter in others if all(parameter is not one for one in rest)]
     if not rest:
         return [muon]
-    adamw = AdamW(
-        rest,
-        lr=adamw_lr,
-        betas=adamw_betas,
-        eps=adamw_eps,
-        weight_decay=adamw_weight_decay,
-        fused=fused,
-    )
-    return [muon, adamw]
+    return [muon, AdamW(rest, fused=fused, **of_adamw)]
 
 
 def hidden_matrices(

@@ -1,5 +1,4 @@
-"""Collectives: differentiable ones between the ranks that share a layer, of many tensors in few
-flat buffers, of flags, and work that the first rank does for all.
+"""Collectives: differentiable, of many tensors in few flat buffers, and work of the first rank.
 
 The differentiable pairs are those of Shoeybi et al. 2019 (arXiv 1909.08053, section 3) and, along
 the sequence, of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2.2). Shards are those of
@@ -24,9 +23,6 @@ BUCKET = 25 * 2**20
 """Approximate size of a flat buffer in bytes."""
 
 
-# -- differentiable
-
-
 def span(length: int, shards: int, index: int) -> tuple[int, int]:
     """Return the start and the length of shard ``index`` of a dimension of ``length`` elements."""
     size = -(-length // shards)
@@ -35,10 +31,7 @@ def span(length: int, shards: int, index: int) -> tuple[int, int]:
 
 
 def copy_to(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return ``tensor``, equal on all ranks, for ranks that each compute a part of the layer.
-
-    Backward: all-reduce of the gradients.
-    """
+    """Return ``tensor``, equal on all ranks. Backward: all-reduce of the gradients."""
     return _apply(tensor, lambda t: t.view_as(t), lambda g: _all_reduce(g, group))
 
 
@@ -80,8 +73,6 @@ def split(tensor: Tensor, dim: int, group: dist.ProcessGroup, *, sums: bool = Fa
 
 
 class _Collective(torch.autograd.Function):
-    """Run one function of a tensor forward, and another one of its gradient backward."""
-
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, run: Any, backward: Any) -> Any:
         ctx.run = backward
@@ -126,16 +117,10 @@ def _all_gather(shard: Tensor, dim: int, length: int, group: dist.ProcessGroup) 
     return torch.cat(parts, dim=dim)
 
 
-# -- many tensors in flat buffers, and flags
-
-
 def all_reduce(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, divisor: int | None = None
 ) -> None:
-    """Sum ``tensors`` over the ranks of ``group`` in place, and divide the sums by ``divisor``.
-
-    Half precision is summed in float32, so that the sum over many ranks stays accurate.
-    """
+    """Sum ``tensors`` over ``group`` in place, half precision in float32, and divide the sums."""
     for bucket in buckets(tensors):
         flat = flat_of(bucket)
         dist.all_reduce(flat, group=group)
@@ -156,12 +141,10 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int =
 
 
 def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
-    """Return for each flag whether a rank of ``group`` sets it; without a group, the flags.
-
-    On the host, so that no accelerator is waited for.
-    """
+    """Return for each flag whether a rank of ``group`` sets it; without a group, the flags."""
     if group is None or group.size() == 1:
         return list(flags)
+    # On the host, so that no accelerator is waited for.
     found: list[bool] = start_gather(torch.tensor(flags), group)().any(0).tolist()
     return found
 
@@ -190,9 +173,6 @@ def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))
-
-
-# -- the first rank
 
 
 def several_ranks() -> bool:

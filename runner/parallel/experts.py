@@ -21,10 +21,7 @@ def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def stacked_experts(model: nn.Module) -> list[str]:
-    """Return the modules whose experts are slices of one parameter, as [experts, out, in].
-
-    Models of transformers have such experts. They cannot be distributed.
-    """
+    """Return the modules whose experts are slices of one parameter, as those of transformers."""
     return [
         name
         for name, module in model.named_modules()

@@ -43,10 +43,7 @@ def gathered(
     renamed: Mapping[str, str],
     of: Callable[[nn.Parameter], Tensor | None] | None = None,
 ) -> dict[str, Tensor]:
-    """Gather tensors of the whole model, by their names in it, on the host of the first rank.
-
-    Every rank has to call it. One copy of each tensor is sent.
-    """
+    """Gather tensors of the whole model, by their names in it; see :func:`gather`."""
     here: dict[str, Tensor] = {}
     for own, parameter in model.named_parameters():
         wanted = parameter.detach() if of is None else of(parameter)
@@ -58,7 +55,7 @@ def gathered(
 
 
 def gather(here: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gather whole tensors on the host of the first rank; every rank has to call this."""
+    """Gather whole tensors on the host of the first rank, one copy of each; all ranks call it."""
     rank, names = 0, [list(here)]
     if several_ranks():
         rank, names = dist.get_rank(), [[] for _ in range(dist.get_world_size())]

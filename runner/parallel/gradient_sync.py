@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,18 +25,13 @@ from runner.parallel.mesh import Axes
 
 @dataclass(frozen=True)
 class Replicas:
-    """Parameters that the ranks of a group hold copies of, and train on different samples.
+    """Parameters that the ranks of a group hold copies of, and train on different samples."""
 
-    Attributes:
-        parameters: parameters, in the same order on every rank of the group.
-        group: ranks that hold the copies; None if their gradients are already summed.
-        divisor: divisor of the sum: the data-parallel size. Also for experts, whose gradients are
-            already summed over the samples of their expert-parallel group.
-    """
-
-    parameters: Sequence[nn.Parameter]
-    group: dist.ProcessGroup | None
+    parameters: Sequence[nn.Parameter]  # in the same order on every rank of the group
+    group: dist.ProcessGroup | None  # None if their gradients are already summed
     divisor: int
+    """The data-parallel size, also for experts, whose gradients are already summed over the samples
+    of their expert-parallel group."""
 
 
 def replicas_of(
@@ -101,22 +97,13 @@ def sum_partial(parameters: Iterable[DTensor]) -> None:
         )
 
 
-# -- parameters that several pipeline stages use
-
-
 @dataclass(frozen=True)
 class Tied:
-    """Copies of a parameter that several pipeline stages use; their gradients are summed.
+    """Copies of a parameter that several pipeline stages use; their gradients are summed."""
 
-    Attributes:
-        name: name of the parameter in the whole model.
-        copies: copies on this rank.
-        group: ranks that have copies; None if all copies are on this rank.
-    """
-
-    name: str
-    copies: Sequence[nn.Parameter]
-    group: dist.ProcessGroup | None
+    name: str  # in the whole model
+    copies: Sequence[nn.Parameter]  # on this rank
+    group: dist.ProcessGroup | None  # ranks that have copies; None if all are on this rank
 
 
 def tied_copies(
@@ -127,25 +114,20 @@ def tied_copies(
     Every rank has to call this, because torch numbers process groups by counting them. ``copies``
     and ``renamed`` are those of :class:`runner.parallel.stages.OwnStages`.
     """
-    found = []
+    found, pipelines = [], axes.dp.size() * axes.tp.size()
     for name, where in copies.items():
-        group = _group(sorted(set(where)), axes)
+        ranks = sorted(set(where))
+        group: Any = None  # all copies are on one rank
+        if len(ranks) == axes.pp.size():
+            group = axes.pp.get_group()
+        elif len(ranks) > 1:
+            group, _ = dist.new_subgroups_by_enumeration(
+                [[rank * pipelines + i for rank in ranks] for i in range(pipelines)]
+            )
         here = [p for path, p in model.named_parameters() if renamed.get(path, path) == name]
         if here:
             found.append(Tied(name, here, group))
     return found
-
-
-def _group(pipeline_ranks: Sequence[int], axes: Axes) -> dist.ProcessGroup | None:
-    if len(pipeline_ranks) == axes.pp.size():
-        return axes.pp.get_group()
-    if len(pipeline_ranks) == 1:
-        return None
-    pipelines = axes.dp.size() * axes.tp.size()
-    own, _ = dist.new_subgroups_by_enumeration(
-        [[rank * pipelines + i for rank in pipeline_ranks] for i in range(pipelines)]
-    )
-    return own if isinstance(own, dist.ProcessGroup) else None
 
 
 @torch.no_grad()
@@ -178,9 +160,6 @@ def sum_copies(tied: Tied) -> None:
         gradient.copy_(summed)
 
 
-# -- what ranks broadcast
-
-
 @torch.no_grad()
 def broadcast_model(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Give every rank the parameters and buffers of rank 0: ranks may draw different weights."""
@@ -211,14 +190,11 @@ def broadcast_buffers(
 
 
 class Partition:
-    """ZeRO stage 1: each rank steps some of the parameters, and broadcasts them.
+    """ZeRO stage 1: each rank steps some of the parameters (ids: ``mine``), and broadcasts them.
 
     Rajbhandari et al. 2020 (arXiv 1910.02054, section 5.1). Whole parameters are assigned to ranks,
     largest first, each to the rank with the fewest elements. So any optimizer works: it sees whole
     tensors, and its state is that of the assigned parameters.
-
-    Attributes:
-        mine: ids of the parameters that this rank steps.
     """
 
     def __init__(self, replicas: Sequence[Replicas]) -> None:
@@ -245,9 +221,6 @@ class Partition:
                 broadcast(stepped, group, owner)
 
 
-# -- calls of a step
-
-
 def nothing() -> None:
     """Do nothing."""
 
@@ -268,8 +241,7 @@ def in_turn(*calls: Callable[[], None]) -> Callable[[], None]:
 
 def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Compute the batch norm layers of ``model`` over the samples of all ranks, in place."""
-    device = next(model.parameters()).device.type
-    if device == "cpu":
+    if next(model.parameters()).device.type == "cpu":
         raise ValueError(
             "sync_batchnorm=True needs GPUs, where torch.nn.SyncBatchNorm computes, but the model "
             "is on a CPU: use sync_batchnorm=False"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -60,20 +60,21 @@ def carry_over(hooks: Hooks | None, replacement: nn.Parameter) -> None:
 
     Hooks on a DTensor get the whole gradient as a plain tensor.
     """
-    if hooks:
-        placements = replacement.placements if isinstance(replacement, DTensor) else ()
-        register(partial(_run, hooks, placements), replacement)
+    if not hooks:
+        return
+    placements = replacement.placements if isinstance(replacement, DTensor) else ()
 
+    @torch.no_grad()
+    def run(gradient: Tensor) -> Tensor:
+        whole = full(gradient)
+        for hook in list(hooks.values()):
+            changed = hook(whole)
+            whole = whole if changed is None else changed
+        if isinstance(gradient, DTensor):
+            return sharded(whole, gradient.device_mesh, placements)
+        return whole
 
-@torch.no_grad()
-def _run(hooks: Hooks, placements: tuple[Placement, ...], gradient: Tensor) -> Tensor:
-    whole = full(gradient)
-    for hook in list(hooks.values()):
-        changed = hook(whole)
-        whole = whole if changed is None else changed
-    if isinstance(gradient, DTensor):
-        return sharded(whole, gradient.device_mesh, placements)
-    return whole
+    register(run, replacement)
 
 
 class Apart:
@@ -119,14 +120,10 @@ def computed_with(parameter: Tensor) -> Tensor:
 
 
 class Usage:
-    """Records which parameters get a gradient on this rank between two optimizer steps.
-
-    Attributes:
-        blocks: the sharded parameters of each block, which ``fully_shard`` reduces together.
-    """
+    """Records which parameters get a gradient on this rank between two optimizer steps."""
 
     def __init__(self) -> None:
-        self.blocks: list[list[nn.Parameter]] = []
+        self.blocks: list[list[nn.Parameter]] = []  # which ``fully_shard`` reduces together
         self._used: set[int] = set()
         self._kept: dict[int, ReferenceType[Tensor]] = {}
         self._apart = Apart()

@@ -49,21 +49,13 @@ def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 class Axes(NamedTuple):
-    """Slices of the device mesh of a plugin, to each of which this rank belongs.
+    """Slices of the device mesh of a plugin, to each of which this rank belongs."""
 
-    Attributes:
-        pp: ranks that hold the stages of one pipeline.
-        dp: data-parallel ranks.
-        edp: data-parallel ranks that hold the same experts.
-        ep: data-parallel ranks that share one set of experts.
-        tp: ranks that hold shards of the same weights.
-    """
-
-    pp: DeviceMesh
-    dp: DeviceMesh
-    edp: DeviceMesh
-    ep: DeviceMesh
-    tp: DeviceMesh
+    pp: DeviceMesh  # ranks that hold the stages of one pipeline
+    dp: DeviceMesh  # data-parallel ranks
+    edp: DeviceMesh  # data-parallel ranks that hold the same experts
+    ep: DeviceMesh  # data-parallel ranks that share one set of experts
+    tp: DeviceMesh  # ranks that hold shards of the same weights
 
     @classmethod
     def of(cls, device_type: str, sizes: MeshSizes) -> Axes:

@@ -8,8 +8,7 @@ backward pass, or by the user), all are averaged again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -32,7 +31,8 @@ class Averaging:
     Every rank sends the same buckets in the same order: one is sent early when its gradients and
     those of all buckets before it are complete; :meth:`finish` sends the others. Buckets have a
     process group of their own, because ranks that use different parameters send them at different
-    places among their other collectives.
+    places among their other collectives. A backward pass accumulates a gradient as often as
+    ``backwards`` says (1 if not given); those ``waiting`` are complete only after it. Both by ids.
     """
 
     held = False
@@ -41,9 +41,6 @@ class Averaging:
     def __init__(
         self, replicas: Replicas, backwards: Mapping[int, int], waiting: Collection[int]
     ) -> None:
-        """Watch parameters, each accumulated ``backwards`` times in a backward pass (1 if not
-        given); gradients of those ``waiting`` are complete only after it. Both by ids.
-        """
         alone = replicas.group is None or replicas.group.size() == 1
         late = [p for p in replicas.parameters if alone or id(p) in waiting]
         self._late = replace(replicas, parameters=late)
@@ -51,7 +48,7 @@ class Averaging:
         self._early = replace(replicas, parameters=self._parameters)
         self._group = None if alone or replicas.group is None else twin(replicas.group)
         self._backwards = backwards
-        self._trained: list[bool] | None = None  # when the step began; None before
+        self._begin()
         weak = ref(self)  # A hook lives as long as its parameter.
 
         def note(parameter: Tensor) -> None:
@@ -74,8 +71,6 @@ class Averaging:
 
     def _note(self, key: int) -> None:
         """Note that autograd has accumulated the gradient of a parameter."""
-        if self._trained is None:
-            self._begin()
         if key not in self._left:
             return  # It was frozen when the step began.
         self._left[key] -= 1
@@ -84,12 +79,11 @@ class Averaging:
             while len(self._sent) < len(self._open) and self._open[len(self._sent)] == 0:
                 self._send()
 
+    @torch.no_grad()
     def _send(self) -> None:
         """Send the next bucket; a gradient that this rank does not have is zero."""
         bucket = self._buckets[len(self._sent)]
-        with torch.no_grad():
-            parts = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
-            flat = flat_of(parts)
+        flat = flat_of([local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket])
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None
         self._sent.append(([_written(p) for p in bucket], flat, work))
@@ -100,13 +94,6 @@ class Averaging:
 
         A gradient that no rank has stays None. One that only some ranks have is zero on the others.
         """
-        if self._parameters:
-            self._finish()
-        average(self._late)
-
-    def _finish(self) -> None:
-        if self._trained is None:
-            self._begin()
         changed = [p.requires_grad for p in self._parameters] != self._trained or any(
             now[0] is not then[0] or now[1] != then[1]
             for bucket, (before, *_) in zip(self._buckets, self._sent, strict=False)
@@ -114,39 +101,26 @@ class Averaging:
         )
         # Ranks agree on the host, so that no accelerator is waited for.
         flags = [changed, *(p.grad is not None for p in self._parameters)]
-        changed, *present = on_any_rank(flags, self._early.group)
-        used = {id(p) for p, by_any in zip(self._parameters, present, strict=True) if by_any}
+        if self._parameters:
+            flags = on_any_rank(flags, self._early.group)
+        used = {id(p) for p, by_any in zip(self._parameters, flags[1:], strict=True) if by_any}
         while len(self._sent) < len(self._buckets):
             self._send()
         for bucket, (_, flat, work) in zip(self._buckets, self._sent, strict=True):
             work.wait()
             parts = torch.split(flat, [local(p).numel() for p in bucket])
             for parameter, part in zip(bucket, parts, strict=True):
-                if changed or id(parameter) not in used:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                gradient = local(parameter.grad)
-                torch.mul(part.view_as(gradient), 1.0 / self._early.divisor, out=gradient)
-        if changed:
+                if id(parameter) in used and not flags[0]:
+                    if parameter.grad is None:
+                        parameter.grad = torch.empty_like(parameter)
+                    gradient = local(parameter.grad)
+                    torch.mul(part.view_as(gradient), 1.0 / self._early.divisor, out=gradient)
+        self._begin()
+        if flags[0]:
             average(self._early)
-        self._trained = None
-        self._sent.clear()
+        average(self._late)
 
 
 def _written(parameter: nn.Parameter) -> tuple[Tensor | None, int]:
     """Return the gradient of a parameter, and how often it was written to."""
-    gradient = parameter.grad
-    return gradient, 0 if gradient is None else local(gradient)._version
-
-
-@contextmanager
-def holding(averagings: Sequence[Averaging]) -> Iterator[None]:
-    """Send nothing in backward passes inside: their gradients are not complete."""
-    for each in averagings:
-        each.held = True
-    try:
-        yield
-    finally:
-        for each in averagings:
-            each.held = False
+    return parameter.grad, 0 if parameter.grad is None else local(parameter.grad)._version

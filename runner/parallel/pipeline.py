@@ -43,25 +43,15 @@ _SHAPE = 10
 
 @dataclass(eq=False)
 class Pipeline:
-    """The stages of this rank, and the schedules that run them.
+    """The stages of this rank, and the schedules that run them."""
 
-    Attributes:
-        stages: stages of this rank, by number.
-        count: number of stages of the pipeline.
-        schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b`` or ``zero_bubble``.
-        microbatches: number of microbatches of a batch.
-        group: ranks of the pipeline.
-        device: device of this rank.
-        across: data-parallel ranks, if they communicate in forward passes.
-    """
-
-    stages: dict[int, Stage]
-    count: int
+    stages: dict[int, Stage]  # of this rank, by number
+    count: int  # of all stages
     schedule: str
     microbatches: int
     group: dist.ProcessGroup
     device: torch.device
-    across: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None  # data-parallel ranks that wait in forward passes
 
     def __post_init__(self) -> None:
         self._made: OrderedDict[tuple[Any, ...], Any] = OrderedDict()

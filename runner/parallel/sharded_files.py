@@ -46,8 +46,7 @@ class Source(Protocol):
     """Whole tensors by name, which each rank reads its part of."""
 
     @property
-    def stored(self) -> Mapping[str, Stored]:
-        """What there is, by the names of the tensors."""
+    def stored(self) -> Mapping[str, Stored]: ...
 
     def read(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
         """Fill copies of tensors, which are stored in the same shape; every rank calls this."""
@@ -69,29 +68,27 @@ def fill(tensors: Mapping[str, Sequence[Tensor]], source: Source) -> None:
 
 def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write tensors to ``folder``; every rank has to call this."""
+    content, writer = _content(tensors, folder)
     with one_error():
-        save(
-            {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
-            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            no_dist=not several_ranks(),
-        )
+        save(content, storage_writer=writer, no_dist=not several_ranks())
+
+
+def _content(tensors: Mapping[str, Tensor], folder: Path) -> tuple[dict[str, Any], Any]:
+    content = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    return content, HuggingFaceStorageWriter(str(folder), save_distributed=True)
 
 
 def write_later(
     tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None
 ) -> Future[Any]:
     """Copy tensors to host memory, and write them in a thread; see :func:`write`."""
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    content, writer = _content(tensors, folder)
     # The thread reads host memory: a stream of its own would be one of the first GPU.
     writer.per_thread_copy_ahead = 0
     # For the thread: catch_warnings of one thread would change those of all.
     warnings.filterwarnings("ignore", _ADVICE)
-    written = async_save(
-        {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
-        storage_writer=writer,
-        process_group=group,
-        no_dist=not several_ranks(),
-    )
+    options: dict[str, Any] = {"process_group": group, "no_dist": not several_ranks()}
+    written = async_save(content, storage_writer=writer, **options)
     assert isinstance(written, Future)
     return written
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,15 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sharding:
-    """Options of ``fully_shard``.
-
-    Attributes:
-        reshard_after_forward: whether to reshard the parameters of a block after its forward pass
-            and gather them again for its backward pass: less memory, more communication.
-        param_dtype: dtype in which parameters are gathered and computed, while gradients are
-            reduced in float32. None keeps the dtype of each parameter.
-        cpu_offload: whether to keep parameters, gradients and optimizer state in host memory.
-    """
+    """Options of ``fully_shard``, as :class:`runner.booster.TorchFSDPPlugin` describes them."""
 
     reshard_after_forward: bool = True
     param_dtype: torch.dtype | None = None
@@ -93,24 +84,7 @@ def shard_model(
     # `usage` sets the gradients of parameters that no rank used back to None.
     assert isinstance(root, FSDPModule)
     root.set_reduce_scatter_unused_params(True)
-    try:
-        usage.watch(root, hooks)
-    except AssertionError as error:
-        raise ValueError(_mixed_dtypes(root)) from error
-
-
-def _mixed_dtypes(root: nn.Module) -> str:
-    """Return why ``fully_shard`` refused a model in which a block has several dtypes."""
-    named = list(root.named_parameters())
-    usual = Counter(parameter.dtype for _, parameter in named).most_common(1)[0][0]
-    for name, parameter in named:
-        if parameter.dtype != usual:
-            return (
-                f"{name} is {parameter.dtype}, and others of its block are {usual}: fully_shard "
-                "needs one dtype in a block. Convert it, or choose TorchDDPPlugin (plugin=ddp) or "
-                "zero_stage=1"
-            )
-    return "fully_shard cannot gather the parameters of this model"
+    usage.watch(root, hooks)
 
 
 def _prepare(root: nn.Module) -> None:
@@ -144,13 +118,17 @@ def reshard(roots: Iterable[nn.Module]) -> None:
 
 
 @contextmanager
-def unsynchronised(model: nn.Module) -> Iterator[None]:
-    """Do not reduce the gradients of a sharded ``model`` in backward passes inside."""
-    if not isinstance(model, FSDPModule):
-        yield
-        return
-    model.set_requires_gradient_sync(False)
+def unsynchronised(model: nn.Module, averagings: Iterable[Any] = ()) -> Iterator[None]:
+    """Reduce no gradients of a sharded ``model``, and average none early, in passes inside."""
+
+    def synchronise(on: bool) -> None:
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(on)
+        for averaging in averagings:
+            averaging.held = not on
+
+    synchronise(False)
     try:
         yield
     finally:
-        model.set_requires_gradient_sync(True)
+        synchronise(True)

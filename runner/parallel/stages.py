@@ -27,32 +27,22 @@ class CutError(ValueError):
 
 
 class Part(NamedTuple):
-    """One part of a model, which is not split further.
+    """One part of a model, which is not split further."""
 
-    Attributes:
-        modules: qualified names of its modules.
-        run: function that computes its output from its input.
-    """
-
-    modules: tuple[str, ...]
+    modules: tuple[str, ...]  # qualified names
     run: Callable[[Tensor], Tensor]
 
 
 class Stage(nn.Module):
-    """Consecutive parts of a model.
-
-    Attributes:
-        dtype: half-precision dtype of autocast, or None.
-        ends: whether this is the last stage, whose outputs are in full precision.
-    """
+    """Consecutive parts of a model."""
 
     def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
         super().__init__()
         self.parts = [part.run for part in parts]
         names = [name for part in parts for name in part.modules]
         self.held = nn.ModuleList(model.get_submodule(name) for name in names)
-        self.dtype: torch.dtype | None = None
-        self.ends = False
+        self.dtype: torch.dtype | None = None  # of autocast
+        self.ends = False  # whether this is the last stage, whose outputs are in full precision
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the output of the stage, given inputs of the model or the output before it."""
@@ -64,30 +54,21 @@ class Stage(nn.Module):
         return hidden.float() if self.ends and half else hidden
 
 
-# -- where a model is split
-
-
 def parts_of(model: nn.Module) -> list[Part]:
     """Return the parts of ``model`` in order."""
     listed = getattr(model, "pipeline", None)
     if callable(listed):
         return [Part(tuple(modules), run) for modules, run in listed()]
-    why = "it is no torch.nn.Sequential and has no method pipeline() that lists its parts"
-    if isinstance(model, nn.Sequential):
-        if type(model).forward is nn.Sequential.forward:
-            # named_children() would list a module that is there twice only once.
-            held = model._modules.items()
-            return [Part((name,), module) for name, module in held if module is not None]
-        why = (
-            "it is a torch.nn.Sequential with a forward of its own, so give it a method pipeline() "
-            "that lists its parts"
-        )
-    else:
-        try:
-            if found := planned_parts(model):
-                return [Part(modules, run) for modules, run in found]
-        except Exception as error:  # of the model's own forward
-            why += f" ({' '.join(str(error).split())[:200]})"
+    if type(model).forward is nn.Sequential.forward:
+        # named_children() would list a module that is there twice only once.
+        held = model._modules.items()
+        return [Part((name,), module) for name, module in held if module is not None]
+    why = "give it a method pipeline() that lists its parts"
+    try:
+        if found := planned_parts(model):
+            return [Part(modules, run) for modules, run in found]
+    except Exception as error:  # of the model's own forward
+        why += f" ({' '.join(str(error).split())[:200]})"
     raise CutError(f"{type(model).__name__} cannot be cut into stages: {why}")
 
 
@@ -167,21 +148,12 @@ def _parameters(model: nn.Module, parts: Iterable[Part]) -> Iterator[tuple[str, 
         yield from module.named_parameters(prefix=prefix)
 
 
-# -- the stages of this rank
-
-
 class OwnStages(NamedTuple):
-    """The stages of this rank, and the copies of parameters that splitting the model made.
-
-    Attributes:
-        numbers: numbers of the stages.
-        renamed: name in the whole model of each parameter that is used under another name.
-        copies: pipeline rank of each copy of a parameter that several stages use, by its name.
-    """
+    """The stages of this rank, and the copies of parameters that splitting the model made."""
 
     numbers: list[int]
-    renamed: dict[str, str]
-    copies: dict[str, list[int]]
+    renamed: dict[str, str]  # name in the whole model of each parameter used under another name
+    copies: dict[str, list[int]]  # by name, pipeline rank of each copy that several stages use
 
 
 def keep_own(

@@ -17,7 +17,7 @@ Why not the styles of :mod:`torch.distributed.tensor.parallel` (as of torch 2.14
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from runner.parallel.collectives import copy_to, gather, scatter, span, split, sum_of
 from runner.parallel.hooks import carry_over
-from runner.parallel.tensor_styles import PlanError, style_of
+from runner.parallel.tensor_styles import style_of
 
 SEQUENCE = 1
 """Dimension of positions in activations [B, T, width]."""
@@ -67,16 +65,10 @@ class Entrance:
 
 @dataclass(frozen=True)
 class Region:
-    """The ranks that share a module, and how activations enter and leave it.
-
-    Attributes:
-        group: ranks that share the module.
-        sequence: whether activations between sharded layers are sharded along the sequence.
-        entrance: what the module shares with others that get the same input, if there are any.
-    """
+    """The ranks that share a module, and how activations enter and leave it."""
 
     group: dist.ProcessGroup
-    sequence: bool
+    sequence: bool  # whether activations between sharded layers are sharded along the sequence
     entrance: Entrance | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
@@ -171,59 +163,17 @@ RUNS: Mapping[str, Run] = {
 
 @dataclass
 class _Forward:
-    """Replacement of a module's forward: it computes with plain local parameters.
+    """Replacement of a module's forward: it computes with plain local parameters."""
 
-    Attributes:
-        name: name of the module in messages.
-        run: function that runs the module.
-        region: ranks that share the module.
-        module: the module.
-        forward: its own forward.
-        partial: names of parameters of which each rank computes a part of the gradient.
-        checked: whether a forward pass has shown that no operation mixes DTensors and plain
-            tensors.
-    """
-
-    name: str
     run: Run
     region: Region
     module: nn.Module
-    forward: Run
-    partial: frozenset[str]
-    checked: bool = False
+    forward: Run  # the module's own
+    partial: frozenset[str]  # parameters of which each rank computes a part of the gradient
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # The check costs a call per operation, so only the first forward pass has it.
-        check = nullcontext() if self.checked else _RefuseMixed(self.name)
-        with check, _local_parameters(self.module, self.partial):
-            output = self.run(self.region, self.module, self.forward, *args, **kwargs)
-        self.checked = True
-        return output
-
-
-class _RefuseMixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuse operations on DTensors together with plain tensors, which torch cannot run."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.name = name
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True, so that compiled modules stay compiled in the first forward pass."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        plain = [each for each in tensors if not isinstance(each, DTensor)]
-        # torch takes a single element for a replica.
-        if len(plain) < len(tensors) and any(each.numel() != 1 for each in plain):
-            raise PlanError(
-                f"{self.name} computes with a parameter of a module inside it, which under tensor "
-                "parallelism only that module's own forward can: let it call the module (of a tied "
-                "embedding: a torch.nn.Linear that has the same weight)"
-            )
-        return func(*args, **(kwargs or {}))
+        with _local_parameters(self.module, self.partial):
+            return self.run(self.region, self.module, self.forward, *args, **kwargs)
 
 
 @contextmanager
@@ -257,7 +207,7 @@ def parallelize(
     for name, module in model.named_modules():
         if name not in styles and next(module.parameters(), None) is None:
             continue
-        style, kind = style_of(styles, name), type(module).__name__
+        style = style_of(styles, name)
         keys = [key for key, value in module._parameters.items() if value is not None]
         for key in keys:
             _distribute(module, key, mesh, style.placement(key), replaced)
@@ -267,9 +217,7 @@ def parallelize(
         # A row-wise weight sees the whole sequence; its bias is added to a shard of it.
         partial = frozenset(key for key in keys if sums and style.placement(key) != Shard(1))
         run = RUNS.get(styles.get(name, ""), _own)
-        module.forward = _Forward(
-            f"{name} ({kind})" if name else kind, run, region, module, module.forward, partial
-        )
+        module.forward = _Forward(run, region, module, module.forward, partial)
 
 
 def partial_parameters(model: nn.Module) -> frozenset[int]:

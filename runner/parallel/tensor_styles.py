@@ -27,20 +27,14 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Style:
-    """How the parameters of one kind of module are placed.
-
-    Attributes:
-        kind: class of modules that the style is for.
-        shards: placement of each parameter that is sharded, by its name in the module.
-        sequence: whether its replicated parameters get partial gradients on each rank if
-            activations are sharded along the sequence.
-        partial: whether they always get partial gradients on each rank.
-    """
+    """How the parameters of one kind of module are placed."""
 
     kind: type[nn.Module] = nn.Module
-    shards: Mapping[str, Shard] = field(default_factory=dict)
+    shards: Mapping[str, Shard] = field(default_factory=dict)  # by the name of a parameter
     sequence: bool = False
+    """Whether replicated parameters get partial gradients if the sequence is sharded."""
     partial: bool = False
+    """Whether they always get partial gradients on each rank."""
 
     def placement(self, key: str) -> Placement:
         """Return the placement of a parameter by its name in the module."""
@@ -90,8 +84,7 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[st
 def own_plan(model: nn.Module) -> dict[str, str]:
     """Return the model's own ``tp_plan``, without what it plans for no module of this model.
 
-    Plans of transformers are for all models of a family. Their styles for stacked experts
-    (:data:`runner.config.tensor_plan.EXPERT_STYLES`) are left out: these experts stay whole.
+    Plans of transformers are for all models of a family; stacked experts stay whole.
     """
     plan = dict(getattr(model, "tp_plan", None) or {})
     if not hasattr(model, "supports_tp_plan"):  # It is not from transformers.
@@ -187,10 +180,7 @@ def _configured(module: nn.Module, attribute: str) -> Any:
 
 
 def check_sequence(styles: Mapping[str, str]) -> None:
-    """Refuse to shard activations along the sequence by a plan that does not.
-
-    Layers would gather "shards" that are whole sequences, and attention would see later positions.
-    """
+    """Refuse a plan that splits no sequence: attention would see later positions."""
     if "split_sequence" not in styles.values():
         raise PlanError(
             "the plan for tensor parallelism splits no sequence: give the style split_sequence to "

@@ -41,7 +41,7 @@ from runner.parallel.gradient_sync import (
 )
 from runner.parallel.hooks import Usage, post_accumulate_hooked, require_no_post_accumulate
 from runner.parallel.mesh import Axes, position
-from runner.parallel.overlap import Averaging, holding
+from runner.parallel.overlap import Averaging
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.replica_check import ReplicaCheck, replicated
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
@@ -278,7 +278,7 @@ class HybridParallelPlugin(Plugin):
 
         Sharded gradients of pipeline stages are reduced in every backward pass.
         """
-        return unsynchronised(model) if self.sharded else holding(self._averagings.get(model, ()))
+        return unsynchronised(model, self._averagings.get(model, ()))
 
     def _pipeline(self, modules: dict[int, Stage], axes: Axes, device: torch.device) -> Pipeline:
         # Data-parallel ranks exchange tokens for experts, and gather sharded weights.

@@ -78,7 +78,6 @@ class TensorPairs(Dataset[tuple[Tensor, Tensor]]):
         return self.inputs[index], self.targets[index]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the batch of these samples: inputs [B, ...] and targets [B, ...]."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         return self.inputs.index_select(0, chosen), self.targets.index_select(0, chosen)
 
@@ -155,8 +154,6 @@ def _tensors(table: Any, columns: Sequence[str] | None) -> Any:
 
 
 class _Pairs(Dataset[tuple[Any, Any]]):
-    """Two columns of a table as pairs (inputs, targets)."""
-
     def __init__(self, table: Any, inputs: str, targets: str) -> None:
         self.table, self.inputs, self.targets = table, inputs, targets
 
@@ -168,7 +165,6 @@ class _Pairs(Dataset[tuple[Any, Any]]):
         return row[self.inputs], row[self.targets]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """Return the samples of a batch, by one read of the table."""
         rows = self.table.__getitems__(list(indices))
         return [(row[self.inputs], row[self.targets]) for row in rows]
 

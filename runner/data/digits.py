@@ -37,7 +37,6 @@ def digits(test_fraction: float, seed: int) -> Data:
 
 
 def _read() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return all images [N, 8, 8], from 0 to `BRIGHTEST`, and their digits [N]."""
     package = find_spec("sklearn")
     if package is None or package.origin is None:
         raise DataUnavailable("the digits come with scikit-learn: pip install scikit-learn")
@@ -50,7 +49,6 @@ def _read() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 def _split(
     targets: NDArray[np.int64], test_fraction: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the indices of the training samples and of the test samples, in random order."""
     held_out = math.ceil(test_fraction * len(targets))
     sizes = np.bincount(targets)
     for name, count in (("training", len(targets) - held_out), ("test", held_out)):

@@ -60,7 +60,6 @@ class PartitionedBatches(Sampler[list[int]]):
         self._cached: tuple[int, Tensor] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose permutation the next iteration uses."""
         self.epoch = epoch
 
     def set_start(self, microbatch: int) -> None:
@@ -102,7 +101,6 @@ class PartitionedBatches(Sampler[list[int]]):
                 yield EmptyPart([int(permutation[slice_start])], epoch)
 
     def _bounds(self, microbatch: int, rank: int) -> tuple[int, int]:
-        """Return where a rank's part of a microbatch starts and ends in the permutation."""
         if not 0 <= microbatch < len(self):
             raise IndexError(f"microbatch {microbatch} is not one of 0 to {len(self) - 1}")
         whole = self.batch_size * self.world_size
@@ -112,7 +110,6 @@ class PartitionedBatches(Sampler[list[int]]):
         return first, first + size + (rank < longer)
 
     def _permutation(self) -> Tensor:
-        """Return the order of the current epoch, int64 [N]."""
         if not self.shuffle:
             return torch.arange(self.length)
         if self._cached is None or self._cached[0] != self.epoch:

@@ -31,7 +31,6 @@ def generator_for(purpose: str, seed: int, epoch: int) -> torch.Generator:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the global generators of Python, NumPy and torch's CPU."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
@@ -61,7 +60,6 @@ class RandomState(NamedTuple):
 
     @classmethod
     def now(cls, own: Mapping[str, Generator], with_gpu: bool = True) -> RandomState:
-        """Read the generators of this process, and ``own``."""
         uses_gpu = with_gpu and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return cls(
             random.getstate(),
@@ -72,7 +70,6 @@ class RandomState(NamedTuple):
         )
 
     def restore(self, own: Mapping[str, Generator]) -> None:
-        """Set the generators of this process, and those of ``own`` whose state is known."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
@@ -82,7 +79,6 @@ class RandomState(NamedTuple):
             _restore(own[name], self.own[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as tensors and, for Python and NumPy, as JSON."""
         state = self._asdict()
         state["python"] = json.dumps(self.python)
         state["numpy"] = json.dumps(self.numpy, default=np.ndarray.tolist)
@@ -90,14 +86,12 @@ class RandomState(NamedTuple):
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> RandomState:
-        """Return the random state that :meth:`state_dict` described."""
         version, words, gauss = json.loads(state["python"])
         python = (version, tuple(words), gauss)
         return cls(**{**state, "python": python, "numpy": json.loads(state["numpy"])})
 
 
 def _state_of(generator: Generator) -> Any:
-    """Return the state of a generator as a tensor, or as JSON."""
     match generator:
         case torch.Generator():
             return generator.get_state()

@@ -89,7 +89,6 @@ class Stream(IterableDataset[Read]):
 
     @property
     def parts(self) -> int:
-        """Number of processes that read the stream."""
         return self.world_size * self.workers
 
     @property
@@ -101,7 +100,6 @@ class Stream(IterableDataset[Read]):
         return "shard" if enough and callable(getattr(self.dataset, "shard", None)) else "runner"
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration."""
         self.epoch = epoch
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
@@ -139,7 +137,6 @@ class Stream(IterableDataset[Read]):
             yield Read(batch, not part, 0, samples.position(number + 1), mark)
 
     def _own(self, worker: int, position: Mapping[str, Any]) -> Iterator[Read]:
-        """Read the part of the stream that is this worker's."""
         index = self.rank * self.workers + worker
         divided = self.divided_by == "shard"
         dataset: Any = self.dataset
@@ -184,7 +181,6 @@ class _Samples:
         return iterator
 
     def take(self, samples: int) -> list[Any]:
-        """Return the next samples, fewer at the end."""
         return self.quietly(lambda: list(islice(self._iterator, samples)))
 
     def quietly(self, work: Callable[[], T]) -> T:
@@ -200,7 +196,6 @@ class _Samples:
             outer.restore({})
 
     def position(self, batches: int) -> dict[str, Any]:
-        """Return the position after so many batches, with the state of the stream if it has one."""
         if self._stateful is None:
             return {"batches": batches}
         state = copy.deepcopy(self._stateful.state_dict())
@@ -268,11 +263,9 @@ class StreamLoader(DataLoader[Any]):
 
     @property
     def uneven(self) -> bool:
-        """Whether the stream may end earlier on one rank than on another."""
         return self.dataset.world_size > 1 and self.microbatch is None
 
     def weightless(self, microbatch: int) -> bool:
-        """Return whether this rank has no sample of a microbatch that was read."""
         return microbatch in self._weightless
 
     def set_start(self, microbatch: int, position: Mapping[str, Any]) -> None:
@@ -315,13 +308,11 @@ class StreamLoader(DataLoader[Any]):
         return self._stand_in
 
     def position(self, microbatch: int) -> dict[str, Any]:
-        """Return the position before a microbatch; earlier ones are forgotten."""
         first = min(microbatch, max(self._after))
         self._after = {n: at for n, at in self._after.items() if n >= first}
         return {"parts": self._parts(), **self._after[first]._asdict()}
 
     def require(self, position: Mapping[str, Any]) -> None:
-        """Check a position that the training continues from."""
         own = self._parts()
         if position["parts"] != own:
             told = [
@@ -334,7 +325,6 @@ class StreamLoader(DataLoader[Any]):
             )
 
     def _parts(self) -> list[int] | None:
-        """Return the numbers of ranks and workers with positions of their own; None if none."""
         stream = self.dataset
         return None if self.microbatch is not None else [stream.world_size, stream.workers]
 

@@ -55,7 +55,6 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
         return self._pair(self._windows[index])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the batch of these windows: inputs and targets, int64 [B, L]."""
         return self._pair(self._windows[torch.as_tensor(indices, dtype=torch.int64)])
 
     def _pair(self, windows: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,8 +107,6 @@ def _read(root: Path, standard_library: bool, limit: int) -> bytes:
 
 
 def _files(folder: Path, standard_library: bool) -> Iterator[Path]:
-    """Yield the regular files below a folder in the same order on every file system."""
-
     def fail(error: OSError) -> None:
         raise error
 
@@ -134,7 +131,6 @@ class MaskedWindows(Dataset[tuple[Tensor, Tensor]]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the masks of the next samples depend on."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -145,7 +141,6 @@ class MaskedWindows(Dataset[tuple[Tensor, Tensor]]):
         return inputs[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the batch of these windows: inputs and targets, int64 [B, L]."""
         inputs, following = self.windows.__getitems__(indices)
         draws, tokens = self._draws(indices, inputs.shape[1])
         choice, shown = draws.unbind(1)
@@ -157,7 +152,6 @@ class MaskedWindows(Dataset[tuple[Tensor, Tensor]]):
         return torch.where(chosen & at_random, tokens, inputs), targets
 
     def _draws(self, indices: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-        """Draw two uniform numbers, [B, 2, L], and a random byte, [B, L], for each byte."""
         uniform, tokens = [], []
         for index in indices:
             generator = generator_for(f"masks of window {index}", self.seed, self.epoch)

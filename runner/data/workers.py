@@ -49,7 +49,6 @@ class WorkerDataset(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Return what the data set returns for a batch, or a list of samples."""
         if isinstance(indices, Indices) and indices.epoch != self.epoch:
             self.set_epoch(indices.epoch)
         if not callable(read := getattr(self.dataset, "__getitems__", None)):
@@ -92,7 +91,6 @@ def shielded(start: Callable[[], T]) -> T:
 
 
 def start_method() -> str | None:
-    """Return how this process should start workers; None for the default."""
     is_local_rank = multiprocessing.parent_process() is not None
     if not is_local_rank or multiprocessing.get_start_method(allow_none=True) != "forkserver":
         return None

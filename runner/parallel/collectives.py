@@ -105,11 +105,11 @@ def _shard(tensor: Tensor, dim: int, group: dist.ProcessGroup, *, sums: bool) ->
 
 def _all_gather(shard: Tensor, dim: int, length: int, group: dist.ProcessGroup) -> Tensor:
     ranks = group.size()
-    size = span(length, ranks, 0)[1]
+    missing = span(length, ranks, 0)[1] - shard.shape[dim]
     padded = shard.contiguous()
-    if shard.shape[dim] < size:
+    if missing:
         shape = list(shard.shape)
-        shape[dim] = size - shard.shape[dim]
+        shape[dim] = missing
         padded = torch.cat([shard, shard.new_zeros(shape)], dim=dim)
     shards = [torch.empty_like(padded) for _ in range(ranks)]
     dist.all_gather(shards, padded, group=group)
@@ -164,7 +164,6 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def flat_of(bucket: Sequence[Tensor]) -> Tensor:
-    """Return the elements of tensors of one dtype in one vector, in float32 or wider."""
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     return flat.to(torch.promote_types(flat.dtype, torch.float32))
 
@@ -176,12 +175,10 @@ def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def several_ranks() -> bool:
-    """Return whether there is a process group of more than one rank."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def is_first() -> bool:
-    """Return whether this is the first rank, or the only one."""
     return not several_ranks() or dist.get_rank() == 0
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the mixture layers of ``model`` with their names."""
     for name, module in model.named_modules():
         experts = getattr(module, "experts", None)
         if isinstance(experts, nn.ModuleList) and callable(getattr(module, "spread", None)):
@@ -31,7 +30,6 @@ def stacked_experts(model: nn.Module) -> list[str]:
 
 
 def of_experts(model: nn.Module) -> frozenset[str]:
-    """Return the names of all parameters and buffers that belong to an expert."""
     return frozenset(
         f"{name}.experts.{own}"
         for name, module in mixtures(model)
@@ -43,7 +41,6 @@ def of_experts(model: nn.Module) -> frozenset[str]:
 def split_parameters(
     model: nn.Module, experts: frozenset[str]
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Return the parameters outside ``experts``, and those of ``experts``, by name."""
     named = dict(model.named_parameters())
     expert = {name: named.pop(name) for name in list(named) if name in experts}
     return named, expert

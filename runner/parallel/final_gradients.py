@@ -30,12 +30,16 @@ def watch_parameters(model: nn.Module, final: Final) -> None:
     A gradient that shares memory with another one, or with a tensor that the backward pass still
     needs, is copied before, so that it can be changed.
     """
-    usual = _usual_uses()
+    usual: list[int] = []  # of a gradient that shares its memory with no other
+    single = nn.Parameter(torch.ones(2))
+    register_post_accumulate(lambda p: usual.append(_uses(p.grad)), single)
+    with torch.enable_grad():
+        (single * 2.0).sum().backward()  # type: ignore[no-untyped-call]
 
     def note(parameter: Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None and gradient.layout is torch.strided:
-            if _uses(gradient) > usual:
+            if _uses(gradient) > usual[0]:
                 parameter.grad = gradient.clone()
             del gradient
         final([parameter])
@@ -44,29 +48,11 @@ def watch_parameters(model: nn.Module, final: Final) -> None:
         register_post_accumulate(note, parameter)
 
 
-def _uses(tensor: Tensor) -> int:
-    """Return how many tensors refer to the memory of ``tensor``."""
+def _uses(tensor: Any) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def _usual_uses() -> int:
-    """Return the result of :func:`_uses` for a gradient that shares its memory with no other."""
-    found: list[int] = []
-    parameter = nn.Parameter(torch.ones(2))
-
-    def note(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        found.append(_uses(parameter.grad))
-
-    with torch.enable_grad():
-        register_post_accumulate(note, parameter)
-        (parameter * 2.0).sum().backward()  # type: ignore[no-untyped-call]
-    return found[0]
-
-
 class _Buckets:
-    """The buckets of DDP in one backward pass after another."""
-
     def __init__(self, model: DistributedDataParallel, final: Final) -> None:
         self._group: dist.ProcessGroup = model.process_group
         self._final = final
@@ -87,7 +73,6 @@ class _Buckets:
         self._used.add(id(parameter))
 
     def reduce(self, bucket: Any) -> Any:
-        """Start to average a bucket, and then finish the one before it."""
         buffer, done = bucket.buffer(), torch.futures.Future()  # type: ignore[var-annotated]
         buffer.mul_(1.0 / self._group.size())  # as DDP does it, so that sums have the same bits
         work = dist.all_reduce(buffer, group=self._group, async_op=True)

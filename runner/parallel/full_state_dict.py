@@ -18,7 +18,6 @@ from runner.parallel.collectives import is_first, on_first, several_ranks
 
 @torch.no_grad()
 def full(tensor: Tensor) -> Tensor:
-    """Return the whole tensor of a DTensor, as a collective of its mesh; others as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -44,14 +43,10 @@ def gathered(
     of: Callable[[nn.Parameter], Tensor | None] | None = None,
 ) -> dict[str, Tensor]:
     """Gather tensors of the whole model, by their names in it; see :func:`gather`."""
-    here: dict[str, Tensor] = {}
-    for own, parameter in model.named_parameters():
-        wanted = parameter.detach() if of is None else of(parameter)
-        if wanted is not None:
-            here[renamed.get(own, own)] = wanted
-    if of is None:
-        here |= dict(model.named_buffers())
-    return gather(here)
+    named = model.named_parameters()
+    wanted = {renamed.get(own, own): p.detach() if of is None else of(p) for own, p in named}
+    buffers = dict(model.named_buffers()) if of is None else {}
+    return gather({name: t for name, t in (wanted | buffers).items() if t is not None})
 
 
 def gather(here: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -119,7 +114,6 @@ def load(
 def _problems(
     state: Mapping[str, Any], names: Mapping[str, str], shapes: Mapping[str, torch.Size]
 ) -> str:
-    """Return what is wrong with a state dict; empty if it fits the model."""
     found = []
     missing = [name for name in names if name not in state]
     unexpected = [name for name in state if name not in names]

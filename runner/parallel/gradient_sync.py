@@ -37,7 +37,6 @@ class Replicas:
 def replicas_of(
     model: nn.Module, axes: Axes, experts: frozenset[str], *, sharded: bool
 ) -> list[Replicas]:
-    """Return the parameters whose gradients are averaged over data-parallel ranks."""
     shared, expert = split_parameters(model, experts)
     if sharded:
         # fully_shard divides by the ranks that hold the same expert: ``ep`` times too few.
@@ -132,7 +131,6 @@ def tied_copies(
 
 @torch.no_grad()
 def sum_copies(tied: Tied) -> None:
-    """Give all copies of a parameter the sum of their gradients."""
     copies = tied.copies
     trained, frozen, used = on_any_rank(
         [
@@ -171,8 +169,7 @@ def broadcast_buffers(
 ) -> Callable[[], None]:
     """Return a function that gives all ranks of a group the buffers of its first rank.
 
-    Each rank updates its buffers, such as running statistics, by its own samples. As under DDP, all
-    ranks evaluate with the buffers of the first rank, and checkpoints have these.
+    Each rank updates its running statistics by its own samples; all evaluate with the first one's.
     """
     # By owner and key, because a forward pass may replace a buffer by a new tensor.
     slots = [
@@ -214,7 +211,6 @@ class Partition:
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Send the parameters that this rank stepped, and receive all others."""
         for group, shares in self._shares:
             for owner, parameters in enumerate(shares):
                 stepped = [local(p).detach() for p in parameters if p.requires_grad]
@@ -227,20 +223,16 @@ def nothing() -> None:
 
 def in_turn(*calls: Callable[[], None]) -> Callable[[], None]:
     """Return a function that calls all ``calls`` in order, without recording gradients."""
-    given = [call for call in calls if call is not nothing]
-    if not given:
-        return nothing
 
     @torch.no_grad()
     def call_all() -> None:
-        for call in given:
+        for call in calls:
             call()
 
-    return call_all
+    return call_all if set(calls) - {nothing} else nothing
 
 
 def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Compute the batch norm layers of ``model`` over the samples of all ranks, in place."""
     if next(model.parameters()).device.type == "cpu":
         raise ValueError(
             "sync_batchnorm=True needs GPUs, where torch.nn.SyncBatchNorm computes, but the model "

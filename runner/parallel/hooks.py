@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -42,7 +43,6 @@ class HookError(ValueError):
 
 
 def post_accumulate_hooked(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of parameters that have a post-accumulate hook."""
     return [name for name, parameter in named if parameter._post_accumulate_grad_hooks]
 
 
@@ -87,7 +87,6 @@ class Apart:
         self._storages: dict[int, StorageWeakRef] = {}
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
-        """Return a copy if a gradient that the hook saw before has the same memory."""
         storage = local(gradient).untyped_storage()
         held = self._storages.get(storage._cdata)
         if held is not None and not held.expired():  # type: ignore[no-untyped-call]
@@ -96,22 +95,19 @@ class Apart:
         return None
 
     def forget(self) -> None:
-        """Forget the gradients of earlier backward passes."""
         self._storages.clear()
 
 
-def register(hook: Callable[[Tensor], Tensor | None], parameter: nn.Parameter) -> None:
+def register(hook: Callable[[Tensor], Any], parameter: Tensor, when: str = "hook") -> None:
     """Register a gradient hook on ``parameter``, even if it is frozen and unfrozen later."""
     required = parameter.requires_grad
-    parameter.requires_grad_().register_hook(hook)  # type: ignore[no-untyped-call]
+    getattr(parameter.requires_grad_(), f"register_{when}")(hook)
     parameter.requires_grad_(required)
 
 
-def register_post_accumulate(hook: Callable[[Tensor], None], parameter: nn.Parameter) -> None:
+def register_post_accumulate(hook: Callable[[Tensor], Any], parameter: Tensor) -> None:
     """Like :func:`register`, for a hook that runs when the gradient has been accumulated."""
-    required = parameter.requires_grad
-    parameter.requires_grad_().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    parameter.requires_grad_(required)
+    register(hook, parameter, "post_accumulate_grad_hook")
 
 
 def computed_with(parameter: Tensor) -> Tensor:

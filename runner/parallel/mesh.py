@@ -59,7 +59,6 @@ class Axes(NamedTuple):
 
     @classmethod
     def of(cls, device_type: str, sizes: MeshSizes) -> Axes:
-        """Return the slices of a mesh with these sizes, for tensors on ``device_type``."""
         shape = (sizes.pp, sizes.dp // sizes.ep, sizes.ep, sizes.tp)
         mesh = grid(device_type, shape, ("pp", "edp", "ep", "tp"))
         data = mesh["edp", "ep"]._flatten("dp")
@@ -67,5 +66,4 @@ class Axes(NamedTuple):
 
 
 def position(rank: int, sizes: MeshSizes) -> tuple[int, int, int]:
-    """Return the pipeline, data-parallel and tensor-parallel rank of ``rank``."""
     return rank // (sizes.dp * sizes.tp), rank // sizes.tp % sizes.dp, rank % sizes.tp

@@ -70,7 +70,6 @@ class Averaging:
         self._sent: list[tuple[list[Any], Tensor, dist.Work]] = []
 
     def _note(self, key: int) -> None:
-        """Note that autograd has accumulated the gradient of a parameter."""
         if key not in self._left:
             return  # It was frozen when the step began.
         self._left[key] -= 1
@@ -122,5 +121,4 @@ class Averaging:
 
 
 def _written(parameter: nn.Parameter) -> tuple[Tensor | None, int]:
-    """Return the gradient of a parameter, and how often it was written to."""
     return parameter.grad, 0 if parameter.grad is None else local(parameter.grad)._version

@@ -33,12 +33,11 @@ _SCHEDULES = {
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
     "zero_bubble": "ScheduleZBVZeroBubble",
 }
-_KEPT = 4
-"""Number of cached schedules, one per shape of a batch. Each has buffers for its microbatches."""
+_KEPT = 4  # schedules, one per shape of a batch; each has buffers for its microbatches
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
-"""Dtypes of tensors that are sent between stages outside of a schedule."""
 _SHAPE = 10
-"""Length of the message that precedes such a tensor: index of the dtype, dimensions, padding."""
+"""Length of the message that precedes a tensor outside of a schedule: index of the dtype,
+dimensions, padding."""
 
 
 @dataclass(eq=False)
@@ -65,16 +64,13 @@ class Pipeline:
 
     @property
     def first(self) -> bool:
-        """Whether the first stage is on this rank."""
         return 0 in self.stages
 
     @property
     def last(self) -> bool:
-        """Whether the last stage is on this rank."""
         return self.count - 1 in self.stages
 
     def autocast(self, dtype: torch.dtype | None) -> None:
-        """Run the stages of this rank under autocast to ``dtype``; None for full precision."""
         for stage in self.stages.values():
             stage.dtype = dtype
 
@@ -140,12 +136,11 @@ class Pipeline:
 
     def _loss(self, outputs: Tensor, rows: Tensor) -> Tensor:
         assert self._loss_of is not None
-        real = int((rows >= 0).sum())
-        if real == 0:
-            nothing: Tensor = outputs.sum() * 0.0
-            return nothing
-        start = int(rows[0])
-        return self._loss_of(outputs[:real], slice(start, start + real))
+        if real := int((rows >= 0).sum()):
+            start = int(rows[0])
+            return self._loss_of(outputs[:real], slice(start, start + real))
+        nothing: Tensor = outputs.sum() * 0.0
+        return nothing
 
     def _run_of(self, inputs: Tensor) -> tuple[Any, list[tuple[nn.Parameter, Tensor]]]:
         """Return the schedule for batches of this shape, and earlier gradients to add to its own.
@@ -233,7 +228,6 @@ class Pipeline:
         return passed
 
     def _send(self, hidden: Tensor, stage: int) -> list[tuple[Tensor, dist.Work | None]]:
-        """Send shape and elements to the rank of ``stage``; return both with their work."""
         home = stage_to_rank(stage, self.group.size(), self.schedule)
         shape = [_DTYPES.index(hidden.dtype), hidden.ndim, *hidden.shape]
         padded = torch.tensor(shape + [0] * (_SHAPE - len(shape)), device=self.device)

@@ -20,8 +20,6 @@ Listed = list[tuple[tuple[str, ...], Callable[[Tensor], Tensor]]]
 
 
 class _Skipped(nn.Module):
-    """Returns its first input."""
-
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
 

@@ -17,9 +17,9 @@ from runner.clip.shard import local
 from runner.config.notation import first_few
 from runner.parallel.tensor_styles import PlanError
 
-TOLERANCE, HALF_TOLERANCE = 0.01, 0.05
-"""Largest relative difference that rounding explains, and that of parameters in half precision;
-parts of a sum differ by far more."""
+TOLERANCE = (0.01, 0.05)
+"""Largest relative difference that rounding explains, also in half precision; parts of a sum differ
+by far more."""
 
 LEAST = 1e-3
 """Fraction of the largest gradient norm below which a gradient may be rounding errors only, such as
@@ -51,7 +51,6 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Compare the gradients that are still unchecked."""
         if not self.waiting:
             return
         # On the host, in float64.
@@ -68,12 +67,11 @@ class ReplicaCheck:
         if self._largest == 0:
             return
         found = list(zip(self.waiting.items(), sizes, spread, strict=True))
-        apart = []
-        for (name, parameter), size, off in found:
-            tolerance = HALF_TOLERANCE if parameter.dtype.itemsize < 4 else TOLERANCE
-            if off > tolerance * max(size, LEAST * self._largest):
-                apart.append(name)
-        if apart:
+        if apart := [
+            name
+            for (name, parameter), size, off in found
+            if off > TOLERANCE[parameter.dtype.itemsize < 4] * max(size, LEAST * self._largest)
+        ]:
             raise PlanError(
                 f"{first_few(apart, 8)}: the gradient differs between tensor ranks, each of which "
                 "sees a part of what this parameter works on: in the plan, give its module the "
@@ -84,18 +82,11 @@ class ReplicaCheck:
 
 
 def _fingerprint(parameter: nn.Parameter) -> Tensor:
-    """Return the norm of the gradient, and its dot product with a random vector.
-
-    The random vector is equal on all ranks.
-    """
+    """Return the gradient's norm, and its dot product with a random vector, equal on all ranks."""
     if parameter.grad is None:
         return torch.zeros(2, dtype=torch.float64)
     gradient = local(parameter.grad)
     gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    drawn = torch.randn(
-        gradient.shape,
-        generator=torch.Generator(gradient.device).manual_seed(0),
-        dtype=gradient.dtype,
-        device=gradient.device,
-    )
+    same = torch.Generator(gradient.device).manual_seed(0)
+    drawn = torch.empty_like(gradient).normal_(generator=same)
     return torch.stack([gradient.norm(), (gradient * drawn).sum()]).cpu().double()

@@ -36,8 +36,6 @@ _ADVICE = "torch.distributed is disabled"
 
 
 class Stored(NamedTuple):
-    """Shape of a whole tensor that is stored, and its dtype."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -101,7 +99,6 @@ class Folder:
 
     @cached_property
     def stored(self) -> Mapping[str, Stored]:
-        """What the files hold, by the names of the tensors."""
         try:
             metadata = HuggingFaceStorageReader(self._path).read_metadata()
         except Exception as error:  # torch reads the header of a file as it comes
@@ -114,7 +111,6 @@ class Folder:
 
     @torch.no_grad()
     def read(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-        """Fill the first copy of each tensor from the files, and the others from it."""
         content = {name: first.detach() for name, (first, *_) in tensors.items()}
         reader = HuggingFaceStorageReader(self._path)
         with one_error():
@@ -125,14 +121,11 @@ class Folder:
 
 
 class InMemory:
-    """A :class:`Source` of tensors that every rank has, whole."""
-
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self.stored = {name: Stored(tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
     def read(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-        """Fill all copies of each tensor."""
         for name, copies in tensors.items():
             for tensor in copies:
                 fill_local(tensor, self._tensors[name].to(tensor.device, tensor.dtype))

@@ -35,7 +35,6 @@ class Sharding:
     cpu_offload: bool = False
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of ``fully_shard``."""
         given: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward}
         if self.param_dtype is not None:
             given["mp_policy"] = MixedPrecisionPolicy(self.param_dtype, torch.float32)

@@ -27,15 +27,11 @@ class CutError(ValueError):
 
 
 class Part(NamedTuple):
-    """One part of a model, which is not split further."""
-
     modules: tuple[str, ...]  # qualified names
     run: Callable[[Tensor], Tensor]
 
 
 class Stage(nn.Module):
-    """Consecutive parts of a model."""
-
     def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
         super().__init__()
         self.parts = [part.run for part in parts]
@@ -45,7 +41,6 @@ class Stage(nn.Module):
         self.ends = False  # whether this is the last stage, whose outputs are in full precision
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the output of the stage, given inputs of the model or the output before it."""
         device = hidden.device.type
         with torch.autocast(device, self.dtype) if self.dtype is not None else nullcontext():
             for part in self.parts:
@@ -55,7 +50,6 @@ class Stage(nn.Module):
 
 
 def parts_of(model: nn.Module) -> list[Part]:
-    """Return the parts of ``model`` in order."""
     listed = getattr(model, "pipeline", None)
     if callable(listed):
         return [Part(tuple(modules), run) for modules, run in listed()]
@@ -126,14 +120,12 @@ def _balanced(model: nn.Module, parts: Sequence[Part], stages: int) -> list[int]
 
 
 def stages_on(rank: int, ranks: int, schedule: str) -> list[int]:
-    """Return the stages that pipeline rank ``rank`` holds, in order."""
     if schedule == "zero_bubble":
         return [rank, 2 * ranks - 1 - rank]
     return [rank + ranks * i for i in range(SCHEDULES[schedule].stages_per_rank)]
 
 
 def stage_to_rank(stage: int, ranks: int, schedule: str) -> int:
-    """Return the pipeline rank that holds ``stage``."""
     return next(rank for rank in range(ranks) if stage in stages_on(rank, ranks, schedule))
 
 

@@ -50,7 +50,6 @@ class Entrance:
         self._entered: Tensor | None = None
 
     def __call__(self, hidden: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return ``enter(hidden)``, or what it returned for the layer before."""
         given = (hidden, hidden._version, torch.is_grad_enabled())
         same = len(self._given) and self._given[0] is hidden and self._given[1:] == given[1:]
         entered = self._entered if same else None
@@ -85,7 +84,6 @@ class Region:
         return self.whole(hidden, sums=True) if self.sequence else copy_to(hidden, self.group)
 
     def whole(self, hidden: Tensor, sums: bool = False) -> Tensor:
-        """Return the whole sequence, of which each rank has a shard."""
         length = hidden.shape[SEQUENCE] * self.group.size()
         return gather(hidden, SEQUENCE, length, self.group, sums=sums)
 
@@ -163,8 +161,6 @@ RUNS: Mapping[str, Run] = {
 
 @dataclass
 class _Forward:
-    """Replacement of a module's forward: it computes with plain local parameters."""
-
     run: Run
     region: Region
     module: nn.Module
@@ -221,7 +217,6 @@ def parallelize(
 
 
 def partial_parameters(model: nn.Module) -> frozenset[int]:
-    """Return the ids of the parameters of which each rank may compute a part of the gradient."""
     return frozenset(
         id(module._parameters[key])
         for module in model.modules()

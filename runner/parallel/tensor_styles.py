@@ -10,7 +10,6 @@ import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -27,8 +26,6 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Style:
-    """How the parameters of one kind of module are placed."""
-
     kind: type[nn.Module] = nn.Module
     shards: Mapping[str, Shard] = field(default_factory=dict)  # by the name of a parameter
     sequence: bool = False
@@ -37,7 +34,6 @@ class Style:
     """Whether they always get partial gradients on each rank."""
 
     def placement(self, key: str) -> Placement:
-        """Return the placement of a parameter by its name in the module."""
         return self.shards.get(key, Replicate())
 
 
@@ -106,7 +102,6 @@ def whole_experts(model: nn.Module) -> list[str]:
 
 
 def style_of(styles: Mapping[str, str], name: str) -> Style:
-    """Return the style of the module with the qualified name ``name``."""
     return PLACED.get(styles.get(name, ""), UNPLANNED)
 
 
@@ -159,24 +154,19 @@ def _near(pattern: str, names: list[str]) -> str:
 
 
 def check_heads(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
-    """Refuse to split an attention head over ranks."""
     for name, module in model.named_modules():
-        split = any(
-            styles.get(f"{name}.{child}") == "colwise" for child, _ in module.named_children()
-        )
+        children = [child for child, _ in module.named_children()]
+        split = any(styles.get(f"{name}.{child}") == "colwise" for child in children)
+        # transformers keeps the number of heads in the configuration of the model.
+        attends = any(child.endswith(("q_proj", "query")) for child in children)
+        config = getattr(module, "config", None) if attends else None
         for attribute in HEADS if split else ():
-            # transformers keeps the number of heads in the configuration of the model.
-            heads = getattr(module, attribute, None) or _configured(module, attribute)
+            heads = getattr(module, attribute, None) or getattr(config, attribute, None)
             if isinstance(heads, int) and heads % ranks:
                 raise PlanError(
                     f"{name} has {heads} heads ({attribute}), which tp_size {ranks} does not "
                     f"divide: choose a tp_size that divides {heads}"
                 )
-
-
-def _configured(module: nn.Module, attribute: str) -> Any:
-    attends = any(name.endswith(("q_proj", "query")) for name, _ in module.named_children())
-    return getattr(getattr(module, "config", None), attribute, None) if attends else None
 
 
 def check_sequence(styles: Mapping[str, str]) -> None:

@@ -1,26 +1,7 @@
 """Data sets without an index, divided over data-parallel ranks and their worker processes.
 
-A stream is an :class:`torch.utils.data.IterableDataset`. Each of its samples is read once, over all
-ranks and workers. Who divides it:
-
-1. **The runner**, by default. Every process reads the whole stream and keeps its part of each
-   microbatch. So a stream has to yield the same samples in each of them: it reads on as in one
-   process (``get_worker_info()`` is None there), and draws the same random numbers. Step k then has
-   the same samples whatever the number of ranks, workers and microbatches, as for map-style data.
-2. **Its method** ``shard(num_shards, index)``, as of Hugging Face's data sets: each process reads
-   the part that it returns. A stream with an attribute ``num_shards`` that is smaller than the
-   number of processes is divided by the runner instead.
-3. **Itself**, if its attribute ``shards_itself`` is True: its ``__iter__`` yields the samples of
-   this rank and this worker, by ``torch.distributed.get_rank()`` and ``get_worker_info()``.
-
-Parts of unequal length are no problem: a rank whose part has ended goes on with batches of weight
-zero until all parts have ended.
-
-The position in a stream is saved by its ``state_dict()`` and ``load_state_dict()`` where it has
-both, or where its iterator has them. Another stream is read again from the start of the epoch, up
-to the position. Why not torchdata's ``StatefulDataLoader`` (0.11): its state is for the same number
-of workers, and one that the training reads ahead of; this one continues a stream that the runner
-divides on any number of ranks and workers.
+Each sample of a stream is read once, over all ranks and workers: README.md says who divides it, how
+its position is saved, and why torchdata's ``StatefulDataLoader`` does not do.
 """
 
 from __future__ import annotations

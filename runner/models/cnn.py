@@ -89,11 +89,6 @@ class GatedConvLanguageModel(nn.Module):
         weight_norm: bool,
     ) -> None:
         super().__init__()
-        if min(vocabulary, channels, layers, kernel) < 1:
-            raise ValueError(
-                f"vocabulary {vocabulary}, channels {channels}, layers {layers} and "
-                f"kernel {kernel} must be at least 1"
-            )
         self.embed = nn.Embedding(vocabulary, channels)
         self.blocks = nn.ModuleList(
             GatedConv(channels, kernel, dropout, weight_norm) for _ in range(layers)

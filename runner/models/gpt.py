@@ -10,7 +10,7 @@ before the weight that it shares with the embedding.
 
 import math
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -59,18 +59,16 @@ class MLP(nn.Module):
         return result
 
 
-class FeedForward(Protocol):
-    """A factory of feed-forward layers."""
-
-    def __call__(self, *, width: int, bias: bool) -> nn.Module:
-        """Make a layer that maps [B, T, width] to the same shape."""
-
-
 class Block(nn.Module):
     """Attention and a feed-forward layer, both with pre-normalisation and residual connection."""
 
     def __init__(
-        self, width: int, heads: int, bias: bool, dropout: float, feed_forward: FeedForward
+        self,
+        width: int,
+        heads: int,
+        bias: bool,
+        dropout: float,
+        feed_forward: Callable[..., nn.Module],
     ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width, bias=bias)
@@ -115,7 +113,7 @@ class GPT(nn.Module):
         tied: bool,
         bias: bool,
         dropout: float,
-        feed_forward: FeedForward = MLP,
+        feed_forward: Callable[..., nn.Module] = MLP,
     ) -> None:
         super().__init__()
         if width % heads:

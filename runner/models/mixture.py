@@ -160,27 +160,6 @@ class MixtureGPT(GPT):
         "blocks.*.mlp.experts.*.down": "rowwise",
     }
 
-    def __init__(
-        self,
-        vocabulary: int,
-        context: int,
-        layers: int,
-        heads: int,
-        width: int,
-        experts: int,
-        top_k: int,
-        tied: bool,
-        bias: bool,
-        dropout: float,
-    ) -> None:
-        super().__init__(
-            vocabulary=vocabulary,
-            context=context,
-            layers=layers,
-            heads=heads,
-            width=width,
-            tied=tied,
-            bias=bias,
-            dropout=dropout,
-            feed_forward=partial(Mixture, experts=experts, top_k=top_k),
-        )
+    def __init__(self, experts: int, top_k: int, **options: Any) -> None:
+        """Make the model; ``options`` are the arguments of :class:`GPT`."""
+        super().__init__(**options, feed_forward=partial(Mixture, experts=experts, top_k=top_k))

@@ -133,11 +133,6 @@ class AWDLSTM(nn.Module):
         weight_dropout: float,
     ) -> None:
         super().__init__()
-        if min(vocabulary, embedding, hidden, layers) < 1:
-            raise ValueError(
-                f"vocabulary {vocabulary}, embedding {embedding}, hidden {hidden} and "
-                f"layers {layers} must be at least 1"
-            )
         self.dropout = dropout
         self.dropout_hidden = dropout_hidden
         self.dropout_input = dropout_input

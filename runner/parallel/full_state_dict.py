@@ -115,14 +115,10 @@ def _problems(
     state: Mapping[str, Any], names: Mapping[str, str], shapes: Mapping[str, torch.Size]
 ) -> str:
     found = []
-    missing = [name for name in names if name not in state]
-    unexpected = [name for name in state if name not in names]
-    if missing:
+    if missing := [name for name in names if name not in state]:
         found.append(f"missing: {first_few(missing)}")
-    if unexpected:
+    if unexpected := [name for name in state if name not in names]:
         found.append(f"unexpected: {first_few(unexpected)}")
-        if all(name.startswith("module.") and name[7:] in names for name in unexpected):
-            found.append("take the state of the model inside the wrapper: wrapper.module")
     for name, tensor in state.items():
         if name not in names:
             continue
@@ -131,10 +127,6 @@ def _problems(
             found.append(f"{name} is no tensor, but of class {type(tensor).__name__}")
         elif tensor.shape != shape:
             found.append(f"{name} has shape {list(tensor.shape)} instead of {list(shape)}")
-        elif (
-            name != first
-            and isinstance(state.get(first), Tensor)
-            and not torch.equal(tensor, state[first])
-        ):
+        elif isinstance(state.get(first), Tensor) and not torch.equal(tensor, state[first]):
             found.append(f"{name} is {first} in the model, but has other values")
     return "; ".join(found)

@@ -1,8 +1,7 @@
 """The device mesh: which ranks share pipelines, data, experts and weights.
 
-Rank r of ``pp × dp × tp`` ranks has pipeline rank ``r // (dp·tp)``, data-parallel rank
-``r // tp % dp`` and tensor-parallel rank ``r % tp``, so ranks that communicate most (tensor) are
-neighbours. ``ep`` neighbouring data-parallel ranks share one set of experts.
+Ranks that communicate most (tensor) are neighbours; ``ep`` neighbouring data-parallel ranks share
+one set of experts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Pipeline parallelism by torch's schedules: consecutive layers are on different ranks.
 
-:mod:`runner.parallel.stages` splits the model.
-
 Schedules: GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B and interleaved 1F1B (Narayanan et al.
 2021, arXiv 2104.04473), zero bubble in its V form (Qi et al. 2023, arXiv 2401.10241).
 """
@@ -164,27 +162,14 @@ class Pipeline:
         return self._made[key], before
 
     def _new_run(self, inputs: Tensor) -> Any:
+        """Return a schedule, after a forward pass of one microbatch for the shapes of its stages.
+
+        torch would infer shapes from uninitialised inputs, which differ between ranks, so that
+        routers would send tokens to different experts.
+        """
         # Imported here, because the import takes as long as that of the rest of this package.
         from torch.distributed import pipelining
 
-        stages = [
-            pipelining.PipelineStage(
-                *(stage, number, self.count, self.device, before, after), group=self.group
-            )
-            for (number, stage), (before, after) in zip(
-                self.stages.items(), self._shapes(inputs), strict=True
-            )
-        ]
-        kind: Any = getattr(pipelining, _SCHEDULES[self.schedule])
-        given = stages if SCHEDULES[self.schedule].stages_per_rank > 1 else stages[0]
-        return kind(given, self.microbatches, loss_fn=self._loss, scale_grads=False)
-
-    def _shapes(self, inputs: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return meta tensors like the input and the output of each stage of this rank.
-
-        By a forward pass of one microbatch. torch would infer shapes from uninitialised inputs,
-        which differ between ranks, so that routers would send tokens to different experts.
-        """
         modes = {module: module.training for s in self.stages.values() for module in s.modules()}
         try:
             for stage in self.stages.values():
@@ -194,19 +179,20 @@ class Pipeline:
         finally:
             for module, training in modes.items():
                 module.training = training
-        shapes = []
-        for number in self.stages:
+        stages = []
+        for number, stage in self.stages.items():
             before, after = (half.to("meta") for half in passed[number][0])
-            shapes.append((before.requires_grad_(number > 0), after.requires_grad_()))
-        return shapes
+            shapes = (before.requires_grad_(number > 0), after.requires_grad_())
+            made = (stage, number, self.count, self.device, *shapes)
+            stages.append(pipelining.PipelineStage(*made, group=self.group))
+        kind: Any = getattr(pipelining, _SCHEDULES[self.schedule])
+        given = stages if SCHEDULES[self.schedule].stages_per_rank > 1 else stages[0]
+        return kind(given, self.microbatches, loss_fn=self._loss, scale_grads=False)
 
     def _forward(self, chunks: Sequence[Tensor]) -> dict[int, list[tuple[Tensor, Tensor]]]:
-        """Return the input and the output of each stage of this rank, for each microbatch.
-
-        Outside of torch's schedules: one stage after the other.
-        """
+        """Return input and output of each stage of this rank, for each microbatch, in order."""
         passed: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        sent: list[tuple[Tensor, dist.Work | None]] = []
+        sent: list[tuple[Tensor, Any]] = []
         for number in sorted(self.stages):
             if number == 0:
                 arriving: Iterable[Tensor] = chunks
@@ -221,13 +207,12 @@ class Pipeline:
                 if number + 1 < self.count and number + 1 not in self.stages:
                     sent += self._send(out, number + 1)
         for _, work in sent:
-            if work is not None:
-                work.wait()
+            work.wait()
         # There is no backward pass to reshard parameters before the next batch.
         reshard(self.stages.values())
         return passed
 
-    def _send(self, hidden: Tensor, stage: int) -> list[tuple[Tensor, dist.Work | None]]:
+    def _send(self, hidden: Tensor, stage: int) -> list[tuple[Tensor, Any]]:
         home = stage_to_rank(stage, self.group.size(), self.schedule)
         shape = [_DTYPES.index(hidden.dtype), hidden.ndim, *hidden.shape]
         padded = torch.tensor(shape + [0] * (_SHAPE - len(shape)), device=self.device)

@@ -162,9 +162,7 @@ def keep_own(
         return OwnStages([], {}, {})
     renamed = untie(model, stages)
     homes = [stage_to_rank(number, ranks, schedule) for number in range(len(stages))]
-    if sharded:
-        require_apart(model, stages, homes)
-    copies = copies_of(model, stages, renamed, homes)
+    copies = copies_of(model, stages, renamed, homes, sharded=sharded)
     own = stages_on(rank, ranks, schedule)
     keep(model, stages, own)
     return OwnStages(own, renamed, copies)
@@ -212,32 +210,27 @@ def copies_of(
     stages: Sequence[Sequence[Part]],
     renamed: Mapping[str, str],
     homes: Sequence[int],
+    *,
+    sharded: bool = False,
 ) -> dict[str, list[int]]:
     """Return the pipeline rank of each copy of a parameter that has several, by its name.
 
-    Call it after :func:`untie`, with what that returned and the pipeline rank of each stage.
+    ``renamed`` is from :func:`untie`, and ``homes`` is the pipeline rank of each stage. Stages that
+    are ``sharded``, each by itself, must not share a module on one rank.
     """
-    copies: dict[str, set[tuple[int, int]]] = {}
-    for home, parts in zip(homes, stages, strict=True):
-        for own, parameter in _parameters(model, parts):
-            copies.setdefault(renamed.get(own, own), set()).add((home, id(parameter)))
-    return {
-        name: sorted(home for home, _ in found) for name, found in copies.items() if len(found) > 1
-    }
-
-
-def require_apart(model: nn.Module, stages: Sequence[Sequence[Part]], homes: Sequence[int]) -> None:
-    """Refuse stages of one rank that share a module, because each stage is sharded by itself."""
-    users: dict[tuple[int, int], int] = {}
+    copies: dict[str, dict[tuple[int, int], int]] = {}
     for number, (home, parts) in enumerate(zip(homes, stages, strict=True)):
         for own, parameter in _parameters(model, parts):
+            users = copies.setdefault(renamed.get(own, own), {})
             first = users.setdefault((home, id(parameter)), number)
-            if first != number:
+            if sharded and first != number:
                 raise CutError(
-                    f"{own} is in a module that stages {first} and {number} of one rank use, "
-                    "and cannot be sharded: choose a schedule with one stage a rank, or "
-                    "zero_stage=1"
+                    f"{own} is in a module that stages {first} and {number} of one rank use, and "
+                    "cannot be sharded: choose a schedule with one stage a rank, or zero_stage=1"
                 )
+    return {
+        name: sorted(home for home, _ in users) for name, users in copies.items() if len(users) > 1
+    }
 
 
 def keep(model: nn.Module, stages: Sequence[Sequence[Part]], own: Sequence[int]) -> None:

@@ -1,17 +1,8 @@
 """Tensor parallelism: the weights of a layer are sharded over ranks (Shoeybi et al. 2019).
 
 Source: arXiv 1909.08053. Parameters become DTensors, which record where their shards are. Layers
-compute on plain local tensors, with one collective wherever shards meet.
-
-Why not the styles of :mod:`torch.distributed.tensor.parallel` (as of torch 2.14.1):
-
-* RowwiseParallel takes its input shards to be even: an inner width of 26 over 4 ranks raises "a and
-  b must have same reduction dim, but got [2, 28] X [26, 16]";
-* RowwiseParallel of an embedding returns zeros for a token outside the vocabulary, where torch
-  raises an IndexError in one process, and its weight gets a replicated gradient;
-* they have no style for a replicated layer of which each rank computes a part of the gradient;
-* a step takes 1.20 to 1.30 times as long, because each operation is dispatched by DTensor (GPT of 4
-  layers and width 128, batch 8 x 128 tokens, 2 ranks on gloo, medians of alternating pairs).
+compute on plain local tensors, with one collective wherever shards meet. README.md says why the
+styles of :mod:`torch.distributed.tensor.parallel` are not used.
 """
 
 from __future__ import annotations

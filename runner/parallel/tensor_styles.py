@@ -96,9 +96,9 @@ def own_plan(model: nn.Module) -> dict[str, str]:
 def whole_experts(model: nn.Module) -> list[str]:
     """Return the modules whose stacked experts a plan of transformers splits, and this one not."""
     plan = getattr(model, "tp_plan", None) or {}
-    patterns = [pattern for pattern, style in plan.items() if style in EXPERT_STYLES]
     names = [name for name, _ in model.named_modules()]
-    return [name for name in names if any(fnmatch.fnmatch(name, each) for each in patterns)]
+    patterns = [pattern for pattern, style in plan.items() if style in EXPERT_STYLES]
+    return [name for pattern in patterns for name in fnmatch.filter(names, pattern)]
 
 
 def style_of(styles: Mapping[str, str], name: str) -> Style:
@@ -107,11 +107,11 @@ def style_of(styles: Mapping[str, str], name: str) -> Style:
 
 def _check_kind(name: str, module: nn.Module, style: str) -> None:
     kind, made = PLACED.get(style, UNPLANNED).kind, type(module).__name__
+    if kind is nn.Module:
+        return
     fit = f"torch.nn.{kind.__name__}"
     if not isinstance(module, kind):
         raise PlanError(f"{name}: {style} is for {fit}, not for {made}")
-    if kind is nn.Module:
-        return
     if type(module).forward is not kind.forward:
         raise PlanError(
             f"{name}: {style} would replace what {made}.forward does by what {fit} does: leave it "

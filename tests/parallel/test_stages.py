@@ -17,7 +17,6 @@ from runner.parallel.stages import (
     cut,
     keep,
     parts_of,
-    require_apart,
     stage_to_rank,
     stages_on,
     untie,
@@ -169,9 +168,9 @@ def test_a_block_that_many_stages_use_keeps_one_set_of_parameters():
     # As many copies as ranks, however many stages of a rank use it.
     assert copies_of(model, stages, renamed, [0, 1, 2, 3]) == {"1.weight": [0, 1, 2, 3]}
     assert copies_of(model, stages, renamed, [0, 1, 0, 1]) == {"1.weight": [0, 1]}
-    require_apart(model, stages, [0, 1, 2, 3])
+    copies_of(model, stages, renamed, [0, 1, 2, 3], sharded=True)
     with pytest.raises(CutError, match=r"4\.weight .* stages 0 and 2 of one rank"):
-        require_apart(model, stages, [0, 1, 0, 1])
+        copies_of(model, stages, renamed, [0, 1, 0, 1], sharded=True)
     keep(model, stages, [2])
     assert [name for name, _ in model.named_parameters()] == ["1.weight"]
 

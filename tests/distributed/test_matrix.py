@@ -1,6 +1,7 @@
 """Under every plugin the step is that of one process: ‖G‖, clipped gradients, weights, counts.
 
-Batches do not divide evenly; there are 17 tokens, 5 experts and 12 columns.
+Batches do not divide evenly; there are 17 tokens, 5 experts and 12 columns. An epoch has three
+steps, the last one of one sample.
 """
 
 from collections.abc import Sequence
@@ -60,16 +61,19 @@ def cases_of(turn: int, model: str, modes: Sequence[str]) -> list[Case]:
     found = []
     for at, mode in enumerate(modes, turn):
         follows = mode in ("percentile", "zscore", "schedule")
-        chosen: dict[str, Any] = {"accumulation": (1, 3)[(at // 2 + turn) % 2], "kept": at % 3 == 0}
+        microbatches = (1, 3 if follows else 2)[(at // 2 + turn) % 2]
+        chosen: dict[str, Any] = {"accumulation": microbatches, "kept": at % 3 == 0}
         chosen["optimizer"] = ("sgd", "momentum", "sgd", "adamw")[0 if follows else at % 4]
-        chosen["steps"] = 8 if follows or "spike" in mode else 4
+        chosen["steps"] = 8 if follows or "spike" in mode else 3
         net = "tied" if mode == "groups" and model == "conv" else model  # by names of blocks
         if mode in OF_ADAMW:
             net, chosen["optimizer"] = WITHOUT_BIAS.get(model, model), "adamw"
         found.append(Case(net, mode, **chosen))
     single = BASE[turn % len(BASE)]
-    found += [Case(model, single, 1 + turn % 2, False, optimizer="adamw", kept=turn % 3 == 0)]
-    half = {"accumulation": 2, "double": False, "rate": 0.5}
+    few: dict[str, Any] = {"double": False, "steps": 3}
+    kept = turn % 3 == 0
+    found += [Case(model, single, 1 + turn % 2, optimizer="adamw", kept=kept, **few)]
+    half = {"accumulation": 2, "rate": 0.5, **few}
     net = "tied" if model == "conv" else model  # the gradient of its bias cancels out
     return found + [Case(net, "L2", precision=precision, **half) for precision in ROUNDOFF]
 
@@ -87,24 +91,41 @@ def limit(case: Case) -> float:
     return 1e-9 if case.optimizer == "adamw" else 1e-12
 
 
-def assert_agrees(plugin: str, world: int, cases: Sequence[Case]) -> None:
-    ranks = run_ranks(train_all, world, plugin, cases, timeout=360)
+def train_each(asked: dict[str, Sequence[Case]]) -> dict[str, list[dict[str, Any]]]:
+    return {plugin: train_all(plugin, cases) for plugin, cases in asked.items()}
+
+
+def assert_agree(asked: dict[str, Sequence[Case]], world: int) -> None:
+    """Assert that on the same ranks each plugin takes the steps of one process."""
+    ranks = run_ranks(train_each, world, asked, timeout=360)
     wrong = []
-    for number, case in enumerate(cases):
-        clipped = [row["clip/clipped"] for row in alone(case)["rows"]]
-        assert any(clipped) == (case.mode != "none"), case
-        found = differences([rank[number] for rank in ranks], case, limit(case))
-        wrong += [f"{case}: {line}" for line in found[:4]]
+    for plugin, cases in asked.items():
+        for number, case in enumerate(cases):
+            clipped = [row["clip/clipped"] for row in alone(case)["rows"]]
+            assert any(clipped) == (case.mode != "none"), case
+            found = differences([rank[plugin][number] for rank in ranks], case, limit(case))
+            wrong += [f"{plugin}, {case}: {line}" for line in found[:4]]
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("plugin", DAILY)
-def test_float64_agrees_to_1e_12(plugin):
+GROUPS = [
+    *(("ddp", "tensor", "moe"), ("1f1b", "zero_bubble", "sequence"), ("fsdp", "zero1", "zero2")),
+    *(("hsdp", "hybrid_zero1"), ("hybrid_fsdp_tp", "moe_zero3")),
+    *(("pipeline_dp", "hybrid"), ("hybrid_ep_pp",)),
+]
+"""``DAILY``, a start of ranks each."""
+
+
+@pytest.mark.parametrize("plugins", GROUPS, ids=" ".join)
+def test_float64_agrees_to_1e_12(plugins):
     """And float32 to 1e-5, half precision to its rounding; replicas have the same bits."""
-    turn, world, models = DAILY.index(plugin), fewest(plugin), models_of(plugin)
-    every = world if plugin in FAMILIES[world] else 6
-    modes = [*BASE, *FURTHER[turn % every :: every]]
-    assert_agrees(plugin, world, cases_of(turn, models[turn % len(models)], modes))
+    asked, [world] = {}, {fewest(plugin) for plugin in plugins}
+    for plugin in plugins:
+        turn, models = DAILY.index(plugin), models_of(plugin)
+        every = world if plugin in FAMILIES[world] else 6
+        modes = [*BASE, *FURTHER[turn % every :: every]]
+        asked[plugin] = cases_of(turn, models[turn % len(models)], modes)
+    assert_agree(asked, world)
 
 
 @pytest.mark.slow
@@ -113,10 +134,10 @@ def test_float64_agrees_to_1e_12(plugin):
     ("plugin", "world", "model"), [(*row, model) for row in MORE for model in models_of(row[0])]
 )
 def test_the_rest_of_the_product(plugin, world, model):
-    assert_agrees(plugin, world, cases_of(len(model), model, [*MODES]))
+    assert_agree({plugin: cases_of(len(model), model, [*MODES])}, world)
 
 
-@pytest.mark.parametrize("plugin", OPTIONS)
-def test_options_of_plugins(plugin):
+def test_options_of_plugins():
     """PyTorch's ``no_sync`` fails in the first backward pass of a static graph."""
-    assert_agrees(plugin, 2, [Case("tied", mode, 3) for mode in ("L2", "adaptive")])
+    cases = [Case("tied", mode, 2, steps=3) for mode in ("L2", "adaptive")]
+    assert_agree(dict.fromkeys(OPTIONS, cases), 2)

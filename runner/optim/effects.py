@@ -48,20 +48,14 @@ _KINDS: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Effect:
-    """How an optimizer uses the size of a gradient.
-
-    Attributes:
-        name: class name of the optimizer.
-        kind: see the table at the top of this module.
-        floor: True if the constant in the divisor is not negligible at the threshold, so that the
-            size of the gradient matters although the optimizer is of a kind that divides by it.
-        left_out: class name of an optimizer beside it whose gradients are not scaled.
-    """
+    """How an optimizer uses the size of a gradient."""
 
     name: str
     kind: Kind
     floor: bool = False
-    left_out: str = ""
+    """Whether the constant in the divisor is not negligible at the threshold, so that the size of
+    the gradient matters although the optimizer is of a kind that divides by it."""
+    left_out: str = ""  # class name of an optimizer beside it whose gradients are not scaled
 
     @property
     def scales(self) -> bool:

@@ -53,18 +53,10 @@ class _FactorLR(lr_scheduler.LambdaLR):
 
 
 class LinearWarmupCosineLR(_FactorLR):
-    """Linear warm-up from near 0, then cosine to ``eta_min``.
+    """Linear warm-up from near 0 for a share of ``total_steps``, then cosine to ``eta_min``.
 
-    Args:
-        optimizer: wrapped optimizer.
-        total_steps: number of optimizer steps until the end.
-        warmup_fraction: share of ``total_steps`` that is warm-up, in [0, 1).
-        eta_min: learning rate at the end, exact for parameter groups whose initial rate equals
-            that of the first group, and scaled by their initial rate for others.
-        last_epoch: index of the last step, -1 before the first one.
-
-    Raises:
-        ValueError: ``warmup_fraction`` is out of range.
+    ``eta_min`` is exact for parameter groups with the initial rate of the first one, and scaled for
+    others.
     """
 
     def __init__(
@@ -89,16 +81,6 @@ class LinearWarmupPolynomialLR(_FactorLR):
 
     The progress rises from 0 at the end of the warm-up to 1 at the last step. A power of 1 is a
     straight line, a power of 0 a constant rate.
-
-    Args:
-        optimizer: wrapped optimizer.
-        total_steps: number of optimizer steps until the end.
-        warmup_fraction: share of ``total_steps`` that is warm-up, in [0, 1).
-        power: exponent of the decay, at least 0.
-        last_epoch: index of the last step, -1 before the first one.
-
-    Raises:
-        ValueError: ``warmup_fraction`` or ``power`` is out of range.
     """
 
     def __init__(
@@ -149,16 +131,6 @@ class StaircaseLR(_FactorLR):
 
     Exponential decay in steps: C. Szegedy et al. 2016 (1512.00567, section 8) multiply by 0.94
     every two epochs of a hundred, which is 50 stairs.
-
-    Args:
-        optimizer: wrapped optimizer.
-        total_steps: number of optimizer steps until the end.
-        stairs: number of parts with a constant rate, at least 1.
-        factor: ratio of the rates of consecutive parts, in (0, 1].
-        last_epoch: index of the last step, -1 before the first one.
-
-    Raises:
-        ValueError: ``stairs`` or ``factor`` is out of range.
     """
 
     def __init__(

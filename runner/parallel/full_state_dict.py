@@ -43,10 +43,12 @@ def gathered(
     of: Callable[[nn.Parameter], Tensor | None] | None = None,
 ) -> dict[str, Tensor]:
     """Gather tensors of the whole model, by their names in it; see :func:`gather`."""
-    named = model.named_parameters()
-    wanted = {renamed.get(own, own): p.detach() if of is None else of(p) for own, p in named}
-    buffers = dict(model.named_buffers()) if of is None else {}
-    return gather({name: t for name, t in (wanted | buffers).items() if t is not None})
+    wanted: list[tuple[str, Tensor | None]] = [
+        (renamed.get(own, own), parameter.detach() if of is None else of(parameter))
+        for own, parameter in model.named_parameters()
+    ]
+    wanted += model.named_buffers() if of is None else ()
+    return gather({name: tensor for name, tensor in wanted if tensor is not None})
 
 
 def gather(here: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -35,8 +35,7 @@ class Averaging:
     ``backwards`` says (1 if not given); those ``waiting`` are complete only after it. Both by ids.
     """
 
-    held = False
-    """Whether backward passes run under ``no_sync`` now, and send nothing."""
+    held = False  # whether backward passes run under ``no_sync`` now, and send nothing
 
     def __init__(
         self, replicas: Replicas, backwards: Mapping[int, int], waiting: Collection[int]
@@ -89,10 +88,7 @@ class Averaging:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Average all gradients over ranks; every rank calls this once a step.
-
-        A gradient that no rank has stays None. One that only some ranks have is zero on the others.
-        """
+        """Average all gradients over ranks, as :func:`average`; every rank calls it once a step."""
         changed = [p.requires_grad for p in self._parameters] != self._trained or any(
             now[0] is not then[0] or now[1] != then[1]
             for bucket, (before, *_) in zip(self._buckets, self._sent, strict=False)

@@ -2,16 +2,18 @@
 
 A model that can be split has a method ``pipeline()`` that lists its parts: for each part the names
 of its modules, and a function of one tensor. Or it is a :class:`torch.nn.Sequential`, or a model of
-transformers with a plan for pipelines (:mod:`runner.parallel.planned_parts`).
+transformers with a plan for pipelines: the modules before the layers, the list of layers, and those
+after it. A part of that runs the forward pass of the model in which the modules of all other parts
+return their input, so that masks and position embeddings are those of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from functools import cache
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,6 @@ from torch import Tensor, nn
 from runner.config.notation import first_few
 from runner.config.schedules import SCHEDULES
 from runner.parallel.hooks import carry_over, require_no_post_accumulate
-from runner.parallel.planned_parts import planned_parts
 
 
 class CutError(ValueError):
@@ -60,10 +61,85 @@ def parts_of(model: nn.Module) -> list[Part]:
     why = "give it a method pipeline() that lists its parts"
     try:
         if found := planned_parts(model):
-            return [Part(modules, run) for modules, run in found]
+            return found
     except Exception as error:  # of the model's own forward
         why += f" ({' '.join(str(error).split())[:200]})"
     raise CutError(f"{type(model).__name__} cannot be cut into stages: {why}")
+
+
+class _Skipped(nn.Module):
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden
+
+
+def planned_parts(model: nn.Module) -> list[Part]:
+    """Return the parts of a model of transformers in order; none if it has no such plan."""
+    planned = {*(getattr(model, "_pp_plan", None) or {})}
+    names = [name for name, _ in model.named_modules() if name in planned]
+    lists = [name for name in names if isinstance(model.get_submodule(name), nn.ModuleList)]
+    if len(lists) != 1:
+        return []
+    start = names.index(lists[0])
+    before, after = names[:start], names[start + 1 :]
+    layers = [f"{lists[0]}.{i}" for i, _ in model.get_submodule(lists[0]).named_children()]
+    everything = [*before, *layers, *after]
+    if not before or not after:
+        return []
+    inside: Any = model.base_model
+    _require_nothing_between(model, inside, everything)
+
+    def enter(tokens: Tensor) -> Tensor:
+        with _skipping(model, [*layers, *after]):
+            return _hidden(inside(input_ids=tokens, use_cache=False))
+
+    def pass_on(layer: str, hidden: Tensor) -> Tensor:
+        with _skipping(model, [name for name in everything if name != layer]):
+            return _hidden(inside(inputs_embeds=hidden, use_cache=False))
+
+    def leave(hidden: Tensor) -> Tensor:
+        with _skipping(model, [*before, *layers]):
+            outputs: Any = model(inputs_embeds=hidden, use_cache=False)
+            logits: Tensor | None = getattr(outputs, "logits", None)
+            return _hidden(outputs) if logits is None else logits
+
+    inner = [Part((name,), partial(pass_on, name)) for name in layers]
+    return [Part(tuple(before), enter), *inner, Part(tuple(after), leave)]
+
+
+def _hidden(outputs: Any) -> Tensor:
+    hidden: Tensor = outputs.last_hidden_state
+    return hidden
+
+
+@contextmanager
+def _skipping(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Let the modules called ``names`` return their input."""
+    skipped = _Skipped()
+    places = []
+    for name in names:
+        owner, _, key = name.rpartition(".")
+        modules = model.get_submodule(owner)._modules
+        places.append((modules, key, modules[key]))
+    try:
+        for modules, key, _ in places:
+            modules[key] = skipped
+        yield
+    finally:
+        for modules, key, module in places:
+            modules[key] = module
+
+
+@torch.no_grad()
+def _require_nothing_between(model: nn.Module, inside: nn.Module, names: Sequence[str]) -> None:
+    """Refuse a model that changes hidden states outside of the modules of its plan."""
+    weight = inside.get_input_embeddings().weight  # type: ignore[operator]
+    if weight.is_meta:
+        return
+    hidden = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device, dtype=weight.dtype)
+    hidden = hidden.view(1, 2, -1)
+    with _skipping(model, names):
+        if not torch.equal(_hidden(inside(inputs_embeds=hidden, use_cache=False)), hidden):
+            raise ValueError("its forward computes between the modules of its plan for pipelines")
 
 
 def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> list[list[Part]]:

@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runner.parallel.replica_check import ReplicaCheck
-from runner.parallel.tensor_styles import PlanError
+from runner.parallel.tensor_styles import PlanError, ReplicaCheck
 from tests.distributed.test_collectives import Counting
 from tests.ranks import run_ranks
 

@@ -43,11 +43,17 @@ from runner.parallel.hooks import Usage, post_accumulate_hooked, require_no_post
 from runner.parallel.mesh import Axes, position
 from runner.parallel.overlap import Averaging
 from runner.parallel.pipeline import Pipeline
-from runner.parallel.replica_check import ReplicaCheck, replicated
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
 from runner.parallel.stages import Stage, cut, keep_own, stages_on
 from runner.parallel.tensor import parallelize, partial_parameters
-from runner.parallel.tensor_styles import check_heads, check_sequence, plan_of, whole_experts
+from runner.parallel.tensor_styles import (
+    ReplicaCheck,
+    check_heads,
+    check_sequence,
+    plan_of,
+    replicated,
+    whole_experts,
+)
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from runner.data.dataset import SUCCESSORS, synthetic
 from runner.data.digits import digits
 
 
-@pytest.mark.parametrize(("fraction", "seed"), [(0.2, 0), (0.006, 1), (0.37, 2**32 - 1)])
+@pytest.mark.parametrize(("fraction", "seed"), [(0.2, 0), (0.006, 1)])
 def test_the_digits_and_their_split_are_those_of_scikit_learn_to_the_bit(fraction, seed):
     bunch, data = load_digits(), digits(test_fraction=fraction, seed=seed)
     assert (data.items, data.tokens_per_sample) == ("samples", None)

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from runner import SkipRule
-from runner.booster import Booster, NonFiniteGradient
-from runner.booster.plugin import LowLevelZeroPlugin
+from runner.booster import NonFiniteGradient
 from runner.clip.shard import local
 from runner.data.dataset import IGNORED
 from tests.distributed.by_hand import NORM, Loop
@@ -191,40 +190,6 @@ def test_one_bad_element_anywhere_is_known_everywhere(world):
             else:
                 assert taken is (policy == "ignore")
                 assert not math.isfinite(float.fromhex(metrics[0]))
-
-
-class Momentum(nn.Module):
-    """Two weights, of which one rank steps the first and the other the second under zero 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Parameter(torch.full((4,), 0.5)) for _ in range(2))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs @ (self.first * self.second)
-
-
-def momentum_on_one_rank() -> tuple[list[bool], dict[str, Tensor]]:
-    """Which steps were taken, and the weights."""
-    model = Momentum()
-    groups = [{"params": [model.first], "momentum": 0.9}, {"params": [model.second]}]
-    booster = Booster(plugin=LowLevelZeroPlugin(stage=1) if dist.is_initialized() else None)
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(groups, lr=0.1, fused=True))
-    taken = []
-    for factor in (math.nan, 1.0, math.inf, 2.0):
-        booster.backward(boosted(torch.ones(2, 4)).sum() * factor, optimizer)
-        optimizer.clip_grad_by_value(0.1)
-        optimizer.step()
-        taken.append(optimizer.was_taken())
-        optimizer.zero_grad()
-    return taken, booster.state_dict(boosted)
-
-
-def test_ranks_decide_alike_where_one_has_no_momentum_to_start():
-    wanted, weights = momentum_on_one_rank()
-    ranks = run_ranks(call_kept_on_device, 2, momentum_on_one_rank)
-    assert [taken for taken, _ in ranks] == [wanted] * 2 == [[False, True] * 2] * 2
-    torch.testing.assert_close(dict(ranks[0][1]), dict(weights))
 
 
 # -- spikes

@@ -8,7 +8,6 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from runner.optim.schedulers import CosineAnnealingLR
 from tests.distributed.cases import MODELS, Case, trainer
 from tests.ranks import run_ranks
 
@@ -86,17 +85,6 @@ def test_plain_torch_reads_what_ranks_saved_and_other_ranks_go_on(tmp_path):
         made.booster.save_optimizer(made.optimizer, folder / "model", shard=True)
     with pytest.raises(ValueError, match="holds an optimizer"):
         made.booster.save_model(made.model, folder / "optimizer", shard=True)
-
-
-def test_a_scheduler_is_saved(tmp_path):
-    optimizers = (torch.optim.SGD([torch.ones(1)], lr=1.0) for _ in range(2))
-    scheduler, later = (CosineAnnealingLR(each, 9) for each in optimizers)
-    scheduler.optimizer.step()
-    scheduler.step()
-    booster = trainer(CASE).booster
-    booster.save_lr_scheduler(scheduler, tmp_path / "new" / "scheduler.pt")
-    booster.load_lr_scheduler(later, tmp_path / "new" / "scheduler.pt")
-    assert later.state_dict() == scheduler.state_dict()
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])

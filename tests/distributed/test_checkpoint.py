@@ -17,7 +17,6 @@ from runner.config.problem import Stopped
 from runner.optim.schedulers import CosineAnnealingLR
 from runner.parallel.sharded_files import Folder
 from tests.distributed.cases import FAMILIES, MODELS, Case, trainer
-from tests.distributed.test_collectives import Counting
 from tests.distributed.training import Rows
 from tests.kept import same
 from tests.ranks import run_ranks
@@ -252,34 +251,17 @@ def failing(path: Path) -> list[Any]:
     return found
 
 
-def collectives(path: Path) -> list[int]:
-    """Collectives of two steps, without a saver and with one that is never due."""
-    found = []
-    for plugin in ("ddp", "zero2", "tensor"):
-        for due in (False, True):
-            calls = []
-            for steps in (2, 4):
-                saver = CheckpointSaver(path, "100ba", save_final=False) if due else None
-                training = trainer(Case("gpt", "L2", 3, steps=steps), plugin, saver=saver)
-                with Counting() as counter:
-                    training.fit()
-                calls.append(counter.calls.total())
-            found.append(calls[1] - calls[0])
-    return found
-
-
 def saver_on_ranks(path: Path) -> Any:
-    return due_by_minutes(path / "minutes"), failing(path / "full"), collectives(path / "none")
+    return due_by_minutes(path / "minutes"), failing(path / "full")
 
 
 def test_the_saver_on_two_ranks(tmp_path):
     one, other = run_ranks(saver_on_ranks, 2, tmp_path)
     assert one == other
-    minutes, failed, calls = one
+    minutes, failed = one
     assert minutes == [[3], [3]]
     for asynchronous, (step, number, _) in zip((False, True), failed, strict=True):
         assert step in ((5, 6) if asynchronous else (4,))
         assert number == errno.ENOSPC
         left = (tmp_path / "full" / str(asynchronous)).iterdir()
         assert [at.name for at in left] == ["step_000000002"]
-    assert calls[::2] == calls[1::2]

@@ -11,7 +11,6 @@ from runner.telemetry.options import Measurements
 from tests.distributed.cases import MODELS, Case, trainer, uneven
 from tests.distributed.test_collectives import Counting
 from tests.distributed.training import Rows
-from tests.on_device import call_kept_on_device
 from tests.ranks import run_ranks
 from tests.telemetry import by_hand
 
@@ -114,34 +113,3 @@ def test_two_ranks_measure_what_plain_pytorch_does(tmp_path):
                 assert continued["summary"].get(key) == whole["summary"].get(key)
             # Everything travels with the loss and with the norms of layers.
             assert whole["calls"] == plain["calls"]
-
-
-SPLIT = {"tensor": "tied", "1f1b": "tied", "moe": "moe", "zero3": "gpt", "sequence": "gpt"}
-SPLIT_CASES = [
-    (plugin, Case(model, mode, 2, steps=3), Measurements() if mode == "inf" else SHARES)
-    for plugin, model in SPLIT.items()
-    for mode in ("adaptive", "value", "inf")
-]
-
-
-def measure_split() -> list[list[dict[str, float]]]:
-    """Rows of each training, as an accelerator computes them."""
-    return [call_kept_on_device(trained, *each)["rows"] for each in SPLIT_CASES]
-
-
-def test_split_models_are_measured_as_in_one_process():
-    ranks = run_ranks(measure_split, 2)
-    for number, (plugin, case, options) in enumerate(SPLIT_CASES):
-        wanted = trained(None, case, options)["rows"]
-        for rows in (rank[number] for rank in ranks):
-            for pair in zip(rows, wanted, strict=True):
-                # The gradient of a key's bias is zero but for rounding.
-                ours, theirs = (
-                    {
-                        key: value
-                        for key, value in row.items()
-                        if key.startswith((*MEASURED, "grad/norm/")) and "key.bias" not in key
-                    }
-                    for row in pair
-                )
-                assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-12), plugin

@@ -6,7 +6,6 @@ Each step is compared with one process. Steps with ranks of one kind share a sta
 import math
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from runner.clip import Layout, build, total_norm
@@ -118,39 +117,6 @@ def test_steps_are_those_of_one_process(start):
             assert results[0]["metrics"][4] > 0
         if step["clip"] == ALL_UNITS:
             assert {result["heads"] for result in results} == {(HEADS[model],)}
-
-
-def at_thresholds(plugins):
-    """‖G‖; for each threshold whether no bit changed, the metrics, and the norm afterwards."""
-    results = []
-    for plugin in plugins:
-        model, found = "moe" if plugin == "moe" else "gpt", []
-        loop = Loop(plugin, make(model))
-        for factor in (1.0, 2.0, math.inf, 1 - 1e-9, 1e-30):
-            loop.optimizer.zero_grad()
-            loop.backward(*batch_for(model))
-            loop.optimizer.unscale()
-            norm, before = total_norm(loop.layout), loop.own_gradients()
-            for wrong in (0.0, -1.0):  # what is refused does not use up the step
-                with pytest.raises(ValueError, match="above 0"):
-                    loop.optimizer.clip_grad_by_norm(max_norm=wrong)
-            metrics = loop.clip(("norm", norm * factor, 2.0)).metrics
-            same = all(map(torch.equal, before, loop.own_gradients()))
-            found.append((norm, factor, same, metrics, total_norm(loop.layout)))
-        results.append(found)
-    return results
-
-
-def test_thresholds_above_at_and_below_the_norm():
-    for rank in run_ranks(at_thresholds, 2, ["fsdp", "tensor", "1f1b", "moe", "zero1"]):
-        for norm, factor, same, metrics, after in (each for found in rank for each in found):
-            assert same == (factor >= 1.0)
-            if same:
-                assert metrics[:5] == (norm, norm, 1.0, 0.0, 0.0)
-                assert after == norm
-            else:
-                assert metrics[:4] == pytest.approx((norm, norm * factor, factor, 1.0), rel=1e-12)
-                assert after == pytest.approx(norm * factor, rel=1e-12)
 
 
 def refused_and_met_twice():

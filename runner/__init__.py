@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     )
     from runner.models import Classifier
     from runner.optim.schedulers import CosineAnnealingLR, LinearWarmupLR
+    from runner.telemetry.gauges import Measurements
     from runner.telemetry.monitor import GradientMonitor
-    from runner.telemetry.options import Measurements
     from runner.telemetry.transformers_callback import ClippingCallback
     from runner.train.evaluation import Evaluate
     from runner.train.skipped_steps import SkippedSteps
@@ -53,7 +53,7 @@ _HOME = {
     "InBackward": "runner.train.trainer",
     "Log": "runner.train.trainer",
     "LowLevelZeroPlugin": "runner.booster",
-    "Measurements": "runner.telemetry.options",
+    "Measurements": "runner.telemetry.gauges",
     "MoeHybridParallelPlugin": "runner.booster",
     "PipelineParallelPlugin": "runner.booster",
     "SkipRule": "runner.clip",

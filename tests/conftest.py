@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections import Counter
 
 import pytest
@@ -68,7 +69,9 @@ def own_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(home))
     # A run that goes online by mistake must reach nobody.
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    return home
+    yield home
+    if wandb := sys.modules.get("wandb"):
+        wandb.teardown()  # the next test has another home and another server
 
 
 @pytest.fixture

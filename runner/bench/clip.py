@@ -23,8 +23,7 @@ from runner.booster import Booster
 from runner.clip import Decision, Layout, build, total_norm
 from runner.models.gpt import GPT
 from runner.run_folder.rows import JsonlSink
-from runner.telemetry.meter import Meter
-from runner.telemetry.step import StepMetrics
+from runner.telemetry.meter import Meter, StepMetrics
 
 TITLE = (
     "time that clipping and telemetry add to a fused optimizer step, one thread\n"

@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
     from runner.calibrate.measure import describe, end_of, execute
     from runner.launch.failure import Failure, attempt
     from runner.run_folder.strict_json import write_object
-    from runner.telemetry.sinks.terminal import TerminalSink
+    from runner.telemetry.sinks.console import TerminalSink
 
     if joins():
         from runner.launch.rank import join

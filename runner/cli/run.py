@@ -66,10 +66,6 @@ def main(words: Sequence[str]) -> int:
     config = wanted.jobs[0].config
     if elastic.several(config) and elastic.task_of(config).node:
         return elastic.join_first_node(config)
-    if not joins():
-        from runner.launch import supervise
-
-        supervise.prepare([job.config for job in wanted.jobs])
     check_jobs(wanted.jobs)
     if joins():
         from runner.launch.rank import join

@@ -27,13 +27,10 @@ from runner.run_folder import files, keys
 from runner.run_folder.rows import JsonlSink, Row, cut, last_step
 from runner.run_folder.status import WANDB_STEP, Record, objective_of, provenance
 from runner.telemetry.guidance import sentences
-from runner.telemetry.run_log import RunLog
-from runner.telemetry.sinks import recorder_process
-from runner.telemetry.sinks.console import print_line
-from runner.telemetry.sinks.sink import Sink
+from runner.telemetry.sinks.console import TerminalSink, is_watched, print_line
+from runner.telemetry.sinks.sink import RunLog, Sink
 from runner.telemetry.sinks.tensorboard_sink import TensorboardSink
-from runner.telemetry.sinks.terminal import TerminalSink, is_watched
-from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id, records
+from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
 from runner.train import stop
 from runner.train.progress import steps_between_lines
 
@@ -55,12 +52,6 @@ class Ended:
     exit_code: int
     objective: float | None = None
     disk_full: bool = False
-
-
-def prepare(configs: Sequence[RunConfig]) -> None:
-    """Start the process that records the first of these runs, while this one imports torch."""
-    if any(one.tracker.uses("wandb") and records(one.tracker.mode) for one in configs):
-        recorder_process.begin()
 
 
 def train(
@@ -144,7 +135,7 @@ def run(
     def show_and_train() -> dict[str, Any]:
         title = folder.name if reports_end else f"run {folder.name}"
         sent = resumed.get(WANDB_STEP)
-        sinks = _sinks(config, plain, folder, run_id, words, title, sent, not reports_end, alone)
+        sinks = _sinks(config, plain, folder, run_id, words, title, sent, alone)
         if config.tracker.uses("tensorboard"):
             sinks.append(TensorboardSink(folder, start.step if start.former else None))
         shown.extend(sinks)
@@ -220,7 +211,6 @@ def _sinks(
     words: Sequence[str],
     title: str,
     sent: int | None,
-    more_follow: bool,
     alone: bool,
 ) -> list[Sink]:
     from runner.train import build
@@ -236,7 +226,6 @@ def _sinks(
         name = " ".join(words) or folder.name
         settings |= {"sent_until": sent or 0, "resumes": sent is not None}
         settings["time_left"] = lambda: signals.time_left() - PAGE_SECONDS
-        settings["more_follow"] = more_follow
         described = {key: value for key, value in plain.items() if key not in _OTHERS}
         sinks.append(WandbSink(folder, name=name, run_id=run_id, config=described, **settings))
     return sinks

@@ -19,14 +19,13 @@ from runner.compose.launchers import Where
 from runner.compose.request import Request
 from runner.config.problem import Interrupted, Problem, RequestError
 from runner.launch import signals
-from runner.launch.supervise import prepare, write_page
+from runner.launch.supervise import write_page
 from runner.run_folder.status import now
 from runner.run_folder.sweep_record import Entry, SweepRecord, changed
 from runner.sweep import live, slurm
 from runner.sweep.job import run_job
 from runner.sweep.resume import archive, continues, load_status, plan_runs, require_same
 from runner.sweep.summary_run import record_sweep
-from runner.telemetry.sinks import recorder_process
 from runner.telemetry.sinks.console import print_line
 from runner.train import stop
 
@@ -47,8 +46,6 @@ def run_sweep(
     assert sweep is not None
     search = sweep.trials is not None
     if left := _left(request, sweep, plan_runs(request)):
-        if sweep.where == "here":
-            prepare([job.config for job in left])
         check(left, sweep.where)
         require_same(left)
     sweep.folder.mkdir(parents=True, exist_ok=True)
@@ -84,12 +81,10 @@ def run_sweep(
             stop.requested()  # a signal is noted from here on: the record is written whole
             record = _end(sweep.folder, code, interrupted, search)
             if record.state == "interrupted":
-                recorder_process.end_kept()
                 print_line(live.interruption(record, search), sys.stderr)
             failed = _show(sweep.folder, record)
             if record.state != "interrupted":
                 record_sweep(sweep.folder, request.jobs[0].config)
-                recorder_process.end_kept()
         return max(code, failed)
 
 

@@ -31,7 +31,6 @@ from runner.run_folder.status import claimed
 from runner.run_folder.sweep_record import Entry, SweepRecord, changed
 from runner.sweep import live
 from runner.sweep.resume import load_status
-from runner.telemetry.sinks import recorder_process
 from runner.telemetry.sinks.console import print_line
 
 _LONGEST_TAG = 64  # wandb's own limit
@@ -58,9 +57,6 @@ def run_job(config: DictConfig) -> float | None:
         if place == "elsewhere":
             signals.requeue()
         raise
-    finally:
-        if place != "here":
-            recorder_process.end_kept()
 
 
 @cache

@@ -9,33 +9,72 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
-from itertools import islice
+from itertools import chain, islice
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from runner.clip import Decision, Number, transfer
 from runner.config.objective import higher_is_better
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
 from runner.telemetry.gauges import Gauges
-from runner.telemetry.layer_norms import LayerNorms
-from runner.telemetry.options import Measurements
 from runner.telemetry.sinks.sink import Sink
-from runner.telemetry.statistics import Statistics
-from runner.telemetry.step import (
-    StepMetrics,
-    StepValues,
-    inner_row,
-    metrics_of,
-    noise_of,
-    on_host,
-    values_of,
-)
+from runner.telemetry.statistics import NoiseShare, Statistics
+
+
+class StepMetrics(NamedTuple):
+    """Metrics of one optimizer step, where they were computed."""
+
+    step: int
+    loss: Number
+    decision: Decision
+    lr: float
+    samples: int
+    tokens: int
+    seconds: float
+    layers: Tensor | None = None
+    noise: NoiseShare | None = None
+
+    def numbers(self) -> tuple[Number, ...]:
+        """Return what travels to the host: :class:`StepValues`, noise, and those of inner modes."""
+        scaled = self.decision.norm_scaled
+        own = (self.loss, *self.decision.metrics, math.nan if scaled is None else scaled)
+        inner = (number for _, each in _inner(self.decision) for number in each.metrics)
+        return (*own, self.decision.spike, *(self.noise or ()), *inner)
+
+    def on_host(self, numbers: Sequence[float]) -> tuple[StepValues, Sequence[float] | None, Row]:
+        """Return the step's values, its noise, and metrics of inner modes, given its numbers."""
+        values = StepValues._make(numbers[: len(StepValues._fields)])
+        rest = numbers[len(values) :]
+        noise = None if self.noise is None else rest[: len(self.noise)]
+        if not math.isfinite(values.norm):  # nothing was clipped
+            skipped = Decision.skipped(values.norm, values.threshold)
+            return StepValues(*map(float, (values.loss, *skipped.metrics))), noise, {}
+        named = (key for path, _ in _inner(self.decision) for key in keys.inner(path))
+        inner = zip(named, rest[len(noise or ()) :], strict=True)
+        return values, noise, {key: value for key, value in inner if not math.isnan(value)}
+
+
+class StepValues(NamedTuple):
+    """Metrics of one optimizer step on the host: its loss, and those of its decision."""
+
+    loss: float
+    norm: float
+    norm_clipped: float
+    coef: float
+    clipped: float
+    fraction: float
+    max_stat: float
+    threshold: float
+    norm_scaled: float = math.nan
+    spike: float = 0.0
 
 
 @dataclass
@@ -58,11 +97,11 @@ class Meter:
     flush_every: int = 50
     mean_over_data: Callable[[list[float]], list[float]] | None = None
     what_if: Sequence[float] = ()
-    layers: LayerNorms | Gauges | None = None
+    layers: Gauges | None = None
     follow: Callable[[Sequence[tuple[int, StepValues]]], None] | None = None
     nonfinite: int = 0
     skipped: int | None = None
-    statistics: Statistics = field(default_factory=lambda: Statistics(Measurements()))
+    statistics: Statistics = field(default_factory=Statistics)
     last: Row = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     _pending: list[StepMetrics] = field(default_factory=list)
@@ -87,35 +126,40 @@ class Meter:
             self.flush(evaluation)
 
     def flush(self, last: Mapping[str, float] | None = None, together: bool = True) -> None:
-        """Move all pending metrics to the host and write their rows."""
+        """Move all pending metrics to the host and write their rows.
+
+        ``last`` are further metrics of the last step. A rank that breaks off flushes without
+        ``together``: its rows lack what the other ranks have a share of.
+        """
         pending = self._pending
         if not pending:
             return
         shares = [step.layers for step in pending if step.layers is not None]
-        norms = None
+        gauged = None
         if self.layers is not None and shares and (together or not self.layers.spans_ranks):
-            norms = self.layers.over_ranks(shares)
-        rows, layers = on_host([metrics_of(step) for step in pending], norms)
-        steps = list(map(values_of, rows))
-        noises = [noise_of(step, row) for step, row in zip(pending, rows, strict=True)]
-        losses, noise = self._over_data([step.loss for step in steps], noises, together)
-        self._pending = []
+            gauged = self.layers.over_ranks(shares)
+        rows, layers = _to_host([step.numbers() for step in pending], gauged)
+        found = [step.on_host(row) for step, row in zip(pending, rows, strict=True)]
+        steps = [values for values, *_ in found]
+        losses, noise = self._over_data([s.loss for s in steps], [n for _, n, _ in found], together)
+        self._pending = []  # not before: a rank that loses its peers here flushes again alone
         first = 0
         for end, step in enumerate(pending, 1):
-            newest = end == len(pending)
-            further = last if newest else None
+            further = last if end == len(pending) else None
             due = further is not None or self.row_due(step.step)
-            if due or newest:
+            if due or end == len(pending):
                 self._count(pending[first:end], losses[first:end], steps[first:end])
-                self._follow(losses[first:end], steps[first:end], noise[first:end])
+                for values, loss, each in zip(
+                    steps[first:end], losses[first:end], noise[first:end], strict=True
+                ):
+                    self.statistics.count(values.clipped, values.norm, loss, each)
                 first = end
-            each = next(layers, None) if step.layers is not None else None
+            measured = next(layers, None) if step.layers is not None else None
             if due:
-                extra: Row = {}
-                if self.layers is not None and each is not None:
-                    extra |= self.layers.row(each, math.isfinite(steps[end - 1].norm_clipped))
-                extra |= inner_row(step, rows[end - 1])
-                self._write(step, losses[end - 1], steps[end - 1], extra, further or {})
+                values, _, extra = found[end - 1]
+                if self.layers is not None and measured is not None:
+                    extra = self.layers.row(measured, math.isfinite(values.norm_clipped)) | extra
+                self._write(self._row(step, losses[end - 1], values) | extra, further or {})
         if together and self.follow is not None:
             self.follow([(step.step, on) for step, on in zip(pending, steps, strict=True)])
 
@@ -127,19 +171,9 @@ class Meter:
             return losses, noise
         if not together:
             return [None] * len(losses), [None] * len(noise)
-        every = self.mean_over_data([*losses, *(value for each in noise for value in each or ())])
-        rest = iter(every[len(losses) :])
-        own = [each if each is None else list(islice(rest, len(each))) for each in noise]
-        return every[: len(losses)], own
-
-    def _follow(
-        self,
-        losses: Sequence[float | None],
-        values: Sequence[StepValues],
-        noise: Sequence[Sequence[float] | None],
-    ) -> None:
-        for each in zip(values, losses, noise, strict=True):
-            self.statistics.count(*each)
+        every = iter(self.mean_over_data([*losses, *chain.from_iterable(n or () for n in noise)]))
+        mean = list(islice(every, len(losses)))
+        return mean, [each and list(islice(every, len(each))) for each in noise]
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics of the whole run: every step counts, whatever the interval."""
@@ -239,18 +273,10 @@ class Meter:
         if known := [loss for loss in losses if loss is not None and not math.isnan(loss)]:
             self._best(keys.TRAIN_LOSS, min(known))
 
-    def _write(
-        self,
-        step: StepMetrics,
-        loss: float | None,
-        values: StepValues,
-        own: Row,
-        further: Mapping[str, float],
-    ) -> None:
-        """Write the row of a step, with what only some steps or modes have."""
-        row = self._row(step, loss, values) | own
+    def _write(self, row: Row, further: Mapping[str, float]) -> None:
+        """Write the row of a step, with further metrics that have a best value."""
+        row |= further
         for key, value in further.items():
-            row[key] = value
             self._best(key, value)
         # Rows name other parameters each time.
         known = {key: v for key, v in self.last.items() if not key.startswith(keys.LAYER_SHARE)}
@@ -306,3 +332,28 @@ def _spread(values: array[float]) -> dict[str, float]:
     points = np.percentile(finite, (50, 90, 95, 99))
     spread = dict(zip(("p50", "p90", "p95", "p99"), map(float, points), strict=True))
     return spread | {"max": float(finite.max()), "mean": float(finite.mean())}
+
+
+def _inner(
+    decision: Decision, path: tuple[tuple[str, str], ...] = ()
+) -> Iterator[tuple[tuple[tuple[str, str], ...], Decision]]:
+    """Yield the decisions of modes inside of the clipping mode, each with its path."""
+    for kind, name, each in decision.inner:
+        yield (*path, (kind, name)), each
+        yield from _inner(each, (*path, (kind, name)))
+
+
+def _to_host(
+    rows: list[tuple[Number, ...]], gauged: Tensor | None
+) -> tuple[list[list[float]], Iterator[list[float]]]:
+    """Return rows of numbers, and the steps of ``gauged``, as floats, in one transfer."""
+    if gauged is None and {*map(type, chain.from_iterable(rows))} <= {float, int}:
+        return [list(map(float, row)) for row in rows], iter(())
+    away = [value for row in rows for value in row if isinstance(value, Tensor)]
+    parts = [transfer.on_device(away, away[0].device)] if away else []
+    if gauged is not None:
+        parts.append(gauged.flatten())
+    values = iter(torch.cat(parts).tolist() if parts else [])
+    numbers = [[next(values) if isinstance(f, Tensor) else float(f) for f in row] for row in rows]
+    measured = [] if gauged is None else [list(islice(values, len(row))) for row in gauged]
+    return numbers, iter(measured)

@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner.clip import Decision, GradStats, Layout, Number, transfer
+from runner.clip import Decision, GradStats, Number, transfer
 from runner.clip.bound import bound
 from runner.clip.shard import is_dtensor
 from runner.run_folder import files, keys
 from runner.run_folder.rows import JsonlSink, Row
-from runner.telemetry.layer_norms import LayerNorms
-from runner.telemetry.meter import Meter
+from runner.telemetry.gauges import Gauges
+from runner.telemetry.meter import Meter, StepMetrics
 from runner.telemetry.sinks.sink import Sink
-from runner.telemetry.step import StepMetrics
 
 To = Path | str | Sink | Callable[[Row], Any]
 """Where rows go: a file, a sink, or a function of one row."""
@@ -79,7 +78,7 @@ class GradientMonitor:
         self._device = next(model.parameters()).device
         if flush is None:
             flush = 1 if self._world == 1 and transfer.can_read(self._device) else 50
-        self._meter = Meter([_Known(self)], interval, flush, what_if=what_if)
+        self._meter = Meter([_Calls(self._write)], interval, flush, what_if=what_if)
         if self._world > 1:
             self._meter.mean_over_data = self._mean
         self.steps = self._samples = self._tokens = 0
@@ -107,12 +106,12 @@ class GradientMonitor:
             ‖G‖ over all ranks: a float on a CPU, a 0-dimensional tensor on an accelerator.
         """
         each = self._per_layer and self._meter.row_due(self.steps + 1)
-        layout = self._layout
+        layout = bound(self._model).layout
         self._measured = GradStats.of(layout, self._norm_type, each)
         if each:
-            layers = LayerNorms(layout, self._norm_type)
-            self._meter.layers = self._meter.layers or layers
-            self._share = layers.share(self._measured.powers)
+            self._meter.layers = self._meter.layers or Gauges(layout, self._norm_type, True)
+            self._meter.layers.begin(self._measured.powers)
+            self._share = self._meter.layers.end()
         return self._measured.norm
 
     @torch.no_grad()
@@ -204,10 +203,6 @@ class GradientMonitor:
         )
         self._meter.load_state_dict(state["meter"])
 
-    @property
-    def _layout(self) -> Layout:
-        return bound(self._model).layout
-
     def _decision(
         self, clipped: Decision | Tensor | float | None, threshold: float | None
     ) -> Decision:
@@ -218,7 +213,7 @@ class GradientMonitor:
             if threshold is None:
                 raise ValueError("give the threshold too: monitor.step(norm, threshold=max_norm)")
             return _by_norm(_number(clipped), threshold)
-        after = GradStats.of(self._layout, self._norm_type).norm
+        after = GradStats.of(bound(self._model).layout, self._norm_type).norm
         before = after if self._measured is None else self._measured.norm
         return _between(before, after, threshold)
 
@@ -227,6 +222,10 @@ class GradientMonitor:
         optional = {keys.TRAIN_LOSS, keys.TRAIN_LR, keys.TRAIN_SAMPLES, keys.TRAIN_TOKENS}
         unknown = (optional | {keys.THROUGHPUT}) - self._given
         return {key: value for key, value in row.items() if key not in unknown}
+
+    def _write(self, row: Row) -> None:
+        for sink in self._sinks:
+            sink.write(self._known(row))
 
     def _mean(self, values: list[float]) -> list[float]:
         if keys.TRAIN_LOSS not in self._given:
@@ -244,20 +243,6 @@ class GradientMonitor:
             else:
                 sink.close(summary, exit_code)
         return summary
-
-
-class _Known:
-    """Passes on what a monitor knows of a row."""
-
-    def __init__(self, monitor: GradientMonitor) -> None:
-        self._monitor = monitor
-
-    def write(self, row: Row) -> None:
-        for sink in self._monitor._sinks:
-            sink.write(self._monitor._known(row))
-
-    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        pass
 
 
 class _Calls:
@@ -297,21 +282,17 @@ def _number(value: Tensor | float) -> Number:
 def _by_norm(norm: Number, threshold: float) -> Decision:
     """Describe what ``torch.nn.utils.clip_grad_norm_`` did."""
     coef = threshold / (norm + 1e-6)
-    if isinstance(coef, Tensor):
-        clipped: Number = (coef < 1).to(coef.dtype)
-        coef = coef.clamp(max=1.0)
-    else:
-        clipped, coef = float(coef < 1), min(coef, 1.0)
+    clipped = (coef < 1) * 1.0
+    coef = coef.clamp(max=1.0) if isinstance(coef, Tensor) else min(coef, 1.0)
     return Decision(norm, norm * coef, coef, clipped, clipped, norm, threshold)
 
 
 def _between(before: Number, after: Number, threshold: float | None) -> Decision:
     """Describe what was done to a gradient whose norm was ``before`` and is ``after``."""
     limit = float("nan") if threshold is None else threshold
-    if isinstance(before, Tensor) and isinstance(after, Tensor):
-        coef = torch.where(before > 0, after / before, 1.0)
-        clipped = (before != after).to(coef.dtype)
-        return Decision(before, after, coef, clipped, clipped, before, limit)
-    ratio = after / before if before > 0 else 1.0
-    changed = float(after != before)
-    return Decision(before, after, ratio, changed, changed, before, limit)
+    if isinstance(before, Tensor):
+        coef: Number = torch.where(before > 0, after / before, 1.0)
+    else:
+        coef = after / before if before > 0 else 1.0
+    clipped = (before != after) * 1.0
+    return Decision(before, after, coef, clipped, clipped, before, limit)

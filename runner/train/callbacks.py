@@ -16,7 +16,7 @@ from runner.config.notation import plural
 from runner.config.objective import higher_is_better
 from runner.config.problem import or_list
 from runner.run_folder import keys
-from runner.telemetry.step import StepMetrics
+from runner.telemetry.meter import StepMetrics
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,9 @@ from runner.config.schema import RunConfig
 from runner.data import Data, DataUnavailable, collate_pairs
 from runner.data.dataset import first_sample, length_of
 from runner.run_folder import keys
-from runner.telemetry.meter import Meter
-from runner.telemetry.options import Measurements
+from runner.telemetry.gauges import Measurements
+from runner.telemetry.meter import Meter, StepMetrics
 from runner.telemetry.statistics import Statistics
-from runner.telemetry.step import StepMetrics
 from runner.train import build
 from runner.train.evaluation import EvalMetrics, MetricError, name_of
 from runner.train.refused import first_line

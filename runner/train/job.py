@@ -38,7 +38,7 @@ from runner.parallel.collectives import on_first
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import decode, encode, read_object
 from runner.telemetry import guidance
-from runner.telemetry.options import Measurements
+from runner.telemetry.gauges import Measurements
 from runner.telemetry.sinks.console import print_line
 from runner.telemetry.sinks.sink import Sink
 from runner.train import build

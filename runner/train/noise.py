@@ -16,7 +16,7 @@ from runner.clip import Number, transfer
 from runner.clip.norms import local_power, power_sum
 from runner.clip.shard import local
 from runner.parallel.hooks import computed_with
-from runner.telemetry.noise_scale import NoiseShare
+from runner.telemetry.statistics import NoiseShare
 from runner.train.passes import Passes
 
 

@@ -22,8 +22,7 @@ from runner.clip.norms import Powers
 from runner.config.notation import first_few, ranks_as_text, rounded
 from runner.config.problem import or_list
 from runner.telemetry.gauges import Gauges
-from runner.telemetry.meter import Meter
-from runner.telemetry.step import StepValues
+from runner.telemetry.meter import Meter, StepValues
 from runner.train.progress import Progress
 from runner.train.windows import Window, Windows
 

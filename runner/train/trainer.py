@@ -25,12 +25,10 @@ from runner.config.duration import Duration
 from runner.config.in_backward import not_measured
 from runner.config.problem import Stopped, or_list
 from runner.run_folder import keys
-from runner.telemetry.gauges import Gauges
-from runner.telemetry.meter import Meter
-from runner.telemetry.options import Measurements
+from runner.telemetry.gauges import Gauges, Measurements
+from runner.telemetry.meter import Meter, StepMetrics
 from runner.telemetry.sinks.sink import Sink
 from runner.telemetry.statistics import Statistics
-from runner.telemetry.step import StepMetrics
 from runner.train.callbacks import Callbacks
 from runner.train.evaluation import Evaluate, Evaluation
 from runner.train.noise import MicrobatchNorms
@@ -292,7 +290,7 @@ class Trainer:
         state.step_schedulers()  # for the step before: an accelerator tells late if it was taken
         decision = self.skipped_steps.clip(state.mode, before, window, loss, gauges)
         if gauges is not None:
-            gauges.begin(self.optimizer)
+            gauges.begin(self.optimizer.powers, self.optimizer.direction)
         lr = self.optimizer.optimizers[0].param_groups[0]["lr"]
         self.optimizer.step()
         decision = self.optimizer.decision or decision

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.telemetry.options import Measurements
+from runner.telemetry.gauges import Measurements
 from tests.distributed.cases import MODELS, Case, trainer, uneven
 from tests.distributed.test_collectives import Counting
 from tests.distributed.training import Rows

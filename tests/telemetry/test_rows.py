@@ -16,9 +16,8 @@ from runner import GradientMonitor
 from runner.booster import Booster
 from runner.clip import Decision, build
 from runner.clip.direction import cosine
-from runner.telemetry.meter import Meter
-from runner.telemetry.options import Measurements
-from runner.telemetry.step import StepMetrics
+from runner.telemetry.gauges import Measurements
+from runner.telemetry.meter import Meter, StepMetrics
 from tests.distributed.training import Rows
 from tests.on_device import Waits, kept_on_device
 from tests.telemetry import by_hand

@@ -1,26 +1,30 @@
-"""Print to a terminal or a pipe whose reader may leave early.
+"""Print to the terminal: lines, log messages, and the course of a run, as a bar if it is watched.
 
 This module imports neither Hydra nor torch, so that a command can print before it does.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
+import math
 import os
 import sys
-from typing import TextIO
+from collections.abc import Iterator
+from typing import Any, TextIO
 
-from runner.config import disk
 from runner.config.environment import started_rank
+from runner.config.notation import clock, percent, plural
+from runner.config.secrets import hide
+from runner.run_folder import keys
+from runner.run_folder.rows import Row
+from runner.telemetry.sinks.sink import ending
 
 
 def announce(line: str) -> None:
     """Print what is being done, on the first rank and only if standard error is a terminal."""
-    try:
-        started = started_rank()
-        watched = sys.stderr.isatty() and (started is None or started.rank == 0)
-    except (AttributeError, ValueError):  # closed
-        return
-    if watched:
+    started = started_rank()
+    if is_watched(sys.stderr) and (started is None or started.rank == 0):
         print(line, "...", file=sys.stderr, flush=True)
 
 
@@ -32,7 +36,7 @@ def print_line(text: str = "", stream: TextIO | None = None) -> None:
     except BrokenPipeError:
         leave_unread(stream)
     except OSError as error:
-        if not disk.is_full(error):  # of the file that the stream goes to
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # the disk of the file is full
             raise
 
 
@@ -50,3 +54,181 @@ def open_streams() -> None:
 def leave_unread(stream: TextIO) -> None:
     """Discard what is printed on ``stream`` from now on: its reader, such as ``head``, has left."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def is_watched(stream: TextIO) -> bool:
+    """Return whether ``stream`` is a terminal that can redraw a line."""
+    try:
+        return os.environ.get("TERM") != "dumb" and stream.isatty()
+    except (AttributeError, ValueError):  # closed
+        return False
+
+
+class ConsoleHandler(logging.StreamHandler[TextIO]):
+    """Show log messages, never in the middle of a bar."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format the message; on a terminal it replaces a bar that is drawn there."""
+        text = hide(super().format(record).rstrip())
+        if record.levelno == logging.WARNING:
+            text = f"warning: {text}"
+        return f"\r\x1b[K{text}" if is_watched(self.stream) else text
+
+
+class TerminalSink:
+    """Shows rows: a bar on a terminal, otherwise a line each ``interval`` steps.
+
+    Args:
+        total_steps: steps of the run, None if unknown.
+        interval: steps between lines, where there is no bar.
+        title: name of the run.
+        stream: where it is shown; standard error by default.
+        alone: whether no other run prints there; else there is no bar, and lines have the title.
+    """
+
+    def __init__(
+        self,
+        total_steps: int | None,
+        interval: int,
+        title: str,
+        stream: TextIO | None = None,
+        alone: bool = True,
+    ) -> None:
+        self._total, self._interval, self._title = total_steps, interval, title
+        self._stream: TextIO | None = sys.stderr if stream is None else stream
+        self._alone = alone
+        self._step = self._shown = 0
+        self._last: Row | None = None
+        self._eval: Row = {}
+        # Rows leave the device together, so the times at which they arrive mean nothing.
+        self._seconds = self._clipped = 0.0
+        self._bar = self._open_bar(self._stream) if alone and is_watched(self._stream) else None
+        self._closed = False
+
+    def write(self, row: Row) -> None:
+        """Show one row, or skip it."""
+        passed = int(row[keys.TRAIN_STEP]) - self._step
+        self._step += passed
+        self._seconds += row.get(keys.TIME_STEP, 0.0) * passed
+        self._clipped += row.get(keys.CLIP_RATIO, 0.0) * passed
+        evaluated = {key: value for key, value in row.items() if key.startswith(keys.EVAL)}
+        self._last, self._eval = dict(row), evaluated or self._eval
+        if self._bar is not None:
+            self._draw(self._bar, now=bool(evaluated))
+        elif self._step - self._shown >= self._interval or evaluated:
+            self._print_row(row)
+
+    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
+        """Close the bar, and print how the run ended, its main metrics and its guidance."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._bar is not None:
+            self._draw(self._bar, now=True)
+            if self._stream is not None:
+                self._bar.close()
+        elif self._last is not None and self._shown != self._step:
+            self._print_row(self._last)
+        for line in self._ending(summary, exit_code):
+            self._print(line)
+
+    def _open_bar(self, stream: TextIO) -> Any:
+        from tqdm import tqdm
+
+        tqdm.monitor_interval = 0  # each row redraws the bar, and no thread does
+        return tqdm(
+            total=self._total,
+            file=stream,
+            dynamic_ncols=True,
+            miniters=1,
+            bar_format=f"0/{self._total}  |{{bar}}|" if self._total else "step 0",
+            colour=None if os.environ.get("NO_COLOR") else "green",
+        )
+
+    def _draw(self, bar: Any, now: bool) -> None:
+        """Draw the bar; what does not fit the terminal is cut off at the end."""
+        if self._last is None or self._stream is None:
+            return
+        ratio = self._last.get(keys.CLIP_RATIO_TOTAL, math.nan)
+        step, *parts = self._parts({**self._eval, **self._last}, ratio)
+        if self._total:
+            step, parts = f"{self._step}/{self._total}", [*parts, "|{bar}|"]
+        try:
+            bar.bar_format = "  ".join([step, *parts])
+            bar.update(self._step - bar.n)
+            if now:
+                bar.refresh()
+        except (OSError, ValueError):
+            self._stream = None
+
+    def _print_row(self, row: Row) -> None:
+        steps = self._step - self._shown
+        ratio = self._clipped / steps if keys.CLIP_RATIO in row else math.nan
+        self._print("  ".join(self._parts(row, ratio)))
+        self._clipped, self._shown = 0.0, self._step
+
+    def _parts(self, row: Row, clipped: float) -> list[str]:
+        """Return the values to show of a row, the most useful ones first."""
+        parts = [f"step {self._step}" + (f"/{self._total}" if self._total else "")]
+        if self._total and self._seconds:
+            left = max(self._total - self._step, 0) / self._step
+            parts.append(f"eta {clock(left * self._seconds)}")
+        if keys.TRAIN_LOSS in row:
+            parts.append(f"loss {_number(row[keys.TRAIN_LOSS])}")
+        if keys.GRAD_NORM in row:
+            parts.append(f"norm {_number(row[keys.GRAD_NORM])}")
+        if not math.isnan(clipped):
+            parts.append(f"clipped {percent(clipped)}")
+        parts += _evaluation(row)
+        if keys.THROUGHPUT in row:
+            parts.append(f"{row[keys.THROUGHPUT]:.3g} samples/s")
+        return parts
+
+    def _ending(self, summary: dict[str, Any] | None, exit_code: int) -> Iterator[str]:
+        """Yield the lines about the whole run."""
+        ended = ending(exit_code)
+        steps = (summary or {}).get("steps", self._step or None)
+        if steps is not None:
+            early = self._total is not None and steps < self._total
+            taken = f"{steps} of {self._total} steps" if early else plural(steps, "step")
+            ended += f" after {taken}"
+        if summary is None:
+            yield f"{self._title}: {ended}"
+            return
+        if keys.WALL_SECONDS in summary:
+            ended += f" in {summary[keys.WALL_SECONDS]:.1f} s"
+        yield f"{self._title}: {ended}"
+        yield from _evaluation(summary.get("final", {}))
+        norm = summary.get(keys.GRAD_NORM, {})
+        spread = [f"{at} {_number(norm[at])}" for at in ("p50", "p90", "p99") if at in norm]
+        if keys.CLIP_RATIO_TOTAL in summary:
+            spread.append(f"clipped {percent(summary[keys.CLIP_RATIO_TOTAL])} of the steps")
+        if spread:
+            yield "  ".join(["gradient norm", *spread])
+        yield from summary.get("guidance", ())
+
+    def _print(self, line: str) -> None:
+        if self._stream is None:
+            return
+        if not self._alone and not line.startswith(self._title):
+            line = f"{self._title}: {line}"
+        if (getattr(self._stream, "encoding", None) or "ascii").lower().startswith("ascii"):
+            line = line.replace("‖", "|").encode("ascii", "replace").decode()
+        try:
+            self._stream.write(f"{line}\n")  # in one piece: other runs may print there too
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._stream = None
+
+
+def _evaluation(row: Row) -> list[str]:
+    """Return the metrics of an evaluation as at most one text."""
+    parts = [_number(row[keys.EVAL_LOSS])] if keys.EVAL_LOSS in row else []
+    if keys.EVAL_ACCURACY in row:
+        parts.append(f"{100 * row[keys.EVAL_ACCURACY]:.1f} %")
+    return [f"eval {' / '.join(parts)}"] if parts else []
+
+
+def _number(value: float) -> str:
+    """Format with three significant digits; zeros are kept, so that columns do not jump."""
+    return f"{value:#.3g}".rstrip(".") if math.isfinite(value) else str(float(value))

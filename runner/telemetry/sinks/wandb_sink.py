@@ -1,43 +1,41 @@
-"""Send rows to wandb by a separate process, so that training never waits for a server."""
+"""Send rows to wandb from a thread, so that training never waits for a server.
+
+wandb keeps its own process, ``wandb-core``, which writes each row to the run's folder before it
+sends it. A server that does not answer costs at most ``tracker.timeout`` at the end of the run.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import queue
 import secrets
+import shutil
+import signal
 import string
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from runner.run_folder import files, keys
 from runner.run_folder.rows import Row
 from runner.run_folder.strict_json import spelled
-from runner.telemetry.sinks import recorder_process, wandb_record
-from runner.telemetry.sinks.progress import wait_while_working
-from runner.telemetry.sinks.recorder_process import RecorderProcess
-from runner.telemetry.sinks.wandb_process import effective_mode
 
-__all__ = ["WandbSink", "effective_mode", "new_run_id"]
+if TYPE_CHECKING:
+    from wandb import Run
 
 SWEEP_JOB_TYPE = "sweep"
-"""Job type of the run of a sweep, which holds the figures of its page."""
+"""Job type of the run of a sweep, which holds the charts of its page."""
 
-INIT_SECONDS = 5.0
-"""Seconds that a server may take to accept a run before it is recorded offline."""
+SERVER_SECONDS = 5.0
+"""Seconds that a server may take to accept a run, and at the end to accept the rest of it."""
 
-FINISH_SECONDS = 5.0
-"""Seconds that a server may take at the end to accept the rest of the record."""
+Mode = Literal["online", "offline", "disabled"]
 
-STALLED_SECONDS = 10.0
-"""Seconds without progress after which :meth:`WandbSink.close` takes the process for stuck."""
-
-MOST_VALUES = 2_000_000
-"""Metrics that may wait for the process, about 200 MB; rows beyond that are left out."""
+_ALIASES: dict[str, Mode] = {"run": "online", "shared": "online", "dryrun": "offline"}
 
 log = logging.getLogger("runner.wandb")
 
@@ -52,8 +50,25 @@ def records(mode: str) -> bool:
     return mode != "disabled" and (mode, os.environ.get("WANDB_MODE")) != ("auto", "disabled")
 
 
+def effective_mode(mode: str) -> Mode:
+    """Return the mode in which a run is recorded: ``auto`` is what wandb itself would choose."""
+    asked = os.environ.get("WANDB_MODE", "") if mode == "auto" else mode
+    if not asked:
+        wandb = _imported()
+        asked = wandb.setup().settings.mode
+        if asked == "online":
+            # Credentials of a wrong form count: the attempt to go online logs one warning.
+            with suppress(wandb.errors.AuthenticationError):
+                asked = "online" if wandb.login(prompt=False, verify=False) else "offline"
+    return _ALIASES.get(asked, asked)  # type: ignore[arg-type]  # wandb refuses other modes
+
+
 class WandbSink:
-    """Record a run with wandb, in ``folder/wandb``."""
+    """Records a run with wandb, in ``folder/wandb``; see the section ``tracker`` for its arguments.
+
+    A continued run has ``resumes``, and rows up to the step ``sent_until`` are recorded already.
+    ``labels`` are further arguments of ``wandb.init``: ``project``, ``group``, ``tags``, ``name``.
+    """
 
     def __init__(
         self,
@@ -61,162 +76,162 @@ class WandbSink:
         *,
         mode: str,
         timeout: float,
-        project: str,
-        group: str | None,
-        tags: list[str],
-        job_type: str,
-        name: str,
         run_id: str,
         config: dict[str, Any],
         sent_until: int = -1,
         resumes: bool = False,
         time_left: Callable[[], float] = lambda: math.inf,
-        more_follow: bool = False,
+        **labels: Any,
     ) -> None:
-        self._timeout = timeout
-        self._more_follow = more_follow
-        self._time_left = time_left
-        self._sent_until = sent_until
-        self._queued = self._passed = 0  # metrics given to the queue, and taken from it
-        self._heard = 0
+        self._folder, self._mode, self._timeout = folder.absolute(), mode, timeout
+        self._sent_until, self._time_left = sent_until, time_left
+        self._init = {"dir": str(self._folder), "id": run_id, "config": config, **labels}
+        self._init["resume"] = "allow" if resumes else None
+        self._queue: queue.SimpleQueue[Callable[[Run], object] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._warned = False
-        self._takes_more = False  # whether the process can record another run
-        self._record = ""  # file of a run that was recorded offline to its end
-        self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._process: RecorderProcess | None = None
-        if not records(mode):
-            return
-        request = {
-            "record": str(folder.absolute() / files.WANDB),
-            "step": keys.TRAIN_STEP,
-            "mode": mode,
-            "timeout": timeout,
-            "init_seconds": min(INIT_SECONDS, timeout),
-            "finish_seconds": min(FINISH_SECONDS, timeout),
-            "run": {  # arguments of wandb.init
-                "dir": str(folder.absolute()),
-                "project": project,
-                "group": group,
-                "tags": list(tags),
-                "job_type": job_type,
-                "name": name,
-                "id": run_id,
-                "config": config,
-                "resume": "allow" if resumes else None,
-            },
-        }
-        try:
-            self._process = recorder_process.take()
-        except OSError as error:
-            self._warn(f"wandb records nothing of this run: {error}")
-            return
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._outbox.put(request)
-        self._sender = self._thread(self._send, self._process.stdin)
-        self._listener = self._thread(self._listen, self._process.stdout)
+        if records(mode):
+            # Not in the thread: a loader's worker forked meanwhile would find locked modules.
+            _imported()
+            self._thread = threading.Thread(target=self._record, daemon=True, name="wandb")
+            self._thread.start()
 
     def write(self, row: Row) -> None:
         """Queue one row, which takes a microsecond."""
-        if self._process is None or row[keys.TRAIN_STEP] <= self._sent_until:
-            return
-        if self._queued - self._passed > MOST_VALUES:
-            self._warn(f"wandb is too slow for this run: its record lacks rows of {files.ROWS}")
-            return
-        self._queued += len(row)
-        self._outbox.put({"row": dict(row)})
+        if self._thread is not None and row[keys.TRAIN_STEP] > self._sent_until:
+            copy = dict(row)
+            # Without ``step=``, which would keep the row open for later keys.
+            self._queue.put(lambda run: run.log(copy))
 
-    def draw(self, figures: Mapping[str, Mapping[str, Any]]) -> None:
-        """Queue figures of plotly by their keys, in the form of JSON."""
-        if self._process is not None:
-            self._outbox.put({"figures": figures})
+    def draw(self, figures: Mapping[str, Any]) -> None:
+        """Queue figures of plotly, in the form of JSON, by their keys."""
+
+        def logged(run: Run) -> None:
+            import wandb
+            from plotly.graph_objects import Figure
+
+            run.log({key: wandb.Plotly(Figure(one)) for key, one in figures.items()})
+
+        self._queue.put(logged)
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        """Send the end of the run and wait until it is recorded, see the class."""
-        process, self._process = self._process, None
-        if process is None:
+        """Send the end of the run and wait until it is recorded, ``timeout`` seconds at most."""
+        thread, self._thread = self._thread, None
+        if thread is None:
             return
         # wandb keeps the last value of each metric under its own key.
         whole = dict(summary or {})
         flat = {**dict(_flat(whole.pop("final", {}))), **dict(_flat(whole))}
-        self._outbox.put({"summary": flat, "exit_code": exit_code})
-        self._outbox.put(None)
-
-        def has_ended(seconds: float) -> bool:
-            self._listener.join(seconds)
-            return not self._listener.is_alive()
-
-        if not wait_while_working(
-            process.pid,
-            has_ended,
-            STALLED_SECONDS,
-            self._timeout,
-            lambda: self._heard,
-            self._time_left,
-        ):
+        self._queue.put(lambda run: run.summary.update(flat))
+        self._queue.put(lambda run: run.finish(exit_code=exit_code))
+        self._queue.put(None)
+        thread.join(max(0.0, min(self._timeout, self._time_left())))
+        if thread.is_alive():
             limit = "tracker.timeout" if self._time_left() > 0 else "shutdown.timeout"
-            self._warn(
-                f"wandb did not end in time ({limit}); what it had recorded is in the run's folder"
-            )
-            process.give_up()
-        # The process has told that it is done, or it has ended, which closes the pipes.
-        for thread in (self._sender, self._listener):
-            thread.join(STALLED_SECONDS)
-        if self._more_follow and self._takes_more:
-            recorder_process.keep(process)
-        else:
-            process.end()
-        if self._record and not wandb_record.gets_end(Path(self._record)):
-            self._warn(
-                "wandb's record of this run is not complete, because its disk was full; the run's "
-                "own rows are"
-            )
+            self._warn("wandb did not end in time", limit)
+            _kill_client()
+            thread.join(1.0)
 
-    def _thread(self, target: Any, stream: IO[str]) -> threading.Thread:
-        thread = threading.Thread(target=target, args=(stream,), name="wandb", daemon=True)
-        thread.start()
-        return thread
+    def _record(self) -> None:
+        """Record the run, in a thread of its own."""
+        import wandb
 
-    def _send(self, stream: IO[str]) -> None:
-        """Pass messages on until the end of the run, or until the process is gone."""
         try:
-            while (message := self._outbox.get()) is not None:
-                stream.write(json.dumps(message) + "\n")
-                self._passed += len(message.get("row", ()))
-                if self._outbox.empty():
-                    stream.flush()
-            stream.flush()
-        except OSError:
-            """The listener notices the end of the process too, and logs it."""
+            run = self._open()
+            while (task := self._queue.get()) is not None:
+                task(run)
+        except Exception as error:
+            self._warn("wandb did not record or send the whole run", error)
+            with suppress(Exception):
+                wandb.teardown()  # the next run gets a new client
 
-    def _listen(self, stream: IO[str]) -> None:
-        """Log the messages of the process until it is done with the run, or gone."""
-        while line := stream.readline():  # an iterator would read on into the next run
-            self._heard += 1
-            message = json.loads(line)
-            match message["kind"]:
-                case "warning":
-                    self._warn(message["text"])
-                case "info":
-                    log.info("%s", message["text"])
-                case "done" | "last" as kind:
-                    self._takes_more = kind == "done"
-                    self._record = message["text"]
-                    return
-        self._warn("wandb's process ended unexpectedly; the run's own files are complete")
+    def _open(self) -> Run:
+        """Begin the run, offline if no server accepts it."""
+        mode, earlier = effective_mode(self._mode), self._begun()
+        try:
+            run = self._begin(mode)
+        except Exception as error:
+            if mode != "online":
+                raise
+            import wandb
 
-    def _warn(self, text: str) -> None:
+            # wandb keeps the id of a run that failed to start until a new client starts.
+            wandb.teardown()
+            for begun in self._begun() - earlier:
+                shutil.rmtree(begun, ignore_errors=True)
+            self._warn("wandb cannot record online; this run is recorded offline", error)
+            run = self._begin(mode := "offline")
+        log.info("wandb: %s (tracker.mode=%s) %s", mode, self._mode, run.url or "")
+        return run
+
+    def _begin(self, mode: Mode) -> Run:
+        wandb = _imported()
+        wanted = {
+            "silent": True,
+            "console": "off",
+            "reinit": "create_new",
+            "init_timeout": min(SERVER_SECONDS, self._timeout),
+            "finish_timeout": min(SERVER_SECONDS, self._timeout),
+            "finish_timeout_raises": True,
+            # No arguments, code, environment or packages of the program: they may hold secrets.
+            "x_disable_meta": True,
+            "x_disable_machine_info": True,
+            "x_save_requirements": False,
+            "disable_git": True,
+            "disable_code": True,
+            "x_disable_stats": not any(Path("/dev").glob("nvidia[0-9]*")),
+            # A killed machine loses a second of the record instead of fifteen.
+            "x_transaction_log_flush_interval": 1.0,
+        }
+        known = wandb.Settings.model_fields  # those with x_ come and go
+        settings = wandb.Settings(**{k: value for k, value in wanted.items() if k in known})
+        run: Run = wandb.init(**self._init, mode=mode, settings=settings)
+        run.define_metric(keys.TRAIN_STEP)
+        run.define_metric("*", step_metric=keys.TRAIN_STEP)
+        return run
+
+    def _begun(self) -> set[Path]:
+        """Return the folders of parts of this run that were begun online."""
+        return set((self._folder / files.WANDB).glob(f"run-*-{self._init['id']}"))
+
+    def _warn(self, what: str, why: object) -> None:
         """Log the first warning only: the others follow from it."""
         if not self._warned:
             self._warned = True
-            log.warning("%s", text)
+            reason = (str(why).strip().splitlines() or [type(why).__name__])[0]
+            place = self._folder / files.WANDB
+            log.warning("%s (%s). To send it later: wandb sync %s/*run-*", what, reason, place)
+
+
+def _imported() -> Any:
+    """Return the module wandb, which prints nothing and so prompts for nothing."""
+    # Error reports would be sent to wandb even if the run is recorded offline.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    import wandb
+
+    silent = wandb.Settings(silent=True)
+    wandb.termsetup(silent, None)
+    wandb.setup(settings=silent)
+    return wandb
+
+
+def _kill_client() -> None:
+    """Kill wandb's client: wandb waits for it without limit when the program exits.
+
+    With wandb 0.31 it ignores the time limit of finishing if about ten megabytes wait for a server
+    that hangs (500 rows of 1000 layers, or 20 000 rows of 20 metrics).
+    """
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            process, name, _, parent, *_ = stat.read_text(errors="replace").split()
+            if name == "(wandb-core)" and int(parent) == os.getpid():
+                os.kill(int(process), signal.SIGKILL)
 
 
 def _flat(summary: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the items of a nested summary, keys joined by slashes: wandb shows flat ones."""
     for key, value in summary.items():
-        name = f"{above}{key}"
         if isinstance(value, dict):
-            yield from _flat(value, f"{name}/")
+            yield from _flat(value, f"{above}{key}/")
         else:
-            yield name, spelled(value)
+            yield f"{above}{key}", spelled(value)

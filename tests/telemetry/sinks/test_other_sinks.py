@@ -1,4 +1,4 @@
-"""A live bar on a terminal, lines elsewhere, TensorBoard's record; slow work is waited for."""
+"""A live bar on a terminal, lines elsewhere, and TensorBoard's record."""
 
 import errno
 import io
@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -14,9 +13,9 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from runner.cli.main import main
 from runner.run_folder.rows import Row
-from runner.telemetry.sinks import progress, tensorboard_sink
+from runner.telemetry.sinks import tensorboard_sink
+from runner.telemetry.sinks.console import TerminalSink
 from runner.telemetry.sinks.tensorboard_sink import TensorboardSink
-from runner.telemetry.sinks.terminal import TerminalSink
 from tests.process import ROOT
 from tests.terminal import on_a_terminal
 
@@ -44,16 +43,16 @@ SUMMARY = {"final": {"train/loss": 0.1, "eval/loss": 0.0912, "eval/accuracy": 0.
 SUMMARY |= {"grad/norm": {"p50": 0.5, "p90": 1.25, "p99": 3.5}}
 SUMMARY |= {"clip/ratio_total": 0.37, "steps": 450, "wall_s": 12.34}
 CLIPPED = [{"train/step": n, "clip/ratio": float(n <= 3 or n > 15)} for n in range(1, 21)]
-WHOLE = "step 100/450  loss 0.123  norm 0.456  clipped 0 %  eval 0.0912 / 97.5 %  812 samples/s"
+WHOLE = "step 100/450  eta 0:14  loss 0.123  norm 0.456  clipped 0 %  eval 0.0912 / 97.5 %"
 SUMMARY_LINES = """t: finished after 450 steps in 12.3 s
-eval 0.0912 / 97.5 %  (loss / accuracy)
+eval 0.0912 / 97.5 %
 gradient norm  p50 0.500  p90 1.25  p99 3.50  clipped 37 % of the steps"""
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "expected"),
     [
-        ([row(100, eval_loss=0.0912, eval_accuracy=0.975)], (450,), f"{WHOLE}  eta 0:14"),
+        ([row(100, eval_loss=0.0912, eval_accuracy=0.975)], (450,), f"{WHOLE}  812 samples/s"),
         (CLIPPED, (None, 10), "step 10  clipped 30 %\nstep 20  clipped 50 %"),
         ([], (450, 1, SUMMARY, 0), SUMMARY_LINES),
     ],
@@ -71,50 +70,39 @@ def test_an_ascii_stream_gets_ascii():
 
 PROGRAM = """
 import sys
-from runner.telemetry.sinks import terminal
-from runner.telemetry.sinks.terminal import TerminalSink
-terminal.REDRAW_SECONDS = 0
+from runner.telemetry.sinks.console import TerminalSink
 sink = TerminalSink(30, 10, "my-run", sys.stderr)
 try:
     for step in range(1, 31):
         row = {"train/step": step, "train/loss": 0.5, "grad/norm": 1.5, "clip/ratio_total": 0.25,
-               "throughput/samples_per_s": 900.0, "time/step_s": 0.02}
-        if step == 10:
+               "clip/ratio": 0.25, "throughput/samples_per_s": 900.0, "time/step_s": 0.02}
+        if step % 10 == 0:
             row |= {"eval/loss": 0.25, "eval/accuracy": 0.5}
         sink.write(row)
         if len(sys.argv) > 1 and step == 15:
             raise RuntimeError("broke off")
 finally:
-    guidance = {"guidance": ["0123456 " * 40]}
+    guidance = {"guidance": ["look at clip.threshold"]}
     sink.close(None if len(sys.argv) > 1 else guidance, len(sys.argv) - 1)
 """
 
 
 @pytest.mark.parametrize(
-    ("columns", "shown"),
-    [
-        (20, ["eta"]),
-        (40, ["loss", "eta"]),
-        (60, ["loss", "clipped", "eval 50.0 %", "eta"]),
-        (80, ["|", "loss", "norm", "clipped", "eval 50.0 %", "eta"]),
-        (120, ["|", "loss", "norm", "clipped", "eval 0.250 / 50.0 %", "900 samples/s", "eta"]),
-    ],
+    ("columns", "shown", "cut"),
+    [(40, "30/30  eta 0:00  loss 0.500  norm 1.5", "eval"), (120, "900 samples/s  |", "\0")],
 )
-def test_a_terminal_gets_a_live_bar_that_fits_it(columns, shown):
+def test_a_terminal_gets_a_live_bar_that_fits_it(columns, shown, cut):
     seen, code = on_a_terminal([sys.executable, "-c", PROGRAM], ENVIRONMENT, columns)
     assert code == 0
-    bars = [part for part in seen.split("\r") if "/30" in part and "step" not in part]
-    assert len(bars) >= 30
-    assert max(len(part.strip("\n")) for part in bars) <= columns
-    last = [part for part in bars if part.startswith("30/30")][-1]
-    parts = ["|", "loss", "norm", "clipped", "eval 50.0 %", "eval 0.250 / 50.0 %", "samples/s"]
-    for part in [*parts, "eta 0:00"]:  # the least useful ones are dropped first
-        assert (part in last) == any(part in kept or kept in part for kept in shown), part
+    bars = [part.strip("\n") for part in seen.split("\r") if "/30" in part and "my-" not in part]
+    assert len(bars) >= 4
+    assert max(map(len, bars)) <= columns
+    assert bars[-1].startswith("30/30")
+    assert shown in bars[-1]
+    assert cut not in bars[-1]
     ended = seen.replace("\r", "").splitlines()
     assert any(line.startswith("my-run: finished") for line in ended)
-    guidance = [line for line in ended if line.startswith("0123456")]  # breaks between words
-    assert [word for line in guidance for word in line.split()] == ["0123456"] * 40
-    assert columns - 9 < len(guidance[0]) < columns
+    assert "look at clip.threshold" in ended
 
 
 def test_an_exception_leaves_a_readable_traceback_and_a_pipe_gets_no_colours():
@@ -125,30 +113,6 @@ def test_an_exception_leaves_a_readable_traceback_and_a_pipe_gets_no_colours():
     done = subprocess.run(words[:3], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert (code, done.returncode, "\x1b" in done.stderr) == (1, 0, False)
     assert len(done.stderr.splitlines()) == 5
-
-
-@pytest.mark.parametrize(
-    ("ticks", "ends", "waited"),
-    [
-        pytest.param(lambda now: now // 3, 20.0, 20.0, id="slow"),
-        pytest.param(lambda now: None, 20.0, 20.0, id="queued for a CPU"),
-        pytest.param(lambda now: 1, 20.0, 4.5, id="still"),
-        pytest.param(lambda now: now // 3, 100.0, 60.0, id="too long"),
-    ],
-)
-def test_a_process_is_waited_for_as_long_as_it_works(ticks, ends, waited, monkeypatch):
-    now = 0.0
-
-    def has_ended(seconds):
-        nonlocal now
-        now += seconds
-        return now >= ends
-
-    assert progress.cpu_times(os.getpid())[os.getpid()] is None  # it runs
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(progress, "cpu_times", lambda process: {process: ticks(now)})
-    done = progress.wait_while_working(1, has_ended, stalled=4.0, timeout=60.0)
-    assert (done, now) == (ends == waited, waited)
 
 
 SHORT = ["device=cpu", "train.max_duration=4ba", "eval.interval=2ba", "model.width=4"]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from runner.config.environment import started_rank
-from runner.config.notation import clock, percent, plural
+from runner.config.notation import clock, percent, plural, rounded
 from runner.config.secrets import hide
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
@@ -181,7 +181,7 @@ class TerminalSink:
             parts.append(f"clipped {percent(clipped)}")
         parts += _evaluation(row)
         if keys.THROUGHPUT in row:
-            parts.append(f"{row[keys.THROUGHPUT]:.3g} samples/s")
+            parts.append(f"{rounded(row[keys.THROUGHPUT])} samples/s")
         return parts
 
     def _ending(self, summary: dict[str, Any] | None, exit_code: int) -> Iterator[str]:

@@ -64,8 +64,7 @@ def main(words: Sequence[str]) -> int:
             elastic.require_one_machine(job.config)
         return run_sweep(wanted, words, check_jobs)
     config = wanted.jobs[0].config
-    if elastic.several(config) and elastic.task_of(config).node:
-        return elastic.join_first_node(config)
+    elastic.require_one_machine(config)
     check_jobs(wanted.jobs)
     if joins():
         from runner.launch.rank import join

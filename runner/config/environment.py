@@ -57,37 +57,6 @@ def was_requeued() -> bool:
     return bool(_number("SLURM_RESTART_COUNT"))
 
 
-class SlurmTask(NamedTuple):
-    """The place of this process among the tasks that ``srun`` started."""
-
-    step: str
-    name: str
-    number: int
-    tasks: int
-    node: int
-    nodes: int
-    local: int
-
-
-def slurm_task() -> SlurmTask | None:
-    """Return the task of ``srun`` that this process is; None without srun."""
-    names = ("PROCID", "STEP_NUM_TASKS", "NODEID", "STEP_NUM_NODES", "LOCALID")
-    number, tasks, node, nodes, local = (_number(f"SLURM_{name}") for name in names)
-    job, step = slurm_job(), _number("SLURM_STEP_ID")
-    if None in (number, tasks, node, nodes, local, step) or job is None:
-        return None
-    again = _number("SLURM_RESTART_COUNT") or 0
-    return SlurmTask(
-        f"slurm-{job}-{step}-{again}",
-        node_name(),
-        number or 0,
-        tasks or 0,
-        node or 0,
-        nodes or 0,
-        local or 0,
-    )
-
-
 def node_name() -> str:
     """Return the name of this machine: that of the node under Slurm, else the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -107,12 +76,6 @@ def elastic_agent() -> str | None:
 def restarts() -> int:
     """Return how often torchrun started ranks again after one of this machine failed."""
     return _number("TORCHELASTIC_RESTART_COUNT") or 0
-
-
-def restarts_may_fail() -> bool:
-    """Return whether ranks that torchrun starts again may find addresses of the attempt before."""
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return shared and bool(_number("TORCHELASTIC_MAX_RESTARTS"))
 
 
 def _number(name: str) -> int | None:

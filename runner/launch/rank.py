@@ -132,12 +132,10 @@ def train_as_rank(
         else:
             with JsonlSink(job.folder / files.ROWS) as rows:
                 ended = work(job.config, [rows, *shown])
-        result = [ended]  # the machine that keeps the record may not have the first rank
-        dist.broadcast_object_list(result, src=0)
     except BaseException as error:
         failure.report(job.folder, started.rank, error)
         raise
-    return result[0]
+    return ended
 
 
 def _answer_signals(job: Job, rank: int) -> None:

@@ -20,14 +20,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from runner.config.environment import slurm_job
+from runner.config.environment import slurm_job, started_rank
 from runner.train import stop
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 ECHO = 1.0
-"""Seconds in which further signals count as the first: ``timeout`` sends each one twice, and
-torchrun passes on what the terminal sends to all its processes."""
+"""Seconds in which further signals count as the first: ``timeout`` sends each one twice."""
+
+ECHO_OF_LAUNCHER = 3.0
+"""The same for ranks of torchrun, which passes on what its processes get from the terminal too."""
 
 AT_ONCE = 5.0
 """Seconds that the main thread has to end where no training polls."""
@@ -153,7 +155,7 @@ def _watch(heard: int) -> None:
         for number in filter(ASKING.__contains__, numbers):
             if not _State.number:
                 _State.number, _State.at = number, now
-            elif now - _State.at > ECHO:
+            elif now - _State.at > (ECHO if started_rank() is None else ECHO_OF_LAUNCHER):
                 _end("a second signal")
         if time_left() < 0:
             _end(f"it had not ended after {_limit():g} s")

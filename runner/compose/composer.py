@@ -59,8 +59,7 @@ def register() -> None:
         sys.path.append(str(_PLUGINS))
     # Hydra discovers plugins once a process, possibly before the line above.
     ours = import_module("hydra_plugins.clip_runner")
-    for plugin in ("RecordSweeper", "SubmititSlurmLauncher"):
-        Plugins.instance().register(getattr(ours, plugin))
+    Plugins.instance().register(ours.RecordSweeper)
     # Hydra would add the options of other packages' launchers to our files of the same name.
     launchers = ConfigStore.instance().repo.get("hydra", {}).get("launcher", {})
     for file in (find("conf") / "hydra" / "launcher").glob("*.yaml"):

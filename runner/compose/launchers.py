@@ -17,7 +17,7 @@ Where: TypeAlias = Literal["here", "beside", "elsewhere"]
 LAUNCHERS: dict[str, tuple[Where, str]] = {
     "JoblibLauncher": ("beside", "joblib"),
     "LocalLauncher": ("beside", "submitit"),
-    "SubmititSlurmLauncher": ("elsewhere", "submitit"),
+    "SlurmLauncher": ("elsewhere", "submitit"),
 }
 """Launchers by the last part of their ``_target_``: where runs run, and the extra they need."""
 

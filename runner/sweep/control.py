@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from shutil import which
 from signal import SIGINT
 
 from filelock import FileLock, Timeout
@@ -22,7 +23,7 @@ from runner.launch import signals
 from runner.launch.supervise import write_page
 from runner.run_folder.status import now
 from runner.run_folder.sweep_record import Entry, SweepRecord, changed
-from runner.sweep import live, slurm
+from runner.sweep import live
 from runner.sweep.job import run_job
 from runner.sweep.resume import archive, continues, load_status, plan_runs, require_same
 from runner.sweep.summary_run import record_sweep
@@ -34,6 +35,9 @@ _RELEASED = 8
 
 _LATER = 5.0
 """Seconds that runs have longer than ``shutdown.timeout``, until the sweep ends without them."""
+
+_ASK = 10.0
+"""Seconds between two questions to Slurm, which many users share."""
 
 
 def run_sweep(
@@ -50,13 +54,13 @@ def run_sweep(
         require_same(left)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     with _claimed(sweep):
+        _wait_for_slurm(plan_runs(request))
         entries = plan_runs(request)
         if done := live.resumed(entries):
             print_line(done, sys.stderr)
         if not _left(request, sweep, entries):
             return _show(sweep.folder, SweepRecord.read(sweep.folder))
-        held = _held(entries)
-        _begin(request, sweep, entries, typed, held)
+        _begin(request, sweep, entries, typed)
         code, interrupted = 1, True
 
         def write_last(code: int, why: str) -> None:
@@ -64,7 +68,7 @@ def run_sweep(
 
         try:
             with signals.last_words(write_last):
-                _launch(request, sweep, entries, held)
+                _launch(request, sweep, entries)
             code, interrupted = 0, False
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
@@ -97,19 +101,26 @@ def _left(request: Request, sweep: Sweep, entries: Sequence[Entry]) -> list[Job]
     return [job for job in request.jobs if job.hash in waiting]
 
 
-def _held(entries: Sequence[Entry]) -> dict[int, str]:
-    """Return the jobs of runs that Slurm still has, from a command that was interrupted."""
-    jobs = {one.number: one.job for one in entries if one.state == "waiting" and one.job}
-    known = slurm.queued() if jobs else set()
-    if known is None and which("squeue"):
-        message = f"Slurm does not answer, and may still have {' '.join(jobs.values())}; try again"
-        raise RequestError([Problem("hydra/launcher", "submitit_slurm", message)])
-    held = {number: job for number, job in jobs.items() if job in (known or ())}
-    if held:
-        print_line(f"clip-runner: {live.in_slurm(held.values())}", sys.stderr)
-    for entry in entries:
-        entry.job = held.get(entry.number)
-    return held
+def _wait_for_slurm(entries: Sequence[Entry]) -> None:
+    """Wait for the jobs of these runs that Slurm has, from a command that ended before them."""
+    jobs = {one.job for one in entries if one.state == "waiting" and one.job}
+    told = False
+    while left := jobs & _queued() if jobs else set():
+        if not told:
+            print_line(f"clip-runner: {live.in_slurm(sorted(left))}", sys.stderr)
+            told = True
+        time.sleep(_ASK)
+
+
+def _queued() -> set[str]:
+    """Return this user's jobs that run or wait in Slurm."""
+    command = ["squeue", "--me", "--noheader", "--array", "--format=%i"]
+    try:
+        found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        message = f"Slurm does not say which jobs it has ({error}); try again"
+        raise RequestError([Problem("hydra/launcher", "submitit_slurm", message)]) from None
+    return set(found.stdout.split())
 
 
 @contextmanager
@@ -123,18 +134,12 @@ def _claimed(sweep: Sweep) -> Iterator[None]:
         raise RequestError([Problem("sweep.name", sweep.name, message)]) from None
 
 
-def _begin(
-    request: Request,
-    sweep: Sweep,
-    entries: list[Entry],
-    typed: Sequence[str],
-    held: Collection[int],
-) -> None:
-    """Archive old files of the runs that will run, but for those in ``held``; write the record."""
+def _begin(request: Request, sweep: Sweep, entries: list[Entry], typed: Sequence[str]) -> None:
+    """Archive old files of the runs that will run, and write the record."""
     before = SweepRecord.find(sweep.folder)
     settings = request.jobs[0].config.sweep
     never = request.jobs[0].config.resume.source == "never"
-    waiting = [one for one in entries if one.state == "waiting" and one.number not in held]
+    waiting = [one for one in entries if one.state == "waiting"]
     old = [one.folder for one in waiting if never or not continues(one, sweep.folder)]
     if sweep.trials is not None:  # a search learns from its first run on, so it starts afresh
         old = [one.name for one in sweep.folder.iterdir() if one.name.isdecimal()]
@@ -154,53 +159,76 @@ def _begin(
     record.write(sweep.folder)
 
 
-def _launch(request: Request, sweep: Sweep, entries: Sequence[Entry], held: dict[int, str]) -> None:
-    """Let Hydra's launcher run what waits, and wait for what Slurm still has."""
-    left = [one for one in entries if one.state == "waiting" and one.number not in held]
-    waiting = [(one.number, one.words) for one in left]
-    if waiting or sweep.trials is not None:
-        if sweep.where == "beside":
-            with _passing_on(sweep.folder, request.jobs[0].config.shutdown.timeout):
-                request.launch(run_job, waiting)
-        else:
+def _launch(request: Request, sweep: Sweep, entries: Sequence[Entry]) -> None:
+    """Let Hydra's sweeper and launcher run what waits."""
+    waiting = [(one.number, one.words) for one in entries if one.state == "waiting"]
+    limit = request.jobs[0].config.shutdown.timeout
+    if sweep.where == "here":
+        request.launch(run_job, waiting)
+    elif sweep.where == "beside":
+        with _followed(sweep.folder, limit, passes_on=True):
             request.launch(run_job, waiting)
-    if held:
-        slurm.follow(sweep.folder, held)
+    else:
+        os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # submitit reads it here and in jobs
+        before = _submitted(sweep.folder)
+        try:
+            with _followed(sweep.folder, limit, passes_on=False):
+                request.launch(run_job, waiting)
+        finally:
+            jobs = [one for one in _submitted(sweep.folder) if one not in before]
+            with changed(sweep.folder) as record:  # they go on if this command was interrupted
+                for (number, _), job in zip(waiting, jobs, strict=False):
+                    record.of(number).job = job
     if (record := SweepRecord.read(sweep.folder)).gives_up:
         print_line(f"the sweep stops: sweep.max_failures={record.max_failures}", sys.stderr)
         raise SystemExit(1)
 
 
+def _submitted(sweep: Path) -> list[str]:
+    """Return the jobs that submitit has submitted, each of which has a folder, in their order."""
+    names = [one.name for one in (sweep / ".submitit").glob("[0-9]*")]
+    return sorted(names, key=lambda name: [int(part) for part in name.split("_")])
+
+
 @contextmanager
-def _passing_on(sweep: Path, timeout: float) -> Iterator[None]:
-    """Pass a signal that asks this process to stop on to runs in other processes."""
-    over = threading.Event()
+def _followed(sweep: Path, timeout: float, passes_on: bool) -> Iterator[None]:
+    """Tell how runs in other processes go; pass on a signal that asks this process to stop."""
+    over, seen, told = threading.Event(), dict[int, str](), set[int]()
 
-    def pass_on() -> None:
-        told: set[int] = set()
+    def look() -> None:
+        record = SweepRecord.read(sweep)
+        for entry in record.entries:
+            before, seen[entry.number] = seen.get(entry.number, "waiting"), entry.state
+            if entry.state != before and not passes_on:  # these print into files
+                print_line(live.news(record, entry), sys.stderr)
+        if passes_on and (number := stop.requested()):
+            with changed(sweep) as record:
+                record.state = "interrupted"  # no further run begins
+            pids = {one.pid for one in record.entries if one.state == "running" and one.pid}
+            for pid in pids - told:
+                told.add(pid)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def follow() -> None:
         while not over.wait(0.2):
-            if number := stop.requested():
-                with changed(sweep) as record:
-                    record.state = "interrupted"  # no further run begins
-                pids = {one.pid for one in record.entries if one.state == "running" and one.pid}
-                for pid in pids - told:
-                    told.add(pid)
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, number)
+            look()
+        look()
 
-    thread = threading.Thread(target=pass_on, daemon=True, name="stop")
-    signals.set_timeout(timeout + _LATER)
-    stop.requested()  # from here on a signal is noted only
+    thread = threading.Thread(target=follow, daemon=True, name="runs")
+    if passes_on:
+        signals.set_timeout(timeout + _LATER)
+        stop.requested()  # from here on a signal is noted only
     thread.start()
     try:
         yield
     except Exception:
-        if not stop.requested():  # what follows from the end of the runs is no error
+        if not (passes_on and stop.requested()):  # what follows from the end of the runs
             raise
     finally:
         over.set()
         thread.join()
-    if number := stop.reset():
+    if passes_on and (number := stop.reset()):
         raise KeyboardInterrupt if number == SIGINT else signals.Terminated(number)
 
 

@@ -6,8 +6,6 @@ import base64
 import hashlib
 import json
 import logging
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,84 +18,46 @@ from runner.telemetry.sinks.wandb_sink import SWEEP_JOB_TYPE, WandbSink, records
 
 log = logging.getLogger("runner.wandb")
 
-POLL_SECONDS = 0.5
-"""Seconds between two looks whether a signal limits the time."""
-
 
 def record_sweep(folder: Path, config: RunConfig) -> None:
     """Record a sweep with wandb if its runs are recorded there and have figures."""
     if not config.tracker.uses("wandb") or not records(config.tracker.mode):
         return
-    until = time.monotonic() + config.tracker.timeout
-    made: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def make() -> None:
-        try:
-            made.append(_content(folder))
-        except Exception as error:
-            log.warning("wandb records nothing of the sweep: its figures failed with %r", error)
-            made.append(({}, {}))
-
-    maker = threading.Thread(target=make, daemon=True, name="figures of the sweep")
-    maker.start()
-    while maker.is_alive() and (left := min(until - time.monotonic(), signals.time_left())) > 0:
-        maker.join(min(left, POLL_SECONDS))
-    if not made:
-        log.warning("wandb records nothing of the sweep: its figures took over tracker.timeout")
-        return
-    [(figures, summary)] = made
-    if not figures:
-        return
     try:
-        _send(folder, config, figures, summary, until - time.monotonic())
+        _record(folder, config)
     except Exception as error:
         log.warning("wandb records nothing of the sweep: %r", error)
 
 
-def _content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the figures by their keys, and the summary."""
+def _record(folder: Path, config: RunConfig) -> None:
     from runner import report
     from runner.report.charts import sections
     from runner.report.findings import find
 
-    found = find(report.read(folder))
+    found, record = find(report.read(folder)), SweepRecord.read(folder)
     figures = {
         f"sweep/{one.key}": _readable(json.loads(one.figure.to_json()))
         for _, charts, _ in sections(found)
         for one in charts
     }
+    if not figures:
+        return
     summary: dict[str, Any] = {"runs": len(found.sweep.runs)}
     if found.best is not None:
         summary["best"] = {"setting": found.best.label, found.metric: found.mean(found.best)[0]}
-    return figures, summary
-
-
-def _send(
-    folder: Path,
-    config: RunConfig,
-    figures: dict[str, Any],
-    summary: dict[str, Any],
-    seconds: float,
-) -> None:
-    record = SweepRecord.read(folder)
     tracker = hidden(config.tracker.model_dump(exclude={"name", "also"}))
-    tracker = grouped({"tracker": tracker}, record.name)["tracker"]
     sink = WandbSink(
         folder,
-        **tracker | {"job_type": SWEEP_JOB_TYPE, "timeout": max(seconds, POLL_SECONDS)},
+        **grouped({"tracker": tracker}, record.name)["tracker"] | {"job_type": SWEEP_JOB_TYPE},
         name=record.name,
-        run_id=run_id(record),
+        # The same when more of its runs are done.
+        run_id=hashlib.sha256(f"{record.name} {record.started}".encode()).hexdigest()[:16],
         config={"command": masked_words(record.words), "keys": record.keys},
         resumes=True,
         time_left=signals.time_left,
     )
     sink.draw(figures)
     sink.close(summary, int(record.state != "finished"))
-
-
-def run_id(record: SweepRecord) -> str:
-    """Return the id of a sweep's run, which stays the same when more of its runs are done."""
-    return hashlib.sha256(f"{record.name} {record.started}".encode()).hexdigest()[:16]
 
 
 def _readable(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Sweeper of Hydra that runs the jobs of a sweep that are not finished, and a launcher for Slurm.
+"""Sweeper of Hydra that runs the jobs of a sweep that are not finished.
 
 Hydra's own sweeper can neither leave out jobs that are done nor advance two lists together. The
 command chooses this one: ``hydra/sweeper=clip_runner``.
@@ -7,7 +7,6 @@ command chooses this one: ``hydra/sweeper=clip_runner``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,28 +32,6 @@ ConfigStore.instance().store(
     },
     provider="clip_runner",
 )
-
-
-class SubmititSlurmLauncher(Launcher):  # type: ignore[misc, unused-ignore]
-    """Launch runs as jobs of Slurm, by Hydra's launcher: ``hydra/launcher=submitit_slurm``."""
-
-    def __init__(self, **options: Any) -> None:
-        self.options = options
-        self.theirs: Any = None
-
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        """Make the launcher of Hydra's plugin, which composes and runs each job."""
-        module = import_module("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
-        self.theirs = module.SlurmLauncher()
-        self.theirs.setup(hydra_context=hydra_context, task_function=task_function, config=config)
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
-        """Run jobs, and return their results."""
-        from runner.sweep import slurm
-
-        return slurm.launch(self.theirs, job_overrides, initial_job_idx, self.options)
 
 
 class RecordSweeper(Sweeper):  # type: ignore[misc, unused-ignore]

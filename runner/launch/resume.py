@@ -90,7 +90,12 @@ def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
     if former:
         start = newest(folder, former)
         if start.checkpoint is not None:
-            _require_newest(source, folder, start.checkpoint)
+            path = Path(source).expanduser().absolute().resolve()
+            if source not in WORDS and path.is_relative_to(folder.resolve()):
+                asked = named(source).checkpoint
+                if asked is None or asked.resolve() != start.checkpoint.resolve():
+                    message = f"{start.checkpoint.name} is newer, and goes on in this folder"
+                    raise RequestError([Problem("resume", source, message)])
             _require_same(config, plain, start.checkpoint)
             return start
         if former.get("config_hash") != config_hash(plain):
@@ -181,17 +186,6 @@ def named(source: str) -> Start:
     raise RequestError([Problem("resume", source, message)])
 
 
-def _require_newest(source: str, folder: Path, newest: Path) -> None:
-    """Refuse ``resume=PATH`` if it names an older checkpoint of the run's own folder."""
-    path = Path(source).expanduser().absolute().resolve()
-    if source in WORDS or not path.is_relative_to(folder.resolve()):
-        return
-    checkpoint = named(source).checkpoint
-    if checkpoint is None or checkpoint.resolve() != newest.resolve():
-        message = f"{newest.name} is newer, and goes on in this folder: choose another folder"
-        raise RequestError([Problem("resume", source, message)])
-
-
 def _require_same(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> None:
     if found := problems(config, plain, checkpoint):
         raise RequestError(found)
@@ -199,50 +193,36 @@ def _require_same(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path)
 
 def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> list[Problem]:
     """Return a problem, with both values, for each key in which a run differs from a checkpoint."""
+    from runner.train import build
+
     manifest, forced = manifest_of(checkpoint), config.resume.force
-    force = "resume.force=true continues all the same"
+    force = "" if forced else "; resume.force=true continues all the same"
     where = f"the checkpoint {checkpoint.parent.parent.name}/{checkpoint.name}"
     saved = manifest.get("config")
     if not isinstance(saved, dict):
-        message = f"does not say its configuration; {force}"
+        message = f"does not say its configuration{force}"
         return [] if forced else [Problem("resume", str(checkpoint), message)]
     differing = differences(saved, decode(encode(dict(plain))))
+    before = _samples(saved, manifest.get("world_size"))
+    now = config.data.batch_size * config.accumulation.steps * build.data_parts(config)
     if forced:
         differing = {key: pair for key, pair in differing.items() if key == _CLASS}
-        return _problems(differing, where, where)
-    before, now = _samples(saved, manifest.get("world_size")), _samples_of(config)
-    if before == now:
+    elif before == now:
         differing = {key: pair for key, pair in differing.items() if key not in _BATCH}
     elif before is not None and not differing.keys() & {*_BATCH}:
-        message = (
-            f"a step would have {now} samples over all ranks, and {before} in {where}; {force}"
-        )
+        message = f"a step would have {now} samples over all ranks, and {before} in {where}{force}"
         return [Problem(_BATCH[0], config.data.batch_size, message)]
-    return _problems(differing, f"{where}; {force}", where)
-
-
-def _problems(
-    differing: Mapping[str, tuple[Any, Any]], where: str, checkpoint: str
-) -> list[Problem]:
-    """Return the problem of each key that has another value in a checkpoint."""
     found = []
     for key, (old, value) in differing.items():
-        before = "is not given" if old == MISSING else f"is {shown(old)}"
-        end = f"{checkpoint}; its state cannot be used" if key == _CLASS else where
-        now = "(not given)" if value == MISSING else value
-        found.append(Problem(key, now, f"{before} in {end}"))
+        was = "is not given" if old == MISSING else f"is {shown(old)}"
+        end = "; its state cannot be used" if key == _CLASS else force
+        typed = "(not given)" if value == MISSING else value
+        found.append(Problem(key, typed, f"{was} in {where}{end}"))
     return found
 
 
-def _samples_of(config: RunConfig) -> int:
-    """Return the number of samples of an optimizer step, over all ranks."""
-    from runner.train import build
-
-    return config.data.batch_size * config.accumulation.steps * build.data_parts(config)
-
-
 def _samples(saved: Mapping[str, Any], world_size: object) -> int | None:
-    """Return the same of a recorded configuration; None if it does not tell."""
+    """Return the number of samples of a step over all ranks; None if it is not recorded."""
     try:
         plugin = PluginSection.model_validate(saved["plugin"])
         batch, steps = saved["data"]["batch_size"], saved["accumulation"]["steps"]

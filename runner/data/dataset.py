@@ -169,54 +169,59 @@ class _Pairs(Dataset[tuple[Any, Any]]):
         return [(row[self.inputs], row[self.targets]) for row in rows]
 
 
+SIZES = ("shape", "num_classes", "sequence_length", "vocabulary", "ignored_fraction")
 SUCCESSORS = 4
 """Number of equally likely successors of a token: the lowest possible loss is log(4)."""
 
 
-def synthetic(
-    kind: Literal["images", "vectors", "tokens"],
-    samples: int,
-    test_samples: int,
-    shape: Sequence[int],
-    num_classes: int,
-    sequence_length: int,
-    vocabulary: int,
-    ignored_fraction: float,
-    seed: int,
-) -> Data:
-    """Make seeded random inputs with targets from a fixed random teacher."""
+def synthetic(kind: str, samples: int, test_samples: int, seed: int, **sizes: Any) -> Data:
+    """Make seeded random inputs with targets from a fixed random teacher.
+
+    Args:
+        kind: ``images``, ``vectors`` or ``tokens``.
+        samples: number of training samples.
+        test_samples: number of held-out samples.
+        seed: seed of all of them.
+        sizes: ``shape`` of a sample and ``num_classes``; of tokens ``sequence_length``,
+            ``vocabulary`` and ``ignored_fraction``, the share of targets that do not count.
+    """
+    if unknown := sizes.keys() - {*SIZES}:
+        raise TypeError(f"synthetic() has no argument {min(unknown)!r}")
     generator = torch.Generator().manual_seed(seed)
-    count = samples + test_samples
     if min(samples, test_samples) < 1:
         raise ValueError(f"samples {samples} and test_samples {test_samples} must be at least 1")
-    if kind == "tokens":
-        pairs = _walks(count, sequence_length, vocabulary, ignored_fraction, generator)
-    elif kind in ("images", "vectors"):
-        if ignored_fraction != 0:
-            raise ValueError(f"ignored_fraction {ignored_fraction} must be 0 for {kind}")
-        if len(shape) != (3 if kind == "images" else 1):
-            raise ValueError(
-                f"shape {list(shape)} must be [channels, height, width] for images, "
-                "[length] for vectors"
-            )
-        pairs = _classes(count, tuple(shape), num_classes, generator)
-    else:
-        raise ValueError(f"kind {kind!r} must be images, vectors or tokens")
-    inputs, targets = pairs
+    of_tokens = kind == "tokens"
+    inputs, targets = (_walks if of_tokens else _classes)(
+        kind, samples + test_samples, generator, **sizes
+    )
     return Data(
         train=TensorPairs(inputs[:samples], targets[:samples]),
         test=TensorPairs(inputs[samples:], targets[samples:]),
-        items="tokens" if kind == "tokens" else "samples",
-        tokens_per_sample=sequence_length if kind == "tokens" else None,
+        items="tokens" if of_tokens else "samples",
+        tokens_per_sample=sizes["sequence_length"] if of_tokens else None,
     )
 
 
 def _classes(
-    count: int, shape: tuple[int, ...], num_classes: int, generator: torch.Generator
+    kind: str,
+    count: int,
+    generator: torch.Generator,
+    shape: Sequence[int],
+    num_classes: int,
+    ignored_fraction: float = 0.0,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return inputs, float32 [count, *shape], and targets, int64 [count]."""
-    if min(*shape, num_classes) < 1:
-        raise ValueError(f"shape {list(shape)} and num_classes {num_classes} must be at least 1")
+    dimensions = {"images": 3, "vectors": 1}.get(kind)
+    if dimensions is None:
+        raise ValueError(f"kind {kind!r} must be images, vectors or tokens")
+    if ignored_fraction != 0:
+        raise ValueError(f"ignored_fraction {ignored_fraction} must be 0 for {kind}")
+    if len(shape) != dimensions or min(*shape, num_classes) < 1:
+        raise ValueError(
+            f"shape {list(shape)} must have {dimensions} numbers for {kind}, each of which and "
+            f"num_classes {num_classes} must be at least 1"
+        )
     inputs = torch.randn(count, *shape, generator=generator)
     flat = inputs.flatten(1)
     teacher = torch.randn(flat.shape[1], num_classes, generator=generator)
@@ -224,21 +229,27 @@ def _classes(
 
 
 def _walks(
-    count: int, length: int, vocabulary: int, ignored: float, generator: torch.Generator
+    kind: str,
+    count: int,
+    generator: torch.Generator,
+    sequence_length: int,
+    vocabulary: int,
+    ignored_fraction: float = 0.0,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return tokens and next tokens, int64 [count, length] each."""
-    if min(length, vocabulary) < 1 or not 0 <= ignored < 1:
+    if min(sequence_length, vocabulary) < 1 or not 0 <= ignored_fraction < 1:
         raise ValueError(
-            f"sequence_length {length} and vocabulary {vocabulary} must be at least 1, "
-            f"ignored_fraction {ignored} at least 0 and below 1"
+            f"sequence_length {sequence_length} and vocabulary {vocabulary} must be at least 1, "
+            f"ignored_fraction {ignored_fraction} at least 0 and below 1"
         )
     successors = torch.randint(vocabulary, (vocabulary, SUCCESSORS), generator=generator)
-    turns = torch.randint(SUCCESSORS, (length, count), generator=generator)
+    turns = torch.randint(SUCCESSORS, (sequence_length, count), generator=generator)
     steps = [torch.randint(vocabulary, (count,), generator=generator)]
     for turn in turns:
         steps.append(successors[steps[-1], turn])
     walk = torch.stack(steps, dim=1)
     targets = walk[:, 1:].clone()
-    if ignored:
-        targets[torch.rand(targets.shape, generator=generator) < ignored] = IGNORED
+    if ignored_fraction:
+        targets[torch.rand(targets.shape, generator=generator) < ignored_fraction] = IGNORED
     return walk[:, :-1].contiguous(), targets

@@ -2,8 +2,7 @@
 
 In one process a gradient is final when autograd has accumulated it, under DDP when its bucket was
 averaged over the ranks, and under ``fully_shard`` when the reduce-scatter of its block has run.
-Backward passes whose gradients are not synchronised (``no_sync``) tell nothing under DDP and
-``fully_shard``; in one process nothing is synchronised, so there they tell it too.
+Under the last two, backward passes inside ``no_sync`` tell nothing.
 """
 
 from collections import deque

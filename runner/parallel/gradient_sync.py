@@ -108,10 +108,9 @@ class Tied:
 def tied_copies(
     model: nn.Module, copies: Mapping[str, Sequence[int]], renamed: Mapping[str, str], axes: Axes
 ) -> list[Tied]:
-    """Return the copies on this rank of each parameter that several stages use.
+    """Return the copies on this rank of each parameter that several stages use, see ``OwnStages``.
 
-    Every rank has to call this, because torch numbers process groups by counting them. ``copies``
-    and ``renamed`` are those of :class:`runner.parallel.stages.OwnStages`.
+    Every rank has to call this, because torch numbers process groups by counting them.
     """
     found, pipelines = [], axes.dp.size() * axes.tp.size()
     for name, where in copies.items():

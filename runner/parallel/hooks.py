@@ -1,12 +1,8 @@
 """Gradient hooks on parameters that a plugin replaces, and which parameters took part in the loss.
 
-Hooks of ``register_hook`` are registered on the replacement: they get the whole gradient of this
-rank's samples, as under DDP. Hooks of ``register_post_accumulate_grad_hook`` are refused: they get
-the parameter itself, and changes of a shard or of a temporary copy would be wrong or lost.
-
 ``fully_shard`` reduces the gradients of a block in one collective, in which unused parameters have
-zeros. A parameter that no rank used would get a gradient of zeros instead of None, and the
-optimizer would change it by momentum and weight decay: :class:`Usage` sets it back to None.
+zeros. With zeros instead of None the optimizer would change a parameter that no rank used, by
+momentum and weight decay: :class:`Usage` sets them back to None.
 """
 
 from __future__ import annotations
@@ -127,8 +123,8 @@ class Usage:
     def watch(self, root: nn.Module, hooks: Mapping[tuple[nn.Module, str], Hooks]) -> None:
         """Record the use of the parameters of ``root``, and run the user's hooks on them.
 
-        Autograd computes gradients of the unsharded parameters, which exist after a block was
-        unsharded once. So this unshards each block, and every rank has to call it.
+        Autograd computes gradients of unsharded parameters, so this unshards each block; every rank
+        has to call it.
         """
         seen: set[int] = set()
         # Innermost first: a block gathers the parameters that are not in blocks inside it.
@@ -170,14 +166,10 @@ class Usage:
 
     @torch.no_grad()
     def drop_unused(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
-        """Set gradients of parameters that no rank used to None.
-
-        Gradients that already existed before the backward pass stay.
-        """
+        """Set gradients of parameters that no rank used to None, unless they are older ones."""
         if not parameters:
             return
-        hooked = [name for name, p in parameters.items() if p._backward_hooks]
-        if hooked:
+        if hooked := [name for name, p in parameters.items() if p._backward_hooks]:
             raise HookError(
                 f"{hooked[0]}: a hook was registered after boost, on a shard that no backward pass "
                 "reaches: register it on the model before boost, which carries it over"

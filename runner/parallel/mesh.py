@@ -20,8 +20,7 @@ _made: dict[Any, tuple[Any, Any]] = {}
 def grid(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return a device mesh of all ranks, the same object for the same arguments.
 
-    Each process group has its own threads and sockets, which torch keeps as long as a part of the
-    model lives. A process that trains many models in turn would collect them.
+    A process that trains many models in turn would collect threads and sockets of process groups.
     """
     key = (device_type, shape, names)
     world, mesh = _made.get(key, (None, None))
@@ -33,10 +32,9 @@ def grid(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
 
 
 def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return another process group of the same ranks, the same object for the same ranks.
+    """Return another process group of the same ranks; all ranks call this, each with its group.
 
-    Ranks may issue its collectives at different places among those of other groups. All ranks have
-    to call this, each with its own group.
+    Ranks may issue its collectives at different places among those of other groups.
     """
     key = tuple(dist.get_process_group_ranks(group))
     world, other = _made.get(key, (None, None))

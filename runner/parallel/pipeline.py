@@ -120,8 +120,7 @@ class Pipeline:
     def _padded(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the batch padded to whole microbatches, and the sample of each row (-1: padding).
 
-        The number of microbatches never changes, because data-parallel ranks may communicate in
-        each of them.
+        Their number never changes: data-parallel ranks may communicate in each of them.
         """
         n = len(inputs)
         size = max(1, -(-n // self.microbatches)) * self.microbatches
@@ -143,9 +142,8 @@ class Pipeline:
     def _run_of(self, inputs: Tensor) -> tuple[Any, list[tuple[nn.Parameter, Tensor]]]:
         """Return the schedule for batches of this shape, and earlier gradients to add to its own.
 
-        Stages of torch take one shape each. In its first run a stage drops the gradients of
-        sharded parameters. Building one runs the model, in which data-parallel ranks may
-        communicate, so all of them build one if any of them needs it.
+        In its first run a stage drops gradients of sharded parameters. Building one runs the model,
+        in which data-parallel ranks may communicate: all build one if any of them needs it.
         """
         key = (tuple(inputs.shape), inputs.dtype)
         before: list[tuple[nn.Parameter, Tensor]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -83,7 +84,18 @@ def shard_model(
     # `usage` sets the gradients of parameters that no rank used back to None.
     assert isinstance(root, FSDPModule)
     root.set_reduce_scatter_unused_params(True)
-    usage.watch(root, hooks)
+    try:
+        usage.watch(root, hooks)
+    except AssertionError as error:
+        usual = Counter(parameter.dtype for parameter in root.parameters()).most_common(1)[0][0]
+        for name, parameter in root.named_parameters():
+            if parameter.dtype != usual:
+                raise ValueError(
+                    f"{name} is {parameter.dtype}, and others of its block are {usual}: "
+                    "fully_shard needs one dtype in a block. Convert it, or choose "
+                    "TorchDDPPlugin (plugin=ddp) or zero_stage=1"
+                ) from error
+        raise
 
 
 def _prepare(root: nn.Module) -> None:

@@ -1,4 +1,35 @@
 """The commands: one file each; overrides and flags in, an exit code out."""
 
+import argparse
+import secrets
+from datetime import datetime
+from pathlib import Path
+
+from runner.config.folders import obstacle, outputs
+from runner.config.problem import Problem, RequestError
+
 FAILED, WRONG_REQUEST, INTERRUPTED = 1, 2, 130
 """Exit codes; that of a run that another signal stopped is 129 (SIGHUP) or 143."""
+
+
+def command_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of a command that takes arguments of its own."""
+    return argparse.ArgumentParser(
+        prog=f"python -m runner {command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def new_folder(kind: str, file: str, key: str, given: Path | None) -> Path:
+    """Return a folder for ``file``, which can be written and does not hold that file yet."""
+    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
+    folder = given.absolute() if given else outputs() / f"{kind}s" / name
+    message = obstacle(folder)
+    if message is None and (folder / file).exists():
+        message = f"holds an earlier {kind} ({file}); choose another name or remove it"
+    if message is None:
+        return folder
+    key, value = (key, given) if given else ("RUNNER_OUTPUTS", outputs())
+    raise RequestError([Problem(key, str(value), message)])

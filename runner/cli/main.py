@@ -24,24 +24,12 @@ from runner.launch import signals
 from runner.telemetry.sinks.console import announce, leave_unread, open_streams, print_line
 from runner.telemetry.sinks.sink import ending
 
-COMMANDS = (
-    "bench",
-    "calibrate",
-    "dashboard",
-    "evaluate",
-    "export",
-    "new",
-    "plan",
-    "report",
-    "run",
-    "schema",
-    "verify",
-)
+PARSED_BY_ARGPARSE = ("bench", "dashboard", "export", "new", "report")
+"""Commands that take no overrides of a run."""
+
+COMMANDS = (*PARSED_BY_ARGPARSE, "calibrate", "evaluate", "plan", "run", "verify")
 """Each is a module of :mod:`runner.cli` with a function ``main(arguments) -> exit code``. One that
 does not answer ``--help`` itself has a text ``USAGE``."""
-
-PARSED_BY_ARGPARSE = ("bench", "dashboard", "export", "new", "report", "schema")
-"""Commands that take no overrides."""
 
 LISTENING = 5.0
 """Seconds that a rank delays its exit while another one prints why the request is wrong."""
@@ -51,7 +39,10 @@ def start() -> int:
     """Run the command line of this process; the console script calls this."""
     open_streams()
     signals.listen()
-    _find_own_code()
+    if not sys.flags.safe_path:  # the console script imports from here, as python -m does
+        with suppress(FileNotFoundError):  # the directory was removed
+            here = os.getcwd()
+            sys.path[:0] = [] if here in sys.path or "" in sys.path else [here]
     code = main(sys.argv[1:])
     signals.ignore()  # only the end of the interpreter is left, which has no good answer to them
     if code > 128:
@@ -62,22 +53,11 @@ def start() -> int:
     return code
 
 
-def _find_own_code() -> None:
-    """Let the console script import modules of the working directory, as ``python -m`` does."""
-    if sys.flags.safe_path:
-        return
-    with suppress(FileNotFoundError):  # the directory was removed
-        here = os.getcwd()
-        if here not in sys.path and "" not in sys.path:
-            sys.path.insert(0, here)
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Run a command."""
-    # Threads of torch that wait for work spin for some microseconds, then sleep. By default they
-    # spin for milliseconds: a small net's step takes three to ten times as long as soon as anything
-    # else wants a core. If they slept at once, it would take 1.5 times as long on a quiet machine.
-    # Both variables are read when torch is imported.
+    """Run a command, and return its exit code."""
+    # Read when torch is imported: threads that wait for work spin for microseconds, then sleep. By
+    # default they spin for milliseconds, and a small net's step takes three to ten times as long as
+    # soon as anything else wants a core.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from runner.cli import WRONG_REQUEST
+from runner.cli import WRONG_REQUEST, command_parser
 from runner.config.notation import first_few
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
 from runner.report import NoRunError, export, read
@@ -19,17 +18,19 @@ from runner.run_folder import files
 from runner.run_folder.strict_json import write_text
 
 _BASELINE = "report.baseline"
-_TABLES = {
-    "csv": "the runs, with the keys that differ,",
-    "latex": "a table of the settings",
-    "json": "runs, settings and their differences",
-}
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str]) -> int:
     """Write the page, and the files that are asked for, and print where they lie."""
-    # Overrides may stand before and after flags.
-    asked = _parser().parse_intermixed_args(words)
+    parser = command_parser("report", f"Write {files.PAGE}, one page, for a run or for a sweep.")
+    add = parser.add_argument
+    add("folder", type=Path, help="folder of a run, or of a sweep")
+    about = "compare the other settings with this one: its name in the table, or one of its runs"
+    add("overrides", nargs="*", metavar=f"{_BASELINE}=NAME", help=about)
+    add("--open", action="store_true", help="show it in the browser too")
+    for kind, (name, _) in export.FORMATS.items():
+        add(f"--{kind}", action="store_true", help=f"also write {name}")
+    asked = parser.parse_intermixed_args(words)
     baseline = _baseline(asked.overrides)
     try:
         sweep = replace(read(asked.folder), baseline=baseline)
@@ -52,27 +53,6 @@ def main(words: Sequence[str] | None = None) -> int:
     if asked.open and not webbrowser.open(page.as_uri()):
         print("no browser here; open the file above in one", file=sys.stderr)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m runner report",
-        description=f"Write {files.PAGE}, one self-contained page, for a run or for a sweep.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("folder", type=Path, help="folder of a run, or of a sweep")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar=f"{_BASELINE}=NAME",
-        help="compare the other settings with this one: its name in the table, such as none or "
-        "'norm 0.25', or the number of one of its runs",
-    )
-    parser.add_argument("--open", action="store_true", help="show it in the browser too")
-    for kind, about in _TABLES.items():
-        name = export.FORMATS[kind][0]
-        parser.add_argument(f"--{kind}", action="store_true", help=f"also write {about} to {name}")
-    return parser
 
 
 def _baseline(overrides: Sequence[str]) -> str | None:

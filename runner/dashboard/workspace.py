@@ -29,13 +29,6 @@ BEST_LOSS, BEST_ACCURACY = f"best/{keys.EVAL_LOSS}", f"best/{keys.EVAL_ACCURACY}
 CLIPPED = keys.CLIP_RATIO_TOTAL
 SHARE = (0.0, 1.0)
 
-_MEANS: dict[str, Any] = {
-    "groupby": THRESHOLD,
-    "groupby_aggfunc": "mean",
-    "groupby_rangefunc": "stddev",
-}
-"""Options of a panel that shows mean and standard deviation over runs of the same threshold."""
-
 _REFUSED = {"So", "Sk", "Sm", "Sc", "Cs"}
 """Unicode categories of characters that wandb refuses in a name as emoji, such as = and <."""
 
@@ -59,7 +52,7 @@ def build(project: str, entity: str, group: str | None, name: str = "") -> ws.Wo
         entity=entity,
         project=project,
         name="".join("-" if unicodedata.category(c) in _REFUSED else c for c in title),
-        sections=[*_sections()],
+        sections=_sections(),
         settings=ws.WorkspaceSettings(x_axis=STEP, max_runs=MOST_RUNS),
         runset_settings=_runs(group),
     )
@@ -68,20 +61,10 @@ def build(project: str, entity: str, group: str | None, name: str = "") -> ws.Wo
 def _sections() -> list[ws.Section]:
     column, summary = wr.ParallelCoordinatesPlotColumn, wr.SummaryMetric
     percentiles: list[Any] = [f"{keys.GRAD_NORM}/{name}" for name in ("p50", "p90", "p99", "max")]
-    return [
-        _section(
-            "Metric",
-            _against_threshold("Best held-out loss against the threshold", BEST_LOSS),
-            _against_threshold("Best held-out accuracy against the threshold", BEST_ACCURACY),
-            wr.ScatterPlot(
-                title="Learning rate and threshold; the colour is the best held-out loss",
-                x=RATE,
-                y=THRESHOLD,
-                z=summary(BEST_LOSS),
-                log_x=True,
-                log_y=True,
-                gradient=[wr.GradientPoint("#440154", 0), wr.GradientPoint("#5ec962", 100)],
-            ),
+    panels: dict[str, list[wr.PanelTypes]] = {
+        "Metric": [
+            wr.ScatterPlot(title="Best loss", x=THRESHOLD, y=summary(BEST_LOSS), log_x=True),
+            wr.ScatterPlot(title="Accuracy", x=THRESHOLD, y=summary(BEST_ACCURACY), log_x=True),
             wr.ParallelCoordinatesPlot(
                 title="Mode, threshold, learning rate, accumulation and the best loss",
                 columns=[
@@ -95,41 +78,30 @@ def _sections() -> list[ws.Section]:
             ),
             wr.ParameterImportancePlot(with_respect_to=BEST_LOSS),
             wr.RunComparer(diff_only=True),
-        ),
-        _section(
-            "Loss",
+        ],
+        "Loss": [
             _curve("Loss of a step", keys.TRAIN_LOSS),
             _curve("Held-out loss", keys.EVAL_LOSS, log_y=True),
             _curve("Held-out accuracy", keys.EVAL_ACCURACY),
-        ),
-        _section(
-            "Gradient norm and clipping",
+        ],
+        "Gradient norm and clipping": [
             # wandb draws no line at a fixed value, but the threshold is also a metric.
-            _curve(
-                "‖G‖ before clipping, and the threshold",
-                *(keys.GRAD_NORM, keys.CLIP_THRESHOLD),
-                log_y=True,
-            ),
+            _curve("‖G‖ and the threshold", keys.GRAD_NORM, keys.CLIP_THRESHOLD, log_y=True),
             _curve("Share of steps clipped", keys.CLIP_RATIO, CLIPPED, range_y=SHARE),
             _curve("Share of what the mode clips", keys.CLIP_FRACTION, range_y=SHARE),
             _curve("Coefficient: ‖G‖ after / before clipping", keys.CLIP_COEF, range_y=SHARE),
-        ),
-        _section(
-            "Choosing a threshold",
+        ],
+        "Choosing a threshold": [
             wr.BarPlot(title="‖G‖ before clipping: p50, p90, p99, max", metrics=percentiles),
             _every("Share of steps that other thresholds clip (clip.what_if)", keys.WHAT_IF),
             wr.BarPlot(title="Share of steps clipped", metrics=[CLIPPED], range_x=SHARE),
-        ),
-        _section(
-            "By parameter",
-            _every("‖G‖ of each (telemetry.per_layer=true)", keys.LAYER_NORM, log_y=True),
-        ),
-        _section(
-            "Averaged over runs of one threshold (seeds)",
-            _curve("Held-out loss, mean ± sd", keys.EVAL_LOSS, **_MEANS),
-            _curve("‖G‖ before clipping, mean ± sd", keys.GRAD_NORM, log_y=True, **_MEANS),
-            wr.BarPlot(title="Best held-out loss, mean ± sd", metrics=[BEST_LOSS], **_MEANS),
-        ),
+            _every("‖G‖ by parameter (telemetry.per_layer)", keys.LAYER_NORM, log_y=True),
+        ],
+    }
+    axis = ws.SectionPanelSettings(x_axis=STEP)
+    return [
+        ws.Section(name=name, panels=listed, is_open=True, panel_settings=axis)
+        for name, listed in panels.items()
     ]
 
 
@@ -163,11 +135,6 @@ def _quoted(text: str) -> str:
     return "'" + "".join(f"\\U{ord(character):08x}" for character in text) + "'"
 
 
-def _section(name: str, *panels: wr.PanelTypes) -> ws.Section:
-    settings = ws.SectionPanelSettings(x_axis=STEP)
-    return ws.Section(name=name, panels=list(panels), is_open=True, panel_settings=settings)
-
-
 def _curve(title: str, *metrics: str, **options: Any) -> wr.LinePlot:
     return wr.LinePlot(title=title, x=STEP, y=list(metrics), **options)
 
@@ -175,10 +142,6 @@ def _curve(title: str, *metrics: str, **options: Any) -> wr.LinePlot:
 def _every(title: str, prefix: str, **options: Any) -> wr.LinePlot:
     """Return the curves of every metric below ``prefix``, which may be none."""
     return wr.LinePlot(title=title, x=STEP, metric_regex=f"^{prefix}.*$", **options)
-
-
-def _against_threshold(title: str, metric: str) -> wr.ScatterPlot:
-    return wr.ScatterPlot(title=title, x=THRESHOLD, y=wr.SummaryMetric(metric), log_x=True)
 
 
 if __name__ == "__main__":

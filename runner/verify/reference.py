@@ -5,7 +5,6 @@ What both sides make in the same way is here too: model, criterion, mode, optimi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from runner.booster import Booster, NonFiniteGradient, OptimizerWrapper
+from runner.booster import Booster, OptimizerWrapper
 from runner.booster.batch import mapped
 from runner.booster.criterion import Criterion
 from runner.booster.joint import CRITERION
@@ -114,10 +113,7 @@ class Reference:
     def peak(self) -> float:
         """Return the largest value that the mode compares with its threshold in the first step."""
         self.accumulate()
-        with torch.no_grad():
-            peak = float(self.mode.clip(self.optimizer.layout).max_stat)
-        if not math.isfinite(peak):
-            raise NonFiniteGradient(f"the gradient of step 1 is not finite: it holds {peak}")
+        peak = float(self.optimizer.clip(self.mode).max_stat)
         if peak == 0:
             raise ValueError(
                 "no threshold can be derived from the first step, whose gradient is zero: "

@@ -104,7 +104,7 @@ WRONG = [
     ("export {run} --output bare", "is a folder; name a file"),
     ("export {run} --format onnx", "invalid choice"),
     ("export bare", "holds no checkpoint"),
-    ("evaluate {run} {run}", "one run at a time"),
+    ("evaluate {run} {run}", "KEY=VALUE"),
     ("evaluate missing", "there is no such folder"),
     ("evaluate bare", "holds no checkpoint"),
     ("evaluate {run} data.batch=4", "unknown key; did you mean data.batch_size?"),
@@ -114,7 +114,7 @@ WRONG = [
     ("evaluate {run} data.batch_size=4= ~model._target_", "model._target_"),
     ("evaluate {run} --checkpoint newest", "must be a number of optimizer steps"),
     ("evaluate {run} --checkpoint 5", "has no checkpoint 5  (there are:"),
-    ("evaluate {run} --output no/result.json", "there is no folder no"),
+    ("evaluate {run} --output no/result.json", "there is no folder"),
     ("evaluate {run} data=digits", "does not take a sample of"),
 ]
 

@@ -40,23 +40,19 @@ def test_the_folder_trains_as_it_is_and_its_own_test_passes(
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("my-model", "did you mean my_model?"),
+        ("my-model", "such as my_model"),
         ("größe", "must be a Python identifier in ASCII"),
-        ("../up", "did you mean up?"),
+        ("../up", "must be a Python identifier"),
         ("", "must be a Python identifier"),
         ("torch", "is a module that Python finds already"),
-        ("gpt", "is an option of model already"),
-        ("digits", "is an option of data already"),
-        ("sweep_norm", "is a recipe already"),
+        ("gpt", "is an option or a recipe already"),
+        ("sweep_norm", "is an option or a recipe already"),
         ("there", "exists already"),
     ],
 )
 def test_a_name_that_cannot_be_used_is_refused(name, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "there").mkdir()
-    (tmp_path / "mine.py").write_text("")
     assert main(["new", name]) == 2
     assert expected in capsys.readouterr().err
-    assert {one.name for one in tmp_path.iterdir()} == {"there", "mine.py"}
-    assert main(["new", "mine"]) == 0  # a module of this folder alone takes no name
+    assert {one.name for one in tmp_path.iterdir()} == {"there"}

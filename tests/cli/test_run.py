@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import yaml
-from hydra._internal.utils import get_args_parser
 
 import runner
 from runner.cli.main import COMMANDS, main
@@ -76,12 +75,12 @@ def test_a_plan_lists_every_run_and_creates_nothing(outputs, capsys):
     words = ["plugin=single,ddp", "clip=norm,adaptive", "tracker=none", "train.max_duration=7ba"]
     assert main(["plan", "-m", *words]) == 0
     header, *rows, summary = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert header == ["run", "also", "differs", "steps", "state"]
+    assert header == ["run", "steps", "state"]
     assert [" ".join(row) for row in rows] == [
-        "0 plugin=single clip=norm clip.threshold=1.0 7 to run",
-        "1 plugin=single clip=adaptive clip.threshold=0.01 7 to run",
-        "2 plugin=ddp clip=norm clip.threshold=1.0 7 to run",
-        "3 plugin=ddp clip=adaptive clip.threshold=0.01 7 to run",
+        "0 plugin=single clip=norm 7 to run",
+        "1 plugin=single clip=adaptive 7 to run",
+        "2 plugin=ddp clip=norm 7 to run",
+        "3 plugin=ddp clip=adaptive 7 to run",
     ]
     assert " ".join(summary).startswith("4 of 4 to run, 28 steps, in")
     assert not outputs.exists()
@@ -156,10 +155,8 @@ def test_help_names_every_group_key_recipe_command_flag_and_exit_code(capsys):
     ):
         assert part in out
     assert "hydra/" not in out
-    known = {name for action in get_args_parser()._actions for name in action.option_strings}
-    unneeded = {"--run", "-r", "--experimental-rerun", "--shell-completion", "-sc"}
-    described = set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", out))
-    assert known - unneeded | {"--version"} <= described
+    for flag in ("-m", "-h", "--version", "-c", "-p", "--resolve", "-i", "-cd", "-cp", "-cn"):
+        assert re.search(rf"^  {flag}\b", out, re.MULTILINE)
 
 
 def test_the_configuration_and_the_version_can_be_printed(outputs, capsys, monkeypatch):

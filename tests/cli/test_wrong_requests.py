@@ -110,11 +110,11 @@ FLAGS = [
     ("norm", ["norm", "KEY=VALUE", "clip=norm?"]),
     ("=3 seed=( --fro", ["='3'", "no key", "seed=(", "quotes", "--fro", "unknown flag", "--help"]),
     ("--cfg everything", ["--cfg", "everything", "job"]),
-    ("--cfg job -m", ["-m --cfg", "only one"]),
-    ("--resolve -sc", ["--resolve", "--cfg", "--shell-completion  is not supported"]),
-    ("--config-dir /nowhere", ["--config-dir=/nowhere", "folder that exists"]),
+    ("--cfg job -m", ["--multirun", "not allowed with argument --cfg"]),
+    ("--shell-completion", ["--shell-completion", "unknown flag"]),
+    ("--config-dir /nowhere sed=1", ["--config-dir", "folder that exists", "seed?"]),
     ("--config-name foo", ["--config-name=foo", "there is no foo.yaml in", "config"]),
-    *((f"{flag} clip=nrom", ["did you mean norm?"]) for flag in ("--help", "--cfg job", "--info")),
+    *((f"clip=nrom {flag}", ["did you mean norm?"]) for flag in ("--help", "--cfg job", "--info")),
     ("resume=/nowhere", ["resume=/nowhere", "auto, never, or the path of a run or checkpoint"]),
 ]
 SWEEPS = [
@@ -162,18 +162,18 @@ FOLDERS = [
 ]
 COMMANDS = [
     ("plan -m seed=1,-1 clip.treshold=2", ["clip.threshold?", "(in the job seed=-1)"]),
-    ("plan --cfg job", ["does not go with a plan"]),
+    ("plan --cfg job", ["--cfg", "unknown flag of a plan"]),
     ("plan -m model=cnn,gpt", ["does not take a sample of"]),  # what torch alone can tell
-    ("calibrate -m seed=1,2", ["--multirun  does not go with a calibration"]),
+    ("calibrate -m seed=1,2", ["-m", "unknown flag of a calibration"]),
     ("calibrate recipe=sweep_norm", ["a calibration is of one run"]),
     ("calibrate calibrate.steps=10 calibrate.warmup_steps=10", ["must leave some"]),
     ("calibrate clip.what_if=[0.1,-1]", ["must be a list of finite numbers greater than 0"]),
-    ("verify -m seed=1,2", ["--multirun  does not go with a verification"]),
+    ("verify -m seed=1,2", ["-m", "unknown flag of a verification"]),
     ("verify verify.steps=0 clip.treshold=1", ["an integer of at least 1", "clip.threshold?"]),
     ("verify model=gpt data=digits", ["does not take a sample"]),
     ("verify model=resnet18 device=cpu", ["does not take a sample of"]),
     ("verify model=gpt device=cpu plugin=tensor plugin.tp_size=3", ["(1 problem)", "tp_size=3"]),
-    ("evaluate", ["RUN  is missing: name the folder of a run"]),
+    ("evaluate", ["arguments are required: RUN"]),
     ("calibrte seed=1", ["calibrte is no command: did you mean calibrate?"]),
 ]
 WRONG = [

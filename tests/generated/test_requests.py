@@ -5,7 +5,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from runner.cli import run
+from runner.cli import arguments
 from runner.compose.request import request
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError
@@ -18,8 +18,8 @@ EXAMPLES = os.environ.get("RUNNER_TESTS_EXAMPLES")
 def asked(words):
     """What the command does before it imports torch."""
     try:
-        flags = run.read(words)
-        given = {"multirun": flags.multirun, "source": run.source_of(flags)}
+        flags = arguments.read(words)
+        given = {"multirun": flags.multirun, "source": arguments.source_of(flags)}
         return request(flags.overrides, earlier=earlier_record, **given)
     except RequestError as error:
         return error

@@ -1,0 +1,173 @@
+"""Requests of a run: Hydra's flags by argparse, overrides checked, and work done on its ranks.
+
+torch is imported only after the overrides are validated, so that a wrong key, ``--help`` and
+``--cfg`` cost no more than Python and Hydra do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.compose.composer import Source, with_own_mode
+from runner.compose.jobs import Job
+from runner.compose.launchers import Where
+from runner.compose.overrides import spelled_out
+from runner.compose.request import Request, request
+from runner.config.environment import joins, started_rank
+from runner.config.folders import CONFIG_NAME
+from runner.config.importing import importing
+from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.schema import RunConfig
+from runner.config.scratch import missing
+from runner.config.sizes import may_grow
+from runner.launch import elastic
+from runner.run_folder.sweep_record import earlier_record
+from runner.telemetry.sinks.console import announce, print_line
+
+if TYPE_CHECKING:
+    from runner.launch.failure import Failure
+
+
+def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
+    """Read overrides and Hydra's flags, which may stand in any order."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add = parser.add_argument
+    for name in ("path", "name", "dir"):
+        add(f"--config-{name}", f"-c{name[0]}", type=str if name == "name" else _folder)
+    if purpose in ("a run", "a plan"):
+        modes = parser.add_mutually_exclusive_group()
+        modes.add_argument("--multirun", "-m", action="store_true")
+    if purpose == "a run":
+        modes.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+        modes.add_argument("--info", "-i", nargs="?", const="all")
+        add("--package", "-p")
+        for flag in ("--help", "-h", "--hydra-help", "--resolve"):
+            add(flag, action="store_true")
+    try:
+        args, rest = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        problems = [Problem(error.argument_name or "flags", NOTHING, error.message)]
+        args, rest = parser.parse_known_args([])[0], [w for w in words if "=" in w and w[:1] != "-"]
+    else:
+        message = f"unknown flag of {purpose}; --help and --hydra-help list the flags"
+        problems = [Problem(word, NOTHING, message) for word in rest if word.startswith("-")]
+    args.overrides = with_own_mode(spelled_out([w for w in rest if not w.startswith("-")]))
+    if problems:
+        try:
+            checked(args)
+        except RequestError as error:  # one message names wrong overrides too
+            problems += error.problems
+        raise RequestError(problems)
+    return args
+
+
+def _folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"must be a folder that exists, not {text}")
+    return Path(text).absolute()
+
+
+def source_of(args: argparse.Namespace) -> Source:
+    """Return where the flags say that the configuration is read."""
+    return Source(args.config_path, args.config_name or CONFIG_NAME, args.config_dir)
+
+
+def checked(args: argparse.Namespace) -> Request:
+    """Return the request of a run or a sweep, checked as far as that goes without torch."""
+    return request(
+        args.overrides,
+        multirun=getattr(args, "multirun", False),
+        source=source_of(args),
+        earlier=None if joins() else earlier_record,  # the first rank may have begun the record
+    )
+
+
+def single(words: Sequence[str], purpose: str) -> Request:
+    """Read and check a request for one run; nothing is created."""
+    args = read(words, purpose)
+    wanted = request(args.overrides, source=source_of(args), writes=False)
+    if wanted.sweep is not None:
+        message = f"{purpose} is of one run: leave out what makes a sweep of it"
+        raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
+    note(wanted.notes)
+    elastic.require_one_machine(wanted.jobs[0].config)
+    check_jobs(wanted.jobs)
+    return wanted
+
+
+def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
+    """Check what needs torch: targets, data, device and clipping mode of each distinct job."""
+    if not jobs:
+        return
+    here, started = where != "elsewhere", started_rank()
+    lacking = {one.key: one for job in jobs if here for one in missing(job.config)}
+    if lacking:
+        raise RequestError(lacking.values())
+    if "torch" not in sys.modules:
+        announce("clip-runner: importing torch, then checking model and data")
+    if where == "here" and (started is None or started.world_size == 1):
+        # Ranks import torch while this process does.
+        elastic.prepare(*(job.config for job in jobs))
+    with importing("torch"):
+        from runner.train import build, preflight
+
+    problems: list[Problem] = []
+    seen: list[dict[str, Any]] = []
+    for job in jobs:
+        apart = {key: value for key, value in job.plain.items() if key != "seed"}
+        if apart in seen:
+            continue
+        seen.append(apart)
+        try:
+            with importing("torch._dynamo"):  # torch does when the first optimizer is made
+                preflight.check(job.config, compared=len(jobs) > 1, here=here)
+        except RequestError as error:
+            problems += (replace(problem, job=job.label) for problem in error.problems)
+    if problems:
+        raise RequestError(problems)
+    configs = [job.config for job in jobs if here and started is None]
+    growing = [one for one in configs if may_grow(one.plugin) and build.ranks_of(one) == 1]
+    note(
+        f"plugin={name} runs on one rank: plugin.nproc is not given, and this run uses at most one "
+        "GPU. plugin.nproc=2 starts two ranks."
+        for name in sorted({one.plugin.name for one in growing})
+    )
+
+
+def note(sentences: Iterable[str]) -> None:
+    """Print ``sentences`` to standard error, on the first rank alone."""
+    for sentence in () if joins() else sentences:
+        print_line(f"clip-runner: note: {sentence}", sys.stderr)
+
+
+def on_ranks(
+    config: RunConfig, folder: Path, work: Callable[..., Any], sinks: Sequence[Any] = ()
+) -> dict[str, Any] | Failure:
+    """Return what ``work`` returns on the ranks of a request, or why it failed, which is printed.
+
+    A rank that joins others ends with the exit code of its part.
+    """
+    from runner.launch.failure import Failure, attempt
+
+    if joins():
+        from runner.launch.rank import join
+
+        raise SystemExit(join(work, config.launch.timeout))
+    from runner.launch.supervise import train
+
+    folder.mkdir(parents=True, exist_ok=True)
+    ended = attempt(lambda: train(config, folder, sinks, work))
+    if isinstance(ended, Failure):
+        for sink in sinks:
+            sink.close(None, ended.exit_code)
+        # The end of a traceback: the exception, its message and its notes.
+        raised = re.split(r"^  File .*\n(?:    .*\n)*", ended.error, flags=re.MULTILINE)[-1]
+        who = "" if ended.rank is None else f"rank {ended.rank}: "
+        print_line(f"clip-runner: {who}{raised.strip()}", sys.stderr)
+    return ended

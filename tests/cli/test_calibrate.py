@@ -25,7 +25,7 @@ def test_predicted_shares_are_those_of_an_unclipped_run_to_the_bit(mode, outputs
     found = calibrated(outputs / "found", *SMALL, f"clip={mode}", "calibrate.steps=12")
     said = capsys.readouterr().out
     assert (found["steps"], found["mode"], found["warmup_steps"]) == (12, mode, 1)
-    for part in ("Next", "‖G‖", "only 11 steps were measured after the warm-up"):
+    for part in ("Next", "‖G‖", "only 11 steps measured after the warm-up"):
         assert part in said
     assert not (outputs / "runs").exists()
     # An unclipped run: a threshold that never binds keeps the units of the mode.

@@ -80,16 +80,13 @@ def test_it_gives_the_last_evaluation_to_the_bit_and_writes_nothing(single, fsdp
 
 
 def test_other_checkpoints_and_other_data(single, capsys, outputs, tmp_path):
-    final, _ = evaluated(capsys, single, "--checkpoint", "final")
     newest, head = evaluated(capsys, single, "--checkpoint", "last")
     assert head.split(", ")[1].startswith("step 6;")
-    assert newest != final == last(single)
-    replaced, _ = evaluated(capsys, single, "data=synthetic", "data.shape=[3,16,16]")
-    assert replaced.keys() == final.keys()
+    assert newest != last(single)
     file = tmp_path / "result.json"
     other, _ = evaluated(capsys, single, "data.seed=9", "--output", file)
-    assert other.keys() == final.keys()
-    assert other != final
+    assert other.keys() == newest.keys()
+    assert other != last(single)
     written = json.loads(file.read_text())
     assert other == {key: written[key] for key in other}
     assert (written["step"], written["overrides"]) == (7, ["data.seed=9"])
@@ -102,18 +99,13 @@ WRONG = [
     ("export {run} --checkpoint 5", "has no checkpoint 5  (there are:"),
     ("export {run} --output no/model.pt", "there is no folder"),
     ("export {run} --output bare", "is a folder; name a file"),
-    ("export {run} --format onnx", "invalid choice"),
-    ("export bare", "holds no checkpoint"),
     ("evaluate {run} {run}", "KEY=VALUE"),
-    ("evaluate missing", "there is no such folder"),
     ("evaluate bare", "holds no checkpoint"),
     ("evaluate {run} data.batch=4", "unknown key; did you mean data.batch_size?"),
     ("evaluate {run} data=digit", "unknown option; did you mean digits?"),
     ("evaluate {run} data.seed=1,2", "must be one value"),
     ("evaluate {run} recipe=gpt", "goes with a run"),
-    ("evaluate {run} data.batch_size=4= ~model._target_", "model._target_"),
     ("evaluate {run} --checkpoint newest", "must be a number of optimizer steps"),
-    ("evaluate {run} --checkpoint 5", "has no checkpoint 5  (there are:"),
     ("evaluate {run} --output no/result.json", "there is no folder"),
     ("evaluate {run} data=digits", "does not take a sample of"),
 ]
@@ -170,8 +162,7 @@ def loss_of(file, run):
     ("asked", "step", "name"),
     [
         ("", 7, "model.safetensors"),
-        ("--checkpoint final", 7, "model.pt"),
-        ("--checkpoint last", 6, "model.safetensors"),
+        ("--checkpoint last", 6, "model.pt"),
         ("--checkpoint best", None, "model.safetensors"),
         ("--checkpoint 000003", 3, "model.pt"),
     ],
@@ -194,9 +185,7 @@ def test_a_plain_model_loads_the_exported_file(fsdp, asked, step, name, tmp_path
             )
 
 
-def test_a_file_that_exists_is_kept_unless_forced_and_on_a_full_disk(
-    single, tmp_path, capsys, monkeypatch
-):
+def test_a_file_that_exists_is_kept_unless_forced(single, tmp_path, capsys, monkeypatch):
     def full(*args):
         raise safetensors.SafetensorError("I/O error: No space left on device")
 
@@ -209,7 +198,6 @@ def test_a_file_that_exists_is_kept_unless_forced_and_on_a_full_disk(
         patched.setattr(safetensors.torch, "save_file", full)
         assert main([*words, "--force"]) == 1
     assert f"{file} cannot be written" in capsys.readouterr().err
-    assert file.read_text() == "mine"
-    assert not list(tmp_path.glob(".*"))
+    assert [one.read_text() for one in tmp_path.iterdir()] == ["mine"]
     assert main([*words, "--force"]) == 0
     assert "without 1 tensor of the criterion" in capsys.readouterr().out

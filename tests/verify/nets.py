@@ -5,9 +5,7 @@ import math
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset
-
-from runner.data import Data
+from torch.utils.data import IterableDataset
 
 
 class Normed(nn.Module):  # A convolution, batch norm, and a linear head over [B, 1, 8, 8]
@@ -59,18 +57,6 @@ class Fails(Constant):  # A model that fails where it is not merely tried out
             dtype = {"images": images.dtype}["imagse"]
             return images.to(dtype)
         return super().forward(images)
-
-
-class Noisy(Dataset):  # Samples that are not the same when they are read again
-    def __len__(self):
-        return 70
-
-    def __getitem__(self, index):
-        return torch.randn(1, 8, 8), index % 10
-
-
-def noisy(**options):
-    return Data(Noisy(), Noisy(), "samples")
 
 
 class Images(IterableDataset):  # A stream of 100 images [C, 8, 8] with one of ten classes

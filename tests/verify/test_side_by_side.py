@@ -26,17 +26,12 @@ ON_TWO = {
     "float32": ([*TOKENS, *FLOAT32, "plugin=tensor"], None),
     "batch norm": ([*NORMED, "accumulation.steps=2", "clip=adaptive"], None),
     "pipeline of batch norm": ([*IMAGES, *net("Chain"), "plugin=pipeline"], None),
-    "padded": ([*IMAGES, *net("Chain"), "data.batch_size=7", "plugin=pipeline"], None),
     "dropout": ([*NORMED, "+model.chance=0.5"], None),
-    "noisy": ([*NORMED, "data._target_=tests.verify.nets.noisy"], None),
-    "stream, ddp": ([*STREAM, "plugin=ddp"], None),
-    "stream, fsdp": ([*STREAM, "plugin=fsdp"], None),
+    "stream": ([*STREAM, "plugin=fsdp"], None),
     "spare": (SPARE, None),
     "zeros": (SPARE, "ZerosForUnusedParameters"),
-    **{
-        f"twice, {mode}": ([*TOKENS, *BINDING, f"clip={mode}"], "CountsReplicasTwice")
-        for mode in MODES[1:]
-    },
+    "twice, norm": ([*TOKENS, *BINDING, "clip=norm"], "CountsReplicasTwice"),
+    "twice, adaptive": ([*TOKENS, *BINDING, "clip=adaptive"], "CountsReplicasTwice"),
     "reduces nothing": ([*TOKENS, "plugin=ddp", "clip=none"], "ForgetsToReduce"),
     "by stage": ([*TOKENS, "plugin=pipeline", *NORM], "ClipsByStage"),
     "checks itself": ([*TOKENS, "plugin=ddp"], "ChecksItsLayout"),
@@ -86,9 +81,9 @@ def test_right_plugins_take_the_steps_of_one_process(found):
         for mode in (value, adaptive):
             assert mode["derived"]
             assert 0 < mode["steps"][0]["reference"]["fraction"] < 1
-    for name in ("batch norm", "pipeline of batch norm", "stream, ddp", "stream, fsdp", "spare"):
+    for name in ("batch norm", "pipeline of batch norm", "stream", "spare"):
         assert_ok(found[name])
-    assert found["stream, ddp"]["modes"][0]["binds"]
+    assert found["stream"]["modes"][0]["binds"]
     assert_ok(found["float32"], bound=1e-5)
     assert found["float32"]["tolerance"] == 1e-5
     assert found["float32"]["max_rel_error"] > 1e-12
@@ -101,7 +96,8 @@ def test_right_plugins_take_the_steps_of_one_process(found):
     ("case", "failure"),
     [
         ("zeros", "spare.bias, spare.weight: a gradient under the plugin, but none in one"),
-        *((f"twice, {mode}", "‖G‖ of step 1 is off by 0.41") for mode in MODES[1:]),
+        ("twice, norm", "‖G‖ of step 1 is off by 0.41"),
+        ("twice, adaptive", "‖G‖ of step 1 is off by 0.41"),
         ("reduces nothing", "replicas no longer hold the same bits"),
         ("reduces nothing", "norm of step 1 is"),
         ("by stage", "norm of step 1 is"),
@@ -122,17 +118,11 @@ def test_a_faulty_plugin_is_found_out(found, case, failure):
         assert found[case]["naive"] < 1e-12, "torch's own norm of whole gradients is right"
 
 
-@pytest.mark.parametrize(
-    ("case", "cause"),
-    [
-        ("padded", "fills a short microbatch up"),
-        ("dropout", "losses of step 1 differ already"),
-        ("noisy", "random numbers that are drawn"),
-    ],
-)
-def test_what_is_no_fault_of_the_plugin_is_named_as_the_cause(found, case, cause):
-    assert not found[case]["ok"]
-    assert any(cause in each for each in found[case]["causes"])
+def test_what_is_no_fault_of_the_plugin_is_named_as_the_cause(found):
+    assert not found["dropout"]["ok"]
+    causes = "\n".join(found["dropout"]["causes"])
+    for part in ("losses of step 1 differ already", "random numbers", "batch norm"):
+        assert part in causes
     assert "elements, but the ranks" in found["checks itself"], "a layout that checks itself"
 
 

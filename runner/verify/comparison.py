@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -52,133 +52,91 @@ class Naive:
     rank: int = 0
 
 
-@dataclass(frozen=True)
-class ComparedStep:
-    """One optimizer step of both sides; ``gradients`` are errors by parameter."""
-
-    step: int
-    plugin: SideMetrics
-    reference: SideMetrics
-    gradients: Mapping[str, float]
-    disagreeing: Sequence[str] = ()
-    present: Sequence[str] = ()
-    naive: Naive | None = None
-    loss: float = math.nan
-
-    @property
-    def errors(self) -> dict[str, float]:
-        """Relative errors of ‖G‖ before and after clipping, and the largest of a gradient."""
-        return {
-            "norm_error": relative(self.plugin.norm, self.reference.norm),
-            "norm_clipped_error": relative(self.plugin.norm_clipped, self.reference.norm_clipped),
-            "gradient_error": max(self.gradients.values(), default=0.0),
-        }
-
-    def failures(self, bound: float) -> Iterator[str]:
-        """Yield a message for each difference that is more than rounding."""
-        compared = ("‖G‖", "‖G‖ after clipping", "the clipped gradient")
-        for what, error in zip(compared, self.errors.values(), strict=True):
-            if not error <= bound:
-                yield f"{what} of step {self.step} is off by {error:.2g}"
-        ours, theirs = self.plugin.fraction, self.reference.fraction
-        if ours != theirs:
-            count = f"{keys.CLIP_FRACTION} of step {self.step}"
-            yield f"{count} is {ours!r} instead of {theirs!r}: the counts differ"
-        yield from self.disagreeing
-        yield from self.present
+def compare_step(
+    step: int,
+    ranks: Sequence[SideMetrics],
+    gradients: Mapping[str, Tensor],
+    reference: SideMetrics,
+    wanted: Mapping[str, Tensor],
+    bound: float,
+) -> dict[str, Any]:
+    """Compare one step of the plugin's ``ranks`` with that of one process."""
+    ours, errors = ranks[0], tensor_errors(gradients, wanted)
+    found = {
+        "norm_error": relative(ours.norm, reference.norm),
+        "norm_clipped_error": relative(ours.norm_clipped, reference.norm_clipped),
+        "gradient_error": max(errors.values(), default=0.0),
+    }
+    whats = ("‖G‖", "‖G‖ after clipping", "the clipped gradient")
+    failures = [
+        f"{what} of step {step} is off by {error:.2g}"
+        for what, error in zip(whats, found.values(), strict=True)
+        if not error <= bound
+    ]
+    if ours.fraction != reference.fraction:
+        counts = f"{ours.fraction!r} instead of {reference.fraction!r}: the counts differ"
+        failures.append(f"{keys.CLIP_FRACTION} of step {step} is {counts}")
+    failures += [*disagreements(step, ranks), *presence(step, gradients, wanted)]
+    sides = {"plugin": asdict(ours), "reference": asdict(reference)}
+    return {"step": step, **found, **sides, "failures": failures, "errors": errors}
 
 
-@dataclass(frozen=True)
-class Compared:
-    """All steps of one clipping mode; ``weights`` are errors after the last step."""
-
-    mode: str
-    threshold: float | None
-    derived: bool
-    steps: Sequence[ComparedStep]
-    weights: Mapping[str, float]
-    drifted: Sequence[str] = ()
-    losses: Sequence[float] = ()
-    causes: Sequence[str] = ()
-
-    @property
-    def weight_error(self) -> float:
-        """Largest error of a parameter after the last step."""
-        return max(self.weights.values(), default=0.0)
-
-    @property
-    def largest(self) -> float:
-        """Largest error of all steps and weights."""
-        return max([self.weight_error, *(e for step in self.steps for e in step.errors.values())])
-
-    def worst(self) -> list[dict[str, Any]]:
-        """Return name, error and quantity of the parameters with the largest errors."""
-        found = {name: (error, "weight") for name, error in self.weights.items()}
-        for step in self.steps:
-            for name, error in step.gradients.items():
-                if error > found.get(name, (-1.0, ""))[0]:
-                    found[name] = (error, f"gradient of step {step.step}")
-        ranked = sorted(found.items(), key=lambda item: -item[1][0])[:WORST]
-        return [{"name": name, "error": error, "of": what} for name, (error, what) in ranked]
-
-    def failures(self, bound: float) -> Iterator[str]:
-        """Yield a message for each difference that is more than rounding."""
-        for step in self.steps:
-            yield from step.failures(bound)
-        if not self.weight_error <= bound:
-            yield f"the weights after the last step are off by {self.weight_error:.2g}"
-        if self.drifted:
-            yield f"replicas no longer hold the same bits: {first_few(self.drifted, WORST)}"
-
-    def record(self, bound: float) -> dict[str, Any]:
-        """Return the part of ``verify.json`` about this mode."""
-        return {
-            "mode": self.mode,
-            "threshold": self.threshold,
-            "derived": self.derived,
-            "binds": any(step.reference.clipped for step in self.steps),
-            "max_rel_error": self.largest,
-            "weight_error": self.weight_error,
-            "failures": list(self.failures(bound)),
-            "worst": self.worst(),
-            "steps": [
-                {
-                    "step": step.step,
-                    **step.errors,
-                    "loss": {"plugin": loss, "reference": step.loss},
-                    "plugin": asdict(step.plugin),
-                    "reference": asdict(step.reference),
-                    "naive": None if step.naive is None else asdict(step.naive),
-                }
-                for step, loss in zip(self.steps, self.losses, strict=True)
-            ],
-        }
-
-    def naive_results(self, bound: float) -> Iterator[Naive]:
-        """Yield the naive norms of the steps that begin with equal weights on both sides."""
-        for step in self.steps:
-            if step.naive is not None:
-                yield step.naive
-            if not max(step.errors.values()) <= bound:
-                return
+def compare_mode(
+    steps: Sequence[dict[str, Any]],
+    weights: Mapping[str, float],
+    drifted: Sequence[str],
+    bound: float,
+) -> dict[str, Any]:
+    """Return what ``verify.json`` says of a mode; ``weights`` are errors after the last step."""
+    weight_error = max(weights.values(), default=0.0)
+    failures = [failure for step in steps for failure in step["failures"]]
+    if not weight_error <= bound:
+        failures.append(f"the weights after the last step are off by {weight_error:.2g}")
+    if drifted:
+        failures.append(f"replicas no longer hold the same bits: {first_few(drifted, WORST)}")
+    worst = {name: (error, "weight") for name, error in weights.items()}
+    for step in steps:
+        for name, error in step.pop("errors").items():
+            if error > worst.get(name, (-1.0, ""))[0]:
+                worst[name] = (error, f"gradient of step {step['step']}")
+    ranked = sorted(worst.items(), key=lambda item: -item[1][0])[:WORST]
+    return {
+        "binds": any(step["reference"]["clipped"] for step in steps),
+        "max_rel_error": max([weight_error, *map(_largest, steps)]),
+        "weight_error": weight_error,
+        "failures": failures,
+        "worst": [{"name": name, "error": error, "of": what} for name, (error, what) in ranked],
+        "steps": list(steps),
+    }
 
 
-def outcome(compared: Sequence[Compared], notes: Iterable[str], bound: float) -> dict[str, Any]:
+def _largest(step: Mapping[str, Any]) -> float:
+    errors = ("norm_error", "norm_clipped_error", "gradient_error")
+    return max(float(step[name]) for name in errors)
+
+
+def outcome(
+    modes: Sequence[dict[str, Any]], notes: Iterable[str], causes: Iterable[str], bound: float
+) -> dict[str, Any]:
     """Return the part of ``verify.json`` that is about the comparison."""
-    modes = [one.record(bound) for one in compared]
-    ok = not any(one["failures"] for one in modes)
-    naive = [each for one in compared for each in one.naive_results(bound)]
-    raised = next((each.raised for each in naive if each.raised is not None), None)
+    naive = []
+    for mode in modes:
+        for step in mode["steps"]:
+            naive += [step["naive"]] if step["naive"] else []
+            if not _largest(step) <= bound:
+                break  # from here on both sides have other weights
+    ok = not any(mode["failures"] for mode in modes)
+    raised = next((each["raised"] for each in naive if each["raised"]), None)
     return {
         "ok": ok,
         "error": None,
         "rank": None,
-        "max_rel_error": max(one.largest for one in compared),
-        "naive": raised or max((each.error for each in naive), default=None),
+        "max_rel_error": max(mode["max_rel_error"] for mode in modes),
+        "naive": raised or max((each["error"] for each in naive), default=None),
         "tolerance": bound,
         "notes": list(notes),
-        "causes": [] if ok else list(dict.fromkeys(x for one in compared for x in one.causes)),
-        "modes": modes,
+        "causes": [] if ok else list(dict.fromkeys(causes)),
+        "modes": list(modes),
     }
 
 

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
@@ -29,14 +30,12 @@ from runner.telemetry.sinks.sink import Sink
 from runner.train import build
 from runner.train.trainer import Log, Trainer
 from runner.verify.comparison import (
-    Compared,
-    ComparedStep,
     Naive,
     SideMetrics,
-    disagreements,
+    compare_mode,
+    compare_step,
     naive_norm,
     outcome,
-    presence,
     relative,
     tensor_errors,
     worst_naive,
@@ -73,7 +72,8 @@ def execute(config: RunConfig, sinks: Sequence[Sink] = ()) -> dict[str, Any]:
     comparable = config.model_copy(update={"plugin": plugin})
     try:
         modes = config.verify.modes or [config.clip.mode]
-        compared = [_compare(comparable, name) for name in modes]
+        causes: list[str] = []
+        compared = [_compare(comparable, name, causes) for name in modes]
     except NonFiniteGradient as error:
         error.advice = ""  # clip.nonfinite=skip does not help here
         error.add_note(
@@ -85,7 +85,7 @@ def execute(config: RunConfig, sinks: Sequence[Sink] = ()) -> dict[str, Any]:
             error.add_note("if the model computes in float32 only, use verify.dtype=float32")
         raise
     here = [one for one in compared if one is not None]
-    return outcome(here, _notes(config), config.verify.bound) if here else {}
+    return outcome(here, _notes(config), causes, config.verify.bound) if here else {}
 
 
 def _notes(config: RunConfig) -> Iterator[str]:
@@ -104,8 +104,9 @@ def _notes(config: RunConfig) -> Iterator[str]:
     )
 
 
-def _compare(config: RunConfig, name: str) -> Compared | None:
+def _compare(config: RunConfig, name: str, causes: list[str]) -> dict[str, Any] | None:
     """Train both sides in one clipping mode; only the first rank has a result."""
+    bound = config.verify.bound
     plugin = build.make_plugin(config)
     mode, derived = make_mode(config, name)
     data = make_samples(config, plugin.data_size)
@@ -123,25 +124,16 @@ def _compare(config: RunConfig, name: str) -> Compared | None:
         peak = math.nan if plugin.rank else one_process().peak()
         mode.threshold = _from_all(peak)[0] * BINDS
     reference = None if plugin.rank else one_process()
-    steps: list[ComparedStep] = []
+    steps: list[dict[str, Any]] = []
 
     def seen(
         ranks: list[SideMetrics], gradients: dict[str, Tensor], naive: list[Naive | None]
     ) -> None:
         assert reference is not None
         metrics, loss, wanted = reference.step()
-        number = len(steps) + 1
-        one = ComparedStep(
-            step=number,
-            plugin=ranks[0],
-            reference=metrics,
-            gradients=tensor_errors(gradients, wanted),
-            disagreeing=disagreements(number, ranks),
-            present=presence(number, gradients, wanted),
-            naive=worst_naive(naive, metrics.norm),
-            loss=loss,
-        )
-        steps.append(one)
+        one = compare_step(len(steps) + 1, ranks, gradients, metrics, wanted, bound)
+        worst = worst_naive(naive, metrics.norm)
+        steps.append({**one, "naive": worst and asdict(worst), "loss": {"reference": loss}})
 
     _watch(mode, trainer, seen)
     trainer.fit()
@@ -151,9 +143,12 @@ def _compare(config: RunConfig, name: str) -> Compared | None:
         return None
     wanted = reference.weights()
     weights = {name: tensor for name, tensor in weights.items() if name in wanted}
-    causes = _causes(config, reference, losses[0], steps[0].loss)
+    for step, loss in zip(steps, losses, strict=True):
+        step["loss"]["plugin"] = loss
+    causes += _causes(config, reference, **steps[0]["loss"])
     errors = tensor_errors(weights, wanted)
-    return Compared(name, mode.threshold, derived, steps, errors, drifted, losses, list(causes))
+    about = {"mode": name, "threshold": mode.threshold, "derived": derived}
+    return {**about, **compare_mode(steps, errors, drifted, bound)}
 
 
 def _trainer(
@@ -261,21 +256,23 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
-def _causes(config: RunConfig, reference: Reference, ours: float, theirs: float) -> Iterator[str]:
+def _causes(
+    config: RunConfig, one_process: Reference, reference: float, plugin: float
+) -> Iterator[str]:
     """Yield reasons other than a fault of the plugin why the sides may differ."""
     yield (
         "random numbers that are drawn in the forward pass (functional dropout) or when samples "
         "are read: ranks draw other ones than one process"
     )
-    if any("BatchNorm" in type(module).__name__ for module in reference.model.modules()):
+    if any("BatchNorm" in type(module).__name__ for module in one_process.model.modules()):
         yield (
             "batch norm: SyncBatchNorm couples the samples of all ranks, and a pipeline fills a "
             "short microbatch up with copies (choose a data.batch_size that "
             "plugin.num_microbatches divides, and data.drop_last=true)"
         )
-    if not relative(ours, theirs) <= config.verify.bound:
+    if not relative(plugin, reference) <= config.verify.bound:
         yield (
-            f"the losses of step 1 differ already ({ours!r}, one process {theirs!r}): "
+            f"the losses of step 1 differ already ({plugin!r}, one process {reference!r}): "
             "look at the forward pass or the batches rather than at clipping"
         )
     if config.verify.dtype == "float32":

@@ -12,10 +12,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from runner.clip import Layout, ParamShard, Units
 from runner.verify.comparison import (
-    Compared,
-    ComparedStep,
     Naive,
     SideMetrics,
+    compare_mode,
+    compare_step,
     disagreements,
     naive_norm,
     presence,
@@ -29,9 +29,10 @@ SIDE = SideMetrics(2.0, 1.0, 0.5, 1.0, 0.25, 2.0)
 NAN, INF = math.nan, math.inf
 
 
-def compared(metrics=SIDE, weights=None, **more):
-    steps = [ComparedStep(1, metrics, SIDE, {"a": 1e-16, "b": 1e-12}, **more.pop("step", {}))]
-    return Compared("value", 1.0, False, steps, weights or {"a": 3e-12, "b": 0.0}, **more)
+def failures(metrics=SIDE, weights=None, drifted=(), ours="ab", reference="ab"):
+    ones = [dict.fromkeys(names, torch.ones(2)) for names in (ours, reference)]
+    step = compare_step(1, [metrics], ones[0], SIDE, ones[1], 1e-9)
+    return compare_mode([step], weights or {"a": 3e-12}, drifted, 1e-9)["failures"]
 
 
 def test_errors_are_relative_and_infinite_where_nothing_can_be_compared():
@@ -54,34 +55,38 @@ def test_errors_are_relative_and_infinite_where_nothing_can_be_compared():
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("made", "said"),
     [
-        (compared(), []),
-        (compared(weights={"a": 1e-8}), ["weights after the last step are off by 1e-08"]),
-        (compared(drifted=list("abcdefg")), ["the same bits: a, b, c, d, e and 2 more"]),
-        (compared(replace(SIDE, norm=2.1)), ["‖G‖ of step 1 is off by 0.05"]),
-        (compared(replace(SIDE, norm_clipped=1.1)), ["after clipping of step 1 is off"]),
+        ({}, []),
+        ({"weights": {"a": 1e-8}}, ["weights after the last step are off by 1e-08"]),
+        ({"drifted": list("abcdefg")}, ["the same bits: a, b, c, d, e and 2 more"]),
+        ({"metrics": replace(SIDE, norm=2.1)}, ["‖G‖ of step 1 is off by 0.05"]),
+        ({"metrics": replace(SIDE, norm_clipped=1.1)}, ["after clipping of step 1 is off"]),
         # A count is right or wrong; one element of a million is no rounding.
-        (compared(replace(SIDE, fraction=0.250001)), ["0.250001 instead of 0.25"]),
+        ({"metrics": replace(SIDE, fraction=0.250001)}, ["0.250001 instead of 0.25"]),
         (
-            compared(step={"present": presence(3, "ab", "acdefgh")}),
-            ["b: a gr", "c, d, e, f, g and"],
+            {"ours": "ab", "reference": "acdefgh"},
+            ["the clipped gradient", "b: a gr", "c, d, e, f, g and"],
         ),
     ],
 )
-def test_what_exceeds_rounding_is_a_failure(found, said):
-    failures = list(found.failures(1e-9))
-    assert len(failures) == len(said)
-    assert all(expected in line for expected, line in zip(said, failures, strict=True))
+def test_what_exceeds_rounding_is_a_failure(made, said):
+    found = failures(**made)
+    assert len(found) == len(said)
+    assert all(expected in line for expected, line in zip(said, found, strict=True))
 
 
 def test_the_worst_parameters_come_first_and_ranks_agree_to_the_bit():
-    steps = [ComparedStep(n, SIDE, SIDE, {"a": error}) for n, error in ((1, 0.1), (2, 0.3))]
-    weights = {"a": 0.2, "b": 0.25, **dict.fromkeys("cdefg", 0.0)}
-    worst = Compared("norm", 1.0, False, steps, weights).worst()
+    one = torch.ones(1)
+    steps = [
+        compare_step(n, [SIDE], {"a": one * (1 + error)}, SIDE, {"a": one}, 1e-9)
+        for n, error in ((1, 0.125), (2, 0.25))
+    ]
+    weights = {"a": 0.2, "b": 0.22, **dict.fromkeys("cdefg", 0.0)}
+    worst = compare_mode(steps, weights, [], 1e-9)["worst"]
     assert [tuple(one.values()) for one in worst[:2]] == [
-        ("a", 0.3, "gradient of step 2"),
-        ("b", 0.25, "weight"),
+        ("a", 0.25, "gradient of step 2"),
+        ("b", 0.22, "weight"),
     ]
     assert len(worst) == 5
     nan, near = replace(SIDE, peak=NAN), replace(SIDE, norm=math.nextafter(2.0, 3.0), peak=NAN)

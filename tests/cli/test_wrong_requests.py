@@ -172,8 +172,8 @@ COMMANDS = [
     ("verify verify.steps=0 clip.treshold=1", ["an integer of at least 1", "clip.threshold?"]),
     ("verify model=gpt data=digits", ["does not take a sample"]),
     ("verify model=resnet18 device=cpu", ["does not take a sample of"]),
-    ("verify model=gpt device=cpu plugin=tensor plugin.tp_size=3", ["(1 problem)", "tp_size=3"]),
-    ("evaluate", ["arguments are required: RUN"]),
+    ("verify model=gpt data=text device=cpu plugin=tensor plugin.tp_size=3", ["tp_size=3"]),
+    ("evaluate nowhere", ["RUN=nowhere", "there is no such folder"]),
     ("calibrte seed=1", ["calibrte is no command: did you mean calibrate?"]),
 ]
 WRONG = [

@@ -29,7 +29,7 @@ from runner.booster.prepare import compiled_in_place, require_dense, require_rea
 from runner.booster.unchanged import BoostedParameters
 from runner.booster.wrapper import ModelWrapper, names_of, require_new, wrappers
 from runner.clip import Layout
-from runner.clip.boosted import register
+from runner.clip.functional import register
 from runner.clip.skip import SkipRule
 from runner.parallel.collectives import on_any_rank
 from runner.parallel.final_gradients import Final

@@ -68,7 +68,7 @@ class InBackward:
         mode: the mode.
         steps: see above.
         began: whether parts of this step were clipped.
-        powers: see :class:`runner.clip.norms.Measured`; of the step that was finished last.
+        powers: see :func:`runner.clip.norms.measure`; of the step that was finished last.
     """
 
     def __init__(

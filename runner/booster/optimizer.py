@@ -21,7 +21,7 @@ from runner.booster.spikes import Spikes, at_once
 from runner.booster.step_order import StepOrder, StepOrderError, StepState
 from runner.booster.unchanged import BoostedGroups, BoostedParameters
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, build, total_norm, transfer
-from runner.clip.direction import Direction
+from runner.clip.decision import Direction
 from runner.clip.mode import scale
 from runner.clip.norms import Powers
 from runner.clip.skip import SkipRule

@@ -17,7 +17,6 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -26,13 +25,12 @@ from torch import Tensor
 from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
-from runner.clip.past import PastNorms
 from runner.clip.tensors import TensorMode
 from runner.config.simple_modes import AdaGC
 
 
 @dataclass(eq=False)
-class AdaGCClip(AdaGC, PastNorms, TensorMode):  # type: ignore[misc]
+class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
     """Limit the norm of each tensor by its own history.
 
     The history is ``step``, the number of finite steps so far, and ``gamma``, one value for each of
@@ -46,12 +44,9 @@ class AdaGCClip(AdaGC, PastNorms, TensorMode):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.absolute > 0:
-            raise ValueError(f"absolute must be above 0, not {self.absolute}")
-        if not 0 <= self.beta < 1:
-            raise ValueError(f"beta must be at least 0 and below 1, not {self.beta}")
-        if not self.warmup_steps >= 0:
-            raise ValueError(f"warmup_steps must be at least 0, not {self.warmup_steps}")
+        self.require("absolute", self.absolute > 0, "above 0")
+        self.require("beta", 0 <= self.beta < 1, "at least 0 and below 1")
+        self.require("warmup_steps", self.warmup_steps >= 0, "at least 0")
 
     @property
     def limit_moves(self) -> bool:
@@ -59,25 +54,15 @@ class AdaGCClip(AdaGC, PastNorms, TensorMode):  # type: ignore[misc]
         return True
 
     def bind(self, layout: Layout) -> None:
-        """Give each parameter of ``layout`` its place in the history, by its name."""
-        self._layout = layout
-        self._arrange(layout)
-
-    def _arrange(self, layout: Layout) -> None:
-        """Order the history by the names of ``layout``, whose order depends on the plugin."""
-        device, wide = layout.device, transfer.widest(layout.device)
-        if "step" not in self._past:
-            self._past["step"] = torch.zeros((), dtype=wide, device=device)
-        gamma = torch.full((len(layout.names),), math.inf, dtype=wide, device=device)
-        known = [(i, layout.positions.get(name)) for i, name in enumerate(self._names)]
-        both = [(i, at) for i, at in known if at is not None]
-        if both:
-            before = torch.as_tensor(self._past["gamma"]).to(device, wide)
-            here, there = transfer.on_device([*chain(*both)], device).long().view(-1, 2).T
-            gamma = gamma.index_copy(0, there, before[here])
-        self._past["gamma"] = gamma
-        self._past["step"] = torch.as_tensor(self._past["step"]).to(device, wide)
-        self._names = layout.names
+        past, device, wide = self._past, layout.device, transfer.widest(layout.device)
+        past["step"] = torch.as_tensor(past.get("step", 0.0)).to(device, wide)
+        before = torch.as_tensor(past.get("gamma", ())).to(device, wide)
+        # A name that is new takes the value behind the others.
+        padded = torch.cat([before, before.new_full((1,), math.inf)])
+        places = {name: i for i, name in enumerate(self._names)}
+        at = [places.get(name, len(before)) for name in layout.names]
+        past["gamma"] = padded[transfer.on_device(at, device).long()]
+        self._layout, self._names = layout, layout.names
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
@@ -94,12 +79,13 @@ class AdaGCClip(AdaGC, PastNorms, TensorMode):  # type: ignore[misc]
         whole = torch.as_tensor(stats.norm, dtype=norms.dtype, device=norms.device)
         over = torch.where(warm, whole > self.absolute, norms > limit) & present
         scales = torch.where(over, torch.where(warm, self.absolute / whole, limit / norms), 1.0)
-        entering = norms * scales if self._keeps_clipped else norms
+        entering = norms * scales if self.keeps_clipped else norms
         mean = torch.where(begun, self.beta * gamma + (1 - self.beta) * entering, entering)
         updated = torch.where(warm, gamma.minimum(entering), mean)
         self._remember(torch.where(norms > 0, updated, gamma))
         ratios = torch.where(warm, math.nan, norms / gamma)
         self.count(layout, ratios, present)
+        in_force = torch.where(warm, math.nan, whole.new_full((), self.limit))
         return self.scale_tensors(
             stats,
             tensors,
@@ -107,7 +93,7 @@ class AdaGCClip(AdaGC, PastNorms, TensorMode):  # type: ignore[misc]
             over,
             present,
             max_stat=transfer.read(ratios.amax() if ratios.numel() else whole),
-            threshold=transfer.read(torch.where(warm, math.nan, whole.new_full((), self.limit))),
+            threshold=transfer.read(in_force),
         )
 
     def _remember(self, gamma: Tensor) -> None:
@@ -136,19 +122,16 @@ class AdaGCClip(AdaGC, PastNorms, TensorMode):  # type: ignore[misc]
         return not self._warm
 
     def end_parts(self) -> None:
-        """Count the step."""
         self._past["step"] = self._past["step"] + 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the threshold, the history, and the names of its parameters."""
         return super().state_dict() | {"names": list(self._names)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, also under another plugin."""
         super().load_state_dict(state)
         self._names, self._warm = state["names"], True
         if self._layout is not None:
-            self._arrange(self._layout)
+            self.bind(self._layout)
 
 
 MODE = AdaGCClip

@@ -22,10 +22,9 @@ from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats, Parts
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
-from runner.clip.norms import OVERFLOWS, VANISHES, Powers, combine, local_powers
+from runner.clip.norms import OVERFLOWS, VANISHES, combine, local_powers
 from runner.clip.shard import ParamShard
-from runner.clip.transfer import Number
-from runner.clip.unit_index import UnitIndex, UnitNorms
+from runner.clip.unit_norms import UnitIndex, UnitNorms
 from runner.config.notation import first_few
 from runner.config.simple_modes import Adaptive
 
@@ -43,15 +42,12 @@ class AdaptiveClip(Adaptive, ClipMode):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.eps > 0:
-            raise ValueError(f"eps must be above 0, not {self.eps}")
+        self.require("eps", self.eps > 0, "above 0")
         for pattern, dims in (self.units or {}).items():
             listed = dims if isinstance(dims, list | tuple) else [dims]
-            if any(type(dim) is not int for dim in listed):
-                raise ValueError(
-                    f"units of {pattern} must be the dimension that indexes outputs, or a list of "
-                    f"dimensions, not {dims!r}"
-                )
+            right = all(type(dim) is int for dim in listed)
+            must = f"the dimension that indexes outputs of {pattern}, or a list of dimensions"
+            self.require("units", right, must, dims or repr(dims))
 
     def bind(self, layout: Layout) -> None:
         """Resolve ``exclude`` and ``units`` against the parameters of ``layout``.
@@ -71,11 +67,20 @@ class AdaptiveClip(Adaptive, ClipMode):
         if layout.device.type == "meta" or (dist.is_initialized() and dist.get_rank() > 0):
             return  # a model that is only checked, or a rank that need not repeat the first one
         if self.exclude == "auto":
-            _log_once(logging.INFO, _heads(layout))
-        chosen = {name for glob in units for name in layout.matching(glob, "units")}
-        assumed = [n for n, p in layout.parameters.items() if not p.known and n not in chosen]
-        if left := [name for name in assumed if name not in excluded]:
-            _log_once(logging.WARNING, _unknown(layout, left))
+            heads = ", ".join(layout.heads)
+            found = "adaptive clipping leaves out " + (
+                heads or "nothing, because no head was found"
+            )
+            _log_once(logging.INFO, f"clip.exclude=auto: {found}")
+        known = {name for glob in units for name in layout.matching(glob, "units")} | excluded
+        if assumed := [n for n, p in layout.parameters.items() if not (p.known or n in known)]:
+            shapes = [f"{name} {list(layout.parameters[name].shape)}" for name in assumed]
+            _log_once(
+                logging.WARNING,
+                f"adaptive clipping takes dimension 0 for the outputs of {first_few(shapes)}, "
+                f"because it does not know their layer: set clip.units={{{assumed[0]}:D}} to the "
+                "dimension that indexes outputs, or to a list of dimensions",
+            )
 
     def of_part(self, layout: Layout) -> AdaptiveClip:
         """Return the mode for some parameters; the patterns were resolved against all of them."""
@@ -89,19 +94,14 @@ class AdaptiveClip(Adaptive, ClipMode):
 
     @torch.no_grad()
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
-        """Measure the norm of each unit and, from these, ‖G‖ by one read of the gradients."""
-        if self.norm_type != 2.0:
+        """Measure the norm of each unit and, from these, ‖G‖ by one read on a CPU."""
+        if self.norm_type != 2.0 or not transfer.can_read(layout.device):
             return super().measure(layout, each)
-        host = transfer.can_read(layout.device)
-        units = self._unit_norms(layout, torch.float32 if host else transfer.widest(layout.device))
-        shares = units.index.shares(units.norms)
-        power = transfer.read(shares.sum())
-        powers: Powers | None = units.index.powers(shares)
-        if isinstance(power, float) and not VANISHES < power < OVERFLOWS:
+        units, powers = self._unit_norms(layout, torch.float32), None
+        power = units.index.power(units.norms)
+        if each or not VANISHES < power < OVERFLOWS:
             power, powers = local_powers(layout, 2.0, each=True)
-        norm = combine([power] if layout.group is None else layout.gather([power])[0], 2.0)
-        finite = torch.isfinite(norm) if isinstance(norm, Tensor) else math.isfinite(norm)
-        return GradStats(norm, finite, powers, units)
+        return GradStats.measured(combine(layout.gather([power])[0], 2.0), powers, units)
 
     def _unit_norms(self, layout: Layout, dtype: torch.dtype) -> UnitNorms:
         """Measure the gradients' units, with sums of squares in ``dtype`` at least."""
@@ -111,7 +111,7 @@ class AdaptiveClip(Adaptive, ClipMode):
         present = [gradient is not None for gradient in gradients]
         if self._index is None or self._index.present != present:
             self._index = UnitIndex(self._shards, present, self._left_out)
-        return UnitNorms.of(self._index, gradients, dtype)
+        return UnitNorms(self._index, gradients, dtype, *self._index.norms(gradients, dtype))
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
@@ -129,56 +129,34 @@ class AdaptiveClip(Adaptive, ClipMode):
         if own is None or own.dtype != dtype:
             own = self._unit_norms(layout, dtype)
         index = own.index
-        weights, _ = index.norms(index.weights(), dtype, index.units)
-        lengths = [weights, own.norms[: index.units]]
+        lengths = [index.weight_norms(dtype), own.norms[: index.units]]
         _complete_rows(index, lengths)
         vectors, present = _complete_vectors(layout, index, lengths, self.eps)
         ratios = lengths[1] / lengths[0].clamp(min=self.eps)
-        over = ratios > limit
-        # Every rank knows the sharded vectors: the first rank counts them.
-        first = layout.group is None or layout.group.rank() == 0
-        changed: Number = transfer.count(vectors > limit) if first else 0.0
-        total: Number = transfer.count(present) if first else 0.0
+        over, counted = ratios > limit, index.counted(lengths[1])
+        changed, total = transfer.read((counted * over).sum()), transfer.read(counted.sum())
+        if layout.counts_common:  # Every rank knows the sharded vectors.
+            changed += transfer.count(vectors > limit)
+            total += transfer.count(present)
         if self.tally is not None:
-            if first:
+            if layout.counts_common:
                 self.tally.add(vectors.where(present, math.nan), 1.0)
-            for values, held in index.counted(ratios, lengths[1]):
-                self.tally.add(values, 1 / held)
-        counts = index.sums(over.to(ratios.dtype))
-        changed = changed + transfer.read((counts / index.held).sum())
-        total = total + index.total(lengths[1])
+            for weight in index.weights:
+                self.tally.add(ratios.where(counted == weight, math.nan), weight)
         largest = [transfer.read(each.amax()) for each in (vectors, ratios) if each.numel()]
         max_stat = combine(largest or [0.0], math.inf)
-        clipped = counts.tolist() if transfer.can_read(layout.device) else None
         after, work = own.norms, []
-        if clipped is None or any(clipped):
+        if not transfer.can_read(layout.device) or over.any():
             coefs = torch.where(over, limit / ratios, 1.0)
             after = torch.cat([after[: index.units] * coefs, after[index.units :]])
-            work = [(own, coefs, clipped)]
-        power = transfer.read(index.shares(after).sum()) if self.norm_type == 2.0 else None
-        parts = Parts(changed, total, work, power)
-        return Decision.change_parts(norm, limit, max_stat, parts)
+            work = [(own, coefs)]
+        power = index.power(after) if self.norm_type == 2.0 else None
+        return Decision.change_parts(norm, limit, max_stat, Parts(changed, total, work, power))
 
     def apply_parts(self, decision: Decision) -> None:
-        """Multiply each unit above λ by its coefficient."""
         assert decision.parts is not None
-        for own, coefs, clipped in decision.parts.work:
-            own.index.scale(own, coefs, clipped)
-
-
-def _heads(layout: Layout) -> str:
-    if not layout.heads:
-        return "clip.exclude=auto: no head was found, adaptive clipping leaves out nothing"
-    return f"clip.exclude=auto: adaptive clipping leaves out {', '.join(layout.heads)}"
-
-
-def _unknown(layout: Layout, names: Sequence[str]) -> str:
-    shapes = [f"{name} {list(layout.parameters[name].shape)}" for name in names]
-    return (
-        f"adaptive clipping takes dimension 0 for the outputs of {first_few(shapes)}, "
-        f"because it does not know their layer: set clip.units={{{names[0]}:D}} to the dimension "
-        "that indexes outputs, or to a list of dimensions"
-    )
+        for own, coefs in decision.parts.work:
+            own.scale(coefs)
 
 
 @cache
@@ -225,20 +203,17 @@ def _complete_rows(index: UnitIndex, lengths: list[Tensor]) -> None:
 def _complete_vectors(
     layout: Layout, index: UnitIndex, lengths: list[Tensor], eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Complete the vectors that are spread over ranks: one flat buffer with a place for each
-    name.
-    """
+    """Complete the vectors that are spread over ranks: one buffer, a place for each name."""
     device = layout.device
     names = {name: i for i, name in enumerate(layout.sharded_vector)}
     flat = torch.zeros(3, len(names), dtype=transfer.widest(device), device=device)
     if not names:
         return flat[0], flat[2] > 0
-    here = index.sharded_vectors
+    here = index.vectors
     if here:
-        shards = [index.shards[place.number] for place in here]
-        at = transfer.on_device([names[shard.name] for shard in shards], device).long()
+        at = transfer.on_device([names[place.shard.name] for place in here], device).long()
         starts = transfer.on_device([place.start for place in here], device).long()
-        replicas = transfer.on_device([shard.num_replicas for shard in shards], device)
+        replicas = transfer.on_device([place.shard.num_replicas for place in here], device)
         for row in (0, 1):
             flat[row].index_add_(0, at, lengths[row][starts].square() / replicas)
         there = [float(index.present[place.number]) for place in here]

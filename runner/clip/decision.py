@@ -12,9 +12,29 @@ from torch import Tensor
 
 from runner.clip import transfer
 from runner.clip.layout import Layout
-from runner.clip.norms import Powers, combine, local_power, measure
-from runner.clip.split import Split, measure_split
+from runner.clip.norms import (
+    Powers,
+    Split,
+    combine,
+    combine_norms,
+    flatten,
+    local_power,
+    local_powers,
+    measure,
+    measure_split,
+)
 from runner.clip.transfer import Number
+
+BLOCK = 2**16
+"""Elements that a CPU multiplies together: they and their copies in float64 stay in a cache."""
+
+_IF_SKIPPED: dict[str, Any] = {
+    "norm_clipped": math.nan,
+    "coef": math.nan,
+    "clipped": 0.0,
+    "fraction": 0.0,
+    "max_stat": math.nan,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +43,13 @@ class GradStats:
 
     Attributes:
         norm: ‖G‖ of the synchronised, unscaled, normalised gradient.
-        finite: whether ``norm`` is finite. A bool where the host knows it; a 0-dimensional boolean
-            tensor where only the accelerator does. The boosted optimizer clears it for a step that
-            its skip rule leaves out, so that no mode takes account of such a step.
-        powers: see :class:`runner.clip.norms.Measured`.
+        finite: whether ``norm`` is finite: a bool, or a 0-dimensional tensor where only the
+            accelerator knows. The boosted optimizer clears it for a step that its skip rule leaves
+            out, so that no mode takes account of such a step.
+        powers: share of each gradient of this rank, see :func:`runner.clip.norms.measure`.
         work: what a mode measured besides, in the same read, see :meth:`ClipMode.measure`.
-        split: norms of the gradients that a coefficient multiplies, and of those that it leaves
-            out; None where it multiplies all of them.
-        part: whether ``norm`` is that of the gradients that a coefficient multiplies, see
-            :meth:`ClipMode.decide`.
+        split: norms of what a coefficient multiplies and of what it leaves out, where it does.
+        part: whether ``norm`` is that of the gradients that a coefficient multiplies.
     """
 
     norm: Number
@@ -45,20 +63,16 @@ class GradStats:
     def of(
         cls, layout: Layout, norm_type: float = 2.0, each: bool = False, split: bool = False
     ) -> GradStats:
-        """Measure the gradients of ``layout``, see :func:`runner.clip.norms.measure`.
+        """Measure the gradients of ``layout``, see :func:`measure` and :func:`measure_split`."""
+        if not split:
+            return cls.measured(*measure(layout, norm_type, each))
+        norm, powers, parts = measure_split(layout, norm_type)
+        return cls(norm, transfer.is_finite(norm), powers, split=parts)
 
-        Args:
-            layout: where the gradients live.
-            norm_type: p of the norm.
-            each: whether the share of each gradient is wanted too.
-            split: whether the norms of the two parts of ``split`` are wanted too.
-        """
-        if split:
-            (norm, powers), parts = measure_split(layout, norm_type, each)
-        else:
-            (norm, powers), parts = measure(layout, norm_type, each), None
-        finite = torch.isfinite(norm) if isinstance(norm, Tensor) else math.isfinite(norm)
-        return cls(norm, finite, powers, split=parts)
+    @classmethod
+    def measured(cls, norm: Number, powers: Powers | None, work: Any = None) -> GradStats:
+        """Return what a mode has measured itself."""
+        return cls(norm, transfer.is_finite(norm), powers, work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +83,8 @@ class Parts:
         changed: number of parts on this rank that are above λ, each divided by its num_replicas.
         total: number of parts on this rank, each divided by its num_replicas.
         work: what the mode needs to change them.
-        power: this rank's share of ‖G‖^p after clipping, as :func:`runner.clip.norms.local_power`
-            returns it; None where the gradients have to be read again for it.
+        power: this rank's share of ‖G‖^p after clipping, see :func:`runner.clip.norms.local_power`;
+            None where the gradients have to be read again for it.
     """
 
     changed: Number
@@ -84,14 +98,12 @@ class Decision:
     """What a mode does to the gradient of one step, and what it measured to decide that.
 
     All numbers are floats on a CPU and 0-dimensional tensors on an accelerator (a λ that does not
-    change is a float there too).
-
-    A decision without ``parts`` is complete: applying it multiplies every gradient by ``coef``, or
-    some of them by ``factor``, which a fused optimizer step may do instead; or the gradient of each
-    parameter by its own of ``scales``. One with ``parts`` is completed by
-    :meth:`runner.clip.mode.ClipMode.apply`: the norm after clipping needs a pass over the changed
-    gradients, and the counts of other ranks travel in the same collective. Until then ``max_stat``
-    is that of this rank, and the four attributes before it are NaN.
+    change is a float there too). A decision without ``parts`` is complete: applying it multiplies
+    every gradient by ``coef``, or some of them by ``factor``, which a fused optimizer step may do
+    instead; or the gradient of each parameter by its own of ``scales``. One with ``parts`` is
+    completed by :meth:`runner.clip.mode.ClipMode.apply`, because the norm after clipping and the
+    counts of other ranks travel in one collective. Until then ``max_stat`` is that of this rank,
+    and the four attributes before it are NaN.
 
     Attributes:
         norm: ‖G‖ before clipping.
@@ -102,23 +114,21 @@ class Decision:
         max_stat: largest value that the mode compares with λ: ‖G‖, |g| of an element, or
             ‖G_u‖/max(‖W_u‖, ε) of a unit. A threshold below it would have clipped this step.
         threshold: λ in force, NaN where the mode has none.
-        finite: whether the gradient is finite, see :class:`GradStats`. Where it is not, the step is
-            skipped: the gradient is left as it is on a CPU, and is not used on an accelerator.
+        finite: see :class:`GradStats`. Where it is False, the step is skipped: the gradient is left
+            as it is on a CPU, and is not used on an accelerator.
         parts: what this rank has to change; None where ``coef``, ``factor`` or ``scales`` says all.
-        factor: what the gradients that are multiplied are multiplied by, where others are left as
-            they are (:meth:`Layout.leave_unscaled`); None where all are multiplied by ``coef``.
-        norm_scaled: norm of the gradients that ``factor`` multiplies, before clipping: the norm
-            that the mode compares with λ. None where it is ``norm``.
-        scales: factor of each parameter of ``layout.names``, [parameters], on the device of the
-            layout and the same on every rank; None where all parameters have the same one.
+        factor: what some gradients are multiplied by, where :meth:`Layout.leave_unscaled` leaves
+            others as they are; None where all are multiplied by ``coef``.
+        norm_scaled: norm of the gradients that ``factor`` multiplies, before clipping, which is
+            compared with λ. None where it is ``norm``.
+        scales: factor of each of ``layout.names``, [parameters], on the device of the layout and
+            the same on every rank; None where all have the same one.
         inner: decisions of the modes inside of this one, where it has any.
-        total: number of parts (elements, units or tensors) that ``fraction`` is a share of; 1 for
-            a mode that clips steps.
-        update: what the mode does to the optimizer's update in :meth:`ClipMode.after_step`; None
-            where it leaves the update as it is.
-        spike: 1 if the step is skipped by a rule on spikes, see
-            :class:`runner.clip.skip.SkipRule`, else 0. ``finite`` is cleared too, though the
-            gradient is finite.
+        total: number of parts that ``fraction`` is a share of; 1 for a mode that clips steps.
+        update: what the mode does to the optimizer's update in :meth:`ClipMode.after_step`, if
+            anything.
+        spike: 1 if a :class:`runner.clip.skip.SkipRule` skips the step, else 0. ``finite`` is then
+            cleared too, though the gradient is finite.
     """
 
     norm: Number
@@ -139,161 +149,169 @@ class Decision:
     update: Any = None
     spike: Number = 0.0
 
-    def as_inner(self, kind: Literal["link", "group"], name: object) -> Inner:
-        """Return the numbers of this decision, as those of a mode inside of another one."""
-        return Inner(kind, str(name), replace(self, parts=None, scales=None))
-
     @property
     def metrics(self) -> tuple[Number, ...]:
         """The seven numbers, in the order of the attributes."""
-        return (
-            self.norm,
-            self.norm_clipped,
-            self.coef,
-            self.clipped,
-            self.fraction,
-            self.max_stat,
-            self.threshold,
-        )
+        before = (self.norm, self.norm_clipped, self.coef, self.clipped)
+        return (*before, self.fraction, self.max_stat, self.threshold)
 
     @classmethod
-    def untouched(cls, norm: Number, threshold: Number | None, max_stat: Number) -> Decision:
+    def untouched(
+        cls, norm: Number, threshold: Number | None, max_stat: Number, total: Number = 1.0
+    ) -> Decision:
         """Decide to leave a finite gradient as it is."""
-        return cls(
-            norm, norm, 1.0, 0.0, 0.0, max_stat, math.nan if threshold is None else threshold
-        )
+        limit = math.nan if threshold is None else threshold
+        return cls(norm, norm, 1.0, 0.0, 0.0, max_stat, limit, total=total)
 
     @classmethod
     def skipped(cls, norm: Number, threshold: Number | None) -> Decision:
         """Describe a step that is not taken because its gradient is not finite."""
-        nan = math.nan
-        return cls(
-            norm, nan, nan, 0.0, 0.0, nan, nan if threshold is None else threshold, finite=False
-        )
+        limit = math.nan if threshold is None else threshold
+        return cls(norm, **_IF_SKIPPED, threshold=limit, finite=False)
 
     @classmethod
     def change_parts(
         cls, norm: Number, threshold: Number, max_stat: Number, parts: Parts
     ) -> Decision:
-        """Decide to change ``parts``.
-
-        Args:
-            norm: ‖G‖.
-            threshold: λ in force.
-            max_stat: largest value on this rank that the mode compares with λ.
-            parts: what this rank has to change.
-        """
+        """Decide to change ``parts``; ``max_stat`` is the largest value on this rank."""
         nan = math.nan
         return cls(norm, nan, nan, nan, nan, max_stat, threshold, parts=parts)
 
     def of_whole(self, norm: Number, split: Split, norm_type: float) -> Decision:
-        """Return a decision on some gradients as one on the whole gradient.
-
-        Args:
-            norm: ‖G‖ of the whole gradient.
-            split: norms of the gradients that this decision is on, and of all others.
-            norm_type: p of the norms.
-        """
+        """Return a decision on the gradients of ``split.scaled`` as one on the whole gradient."""
         if self.parts is not None:
             return replace(self, norm=norm)
-        factor, parts = self.coef, [self.coef * split.scaled, split.rest]
-        powers = parts if math.isinf(norm_type) else [part**norm_type for part in parts]
-        after = combine(powers, norm_type)
-        if isinstance(factor, Tensor):
-            after = torch.where(factor == 1.0, norm, after)
-        elif factor == 1.0:
-            after = norm
-        if isinstance(norm, Tensor):
-            coef: Number = (after / norm).nan_to_num(nan=1.0)
-        else:
-            coef = after / norm if norm else 1.0
-        return replace(
-            self,
-            norm=norm,
-            norm_clipped=after,
-            coef=coef,
-            factor=factor,
-            norm_scaled=split.scaled,
-        )
+        after = combine_norms([self.coef * split.scaled, split.rest], norm_type)
+        after = transfer.where(self.coef != 1.0, after, norm)
+        coef, scaled = transfer.ratio(after, norm), split.scaled
+        known: dict[str, Any] = {
+            "norm": norm,
+            "norm_clipped": after,
+            "coef": coef,
+            "norm_scaled": scaled,
+        }
+        return replace(self, factor=self.coef, **known)
 
     def where(self, finite: Tensor) -> Decision:
-        """Return this decision where ``finite`` holds, else a skipped one, chosen on the device.
-
-        Args:
-            finite: 0-dimensional boolean, whether the gradient is finite.
-        """
+        """Return this decision where ``finite`` holds, else a skipped one, chosen on the device."""
         if self.parts is not None:
             return replace(self, finite=finite)
-        nan = math.nan
-        return replace(
-            self,
-            norm_clipped=torch.where(finite, self.norm_clipped, nan),
-            coef=torch.where(finite, self.coef, nan),
-            clipped=torch.where(finite, self.clipped, 0.0),
-            fraction=torch.where(finite, self.fraction, 0.0),
-            max_stat=torch.where(finite, self.max_stat, nan),
-            # A λ that moves is on the device too; it is that of this step.
-            threshold=torch.where(finite, self.threshold, nan)
-            if isinstance(self.threshold, Tensor)
-            else self.threshold,
-            finite=finite,
-            factor=None if self.factor is None else torch.where(finite, self.factor, nan),
-        )
+        chosen: dict[str, Any] = {
+            name: transfer.where(finite, getattr(self, name), skipped)
+            for name, skipped in _IF_SKIPPED.items()
+        }
+        if isinstance(self.threshold, Tensor):  # λ that moves is that of this step.
+            chosen["threshold"] = transfer.where(finite, self.threshold, math.nan)
+        if self.factor is not None:
+            chosen["factor"] = transfer.where(finite, self.factor, math.nan)
+        return replace(self, finite=finite, **chosen)
 
     def complete(self, layout: Layout, norm_type: float) -> Decision:
-        """Fill in the numbers of all ranks once the parts were changed.
+        """Fill in the numbers of all ranks once the parts of ``layout`` were changed.
 
         Counts, maxima and the norm travel in one collective, which runs whatever this rank changed.
-
-        Args:
-            layout: layout whose gradients were changed.
-            norm_type: p of the total norm.
         """
         assert self.parts is not None
-        changed, total = self.parts.changed, self.parts.total
+        norm, limit = self.norm, self.threshold
+        changed, total, power = self.parts.changed, self.parts.total, self.parts.power
         if layout.group is None and not isinstance(changed, Tensor) and changed == 0:
-            kept = Decision.untouched(self.norm, self.threshold, self.max_stat)
-            return replace(kept, total=total)
-        power = self.parts.power
+            return Decision.untouched(norm, limit, self.max_stat, total)
         if power is None:
             power = local_power(layout, norm_type)
         powers, changes, totals, maxima = layout.gather([power, changed, total, self.max_stat])
-        norm, max_stat = self.norm, combine(maxima, math.inf)
-        after = combine(powers, norm_type)
+        after, max_stat = combine(powers, norm_type), combine(maxima, math.inf)
+        # The shares of all ranks add up to the count, apart from rounding.
+        counts: list[Number] = [sum(changes), sum(totals)]
         if isinstance(norm, Tensor):
-            # The shares of all ranks add up to the count, apart from rounding.
-            counts = transfer.on_device([sum(changes), sum(totals)], norm.device).round()
-            fraction = counts[0] / counts[1].clamp(min=1.0)
-            coef = (after / norm).nan_to_num(nan=1.0)
-            done = Decision(
-                norm,
-                after,
-                coef,
-                fraction.sign(),
-                fraction,
-                max_stat,
-                self.threshold,
-                total=counts[1],
-            )
-            return done.where(self.finite) if isinstance(self.finite, Tensor) else done
-        count, everything = round(float(sum(changes))), round(float(sum(totals)))
-        if count == 0:
-            # The same number twice, not a quotient of two that were rounded differently.
-            kept = Decision.untouched(norm, self.threshold, max_stat)
-            return replace(kept, total=everything)
-        metrics = (norm, after, after / norm, 1.0, count / everything, max_stat, self.threshold)
-        return Decision(*metrics, total=everything)
+            count, every = transfer.on_device(counts, norm.device).round()
+            # The same number twice, where they were measured in different ways.
+            after, share = torch.where(count > 0, after, norm), count / every.clamp(min=1.0)
+            fraction, clipped = share, share.sign()
+        else:
+            count, every = (round(float(one)) for one in counts)
+            if count == 0:
+                # The same number twice, not a quotient of two that were rounded differently.
+                return Decision.untouched(norm, limit, max_stat, every)
+            fraction, clipped = count / every, 1.0
+        coef = transfer.ratio(after, norm)
+        done = Decision(norm, after, coef, clipped, fraction, max_stat, limit, total=every)
+        return done.where(self.finite) if isinstance(self.finite, Tensor) else done
 
 
 class Inner(NamedTuple):
-    """What a mode decided inside of another one.
-
-    Attributes:
-        kind: whether it is a link of a chain, or clips a group of parameters.
-        name: number of the link, from 0, or pattern of the group.
-        decision: its numbers.
-    """
+    """What a mode decided inside of another one: a link of a chain, or the mode of a group."""
 
     kind: Literal["link", "group"]
     name: str
     decision: Decision
+
+
+class Direction:
+    """Compares the gradient before clipping with the gradient after it.
+
+    Where each tensor has one coefficient, the cosine follows from the norms of the tensors. Modes
+    that clip elements or units need a copy of the gradient. Make it when the mode has decided and
+    no gradient has changed; the host does not wait for an accelerator, and there is no collective.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, layout: Layout, decision: Decision | None, powers: Powers | None = None
+    ) -> None:
+        self._layout = layout
+        self._before: list[Tensor] | None = None
+        self._sums: Tensor | None = None
+        if decision is None or decision.parts is not None:
+            self._before = [gradient.clone() for gradient in layout.gradients()[1]]
+        elif decision.finite is not False:
+            scales = _scales(layout, decision)
+            self._sums = None if scales is None else _from_norms(layout, scales, powers)
+
+    @torch.no_grad()
+    def sums(self) -> Tensor:
+        """Return this rank's share of Σ ab, Σ a² and Σ b² over all elements, [3], once a is b."""
+        device = self._layout.device
+        before, self._before = self._before, None
+        if before is None:
+            same = transfer.on_device([1.0, 1.0, 1.0], device)
+            return same if self._sums is None else self._sums
+        total = torch.zeros(3, dtype=transfer.widest(device), device=device)
+        for shard, a, b in zip(*self._layout.gradients(), before, strict=True):
+            total += _products(b, a) / shard.num_replicas
+        return total
+
+
+def cosine(sums: Sequence[float]) -> float | None:
+    """Return the cosine, given :meth:`Direction.sums` of all ranks; None where it is undefined."""
+    product, before, after = sums
+    length = (before * after) ** 0.5
+    return product / length if length > 0.0 else None
+
+
+def _scales(layout: Layout, decision: Decision) -> Tensor | None:
+    """Return the factor of each parameter, [parameters]; None where all have the same one."""
+    if decision.scales is not None or decision.factor is None:
+        return decision.scales
+    scaled = [float(one.scaled) for one in layout.parameters.values()]
+    return 1.0 + transfer.on_device(scaled, layout.device) * (decision.factor - 1.0)
+
+
+def _from_norms(layout: Layout, scales: Tensor, powers: Powers | None) -> Tensor:
+    """Return the three sums, given the factor of each parameter."""
+    if powers is None or powers.norm_type != 2.0:
+        powers = local_powers(layout, 2.0, each=True)[1]
+        assert powers is not None
+    shares = powers.of_parameters(layout)
+    return torch.stack([(shares * scales).sum(), shares.sum(), (shares * scales.square()).sum()])
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """Return Σ ab, Σ a² and Σ b², [3], summed in the widest type of the device."""
+    same, wide = a.stride() == b.stride(), transfer.widest(a.device)
+    a, b = (flatten(each) if same else each.reshape(-1) for each in (a, b))
+    size = BLOCK if transfer.can_read(a.device) else a.numel()
+    total = a.new_zeros(3, dtype=wide)
+    for x, y in zip(torch.split(a, size), torch.split(b, size), strict=True):
+        x, y = x.to(wide), y.to(wide)
+        total += torch.stack([torch.dot(x, y), torch.dot(x, x), torch.dot(y, y)])
+    return total

@@ -7,17 +7,82 @@ import lines changed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakIdKeyDictionary
 
-from runner.clip.boosted import clip_boosted
-from runner.clip.bound import bound
 from runner.clip.decision import Decision
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode, build
+from runner.clip.shard import is_dtensor
+
+_INSIDE = {
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",  # torch.compile
+    "_FabricModule": "_forward_module",  # Lightning Fabric's, around what really runs
+}
+"""Names of wrappers of other libraries, and their attribute that holds the model."""
+
+
+class Clipper(Protocol):
+    """Clips the gradients of a model: the optimizer of a boosted one, or :class:`PlainClipper`."""
+
+    layout: Layout
+
+    def begin_clip(self) -> None:
+        """Make the gradients final."""
+
+    def clip(self, mode: ClipMode) -> Decision:
+        """Make the gradients final, and clip them by ``mode``."""
+
+
+@dataclass
+class PlainClipper:
+    """Clips a model that was not boosted, and keeps what making its layout and modes costs."""
+
+    layout: Layout
+    mark: list[Any] = field(default_factory=list)
+    _known: tuple[str, Any] = ("", None)
+
+    def begin_clip(self) -> None:
+        """Give each gradient its own memory."""
+        self.layout.separate_gradients()
+
+    def clip(self, mode: ClipMode) -> Decision:
+        """Clip by ``mode``, which is bound to the layout."""
+        self.begin_clip()
+        return mode.clip(self.layout)
+
+    def mode(self, mode: ClipMode, key: str) -> ClipMode:
+        """Return the mode of ``key`` bound to the layout; one with a history is always new."""
+        if self._known[0] == key:
+            known: ClipMode = self._known[1]
+            return known
+        mode.bind(self.layout)
+        if not (mode.history or mode.limit_moves or mode.info.nested):
+            self._known = key, mode
+        return mode
+
+
+_boosted = WeakIdKeyDictionary()
+"""For modules and parameters a weak reference to their clipper, or "none" if they have none."""
+
+_plain = WeakIdKeyDictionary()
+"""For each module that was not boosted the clipper that was made last."""
+
+
+def register(clipper: Clipper | None, owned: Iterable[nn.Module | Tensor]) -> None:
+    """Register the optimizer that clips modules and parameters which were boosted together.
+
+    Their gradients have to be synchronised and unscaled before they are clipped, which it does.
+    """
+    for each in owned:
+        _boosted[each] = "none" if clipper is None else ref(clipper)
 
 
 @torch.no_grad()
@@ -61,22 +126,14 @@ def apply_gradient_clipping(
         TypeError: parameters are sharded, and are not given as a module.
     """
     options |= {"threshold": clipping_threshold, "norm_type": norm_type}
-    mode = build(clipping_type, **options)
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
     given = listed if isinstance(listed, nn.Module) else list(listed)
-    if given == []:
-        raise ValueError("no parameters to clip: give a module, or parameters")
-    decision = clip_boosted(given, mode)
-    if decision is not None:
-        return decision
-    if isinstance(given, nn.Module):
-        known = bound(given)
-        layout, mode = known.layout, known.mode(clipping_type, options)
+    clipper, mode = clipper_of(given), build(clipping_type, **options)
+    if isinstance(clipper, PlainClipper):
+        mode = clipper.mode(mode, f"{clipping_type} {sorted(options.items())}")
     else:
-        layout = Layout.of_parameters(given)
-        mode.bind(layout)
-    layout.separate_gradients()
-    return mode.clip(layout)
+        mode.bind(clipper.layout)
+    return clipper.clip(mode)
 
 
 @dataclass(frozen=True)
@@ -103,3 +160,94 @@ class GradientClipping:
         options: dict[str, Any] = {} if self.units is None else {"units": self.units}
         options |= {"threshold": self.clipping_threshold, "scales": self.scales}
         return build(self.clipping_type, **options)
+
+
+def clipper_of(given: nn.Module | list[Tensor]) -> Clipper:
+    """Return what clips a module, or a list of parameters.
+
+    For some parameters of a boosted model on one rank, their gradients are made final here.
+
+    Raises:
+        ValueError: see :func:`apply_gradient_clipping`.
+    """
+    if given == []:
+        raise ValueError("no parameters to clip: give a module, or parameters")
+    parameters = list(given.parameters()) if isinstance(given, nn.Module) else given
+    for module in given.modules() if isinstance(given, nn.Module) else ():
+        if isinstance(module, FSDPModule):
+            # A forward pass after the backward pass may have gathered other parameters than those
+            # that have the gradients.
+            module.reshard()
+    owned = (
+        [given, *parameters] if isinstance(given, nn.Module) and given in _boosted else parameters
+    )
+    found = [_boosted_clipper(each) for each in owned]
+    clippers = {id(clipper): clipper for clipper in found if clipper is not None}
+    clipper: Any = next(iter(clippers.values()), None)
+    if clipper == "none":
+        raise ValueError(
+            "this model was boosted without its optimizer, which synchronises gradients before "
+            "they are clipped: booster.boost(model, optimizer)"
+        )
+    if clipper is not None:
+        if len(clippers) > 1 or any(each is None for each in found):
+            raise ValueError(
+                "these parameters are not all of one boosted model: clip each boosted model by "
+                "itself, or boost them together: booster.boost([first, second], optimizer)"
+            )
+        shards = {id(shard.param): shard for shard in clipper.layout.shards}
+        if any(id(parameter) not in shards for parameter in parameters):
+            raise ValueError(
+                "these parameters were replaced when the model was boosted: give the boosted "
+                "model, or its parameters() of now"
+            )
+        asked = {id(parameter) for parameter in parameters}
+        if all(key in asked or not shard.param.requires_grad for key, shard in shards.items()):
+            boosted: Clipper = clipper
+            return boosted
+        if clipper.layout.group is not None:
+            raise ValueError(
+                "these are some of the parameters that were boosted together, whose gradients lie "
+                "on several ranks: clip all of them, by apply_gradient_clipping(boosted_model, "
+                "...) or by optimizer.clip_grad_by_norm(max_norm)"
+            )
+        clipper.begin_clip()
+    if isinstance(given, nn.Module):
+        return plain_clipper(given)
+    return PlainClipper(Layout.of_parameters(given))
+
+
+def plain_clipper(model: nn.Module) -> PlainClipper:
+    """Return the clipper of a model that was not boosted; a new one if its parameters changed.
+
+    Where parameters are sharded, a new layout takes a collective: all ranks have to call this, and
+    to change their parameters or placements together.
+    """
+    mark: list[Any] = []  # The layout keeps the parameters, so that no id is reused.
+    for parameter in model.parameters():
+        mark += [id(parameter), parameter.shape]
+        if is_dtensor(parameter):
+            mark += [parameter.placements, id(parameter.device_mesh)]
+    known: PlainClipper | None = _plain.get(model)  # type: ignore[no-untyped-call]
+    if known is None or known.mark != mark:
+        known = _plain[model] = PlainClipper(Layout.of_model(_without_wrappers(model)), mark)
+    return known
+
+
+def _boosted_clipper(owned: nn.Module | Tensor) -> Any:
+    """Return the clipper of a part of a boosted model, "none", or None for anything else."""
+    known = _boosted.get(owned)  # type: ignore[no-untyped-call]
+    return known() if isinstance(known, ReferenceType) else known
+
+
+def _without_wrappers(model: nn.Module) -> nn.Module:
+    """Return the model inside of wrappers: its parameters have the names of the user's own."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise TypeError(
+            "this model is wrapped by FSDP 1 (FullyShardedDataParallel), whose flat parameters "
+            "cannot be clipped: use fully_shard (in Accelerate fsdp_version=2, in Lightning "
+            "ModelParallelStrategy)"
+        )
+    kinds = {kind.__name__ for kind in type(model).__mro__}
+    attribute = next((inside for name, inside in _INSIDE.items() if name in kinds), None)
+    return model if attribute is None else _without_wrappers(getattr(model, attribute))

@@ -22,8 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner.clip import transfer
-from runner.clip.exchange import start_gather
-from runner.clip.head import head_weights
 from runner.clip.shard import (
     LayoutError,
     ParamShard,
@@ -34,7 +32,7 @@ from runner.clip.shard import (
     placed,
 )
 from runner.clip.transfer import Number
-from runner.clip.units import Units, owned_parameters, units_of
+from runner.clip.units import Units, head_weights, owned_parameters, units_of
 from runner.config.problem import NOTHING
 
 _STORAGE = attrgetter("layout")
@@ -43,10 +41,8 @@ _STORAGE = attrgetter("layout")
 class OptionError(ValueError):
     """An option of a mode that does not fit the model.
 
-    Args:
-        option: name of the option, with that of the option which holds it: ``links.0.exclude``.
-        message: what is wrong, with the value.
-        value: the value, where the option is inside of another one.
+    ``option`` is its name, with that of the option which holds it: ``links.0.exclude``; ``value``
+    its value, where it is inside of another one.
     """
 
     def __init__(self, option: str, message: str, value: Any = NOTHING) -> None:
@@ -59,21 +55,18 @@ class Layout:
     """All shards on this rank, and the ranks that together hold the whole model.
 
     Args:
-        shards: one shard for each parameter; a parameter that is given twice counts once.
+        shards: one shard for each parameter; a parameter that is given twice counts once, and a
+            complex one is a ``TypeError``.
         group: ranks whose values are summed. None if this rank holds the whole model (one process,
             or data-parallel replicas whose gradients were averaged).
-        heads: names of the weights of the model's heads, which adaptive clipping leaves out by
-            default.
+        heads: names of the weights of the model's heads, which adaptive clipping leaves out.
         parameters: all parameters of the model by name, also those that lie on other ranks alone,
             in one order for all ranks; by default those of ``shards``.
         elsewhere: device type of the other ranks, for a rank without shards.
 
     Attributes:
-        partly_scaled: whether the model has parameters that :meth:`leave_unscaled` named; the same
-            on every rank.
-
-    Raises:
-        TypeError: a parameter is complex.
+        names: names of all parameters of the model, in one order for all ranks.
+        partly_scaled: whether :meth:`leave_unscaled` named parameters, of any rank.
     """
 
     def __init__(
@@ -93,25 +86,29 @@ class Layout:
         self.group = group
         self.heads = tuple(heads)
         self.parameters = parameters or {shard.name: Whole.of(shard) for shard in self.shards}
+        self.names = list(self.parameters)
         self.partly_scaled = not all(whole.scaled for whole in self.parameters.values())
         self._elsewhere = elsewhere
-        self._held: list[bool] = []  # which shards had a gradient when they last were not all
-        self._holders: list[ParamShard] = []
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all parameters of the model, in one order for all ranks."""
-        return list(self.parameters)
 
     @cached_property
     def positions(self) -> Mapping[str, int]:
         """Position of each parameter in ``names``."""
-        return {name: i for i, name in enumerate(self.parameters)}
+        return {name: i for i, name in enumerate(self.names)}
+
+    def positions_of(self, shards: Iterable[ParamShard]) -> Tensor:
+        """Return the position in ``names`` of each shard's parameter, on the device."""
+        at = [self.positions[shard.name] for shard in shards]
+        return transfer.on_device(at, self.device).long()
 
     @property
     def sharded_vector(self) -> list[str]:
         """Names of all sharded vectors of the model, in one order for all ranks."""
         return [name for name, whole in self.parameters.items() if whole.sharded_vector]
+
+    @property
+    def counts_common(self) -> bool:
+        """Whether this rank counts what all ranks know: the first rank does."""
+        return self.group is None or self.group.rank() == 0
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Layout:
@@ -141,7 +138,7 @@ class Layout:
         """Return the layout that DTensor placements describe; a plain parameter is whole.
 
         One collective: all ranks compare what they hold, and every element of the model has to be
-        accounted for exactly once.
+        accounted for exactly once, else there is a ``LayoutError``.
 
         Args:
             model: the modules on this rank, with sharded parameters.
@@ -152,10 +149,6 @@ class Layout:
                 by its name; by default all of ``group``.
             renamed: name of a tied parameter, by the name of its copy.
             heads: see :class:`Layout`; by default those of ``model``.
-
-        Raises:
-            TypeError: a parameter cannot be placed; the message names it.
-            LayoutError: the parts that the ranks hold do not add up to the model.
         """
         known = renamed or {}
         once: dict[int, ParamShard] = {}
@@ -172,11 +165,7 @@ class Layout:
 
     @classmethod
     def of_parameters(cls, parameters: Sequence[Tensor]) -> Layout:
-        """Return the layout of whole tensors; dimension 0 of each is taken to index outputs.
-
-        Raises:
-            TypeError: one is sharded: only a whole model can be accounted for.
-        """
+        """Return the layout of whole tensors; dimension 0 of each is taken to index outputs."""
         for i, parameter in enumerate(parameters):
             if is_sharded(parameter):
                 raise TypeError(f"parameters[{i}] is sharded over ranks: give the whole model")
@@ -190,15 +179,12 @@ class Layout:
             layouts: the layout of each module, by the prefix that its parameters' names get. One
                 without a group is that of a module which every rank holds whole, with the same
                 gradients.
-
-        Raises:
-            LayoutError: two parameters would have the same name.
         """
         listed = list(layouts.items())
         if len(listed) == 1 and not listed[0][0]:
             return listed[0][1]
         group = next((layout.group for _, layout in listed if layout.group is not None), None)
-        names = Counter(prefix + name for prefix, layout in listed for name in layout.names)
+        names = Counter(prefix + name for prefix, layout in listed for name in layout.parameters)
         if twice := sorted(name for name, count in names.items() if count > 1):
             raise LayoutError(f"{', '.join(twice)}: two modules have a parameter of this name")
         shards = []
@@ -219,28 +205,20 @@ class Layout:
         """Leave gradients out when a clipping mode multiplies all others by one coefficient.
 
         For optimizers that divide by the norm of a whole matrix (Muon): a small coefficient pushes
-        it below the constant in their divisor. These gradients still count in ‖G‖.
-
-        Args:
-            names: names of parameters, the same on every rank.
+        it below the constant in their divisor. These gradients still count in ‖G‖. ``names`` are
+        the same on every rank.
         """
-        if not names:
-            return
         self.shards = [replace(s, scaled=s.scaled and s.name not in names) for s in self.shards]
         self.parameters = {
             name: whole._replace(scaled=whole.scaled and name not in names)
             for name, whole in self.parameters.items()
         }
         self.partly_scaled = not all(whole.scaled for whole in self.parameters.values())
-        self._held, self._holders = [], []
 
     def restricted(self, names: Iterable[str]) -> Layout:
-        """Return the layout of some parameters, over the same ranks.
+        """Return the layout of some parameters, over the same ranks, which all know ``names``.
 
         A rank may have no shard of them: it takes part in collectives all the same.
-
-        Args:
-            names: names of parameters, the same on every rank.
         """
         kept = {*names}
         return Layout(
@@ -259,16 +237,13 @@ class Layout:
     def gradients(self) -> tuple[list[ParamShard], list[Tensor]]:
         """Return the shards that have a gradient of at least one element, and these gradients.
 
-        Raises:
-            TypeError: a gradient is sparse, or its ranks have not added it up yet.
+        A sparse gradient, or one that its ranks have not added up yet, is a ``TypeError``.
         """
         # Each step reads them twice: loops without bytecode, where every shard has a gradient.
         shards, gradients = self.shards, local_gradients(self.shards)
         if NoneType in {*map(type, gradients)} or not all(map(Tensor.numel, gradients)):
             held = [gradient is not None and gradient.numel() > 0 for gradient in gradients]
-            if held != self._held:
-                self._held, self._holders = held, list(compress(shards, held))
-            shards, gradients = self._holders, list(compress(gradients, held))
+            shards, gradients = (list(compress(each, held)) for each in (shards, gradients))
         if {*map(_STORAGE, gradients)} - {torch.strided}:
             pairs = zip(shards, gradients, strict=True)
             name = next(shard.name for shard, g in pairs if g.layout is not torch.strided)
@@ -277,13 +252,10 @@ class Layout:
 
     @torch.no_grad()
     def separate_gradients(self) -> bool:
-        """Give each gradient its own memory.
+        """Give each gradient its own memory; return whether any shared it.
 
         Autograd may give two parameters the same gradient tensor, as for
         ``torch.stack([a, b]).sum(0)``. An in-place operation would then be applied twice.
-
-        Returns:
-            Whether any gradients shared memory.
         """
         seen: set[int] = set()
         shared = False
@@ -310,28 +282,16 @@ class Layout:
         return columns.tolist() if transfer.can_read(columns.device) else [list(c) for c in columns]
 
     def rows_of_ranks(self, row: Tensor) -> Tensor:
-        """Gather a vector of each rank; no collective where this rank holds the whole model.
+        """Gather a vector of each rank, [ranks, values]; the same bits on every rank.
 
-        Args:
-            row: this rank's values [values], of the same length on every rank.
-
-        Returns:
-            The values of all ranks, [ranks, values], the same bits on every rank.
+        No collective where this rank holds the whole model.
         """
         if self.group is None:
             return row.unsqueeze(0)
-        return start_gather(row, self.group)()
+        return transfer.start_gather(row, self.group)()
 
     def matching(self, pattern: str, option: str) -> list[str]:
-        """Return the names of parameters that match the glob ``pattern``.
-
-        Args:
-            pattern: pattern in the syntax of :mod:`fnmatch`.
-            option: option of the mode that has the pattern, for the message.
-
-        Raises:
-            OptionError: it matches nothing; the message lists some names.
-        """
+        """Return the names of parameters that match a glob, which the mode's ``option`` has."""
         names = self.names
         if hits := fnmatch.filter(names, pattern):
             return hits
@@ -344,10 +304,6 @@ class Layout:
         Args:
             units: globs of parameter names, and the dimensions of each parameter that index
                 outputs; of two globs that match a parameter the last one counts.
-
-        Raises:
-            OptionError: a glob matches nothing, or a parameter has no such dimension. All ranks
-                raise it alike.
         """
         chosen: dict[str, Units] = {}
         for pattern, given in units.items():

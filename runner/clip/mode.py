@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
-from runner.clip.split import measure_split
+from runner.clip.norms import measure_split
 from runner.clip.tally import Tally
 from runner.clip.transfer import Number
 from runner.config.modes import NAMES, Mode
@@ -39,41 +39,49 @@ class ClipMode(Mode, ABC):
 
     A subclass implements :meth:`decide_finite`, and :meth:`apply_parts` where it clips elements,
     units or tensors instead of scaling the whole gradient. Its options and its ``info`` are
-    described in :class:`runner.config.modes.Mode`.
+    described in :class:`runner.config.mode.Mode`.
 
     Attributes:
         history: what the mode remembers of earlier steps, by name: floats, or tensors on the
             device. It starts as ``initial_history``, and holds finite steps only:
             :meth:`decide_finite` replaces values, and what it derives from a gradient that is not
             finite is dropped. Never write into a tensor of it in place.
+        keeps_clipped: whether an option ``history`` of the mode was ``"clipped"``.
         tally: counts the elements or units that the mode compares with λ, where it is set.
-
-    Raises:
-        ValueError: a threshold that is not above 0, or a norm_type below 1.
     """
 
     initial_history: ClassVar[Mapping[str, Number]] = {}
 
     history: dict[str, Number] = field(init=False, repr=False)
+    keeps_clipped: bool = field(default=False, init=False, repr=False)
     tally: Tally | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        chosen = vars(self).get("history", "raw")
+        self.require("history", chosen in ("raw", "clipped"), "raw or clipped", chosen)
+        self.keeps_clipped = chosen == "clipped"
         if self.threshold is not None and not self.threshold > 0:
             raise ValueError(f"the clipping threshold must be above 0, not {self.threshold}")
-        if not self.norm_type >= 1:
-            raise ValueError(f"norm_type must be at least 1 (or inf), not {self.norm_type}")
-        if self.scales not in ("auto", "all"):
-            raise ValueError(f"scales is 'auto' or 'all', not {self.scales!r}")
+        self.require("norm_type", self.norm_type >= 1, "at least 1 (or inf)")
+        self.require("scales", self.scales in ("auto", "all"), "auto or all")
         self.history = dict(self.initial_history)
         self.info = self.info_with(vars(self))  # type: ignore[misc]  # with these options
 
+    def require(self, option: str, right: bool, allowed: str, given: Any = None) -> None:
+        """Raise a ``ValueError`` that says what is allowed, unless an option is ``right``."""
+        if not right:
+            value = getattr(self, option) if given is None else given
+            raise ValueError(f"{option} must be {allowed}, not {value!r}")
+
+    @property
+    def _past(self) -> dict[str, Any]:
+        """``history``, for a mode that has an option of this name."""
+        past: dict[str, Any] = vars(self)["history"]
+        return past
+
     @property
     def limit(self) -> float:
-        """λ of a mode that needs one.
-
-        Raises:
-            ValueError: no threshold was given.
-        """
+        """λ of a mode that needs one; a ``ValueError`` without a threshold."""
         if self.threshold is None:
             raise ValueError("this clipping mode needs a threshold")
         return self.threshold
@@ -84,42 +92,23 @@ class ClipMode(Mode, ABC):
         return self.info.derived
 
     def bind(self, layout: Layout) -> None:
-        """Prepare for ``layout``, once, before the first step.
-
-        Raises:
-            ValueError: the options do not fit the layout (a glob that matches nothing).
-        """
+        """Prepare for ``layout``, once; a ``ValueError`` if options do not fit it."""
 
     def require_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check that the mode is defined on these optimizers, before there is a layout.
-
-        Raises:
-            OptimizerMisfit: it is not; the message says what to choose instead.
-        """
+        """Raise an ``OptimizerMisfit`` if the mode is not defined on these optimizers."""
 
     def bind_optimizers(self, optimizers: Sequence[Optimizer], layout: Layout) -> None:
-        """Prepare for the optimizers that take the steps, once, after :meth:`bind`.
+        """Prepare for the optimizers of this rank, once, after :meth:`bind`, on all ranks together.
 
-        Modes whose ``info.needs_optimizer`` is set read their state or limit their updates. All
-        ranks call this together.
-
-        Args:
-            optimizers: optimizers of this rank, before or after their first step.
-            layout: the layout this mode was bound to.
-
-        Raises:
-            OptimizerMisfit: see :meth:`require_optimizers`.
+        For modes whose ``info.needs_optimizer`` is set: they read state, or limit updates.
         """
         self.require_optimizers(optimizers)
 
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         """Measure the final gradients of ``layout``; the host does not wait for an accelerator.
 
-        A mode may measure what it decides by in the same read, and leave it in ``work``.
-
-        Args:
-            layout: see :meth:`decide`.
-            each: whether the share of each gradient in the norm is wanted too.
+        A mode may measure what it decides by in the same read, and leave it in ``work``. With
+        ``each`` the share of each gradient in the norm is wanted too.
         """
         return GradStats.of(layout, self.norm_type, each, self.scales_some(layout))
 
@@ -154,29 +143,24 @@ class ClipMode(Mode, ABC):
         if not isinstance(stats.finite, Tensor):
             return decision
         self.undo(before, stats.finite)
-        if self.limit_moves and not isinstance(decision.threshold, Tensor):
+        if self.limit_moves:
             # A history that was loaded consists of floats until the device has taken a step.
-            moved = _where(stats.finite, decision.threshold, math.nan)
+            moved = transfer.where(stats.finite, decision.threshold, math.nan)
             decision = replace(decision, threshold=moved)
         return decision.where(stats.finite)
 
-    def undo(self, before: Mapping[str, Number], finite: bool | Tensor) -> None:
+    def undo(self, before: Mapping[str, Any], finite: bool | Tensor) -> None:
         """Make ``before`` the history again, unless the gradient turns out to be ``finite``."""
         for name, value in self.history.items():
-            if finite is not True and value is not before[name]:
-                old = before[name]
-                self.history[name] = old if finite is False else _where(finite, value, old)
+            if value is not before[name]:
+                self.history[name] = transfer.where(finite, value, before[name])
 
     def of_part(self, layout: Layout) -> ClipMode:
-        """Return this mode for a part of the layout that it is bound to, with the same history.
+        """Return this mode for some parameters of its layout, with the same history.
 
         For modes with ``info.by_tensor``, which clip in the backward pass: in each step the parts
         decide one after the other, and then :meth:`end_parts` is called. A step that is not finite
         is taken back by :meth:`undo`.
-
-        Args:
-            layout: some parameters of the layout that this mode is bound to. Without a group, where
-                a mode clips elements: what the parts of other ranks add is added up later.
         """
         made = copy.copy(self)
         made.bind(layout)
@@ -192,7 +176,7 @@ class ClipMode(Mode, ABC):
     def _decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         if stats.part or not self.scales_some(layout):
             return self.decide_finite(layout, stats)
-        split = stats.split or measure_split(layout, self.norm_type)[1]
+        split = stats.split or measure_split(layout, self.norm_type)[2]
         own = replace(stats, norm=split.scaled, split=None, part=True)
         return self.decide_finite(layout, own).of_whole(stats.norm, split, self.norm_type)
 
@@ -202,31 +186,23 @@ class ClipMode(Mode, ABC):
 
         On an accelerator it may turn out not to be: decision and history are then dropped. Ranks
         hold the same ``stats``, and have to make the same decision.
-
-        Args:
-            layout: see :meth:`decide`.
-            stats: see :meth:`decide`.
         """
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
-        """Change the gradients in place, as decided.
+        """Change the gradients in place, as decided; return the completed decision.
 
-        Returns:
-            The decision, completed with what is known only after clipping. The same object where
-            it is one coefficient.
+        It is the same object where it is one coefficient.
         """
         if decision.finite is False:
             return decision
         if decision.scales is not None:
             scale_each(layout, decision.scales)
             return replace(decision, scales=None)
-        if decision.parts is None:
-            if decision.factor is None:
-                scale(layout, decision.coef)
-            else:
-                scale(layout, decision.factor, some=True)
-            return decision
-        return self.change_parts(layout, decision)
+        if decision.parts is not None:
+            return self.change_parts(layout, decision)
+        some = decision.factor is not None
+        scale(layout, decision.coef if decision.factor is None else decision.factor, some)
+        return decision
 
     def change_parts(self, layout: Layout, decision: Decision) -> Decision:
         """Change the parts of ``decision`` in place, and return the completed decision."""
@@ -235,10 +211,7 @@ class ClipMode(Mode, ABC):
 
     @property
     def may_fold(self) -> bool:
-        """Whether an optimizer's step may multiply gradients by the coefficient of a decision.
-
-        So for a mode that clips as this class does.
-        """
+        """Whether an optimizer's step may multiply gradients by the coefficient instead."""
         kind = type(self)
         return kind.clip is ClipMode.clip and kind.apply is ClipMode.apply
 
@@ -255,35 +228,18 @@ class ClipMode(Mode, ABC):
         raise TypeError(f"{type(self).__name__} decides on parts, so it needs apply_parts")
 
     def before_step(self, layout: Layout, decision: Decision) -> None:
-        """Prepare to limit the update of a step that is about to be taken.
+        """Prepare to limit the update of a step, where ``decision.update`` is not None.
 
-        The optimizer wrapper calls it where ``decision.update`` is not None. On an accelerator the
-        step may turn out to be skipped: parameters and optimizer state are then unchanged.
-
-        Args:
-            layout: see :meth:`decide`.
-            decision: what :meth:`clip` returned.
+        On an accelerator the step may turn out to be skipped: parameters and optimizer state are
+        then unchanged.
         """
 
     def after_step(self, layout: Layout, decision: Decision) -> Decision:
-        """Limit the update of the step that was taken; no parameter was broadcast to others yet.
-
-        Args:
-            layout: see :meth:`decide`.
-            decision: see :meth:`before_step`.
-
-        Returns:
-            The decision, completed with what is known only after the step.
-        """
+        """Limit the update that was taken, before ZeRO broadcasts it; complete the decision."""
         return decision
 
     def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
-        """Decide and apply.
-
-        Args:
-            layout: see :meth:`decide`.
-            stats: what was measured of its gradients; measured here by default.
-        """
+        """Decide and apply; ``stats`` are measured here by default."""
         measured = self.measure(layout) if stats is None else stats
         return self.apply(layout, self.decide(layout, measured))
 
@@ -305,7 +261,7 @@ def build(mode: str | type[Mode], **options: Any) -> ClipMode:
     """Make a clipping mode.
 
     Args:
-        mode: one of :data:`runner.config.modes.NAMES`, made by ``runner/clip/<mode>.py``; or a
+        mode: a name of :data:`runner.config.modes.NAMES`, made by ``runner/clip/<mode>.py``; or a
             class of your own.
         options: options of the mode: ``threshold``, ``norm_type``, and its own.
 
@@ -323,40 +279,18 @@ def build(mode: str | type[Mode], **options: Any) -> ClipMode:
     return made
 
 
-def _where(finite: Tensor, new: Number, old: Number) -> Tensor:
-    """Return ``new`` where ``finite`` holds, else ``old``; floats in the widest type there is."""
-    wide, device = transfer.widest(finite.device), finite.device
-    new, old = (
-        value if isinstance(value, Tensor) else torch.full((), value, dtype=wide, device=device)
-        for value in (new, old)
-    )
-    return torch.where(finite, new, old)
-
-
 def scale(layout: Layout, coef: Number, some: bool = False) -> None:
-    """Multiply gradients by ``coef``; no collective, every rank has the same one.
-
-    Args:
-        layout: where the gradients live.
-        coef: their factor.
-        some: whether to leave out those that :meth:`Layout.leave_unscaled` named.
-    """
-    if not isinstance(coef, Tensor) and coef == 1.0:
-        return
-    if some:
-        pairs = zip(*layout.gradients(), strict=True)
-        multiply([gradient for shard, gradient in pairs if shard.scaled], coef)
-        return
-    multiply(layout.gradients()[1], coef)
+    """Multiply gradients by ``coef``; with ``some`` without those of ``leave_unscaled``."""
+    if isinstance(coef, Tensor) or coef != 1.0:
+        shards, gradients = layout.gradients()
+        if some:
+            pairs = zip(shards, gradients, strict=True)
+            gradients = [gradient for shard, gradient in pairs if shard.scaled]
+        multiply(gradients, coef)
 
 
 def scale_each(layout: Layout, scales: Tensor) -> None:
-    """Multiply the gradient of each parameter by its own factor; no collective.
-
-    Args:
-        layout: where the gradients live.
-        scales: factor of each of ``layout.names``, [parameters], the same on every rank.
-    """
+    """Multiply the gradient of each parameter of ``layout.names`` by its own of ``scales``."""
     shards, gradients = layout.gradients()
     at = [layout.positions[shard.name] for shard in shards]
     if not transfer.can_read(layout.device):
@@ -365,13 +299,12 @@ def scale_each(layout: Layout, scales: Tensor) -> None:
             torch._foreach_mul_(gradients, [each[i] for i in at])
         return
     coefs: list[float] = scales.tolist()
-    changed = [(g, coefs[i]) for g, i in zip(gradients, at, strict=True) if coefs[i] != 1.0]
-    ordinary = [(gradient, coef) for gradient, coef in changed if coef > TINY]
+    ordinary = [(g, coefs[i]) for g, i in zip(gradients, at, strict=True) if TINY < coefs[i] != 1.0]
     if ordinary:
         torch._foreach_mul_(*map(list, zip(*ordinary, strict=True)))
-    for gradient, coef in changed:
-        if not coef > TINY:
-            multiply([gradient], coef)
+    for gradient, i in zip(gradients, at, strict=True):
+        if coefs[i] <= TINY:
+            multiply([gradient], coefs[i])
 
 
 def multiply(gradients: list[Tensor], coef: Number) -> None:

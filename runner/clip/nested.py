@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from runner.clip import transfer
 from runner.clip.decision import Decision, Inner
 from runner.clip.layout import Layout, OptionError
 from runner.clip.mode import ClipMode, build
@@ -37,42 +39,61 @@ def bind(mode: ClipMode, layout: Layout, where: str) -> None:
         raise OptionError(option, message, value) from None
 
 
-def together(
-    norm: Number,
-    after: Number,
-    inner: Sequence[Inner],
-    *,
-    coef: Number | None = None,
-    scales: Tensor | None = None,
-    fraction: Number | None = None,
-) -> Decision:
-    """Return the decision that several modes come to.
+@dataclass(eq=False)
+class NestedMode(ClipMode):
+    """A mode that holds others, by the option ``info.nested``, and has no λ of its own."""
 
-    It has no λ of its own, and no value that is compared with one.
-    """
-    nan = math.nan
-    clipped = combine([each.decision.clipped for each in inner], math.inf)
-    share = clipped if fraction is None else fraction
-    if isinstance(norm, Tensor):
-        ratio = (after / norm).nan_to_num(nan=1.0) if coef is None else coef
-    elif clipped == 0.0:
-        # The same number twice, not a quotient of two that were rounded differently.
-        after, ratio, scales = norm, 1.0, None
-    else:
-        ratio = after / norm if coef is None else coef
-    return Decision(norm, after, ratio, clipped, share, nan, nan, scales=scales, inner=tuple(inner))
+    kind: ClassVar[Literal["link", "group"]]
+    modes: dict[str, ClipMode] = field(default_factory=dict, init=False, repr=False)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        option = self.info.nested
+        given = getattr(self, option) or {}
+        named = given if isinstance(given, Mapping) else {str(i): m for i, m in enumerate(given)}
+        if self.threshold is not None or not named:
+            raise ValueError(f"{option} are at least one mode, with a threshold each and no other")
+        self.modes = {name: made(f"{option}.{name}", one, self) for name, one in named.items()}
 
-def state_of(modes: Mapping[str, ClipMode]) -> dict[str, Any]:
-    """Return the state of each mode by its name, with that of its class."""
-    return {
-        name: {"class": type(mode).__name__, **mode.state_dict()} for name, mode in modes.items()
-    }
+    def together(
+        self,
+        norm: Number,
+        after: Number,
+        decisions: Mapping[str, Decision],
+        *,
+        coef: Number | None = None,
+        scales: Tensor | None = None,
+        fraction: Number | None = None,
+    ) -> Decision:
+        """Return the decision that the modes come to, by their names; that of one is its own."""
+        inner = tuple(
+            Inner(self.kind, name, replace(one, parts=None, scales=None))
+            for name, one in decisions.items()
+        )
+        if len(inner) == 1:
+            return replace(*decisions.values(), inner=inner)
+        clipped = combine([one.clipped for one in decisions.values()], math.inf)
+        if not isinstance(norm, Tensor) and clipped == 0.0:
+            # The same number twice, not a quotient of two that were rounded differently.
+            after, coef, scales = norm, 1.0, None
+        ratio = transfer.ratio(after, norm) if coef is None else coef
+        share, nan = clipped if fraction is None else fraction, math.nan
+        return Decision(norm, after, ratio, clipped, share, nan, nan, scales=scales, inner=inner)
 
+    def finished(self, whole: Decision, finite: bool | Tensor) -> Decision:
+        return whole.where(finite) if isinstance(finite, Tensor) else whole
 
-def load_states(modes: Mapping[str, ClipMode], states: Mapping[str, Any]) -> None:
-    """Load what :func:`state_of` returned; a mode of another class begins anew."""
-    for name, mode in modes.items():
-        given = states.get(name, {})
-        if given.get("class") == type(mode).__name__:
-            mode.load_state_dict(given)
+    def state_dict(self) -> dict[str, Any]:
+        kept = {
+            name: {"class": type(mode).__name__, **mode.state_dict()}
+            for name, mode in self.modes.items()
+        }
+        return super().state_dict() | {self.info.nested: kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state; a mode inside of this one whose class has changed begins anew."""
+        super().load_state_dict(state)
+        known = state.get(self.info.nested, {})
+        for name, mode in self.modes.items():
+            if known.get(name, {}).get("class") == type(mode).__name__:
+                mode.load_state_dict(known[name])

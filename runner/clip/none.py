@@ -17,7 +17,6 @@ class NoClip(Unclipped, ClipMode):
         return Decision.untouched(stats.norm, None, stats.norm)
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
-        """Do nothing: multiplying by 1 would read and write every gradient."""
         return decision
 
 

@@ -5,9 +5,9 @@ Pascanu, Mikolov and Bengio 2013 (arXiv 1211.5063, algorithm 1).
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
@@ -31,24 +31,12 @@ def limit_norm(
     stat = norm if max_stat is None else max_stat
     in_force = limit if threshold is None else threshold
     target = limit if to is None else to
-    if isinstance(norm, Tensor):
-        # The host cannot compare the norm without waiting for it.
-        above = norm > limit
-        coef: Number = torch.where(above, target / norm, 1.0)
-        clipped: Number = above.to(norm.dtype)
-    elif norm <= limit:
+    above = norm > limit  # the host cannot compare tensors of an accelerator without waiting
+    if not isinstance(above, Tensor) and not above:
         return Decision.untouched(norm, in_force, stat)
-    else:
-        coef, clipped = target / norm, 1.0
-    return Decision(
-        norm,
-        norm_clipped=norm * coef,
-        coef=coef,
-        clipped=clipped,
-        fraction=clipped,
-        max_stat=stat,
-        threshold=in_force,
-    )
+    coef = transfer.where(above, target / norm, 1.0)
+    clipped = transfer.where(above, 1.0, 0.0)
+    return Decision(norm, norm * coef, coef, clipped, clipped, stat, in_force)
 
 
 @dataclass(eq=False)

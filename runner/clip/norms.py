@@ -5,7 +5,7 @@
 Accuracy: a float32 sum of squares loses digits as it grows (``torch.linalg.vector_norm`` on a CPU
 is off by 8e-3 at 1e8 elements, ``torch.dot`` by 1e-4). Here gradients are summed in rows of 2,048
 elements in float32 and the rows in float64: 2e-8 at 1e8 elements for the price of one read. Where
-powers leave float32's range, a block is scaled and summed once more while it is in a cache.
+powers leave float32's range, a block is summed once more in float64 while it is in a cache.
 Accelerators accumulate in float64, which their memory bandwidth hides.
 """
 
@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
 from runner.clip import transfer
 from runner.clip.layout import Layout
@@ -40,13 +39,7 @@ EXACT = 131_072
 SMALL = 32_768
 """Largest number of elements of a gradient that is copied into one buffer with other such ones."""
 
-FEW = 10
-"""Number of small gradients up to which each is read by itself."""
-
-FULL = (torch.float32, torch.float64)
-
-VANISHES = 1e-20
-OVERFLOWS = 1e30
+VANISHES, OVERFLOWS = 1e-20, 1e30
 """Outside of these bounds a sum of powers may have lost elements that float32 does not hold."""
 
 
@@ -74,41 +67,58 @@ class Powers(NamedTuple):
 
         There is no collective, and the host does not wait for an accelerator.
         """
-        device = layout.device
-        index = layout.positions
-        each = self.each if isinstance(self.each, Tensor) else transfer.on_device(self.each, device)
-        at = transfer.on_device([index[shard.name] for shard in self.shards], device).long()
-        shares = each.new_zeros(len(index))
+        each = _vector(self.each, layout)
+        shares = each.new_zeros(len(layout.names))
         # A tied parameter may lie on this rank twice.
         if math.isinf(self.norm_type):
-            return shares.scatter_reduce_(0, at, each, "amax")
-        return shares.index_add_(0, at, each)
+            return shares.scatter_reduce_(0, layout.positions_of(self.shards), each, "amax")
+        return shares.index_add_(0, layout.positions_of(self.shards), each)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Powers], norm_type: float) -> Powers:
+        """Return the shares of several lists of gradients together."""
+        shards = [shard for part in parts for shard in part.shards]
+        tensors = [part.each for part in parts if isinstance(part.each, Tensor)]
+        if tensors:
+            return cls(shards, torch.cat(tensors), norm_type)
+        return cls(shards, [float(one) for part in parts for one in part.each], norm_type)
 
 
-class Measured(NamedTuple):
-    """What one read of the gradients tells.
+class Split(NamedTuple):
+    """Norms of what a coefficient multiplies and leaves out, see :meth:`Layout.leave_unscaled`."""
 
-    Attributes:
-        norm: ‖G‖: a float on a CPU, a 0-dimensional float64 tensor on an accelerator. NaN or inf
-            where any gradient holds one.
-        powers: share of each gradient of this rank. None on a CPU whose gradients are all finite,
-            unless it was asked for.
+    scaled: Number
+    rest: Number
+
+
+def measure(
+    layout: Layout, norm_type: float = 2.0, each: bool = False
+) -> tuple[Number, Powers | None]:
+    """Return ‖G‖, NaN or inf where any gradient holds one, and the share of each gradient.
+
+    One small collective if the layout spans ranks. On a CPU the shares of finite gradients are None
+    unless ``each`` asks for them.
     """
-
-    norm: Number
-    powers: Powers | None
-
-
-def measure(layout: Layout, norm_type: float = 2.0, each: bool = False) -> Measured:
-    """Measure all gradients of ``layout``; one small collective if it spans ranks."""
     power, powers = local_powers(layout, norm_type, each)
-    norm = combine([power] if layout.group is None else layout.gather([power])[0], norm_type)
-    return Measured(norm, powers)
+    return combine(layout.gather([power])[0], norm_type), powers
+
+
+def measure_split(layout: Layout, norm_type: float = 2.0) -> tuple[Number, Powers, Split]:
+    """Measure all gradients and the two parts of them; one collective too."""
+    _, powers = local_powers(layout, norm_type, each=True)
+    assert powers is not None
+    each = torch.cat([_vector(powers.each, layout), _vector([0.0], layout)])
+    scaled = transfer.on_device([s.scaled for s in powers.shards] + [False], layout.device) > 0
+    parts = torch.stack([each.where(scaled, 0.0), each.where(~scaled, 0.0)])
+    sums = parts.amax(1) if math.isinf(norm_type) else parts.sum(1)
+    columns = layout.gather([transfer.read(one) for one in sums])
+    norm = combine([power for column in columns for power in column], norm_type)
+    return norm, powers, Split(*(combine(column, norm_type) for column in columns))
 
 
 def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
     """Return ‖G‖ of all gradients of ``layout``, see :func:`measure`."""
-    return measure(layout, norm_type).norm
+    return measure(layout, norm_type)[0]
 
 
 def combine(powers: Sequence[Number], norm_type: float) -> Number:
@@ -116,10 +126,7 @@ def combine(powers: Sequence[Number], norm_type: float) -> Number:
     device = next((power.device for power in powers if isinstance(power, Tensor)), None)
     if device is not None:
         every = transfer.on_device(powers, device)
-        if math.isinf(norm_type):
-            return every.amax()
-        norm: Tensor = every.sum() ** (1.0 / norm_type)
-        return norm
+        return every.amax() if math.isinf(norm_type) else every.sum() ** (1.0 / norm_type)
     if math.isinf(norm_type):
         # The result of max() with NaN depends on the order.
         return math.nan if any(map(math.isnan, powers)) else max(powers)
@@ -127,12 +134,16 @@ def combine(powers: Sequence[Number], norm_type: float) -> Number:
     return total
 
 
+def combine_norms(norms: Sequence[Number], norm_type: float) -> Number:
+    """Return the norm of everything, given the norm of each part."""
+    whole = norms if math.isinf(norm_type) else [norm**norm_type for norm in norms]
+    return combine(whole, norm_type)
+
+
 def local_powers(
     layout: Layout, norm_type: float, each: bool = False
 ) -> tuple[Number, Powers | None]:
-    """Return this rank's share of ‖G‖^p (its largest |g| for p = inf), and that of each
-    gradient.
-    """
+    """Return this rank's share of ‖G‖^p (its largest |g| for p = inf), and each gradient's."""
     return powers_of(*layout.gradients(), norm_type, each)
 
 
@@ -141,35 +152,24 @@ def powers_of(
 ) -> tuple[Number, Powers | None]:
     """Return the share of some gradients in ‖G‖^p, and that of each, see :func:`local_powers`."""
     if gradients and not transfer.can_read(gradients[0].device):
-        powers = Powers(shards, _on_accelerator(shards, gradients, norm_type), norm_type)
-        assert isinstance(powers.each, Tensor)
-        return (powers.each.amax() if math.isinf(norm_type) else powers.each.sum()), powers
+        values = _on_accelerator(shards, gradients, norm_type)
+        whole = values.amax() if math.isinf(norm_type) else values.sum()
+        return whole, Powers(shards, values, norm_type)
     if math.isinf(norm_type):
         maxima = list(map(largest, gradients))
         return combine(maxima or [0.0], norm_type), Powers(shards, maxima, norm_type)
-    if not gradients:
-        return 0.0, Powers((), (), norm_type)
-    if not each:
+    if not each and gradients:
         power = _local_sum(shards, gradients, norm_type)
         if math.isfinite(power):
             return power, None
-    powers_of = [power_sum([gradient], norm_type) for gradient in gradients]
-    shares = list(map(truediv, powers_of, map(_REPLICAS, shards)))
+    powers = [power_sum([gradient], norm_type) for gradient in gradients]
+    shares = list(map(truediv, powers, map(_REPLICAS, shards)))
     return float(sum(shares)), Powers(shards, shares, norm_type)
 
 
 def local_power(layout: Layout, norm_type: float) -> Number:
     """Return this rank's share of ‖G‖^p (Σ|g|^p ÷ num_replicas), or its largest |g| for p = inf."""
     return local_powers(layout, norm_type)[0]
-
-
-def norms(layout: Layout, norm_type: float = 2.0) -> dict[str, float]:
-    """Return the norm of each parameter's gradient, on the host; one collective for all of them."""
-    _, powers = local_powers(layout, norm_type, each=True)
-    assert powers is not None
-    shares = powers.of_parameters(layout).unsqueeze(0)
-    [each] = parameter_norms(layout, shares, norm_type).tolist()
-    return dict(zip(layout.names, each, strict=True))
 
 
 def parameter_norms(layout: Layout, shares: Tensor, norm_type: float = 2.0) -> Tensor:
@@ -181,6 +181,10 @@ def parameter_norms(layout: Layout, shares: Tensor, norm_type: float = 2.0) -> T
 def combined_norms(every: Tensor, norm_type: float) -> Tensor:
     """Return the norms, [...], whose shares on all ranks are given, [ranks, ...]."""
     return every.amax(0) if math.isinf(norm_type) else every.sum(0) ** (1.0 / norm_type)
+
+
+def _vector(each: Sequence[float] | Tensor, layout: Layout) -> Tensor:
+    return each if isinstance(each, Tensor) else transfer.on_device(each, layout.device)
 
 
 def _on_accelerator(
@@ -202,28 +206,23 @@ def _local_sum(
     shards: Sequence[ParamShard], gradients: Sequence[Tensor], norm_type: float
 ) -> float:
     """Return Σ|g|^p ÷ num_replicas over all gradients."""
-    num_replicas = list(map(_REPLICAS, shards))
+    num_replicas: list[int] = list(map(_REPLICAS, shards))
     different = dict.fromkeys(num_replicas)
     if len(different) == 1:
-        held: int = num_replicas[0]
-        return power_sum(gradients, norm_type) / held
-    power = 0.0
-    for held in different:
-        alike = list(compress(gradients, map(held.__eq__, num_replicas)))
-        power += power_sum(alike, norm_type) / held
-    return power
+        return power_sum(gradients, norm_type) / num_replicas[0]
+    return sum(
+        power_sum(list(compress(gradients, map(held.__eq__, num_replicas))), norm_type) / held
+        for held in different
+    )
 
 
 def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> float:
     """Return Σ|g|^p of all elements of gradients on a CPU; NaN or inf where any element is."""
     small = list(map(SMALL.__ge__, map(Tensor.numel, gradients)))
-    if all(small):
-        few = norm_type == 2.0 and len(gradients) <= FEW
-        return _dots(gradients) if few else _gathered_power(gradients, norm_type)
     power, elements = 0.0, 0
     waiting: list[Tensor] = []
     for gradient in compress(gradients, map(not_, small)):
-        for block in _blocks(gradient):
+        for block in torch.split(flatten(gradient), BLOCK):
             waiting.append(block)
             elements += block.numel()
             if elements >= BLOCK:
@@ -232,60 +231,32 @@ def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> float:
     if waiting:
         power += _power(waiting, norm_type)
     if any(small):
-        power += _gathered_power(list(compress(gradients, small)), norm_type)
+        flat = gathered(list(compress(gradients, small)))
+        exact = flat.numel() <= EXACT
+        power += _float64_power(flat, norm_type) if exact else _power([flat], norm_type)
     return power
-
-
-def _dots(gradients: Sequence[Tensor]) -> float:
-    """Return Σg² of small gradients without a copy, which costs a tiny model more than it saves."""
-    power = 0.0
-    for gradient in gradients:
-        flat = flatten(gradient)
-        wide = flat if flat.dtype in FULL else flat.float()
-        power += torch.dot(wide, wide).item()
-    if VANISHES < power < OVERFLOWS:
-        return power
-    return sum([_float64_power(gradient, 2.0) for gradient in gradients])
-
-
-def _gathered_power(gradients: Sequence[Tensor], norm_type: float) -> float:
-    flat = gathered(gradients)
-    return _float64_power(flat, norm_type) if flat.numel() <= EXACT else _power([flat], norm_type)
-
-
-def _blocks(gradient: Tensor) -> Sequence[Tensor]:
-    """Return contiguous blocks of all elements, which are still in a cache for a second look."""
-    if not gradient.is_contiguous():
-        gradient = flatten(gradient)
-    if gradient.numel() < 2 * BLOCK:
-        return (gradient,)
-    blocks: Sequence[Tensor] = torch.split(gradient.view(-1), BLOCK)
-    return blocks
 
 
 def _power(blocks: Sequence[Tensor], norm_type: float) -> float:
     """Return Σ|g|^p of contiguous blocks: each row in float32, their sum in float64."""
-    rows, power = [], 0.0
+    norms = []
     for block in blocks:
-        n, left = divmod(block.numel(), ROW)
-        matrix = block.as_strided((n, ROW), (ROW, 1))
+        n = block.numel() // ROW
         dtype = torch.float32 if block.dtype.itemsize < 4 else None
-        rows.append(torch.linalg.vector_norm(matrix, norm_type, 1, dtype=dtype))
-        if left:
-            tail = block.as_strided((left,), (1,), block.storage_offset() + n * ROW)
-            power += _float64_power(tail, norm_type)
-    norms = torch.cat(rows).double()
-    power += (torch.dot(norms, norms) if norm_type == 2.0 else (norms**norm_type).sum()).item()
-    if VANISHES < power < OVERFLOWS:
+        rows = block[: n * ROW].view(n, ROW)
+        norms.append(torch.linalg.vector_norm(rows, norm_type, 1, dtype=dtype))
+        if n * ROW < block.numel():
+            tail = block[n * ROW :].view(1, -1)
+            norms.append(torch.linalg.vector_norm(tail, norm_type, 1, dtype=torch.float64))
+    each = torch.cat(norms).double()
+    power = float(torch.dot(each, each) if norm_type == 2.0 else (each**norm_type).sum())
+    if VANISHES < power < OVERFLOWS or not any(map(largest, blocks)):
         return power
-    sizes = list(map(largest, blocks))
-    if not any(sizes):
-        return 0.0
-    return sum([_float64_power(block, norm_type) for block in blocks])
+    return sum(_float64_power(block, norm_type) for block in blocks)
 
 
 def _float64_power(block: Tensor, norm_type: float) -> float:
-    wide = block.reshape(-1).double()
+    wide = block.double()
     if norm_type == 2.0:
         return float(torch.dot(wide, wide))
     return float(torch.linalg.vector_norm(wide, norm_type) ** norm_type)
@@ -302,10 +273,7 @@ def largest(tensor: Tensor) -> float:
 
 def gathered(gradients: Sequence[Tensor]) -> Tensor:
     """Return a copy of all elements, [elements], in their widest type."""
-    if {*map(Tensor.dim, gradients)} == {1}:
-        return torch.cat(list(gradients))  # half of the time: no views have to be made
-    flat: Tensor = _flatten_dense_tensors(gradients)  # type: ignore[no-untyped-call]
-    return flat
+    return torch.cat(list(map(Tensor.flatten, gradients)))
 
 
 def flatten(tensor: Tensor) -> Tensor:

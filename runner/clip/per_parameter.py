@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,11 +28,9 @@ class PerParameterClip(PerParameter, TensorMode):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.by not in ("tensor", "block"):
-            raise ValueError(f"by must be tensor or block, not {self.by!r}")
+        self.require("by", self.by in ("tensor", "block"), "tensor or block")
 
     def bind(self, layout: Layout) -> None:
-        """Number the blocks of ``layout``."""
         self._layout, self._block = layout, None
         if self.by == "block":
             numbers: dict[str, int] = {}
@@ -78,7 +75,7 @@ def block_of(name: str) -> str:
     ``blocks.3.attn.weight`` belongs to ``blocks.3``, ``layer1.0.conv1.weight`` to ``layer1.0``, and
     ``head.weight`` to ``head``. Parameters of the model itself are one block.
     """
-    parts: Sequence[str] = name.split(".")
+    parts = name.split(".")
     for i, part in enumerate(parts[:-1]):
         if part.isdecimal():
             return ".".join(parts[: i + 1])

@@ -24,8 +24,8 @@ from torch import Tensor
 from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
+from runner.clip.mode import ClipMode
 from runner.clip.norm import limit_norm
-from runner.clip.past import PastNorms
 from runner.config.simple_modes import Percentile
 
 FEWEST = 256
@@ -33,7 +33,7 @@ FEWEST = 256
 
 
 @dataclass(eq=False)
-class PercentileClip(Percentile, PastNorms):  # type: ignore[misc]
+class PercentileClip(Percentile, ClipMode):  # type: ignore[misc]
     """Scale the whole gradient so that its norm is at most a percentile of the norms so far.
 
     The history holds ``count``, the number of finite steps so far; ``norms``, those that count in
@@ -49,18 +49,19 @@ class PercentileClip(Percentile, PastNorms):  # type: ignore[misc]
             raise ValueError(f"{option} {why}")
 
     def decide(self, layout: Layout, stats: GradStats) -> Decision:
-        """Make room for one more norm, and decide, see :meth:`PastNorms.decide`.
+        """Make room for one more norm, and decide.
 
         Only the device may know how many steps were finite, so the host counts all of them.
         """
-        past = self._past
-        if not past:
-            past["count"] = torch.zeros(1, dtype=transfer.widest(layout.device))
-        room = min(self._most + 1, self.window or sys.maxsize)
-        for name in ("norms",) if self.window is None else ("norms", "recent"):
-            past[name] = _with_room(past.get(name), room, layout.device)
-        past["count"] = past["count"].to(layout.device, transfer.widest(layout.device))
+        past, device, wide = self._past, layout.device, transfer.widest(layout.device)
+        past["count"] = past.get("count", torch.zeros(1)).to(device, wide)
         self._most += 1
+        room = min(self._most, self.window or sys.maxsize)
+        for name in ("norms",) if self.window is None else ("norms", "recent"):
+            norms = past.get(name, torch.empty(0)).to(device, wide)
+            if len(norms) < room:
+                norms = torch.cat([norms, norms.new_full((max(FEWEST, room),), math.inf)])
+            past[name] = norms
         return super().decide(layout, stats)
 
     @torch.no_grad()
@@ -77,7 +78,7 @@ class PercentileClip(Percentile, PastNorms):  # type: ignore[misc]
         limit = _percentile(_with(norms, norm), held, self.limit)
         clips = (held >= self.min_steps) & (limit > 0)
         limit = torch.where(clips, limit, math.inf)
-        kept = torch.minimum(norm, limit) if self._keeps_clipped else norm
+        kept = torch.minimum(norm, limit) if self.keeps_clipped else norm
         past["norms"], past["count"] = _with(norms, kept), count
         if self.window is not None:
             past["recent"] = past["recent"].index_copy(0, slot, kept)
@@ -85,7 +86,6 @@ class PercentileClip(Percentile, PastNorms):  # type: ignore[misc]
         return limit_norm(stats.norm, transfer.read(limit[0]), threshold=in_force)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the threshold, and the norms that count, without the room for further ones."""
         state, past = super().state_dict(), self._past
         if past:
             held = min(int(past["count"]), self.window or sys.maxsize)
@@ -96,25 +96,13 @@ class PercentileClip(Percentile, PastNorms):  # type: ignore[misc]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, also on another device."""
         past = state.get("history", {})
-        held = len(past.get("norms", ()))
-        same = held == min(int(past.get("count", 0)), self.window or sys.maxsize)
+        held, count = len(past.get("norms", ())), int(past.get("count", 0))
+        same = held == min(count, self.window or sys.maxsize)
         if not same or (held and ("recent" in past) != (self.window is not None)):
             raise ValueError(f"window={self.window} is not that of the state, with {held} norms")
         super().load_state_dict(state)
-        self._most = int(past.get("count", 0))
-
-
-def _with_room(norms: Tensor | None, room: int, device: torch.device) -> Tensor:
-    """Return ``norms`` on ``device``, with inf behind them if they have less than ``room``."""
-    dtype = transfer.widest(device)
-    if norms is None:
-        norms = torch.empty(0, dtype=dtype, device=device)
-    norms = norms.to(device, dtype)
-    if len(norms) >= room:
-        return norms
-    return torch.cat([norms, norms.new_full((max(FEWEST, room),), math.inf)])
+        self._most = count
 
 
 def _with(norms: Tensor, norm: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from runner.clip import nested
 from runner.clip.decision import Decision, GradStats
@@ -28,11 +27,7 @@ from runner.config.modes import Schedule
 
 @dataclass(eq=False)
 class ScheduleClip(Schedule, ClipMode):
-    """Set λ of another mode for each step, and let it measure, decide and apply.
-
-    Attributes:
-        inner: the mode that clips.
-    """
+    """Set λ of another mode, ``inner``, for each step, and let it measure, decide and apply."""
 
     initial_history: ClassVar = {"step": 0}
 
@@ -52,63 +47,50 @@ class ScheduleClip(Schedule, ClipMode):
         return int(self.history["step"])
 
     def bind(self, layout: Layout) -> None:
-        """Bind the mode that clips."""
         nested.bind(self.inner, layout, "of")
 
     @property
     def may_fold(self) -> bool:
-        """Whether an optimizer's step may multiply gradients by the coefficient."""
         return self.inner.may_fold
 
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
-        """Measure as the mode that clips does, which may look for what is above λ."""
-        self._set_limit()
+        self._set_limit()  # the mode may look for what is above λ
         return self.inner.measure(layout, each)
 
     def decide(self, layout: Layout, stats: GradStats) -> Decision:
-        """Decide as the mode that clips does, with the λ of this step."""
         self._set_limit()
         self.history["step"] = self.step + 1
         return self.inner.decide(layout, stats)
 
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        """Decide as the mode that clips does; a caller counts the step."""
         return self.inner.decide_finite(layout, stats)
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
-        """Apply as the mode that clips does."""
         return self.inner.apply(layout, decision)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the threshold, the number of steps, and the state of what it drives."""
-        state = super().state_dict() | {"inner": self.inner.state_dict()}
-        return state if self._rates is None else state | {"rates": self._rates.state_dict()}
+        return super().state_dict() | {"inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self.inner.load_state_dict(state["inner"])
-        if self._rates is not None and "rates" in state and self.threshold is not None:
-            self._rates = _Rates(self.scheduler or {}, self.threshold)
-            self._rates.load_state_dict(state["rates"])
 
     def _set_limit(self) -> None:
         """Give the mode that clips λ of this step, and the tally that counts for this one."""
         self.inner.tally = self.tally
         if self.threshold is None:
             return
-        if self.scheduler is None:
-            self.inner.threshold = self.threshold * self._factor(self.step)
-            return
-        if self._rates is None or self._rates.base != self.threshold:
-            self._rates = _Rates(self.scheduler, self.threshold)
-        rate = self._rates.at(self.step)
-        if not rate > 0:
+        limit = self.threshold * self._factor(self.step)
+        if self.scheduler is not None:
+            if self._rates is None or self._rates.base != self.threshold:
+                self._rates = _Rates(self.scheduler, self.threshold)
+            limit = self._rates.at(self.step)
+        if not limit > 0:
             raise ValueError(
-                f"clip.scheduler gives a threshold of {rate:g} in step {self.step + 1}: it has to "
+                f"clip.scheduler gives a threshold of {limit:g} in step {self.step + 1}: it has to "
                 "stay above 0 (torch's schedulers have eta_min or end_factor for that)"
             )
-        self.inner.threshold = rate
+        self.inner.threshold = limit
 
     def _factor(self, step: int) -> float:
         """Return λ ÷ threshold of a step."""
@@ -123,13 +105,12 @@ class ScheduleClip(Schedule, ClipMode):
 
 
 class _Rates:
-    """The learning rates that a scheduler makes of one rate, step after step."""
+    """The learning rates that a scheduler makes of one rate, step after step from the first."""
 
     def __init__(self, target: dict[str, Any], base: float) -> None:
         self.base = base
         self._taken = 0
-        nothing = torch.nn.Parameter(torch.zeros(()))
-        self._optimizer = torch.optim.SGD([nothing], lr=base)
+        self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=base)
         arguments = {name: value for name, value in target.items() if name != "_target_"}
         module, _, name = str(target["_target_"]).rpartition(".")
         try:
@@ -141,24 +122,10 @@ class _Rates:
             raise OptionError("scheduler", f"cannot be made: {reason}") from error
 
     def at(self, step: int) -> float:
-        """Return the rate after ``step`` steps of the scheduler."""
         while self._taken < step:
             self._scheduler.step()
             self._taken += 1
-        rate = self._optimizer.param_groups[0]["lr"]
-        return float(rate.item() if isinstance(rate, Tensor) else rate)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the scheduler, and the settings that it changes."""
-        [group] = self._optimizer.state_dict()["param_groups"]
-        return {"taken": self._taken, "scheduler": self._scheduler.state_dict(), "group": group}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        self._taken = state["taken"]
-        self._scheduler.load_state_dict(state["scheduler"])
-        settings = {name: value for name, value in state["group"].items() if name != "params"}
-        self._optimizer.param_groups[0].update(settings)
+        return float(self._optimizer.param_groups[0]["lr"])
 
 
 MODE = ScheduleClip

@@ -18,9 +18,8 @@ from runner.clip.units import Units, units_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Each step reads these of every parameter, so they are attributes that C code gets: `to_local()`
-# and `placements` of a DTensor are Python.
-_GRADIENT, _LOCAL = attrgetter("param.grad"), attrgetter("_local_tensor")
+# Attributes that C code gets: `to_local()` and `placements` of a DTensor are Python.
+_GRADIENT = attrgetter("param.grad")
 _PLACEMENTS, _PARAM_PLACEMENTS = map(attrgetter, ("_spec.placements", "param._spec.placements"))
 
 
@@ -38,12 +37,10 @@ class ParamShard:
         units: how the local shard is divided into units.
         num_replicas: ranks of the layout's group that hold these same elements (replicas).
         shard_groups: groups of ranks over which each unit of this shard is split, one for each mesh
-            axis that splits units; empty where every unit is whole on this rank. All ranks of these
-            groups see the same number of units.
+            axis that splits units. All ranks of these groups see the same number of units.
         sharded_vector: whether the parameter is one unit (a vector) whose elements lie on several
             ranks of the layout's group. Its metrics are added up under its name.
-        scaled: whether a coefficient of the whole gradient multiplies this gradient too, see
-            :meth:`Layout.leave_unscaled`.
+        scaled: whether a coefficient multiplies this gradient, see :meth:`Layout.leave_unscaled`.
     """
 
     name: str
@@ -88,27 +85,18 @@ def local(tensor: Tensor) -> Tensor:
 
 def local_gradients(shards: Sequence[ParamShard]) -> list[Any]:
     """Return the local shard of each gradient, None where there is none."""
-    found: list[Any] = list(map(_GRADIENT, shards))
-    kinds = {*map(type, found)}
-    distributed = {kind for kind in kinds if hasattr(kind, "_local_tensor")}
-    if not distributed:
+    found: list[Any] = list(map(_GRADIENT, shards))  # each step reads all of them
+    spread = [hasattr(gradient, "_local_tensor") for gradient in found]
+    if not any(spread):
         return found
-    if distributed == kinds:
-        _require_summed(shards, found)
-        return list(map(_LOCAL, found))
-    chosen = [type(gradient) in distributed for gradient in found]
-    _require_summed(list(compress(shards, chosen)), list(compress(found, chosen)))
-    pairs = zip(found, chosen, strict=True)
-    return [gradient._local_tensor if own else gradient for gradient, own in pairs]
-
-
-def _require_summed(shards: Sequence[ParamShard], gradients: Sequence[DTensor]) -> None:
     # A gradient has the placements of its parameter, which are never partial, or those of its own.
-    if list(map(_PLACEMENTS, gradients)) == list(map(_PARAM_PLACEMENTS, shards)):
-        return
-    for shard, gradient in zip(shards, gradients, strict=True):
-        if any(placement.is_partial() for placement in gradient.placements):
-            raise TypeError(f"{shard.name} has a gradient that its ranks have not added up yet")
+    owners, gradients = list(compress(shards, spread)), list(compress(found, spread))
+    if list(map(_PLACEMENTS, gradients)) != list(map(_PARAM_PLACEMENTS, owners)):
+        for shard, gradient in zip(owners, gradients, strict=True):
+            if any(placement.is_partial() for placement in gradient.placements):
+                raise TypeError(f"{shard.name} has a gradient that its ranks have not added up yet")
+    pairs = zip(found, spread, strict=True)
+    return [gradient._local_tensor if own else gradient for gradient, own in pairs]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -117,14 +105,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 class Whole(NamedTuple):
-    """What every rank knows of a parameter, whichever ranks hold it.
-
-    Attributes:
-        shape: shape of the whole parameter.
-        sharded_vector: see :class:`ParamShard`.
-        known: see :class:`Units`.
-        scaled: see :class:`ParamShard`.
-    """
+    """What every rank knows of a parameter, whichever ranks hold it; see :class:`ParamShard`."""
 
     shape: tuple[int, ...]
     sharded_vector: bool
@@ -163,7 +144,7 @@ def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Param
 def account(
     shards: Sequence[ParamShard], group: dist.ProcessGroup, whole: Mapping[str, int]
 ) -> tuple[dict[str, Whole], str]:
-    """Check that the shards of all ranks add up to ``whole``."""
+    """Check that the shards of all ranks add up to ``whole``; one collective."""
     here = [(p.name, p.weight.numel() / p.num_replicas, Whole.of(p)) for p in shards]
     mine = (shards[0].param.device.type if shards else None, here)
     everywhere: list[Any] = [None] * group.size()

@@ -7,10 +7,9 @@ the host: the boosted optimizer puts it into the flag that fused optimizers read
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +17,23 @@ from torch import Tensor
 from runner.clip import transfer
 from runner.clip.transfer import Number
 from runner.config.skip import SkipOptions
+
+
+class Past(NamedTuple):
+    """What a rule remembers, as tensors on one device, which are replaced and never written to.
+
+    ``kept`` are of ``sigma`` the values of the last kept steps [values, window], the newest last,
+    NaN where there is none; of ``ema`` their moving average from an average of 0 [values, 1].
+    """
+
+    kept: Tensor
+    steps: Tensor  # number of kept steps, of sigma at most the window
+    missed: Tensor  # values of the last skipped steps [values, accept_after], the newest last
+    streak: Tensor  # number of skips in a row that are in ``missed``
+
+    def or_if(self, condition: Tensor, other: Past) -> Past:
+        """Return ``other`` where the condition holds, else this."""
+        return Past(*(torch.where(condition, b, a) for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(eq=False)
@@ -29,8 +45,10 @@ class SkipRule(SkipOptions):
     is not finite although the gradient is counts as a spike once the rule acts, and never as a new
     level.
 
-    Where the average of ``ema`` is not above 0 (a negative loss), no multiple of it is a limit, and
-    nothing is skipped.
+    ``sigma`` limits a value to the mean of kept ones plus k standard deviations (with Bessel's
+    correction, as in OLMo-core), ``ema`` to k times their moving average, corrected for its start
+    at 0 as Adam's moments are. Where that average is not above 0 (a negative loss), no multiple of
+    it is a limit, and nothing is skipped.
 
     Example:
         >>> rule = SkipRule("sigma", k=4.0)
@@ -39,8 +57,14 @@ class SkipRule(SkipOptions):
         ...     optimizer.step()
     """
 
-    _history: _History | None = field(default=None, init=False, repr=False)
+    _past: Past | None = field(default=None, init=False, repr=False)
     _loaded: Mapping[str, Any] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.k is not None
+        assert self.min_steps is not None
+        self._k, self._least = self.k, self.min_steps
 
     @property
     def reads_loss(self) -> bool:
@@ -70,187 +94,95 @@ class SkipRule(SkipOptions):
             raise ValueError(f"a skip rule of {self.of} reads the loss of each step: give it")
         device = norm.device if isinstance(norm, Tensor) else torch.device("cpu")
         vector = transfer.on_device([norm] if loss is None else [norm, loss], device)
-        if finite is None:
-            finite = vector[0].isfinite()
+        known = vector[0].isfinite() if finite is None else finite
         values = {"norm": vector[:1], "loss": vector[1:], "either": vector}[self.of]
-        if self._history is None:
-            self._history = self._begin(values)
-        spike = self._history.step(values, finite)
+        past = self._begin(values) if self._past is None else self._past
+        above = ~(values <= self._limits(past))  # also where a value is NaN
+        spike = (past.steps >= self._least) & above.any() & known
+        usable = values.isfinite().all() & known
+        past = past.or_if(usable & ~spike, self._longer(past, values))
+        if self.accept_after is not None:
+            missed = past._replace(missed=_shifted(past.missed, values), streak=past.streak + 1.0)
+            past = past.or_if(usable & spike, missed)
+            past = past.or_if(past.streak >= self.accept_after, self._anew(past))
+        self._past = past
         return spike if isinstance(norm, Tensor) else bool(spike)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history, for a rule of the same kind; an accelerator is waited for."""
-        kept = self._loaded if self._history is None else self._history.state_dict()
-        return {"rule": self.rule, "of": self.of, "history": kept}
+        history = self._loaded
+        if self._past is not None:
+            kept, count, missed, streak = (each.cpu() for each in self._past)
+            held = int(count) if self.rule == "sigma" else 1
+            missed = _last(missed, int(streak))
+            history = {"kept": _last(kept, held), "count": int(count), "missed": missed}
+        return {"rule": self.rule, "of": self.of, "history": history}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned; anew after another ``rule`` or ``of``."""
-        self._history = None
+        self._past = None
         same = (state["rule"], state["of"]) == (self.rule, self.of)
         self._loaded = state["history"] if same else None
 
-    def _begin(self, values: Tensor) -> _History:
-        """Return the history before a first step with ``values``."""
-        assert self.k is not None
-        assert self.min_steps is not None
-        common = (self.k, self.min_steps, self.accept_after, values)
-        made = (
-            _Window(*common, self.window)
-            if self.window is not None
-            else _Average(*common, self.decay or 0.0)
+    def _begin(self, values: Tensor) -> Past:
+        """Return the history before a first step, whose options may have been others."""
+        zero, size = values.new_zeros(()), self.window or 1
+        start = math.nan if self.rule == "sigma" else 0.0
+        kept = values.new_full((len(values), size), start)
+        missed = values.new_zeros(len(values), self.accept_after or 0)
+        if self._loaded is None:
+            return Past(kept, zero, missed, zero)
+        count, skipped = self._loaded["count"], self._loaded["missed"]
+        count = min(count, size) if self.rule == "sigma" else count
+        room = max(0, missed.shape[1] - 1)  # The next skip may be the one that is accepted.
+        return Past(
+            _shifted(kept, self._loaded["kept"].to(kept)),
+            zero + count,
+            _shifted(missed, skipped.to(missed)),
+            zero + min(skipped.shape[1], room),
         )
-        if self._loaded is not None:
-            made.load_state_dict(self._loaded)
-        return made
 
-
-class _History(ABC):
-    """What a rule remembers, as tensors on one device, which are replaced and never written to.
-
-    Attributes:
-        kept: what is known of kept steps.
-        count: number of them.
-        missed: values of the last skipped steps [values, accept_after], the newest last.
-        streak: number of skips in a row that are in ``missed``.
-    """
-
-    kept: Tensor
-
-    def __init__(self, k: float, min_steps: int, accept_after: int | None, values: Tensor) -> None:
-        self._k, self._min_steps, self._accept_after = k, min_steps, accept_after
-        self.count = self.streak = values.new_zeros(())
-        self.missed = values.new_zeros(len(values), accept_after or 0)
-
-    @abstractmethod
-    def limits(self) -> Tensor:
+    def _limits(self, past: Past) -> Tensor:
         """Return the largest value [values] that is no spike."""
-
-    @abstractmethod
-    def longer(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``kept`` and ``count`` with a further step."""
-
-    @abstractmethod
-    def anew(self) -> tuple[Tensor, Tensor]:
-        """Return ``kept`` and ``count`` after the skipped steps were accepted."""
-
-    def step(self, values: Tensor, finite: bool | Tensor) -> Tensor:
-        """Return whether ``values`` [values] are a spike, and note them."""
-        above = ~(values <= self.limits())  # also where a value is NaN
-        spike = (self.count >= self._min_steps) & above.any() & finite
-        usable = values.isfinite().all() & finite
-        keep, miss = usable & ~spike, usable & spike
-        # Where the host can read, it leaves out what would change nothing.
-        known = transfer.can_read(values.device)
-        if not known or keep:
-            self._replace(keep, self.longer(values))
-        if self._accept_after is not None and (not known or miss):
-            self.missed = torch.where(miss, _shifted(self.missed, values), self.missed)
-            self.streak = self.streak + miss
-            self._replace(self.streak >= self._accept_after, self.anew())
-        return spike
-
-    def _replace(self, where: Tensor, history: tuple[Tensor, Tensor]) -> None:
-        """Replace the history, and end the row of skips, where ``where`` holds."""
-        self.kept = torch.where(where, history[0], self.kept)
-        self.count = torch.where(where, history[1], self.count)
-        self.streak = torch.where(where, 0.0, self.streak)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the history on the host."""
-        return {
-            "kept": self.kept.cpu().clone(),
-            "count": int(self.count),
-            "missed": _last(self.missed, int(self.streak)).cpu(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of the same kind, whose options may have been others."""
-        self.kept = state["kept"].to(self.kept)
-        self.count = torch.full_like(self.count, state["count"])
-        self.missed = _filled(self.missed, state["missed"])
-        room = max(0, self.missed.shape[1] - 1)  # The next skip may be the one that is accepted.
-        self.streak = torch.full_like(self.streak, min(state["missed"].shape[1], room))
-
-
-class _Window(_History):
-    """The values of the last kept steps [values, size], the newest last; NaN where there is none.
-
-    A limit is their mean plus k standard deviations (with Bessel's correction, as in OLMo-core).
-    """
-
-    def __init__(
-        self, k: float, min_steps: int, accept_after: int | None, values: Tensor, size: int
-    ) -> None:
-        super().__init__(k, min_steps, accept_after, values)
-        self.kept = values.new_full((len(values), size), math.nan)
-
-    def limits(self) -> Tensor:
+        kept, count, *_ = past
+        if self.rule == "ema":
+            mean = kept[:, 0] / (1.0 - torch.pow(self.decay or 0.0, count))
+            return torch.where(mean > 0, mean * self._k, torch.inf)
         # From the newest value, so that the mean of equal values is exact.
-        newest = self.kept[:, -1:]
-        away = self.kept - newest
-        mean = away.nansum(1, keepdim=True) / self.count
+        newest = kept[:, -1:]
+        away = kept - newest
+        mean = away.nansum(1, keepdim=True) / count
         squares = (away - mean).square().nansum(1, keepdim=True)
-        return (newest + mean + self._k * (squares / (self.count - 1.0)).sqrt())[:, 0]
+        return (newest + mean + self._k * (squares / (count - 1.0)).sqrt())[:, 0]
 
-    def longer(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        return _shifted(self.kept, values), (self.count + 1.0).clamp(max=self.kept.shape[1])
+    def _longer(self, past: Past, values: Tensor) -> Past:
+        """Return the history with a further kept step, which ends a row of skips."""
+        end, count = past.streak * 0.0, past.steps + 1.0
+        if self.rule == "ema":
+            decay = self.decay or 0.0
+            mean = decay * past.kept + (1.0 - decay) * values[:, None]
+            return Past(mean, count, past.missed, end)
+        kept = _shifted(past.kept, values)
+        return Past(kept, count.clamp(max=kept.shape[1]), past.missed, end)
 
-    def anew(self) -> tuple[Tensor, Tensor]:
-        size, m = self.kept.shape[1], self.missed.shape[1]
-        before = torch.full_like(self.kept, math.nan)
-        return _last(torch.cat([before, self.missed], 1), size), self.count.new_full(
-            (), min(m, size)
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        return state | {"kept": _last(state["kept"], state["count"])}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        kept = _filled(self.kept, state["kept"])
-        super().load_state_dict(
-            {**state, "kept": kept, "count": min(state["count"], kept.shape[1])}
-        )
-
-
-class _Average(_History):
-    """The exponential moving average of kept steps [values], from an average of 0.
-
-    A limit is k times the average, corrected for the weight of that 0 as Adam's moments are.
-    """
-
-    def __init__(
-        self, k: float, min_steps: int, accept_after: int | None, values: Tensor, decay: float
-    ) -> None:
-        super().__init__(k, min_steps, accept_after, values)
-        self.kept = torch.zeros_like(values)
-        self._decay = decay
-
-    def limits(self) -> Tensor:
-        mean = self.kept / (1.0 - torch.pow(self._decay, self.count))
-        return torch.where(mean > 0, mean * self._k, torch.inf)
-
-    def longer(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        mean = self._decay * self.kept + (1.0 - self._decay) * values
-        return mean, self.count + 1.0
-
-    def anew(self) -> tuple[Tensor, Tensor]:
-        m = self.missed.shape[1]
-        age = torch.arange(m, 0, -1, device=self.kept.device, dtype=self.kept.dtype) - 1.0
-        weights = (1.0 - self._decay) * torch.pow(self._decay, age)
-        return (self.missed * weights).sum(1), self.count.new_full((), m)
+    def _anew(self, past: Past) -> Past:
+        """Return the history after the skipped steps were accepted as the new level."""
+        missed, m, size = past.missed, past.missed.shape[1], past.kept.shape[1]
+        if self.rule == "ema":
+            age = torch.arange(m, 0, -1, device=missed.device, dtype=missed.dtype) - 1.0
+            decay = self.decay or 0.0
+            kept = (missed * ((1.0 - decay) * torch.pow(decay, age))).sum(1, keepdim=True)
+            return Past(kept, past.steps * 0.0 + m, missed, past.streak * 0.0)
+        kept = _shifted(torch.full_like(past.kept, math.nan), missed)
+        return Past(kept, past.steps * 0.0 + min(m, size), missed, past.streak * 0.0)
 
 
 def _shifted(rows: Tensor, newest: Tensor) -> Tensor:
-    """Return rows without their oldest value, and with another newest one."""
-    return torch.cat([rows[:, 1:], newest[:, None]], 1)
+    """Return rows of the same length that end with ``newest``: [rows], or [rows, values]."""
+    added = newest[:, None] if newest.ndim < 2 else newest
+    return _last(torch.cat([rows, added], 1), rows.shape[1])
 
 
 def _last(rows: Tensor, count: int) -> Tensor:
     """Return a copy of the last ``count`` values of each row."""
     return rows[:, rows.shape[1] - count :].clone()
-
-
-def _filled(rows: Tensor, values: Tensor) -> Tensor:
-    """Return rows that end with ``values``, as many as there is room for."""
-    return _last(torch.cat([rows, values.to(rows)], 1), rows.shape[1])

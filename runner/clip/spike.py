@@ -19,89 +19,100 @@ gradients of these alone; the copies on other ranks, which nobody reads, stay as
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch.optim import Optimizer
+from torch import Tensor
 
 from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats, Parts
 from runner.clip.layout import Layout
-from runner.clip.mode import ClipMode
-from runner.clip.norms import Powers, combine, local_powers
-from runner.clip.second_moment import (
-    WITHOUT_OPTIMIZER,
-    OptimizerMisfit,
-    SecondMoments,
-    require_second_moments,
-)
-from runner.clip.spikes import Spikes, clamp, ratios
+from runner.clip.norms import combine, powers_of
+from runner.clip.second_moment import OptimizerMode, Stepped, pieces
+from runner.clip.shard import ParamShard
+from runner.clip.transfer import Number
 from runner.config.simple_modes import Spike
 
-NAME = "spike"
+
+class Compared(NamedTuple):
+    """A gradient that is compared with its second moment."""
+
+    gradient: Tensor
+    value: Tensor
+    ready: bool | Tensor  # whether v has averaged enough steps
 
 
 @dataclass(eq=False)
-class SpikeClip(Spike, ClipMode):
+class SpikeClip(Spike, OptimizerMode):
     """Clamp elements by the optimizer's second moment. It has to be bound to the optimizers."""
 
-    _moments: SecondMoments | None = field(default=None, init=False, repr=False)
-
-    def require_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check that each optimizer keeps a second moment of each element."""
-        require_second_moments(optimizers, NAME, predicts=False)
-
-    def bind_optimizers(self, optimizers: Sequence[Optimizer], layout: Layout) -> None:
-        """Find out which optimizer steps which shard, once; a collective of all ranks."""
-        if self._moments is None or not self._moments.are_of(optimizers, layout):
-            self._moments = SecondMoments(optimizers, layout, NAME, predicts=False)
-
-    @torch.no_grad()
-    def measure(self, layout: Layout, each: bool = False) -> GradStats:
-        """Measure ‖G‖ and find the spikes, by one read of the gradients on a CPU."""
-        if self.norm_type != 2.0 or not transfer.can_read(layout.device):
-            return super().measure(layout, each)
-        found = self._find(layout)
-        shares = [p / s.num_replicas for p, s in zip(found.powers, found.shards, strict=True)]
-        power = float(sum(shares))
-        norm = combine([power] if layout.group is None else layout.gather([power])[0], 2.0)
-        return GradStats(norm, math.isfinite(norm), Powers(found.shards, shares, 2.0), found)
+    name = "spike"
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        """Count the elements of this rank that are above θ·v."""
-        found: Spikes = stats.work or self._find(layout)
-        if self.tally is not None:
-            self._count_all(found)
-        parts = Parts(found.changed, found.total, [found], found.clamped_power)
-        if self.norm_type != 2.0:
-            parts = replace(parts, power=None)
-        return Decision.change_parts(stats.norm, self.limit, found.largest, parts)
+        """Count the elements of this rank that are above θ·v.
 
-    def apply(self, layout: Layout, decision: Decision) -> Decision:
-        """Clamp the spikes; the norm after clipping counts each element where it is stepped."""
-        if decision.finite is False:
-            return decision
+        The norm after clipping counts each element where it is stepped.
+        """
+        stepped, p, work = self.stepped(), self.norm_type, list[Compared]()
+        changed: Number = 0.0
+        total, maxima, after = 0.0, list[Number](), list[Number]()
+        for shard, gradient in zip(*layout.gradients(), strict=True):
+            weight = stepped.weight(shard)
+            if stepped.copies[shard.name]:
+                total += gradient.numel() * weight
+            one = self._compared(stepped, shard, gradient)
+            if one is None:
+                power = powers_of([shard], [gradient], p, True)[0]
+                power = power if math.isinf(p) else power * shard.num_replicas
+            else:
+                power, above, largest = self._read(one, weight)
+                changed = changed + above * weight
+                maxima.append(largest)
+                if isinstance(above, Tensor) or above:
+                    work.append(one)
+            if weight:
+                after.append(power if math.isinf(p) else power * weight)
+        whole = combine(after or [0.0], p) if math.isinf(p) else sum(after, 0.0)
+        largest = combine(maxima or [0.0], math.inf)
+        parts = Parts(changed, total, work, whole)
+        return Decision.change_parts(stats.norm, self.limit, largest, parts)
+
+    def apply_parts(self, decision: Decision) -> None:
         assert decision.parts is not None
-        [found] = decision.parts.work
-        clamp(found, self.limit)
-        if decision.parts.power is None:
-            _, powers = local_powers(layout, self.norm_type, each=True)
-            assert powers is not None
-            power = found.weighted(powers)
-            decision = replace(decision, parts=replace(decision.parts, power=power))
-        return decision.complete(layout, self.norm_type)
+        for one in decision.parts.work:
+            for gradient, v in pieces(one.gradient, one.value):
+                gradient.copy_(self._clamped(one, gradient, v)[1])
 
-    def _find(self, layout: Layout) -> Spikes:
-        if self._moments is None:
-            raise OptimizerMisfit(WITHOUT_OPTIMIZER.format(NAME))
-        return Spikes.of(layout, self._moments, self.limit, self.min_steps)
+    def _compared(self, stepped: Stepped, shard: ParamShard, gradient: Tensor) -> Compared | None:
+        """Return what is compared; None where another rank steps it, or it has no state yet."""
+        moment = stepped.moment(shard)
+        if moment is None or moment.value is None:
+            return None
+        ready = moment.steps >= self.min_steps
+        return None if ready is False else Compared(gradient, moment.value, ready)
 
-    def _count_all(self, found: Spikes) -> None:
-        assert self.tally is not None
-        for one in found.compared:
-            self.tally.add(ratios(one), 1 / one.copies)
+    def _clamped(self, one: Compared, gradient: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return g²/v of some elements and these elements clamped, in the widest type."""
+        g, v = (each.to(transfer.widest(each.device)) for each in (gradient, value))
+        # v of an element that never had a gradient is 0.
+        ratio = (g * g / v).where((v > 0) & one.ready, 0.0)
+        return ratio, torch.where(ratio > self.limit, (v * self.limit).sqrt().copysign(g), g)
+
+    def _read(self, one: Compared, weight: float) -> tuple[Number, Number, Number]:
+        """Return Σ|g|^p after clamping (max|g| for p = inf), the spikes, and the largest g²/v."""
+        p, found = self.norm_type, []
+        for gradient, value in pieces(one.gradient, one.value):
+            ratio, clamped = self._clamped(one, gradient, value)
+            size = clamped.abs().amax() if math.isinf(p) else (clamped.abs() ** p).sum()
+            found.append(torch.stack([size, (ratio > self.limit).sum(), ratio.amax()]))
+            if self.tally is not None:
+                self.tally.add(ratio, weight)
+        every = torch.stack(found)
+        size = every[:, 0].amax() if math.isinf(p) else every[:, 0].sum()
+        above, largest = every[:, 1].sum(), every[:, 2].amax()
+        return transfer.read(size), transfer.read(above), transfer.read(largest)
 
 
 MODE = SpikeClip

@@ -18,14 +18,7 @@ from runner.clip.transfer import Number
 
 @dataclass(frozen=True, slots=True)
 class TensorNorms:
-    """The norm of each parameter's gradient, the same bits on every rank.
-
-    Attributes:
-        norms: one norm for each of ``layout.names``, [parameters], in the widest type of the
-            device; 0 without a gradient.
-        present: whether any rank has a gradient of the parameter, [parameters].
-        norm_type: p of the norms.
-    """
+    """The norm of each parameter's gradient, the same bits on every rank."""
 
     norms: Tensor
     present: Tensor
@@ -33,7 +26,6 @@ class TensorNorms:
 
     @classmethod
     def measure(cls, layout: Layout, norm_type: float) -> tuple[TensorNorms, Powers]:
-        """Measure the gradients by one read of them, and one collective where ranks share them."""
         _, powers = local_powers(layout, norm_type, each=True)
         assert powers is not None
         held = Powers(powers.shards, [1.0] * len(powers.shards), norm_type)
@@ -53,10 +45,7 @@ class TensorNorms:
 
 def combined(norms: Tensor, norm_type: float) -> Tensor:
     """Return the norm of everything, given the norm of each part, [parts]."""
-    if not norms.numel():
-        return norms.sum()
-    whole: Tensor = torch.linalg.vector_norm(norms, norm_type)
-    return whole
+    return torch.linalg.vector_norm(norms, norm_type) if norms.numel() else norms.sum()
 
 
 class TensorMode(ClipMode):
@@ -68,22 +57,17 @@ class TensorMode(ClipMode):
 
     @torch.no_grad()
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
-        """Measure the norm of each tensor and, from these, ‖G‖."""
         tensors, powers = TensorNorms.measure(layout, self.norm_type)
-        norm = tensors.total
-        finite = torch.isfinite(norm) if isinstance(norm, Tensor) else math.isfinite(norm)
-        return GradStats(norm, finite, powers, tensors)
+        return GradStats.measured(tensors.total, powers, tensors)
 
     def decides_by(self, stats: GradStats) -> bool:
-        """Return whether ``stats`` hold the norm of each tensor."""
         return isinstance(stats.work, TensorNorms) and stats.work.norm_type == self.norm_type
 
     def tensors(self, layout: Layout, stats: GradStats) -> TensorNorms:
         """Return what :meth:`measure` has measured; measured here for stats of another mode."""
-        if self.decides_by(stats):
-            tensors: TensorNorms = stats.work
-            return tensors
-        return TensorNorms.measure(layout, self.norm_type)[0]
+        own = self.decides_by(stats)
+        tensors: TensorNorms = stats.work if own else self.measure(layout).work
+        return tensors
 
     def scale_tensors(
         self,
@@ -99,23 +83,15 @@ class TensorMode(ClipMode):
         """Decide to multiply each tensor by its own factor."""
         share, total = transfer.read(share_of(over, present)), transfer.count(present)
         if not isinstance(share, Tensor) and share == 0.0:
-            kept = Decision.untouched(stats.norm, threshold, max_stat)
-            return replace(kept, total=total)
+            return Decision.untouched(stats.norm, threshold, max_stat, total)
         norm, after = stats.norm, tensors.scaled(scales).total
-        if isinstance(share, Tensor):
-            coef: Number = (after / norm).nan_to_num(nan=1.0)  # type: ignore[union-attr]
-            clipped: Number = share.sign()
-        else:
-            coef, clipped = after / norm if norm else 1.0, 1.0
+        clipped = share.sign() if isinstance(share, Tensor) else 1.0
+        coef = transfer.ratio(after, norm)
         metrics = (norm, after, coef, clipped, share, max_stat, threshold)
         return Decision(*metrics, scales=scales, total=total)
 
     def count(self, layout: Layout, values: Tensor, present: Tensor) -> None:
-        """Count the values of tensors that have a gradient, where a calibration asks for it.
-
-        Every rank knows all of them: the first rank counts.
-        """
-        if self.tally is not None and (layout.group is None or layout.group.rank() == 0):
+        if self.tally is not None and layout.counts_common:
             self.tally.add(values.where(present, math.nan), 1.0)
 
 

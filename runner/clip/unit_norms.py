@@ -1,4 +1,11 @@
-"""Norms of the units of one matrix or one large tensor, and their scaling.
+"""The units of a whole model in one order: measured, summed and scaled in a few calls.
+
+The norms of a rank's units lie in one vector. First come the units that shard boundaries cut, in
+the order of the layout, in which all ranks that share them have them; then all others that are
+clipped, sorted by length; at last the shards that are left out, each as one unit, because the total
+norm needs them. Units of one length that belong to small tensors are copied side by side and
+measured as the rows of one matrix; a large tensor is read in place. So the number of calls grows
+with the number of lengths and of large tensors, not with that of units.
 
 A float32 sum of many squares loses digits, so that long units are summed in parts. The result of a
 unit depends on its elements alone, not on what else is measured by the same call: ranks that hold
@@ -7,13 +14,19 @@ the same unit get the same bits.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from runner.clip import transfer
-from runner.clip.norms import ROW, flatten
+from runner.clip.norms import ROW, SMALL, flatten, gathered
+from runner.clip.shard import ParamShard, local
 
 LONG = 8_192
 """Longest unit that is summed in float32 at once."""
@@ -25,56 +38,242 @@ SPARSE = 4
 """Where less than one of so many units of a large tensor is clipped, only these are written."""
 
 
+class Place(NamedTuple):
+    """Where the units of one shard lie in the vector: ``units`` of ``length`` elements each.
+
+    ``kept`` dimensions index units, see :meth:`runner.clip.units.Units.first`.
+    """
+
+    number: int  # of the shard in the layout
+    shard: ParamShard
+    left_out: bool  # measured as one unit, which is not clipped
+    start: int
+    units: int
+    length: int
+    kept: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.units
+
+    @property
+    def small(self) -> bool:
+        return self.units * self.length <= SMALL
+
+    @property
+    def weight(self) -> float:
+        """1 ÷ the ranks that count each unit; 0 for a sharded vector, counted by its name."""
+        shard = self.shard
+        held = shard.num_replicas * prod(group.size() for group in shard.shard_groups)
+        return 0.0 if shard.sharded_vector else 1.0 / held
+
+    def units_first(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        tensor = tensors[self.number]
+        assert tensor is not None
+        whole = self.left_out or tensor.ndim < 2
+        return tensor if whole else self.shard.units.first(tensor)
+
+
+class UnitIndex:
+    """The order of all units of this rank; see the top of this module.
+
+    A shard without a gradient takes part where other ranks may have one.
+
+    Attributes:
+        units: number of units that are clipped, which come first.
+        cuts: units that several ranks hold a part of: their groups, the first place, and the last.
+        vectors: places of vectors that are spread over ranks.
+        weights: different weights of the places that are clipped.
+    """
+
+    def __init__(
+        self, shards: Sequence[ParamShard], present: Sequence[bool], left_out: Sequence[bool]
+    ) -> None:
+        self.present = list(present)
+        self._shards = shards
+        places = self._placed(left_out)
+        clipped = [place for place in places if not place.left_out]
+        self.units = sum(place.units for place in clipped)
+        self.cuts = [
+            (groups, same[0].start, same[-1].stop)
+            for groups, run in groupby(clipped, lambda place: place.shard.shard_groups)
+            if groups and (same := list(run))
+        ]
+        self.vectors = [place for place in clipped if place.shard.sharded_vector]
+        self.calls = [list(run) for _, run in groupby(places, self._alike)]
+        self.weights = {place.weight for place in clipped if place.weight}
+        self._weights = self._each_unit(clipped, [place.weight for place in clipped])
+        self._share = self._each_unit(places, [1.0 / p.shard.num_replicas for p in places])
+        absent = [float(not self.present[place.number]) for place in clipped]
+        self._absent = self._each_unit(clipped, absent) > 0 if any(absent) else None
+
+    def _placed(self, left_out: Sequence[bool]) -> list[Place]:
+        known: list[tuple[tuple[object, ...], Place]] = []
+        groups = list(dict.fromkeys(shard.shard_groups for shard in self._shards))
+        for number, shard in enumerate(self._shards):
+            out, cut = left_out[number], bool(shard.shard_groups)
+            if not self.present[number] and (out or not (cut or shard.sharded_vector)):
+                continue
+            weight = shard.weight
+            shape = (weight if out else shard.units.first(weight)).shape
+            kept = 0 if out else len(shape) - len(shard.units.dims)
+            place = Place(number, shard, out, 0, prod(shape[:kept]), prod(shape[kept:]), kept)
+            order: tuple[object, ...] = (out, groups.index(shard.shard_groups))
+            if not cut:
+                kind = (shard.sharded_vector, shard.num_replicas, str(weight.dtype))
+                order += (*kind, place.length, place.small)
+            known.append(((*order, number), place))
+        places: list[Place] = []
+        for _, place in sorted(known, key=itemgetter(0)):
+            places.append(place._replace(start=places[-1].stop if places else 0))
+        return places
+
+    def _alike(self, place: Place) -> tuple[object, ...]:
+        """Return what places that are measured by one call have in common."""
+        shard = place.shard
+        # A mixture of types would be rounded differently on ranks that hold other tensors.
+        kind = (shard.param.dtype, shard.num_replicas, shard.sharded_vector)
+        here = self.present[place.number] and place.units * place.length > 0
+        return (place.left_out, place.length, kind, here, -1 if place.small else place.number)
+
+    def _each_unit(self, places: Sequence[Place], values: Sequence[float]) -> Tensor:
+        """Return the value of its place for each unit."""
+        device = self._shards[0].param.device if self._shards else torch.device("cpu")
+        sizes = transfer.on_device([place.units for place in places], device).long()
+        # Told the size of the result, an accelerator is not waited for.
+        size = places[-1].stop if places else 0
+        return torch.repeat_interleave(transfer.on_device(values, device), sizes, output_size=size)
+
+    def norms(
+        self, tensors: Sequence[Tensor | None], dtype: torch.dtype, clipped: bool = False
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Measure the units of one tensor for each shard, in ``dtype`` at least.
+
+        Returns:
+            The norm of each unit, or of those that are ``clipped``; for each call the matrix that
+            holds a copy of its units, None where they were read in place.
+        """
+        norms, matrices = [self._weights[:0]], list[Tensor | None]()
+        for places in self.calls:
+            first, units = places[0], places[-1].stop - places[0].start
+            if clipped and first.left_out:
+                break
+            matrices.append(None)
+            if tensors[first.number] is None or not units * first.length:
+                norms.append(self._weights.new_zeros(units, dtype=dtype))
+            elif first.small:
+                flat = gathered([place.units_first(tensors) for place in places])
+                rows = flat.view(units, first.length)
+                # One tensor may be no copy but itself: it is scaled in place.
+                matrices[-1] = rows if len(places) > 1 else None
+                norms.append(row_norms(rows, dtype))
+            else:
+                norms.append(unit_norms(first.units_first(tensors), first.kept, dtype))
+        return torch.cat(norms), matrices
+
+    def weight_norms(self, dtype: torch.dtype) -> Tensor:
+        """Return the norm of the weights of each unit that is clipped."""
+        return self.norms([local(shard.param) for shard in self._shards], dtype, clipped=True)[0]
+
+    def power(self, norms: Tensor) -> transfer.Number:
+        """Return this rank's share of ‖G‖², given the norms of all units."""
+        return transfer.read(torch.dot(norms.square(), self._share))
+
+    def counted(self, gradients: Tensor) -> Tensor:
+        """Return the share of each clipped unit that this rank counts, given gradients' norms.
+
+        A unit without a gradient here counts where another rank has one.
+        """
+        if self._absent is None:
+            return self._weights
+        return self._weights.where(~self._absent | (gradients > 0), 0.0)
+
+
+@dataclass(slots=True)
+class UnitNorms:
+    """Norms of the units of gradients, whose squares were summed in ``dtype`` at least."""
+
+    index: UnitIndex
+    gradients: Sequence[Tensor | None]
+    dtype: torch.dtype
+    norms: Tensor
+    matrices: Sequence[Tensor | None]
+
+    def scale(self, coefs: Tensor) -> None:
+        """Multiply each unit by its coefficient in place."""
+        targets: list[Tensor] = []
+        values: list[Tensor] = []
+        for places, matrix in zip(self.index.calls, self.matrices, strict=True):
+            factors = coefs[places[0].start : places[-1].stop]
+            gradient = self.gradients[places[0].number]
+            if places[0].left_out or gradient is None or not places[0].length:
+                continue
+            host = transfer.can_read(coefs.device)
+            if host and not (changed := (factors != 1.0).nonzero().view(-1)).numel():
+                continue
+            factors = factors.to(torch.promote_types(gradient.dtype, self.dtype))
+            tensors = [place.units_first(self.gradients) for place in places]
+            if matrix is not None:
+                targets += tensors
+                values += _parts(matrix.mul_(factors.unsqueeze(1)), tensors)
+                continue
+            [tensor], kept = tensors, places[0].kept
+            few = host and len(changed) * SPARSE <= len(factors)
+            rows = _as_rows(tensor, kept) if few and kept else None
+            if rows is None:
+                tensor.mul_(factors.view((*tensor.shape[:kept], *[1] * (tensor.ndim - kept))))
+            else:
+                some = rows[changed] * factors[changed].unsqueeze(1)
+                rows[changed] = some.to(rows.dtype)
+        if targets:
+            torch._foreach_copy_(targets, values)
+
+
+def _parts(matrix: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield views of the rows of ``matrix`` in the shapes of the tensors that were copied."""
+    flat = torch.split(matrix.view(-1), list(map(Tensor.numel, tensors)))
+    return (part.view(tensor.shape) for part, tensor in zip(flat, tensors, strict=True))
+
+
 def row_norms(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the norm of each row."""
-    wide = torch.promote_types(rows.dtype, dtype)
-    length = rows.shape[1]
-    if not transfer.can_read(rows.device):
-        return _norms(rows, wide)
-    if wide != rows.dtype:
+    wide, length = torch.promote_types(rows.dtype, dtype), rows.shape[1]
+    host = transfer.can_read(rows.device)
+    if host and wide != rows.dtype:
         # A conversion is cheap in the cache.
         blocks = torch.split(rows, max(1, CACHED // max(length, 1)))
         return torch.cat([row_norms(block.to(wide), wide) for block in blocks])
-    if wide == torch.float32 and length > LONG:
-        return _long_row_norms(rows)
-    return _norms(rows, wide)
+    if not host or wide != torch.float32 or length <= LONG:
+        return _norm(rows, 1, wide)
+    whole = length // ROW * ROW
+    parts = torch.linalg.vector_norm(rows[:, :whole].view(len(rows), -1, ROW), 2.0, 2)
+    tail = torch.linalg.vector_norm(rows[:, whole:], 2.0, 1, keepdim=True)
+    return _norm(torch.cat([parts, tail], 1), 1, torch.float64)
 
 
-def _norms(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(rows, 2.0, dim=1, dtype=dtype)
-    return norms
-
-
-def _long_row_norms(rows: Tensor) -> Tensor:
-    units, length = rows.shape
-    part = min(length & -length, ROW)  # the largest power of 2 that divides the length
-    if part < 64:
-        part = ROW
-    whole = length // part * part
-    parts = [_norms(rows[:, :whole].reshape(-1, part), torch.float32).view(units, -1)]
-    if whole < length:
-        parts.append(_norms(rows[:, whole:], torch.float32).unsqueeze(1))
-    return _norms(torch.cat(parts, 1), torch.float64)
-
-
-def large_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
-    """Return the norm of each unit of a large tensor, [units]."""
-    wide = torch.promote_types(tensor.dtype, dtype)
-    reduced = tuple(range(kept, tensor.ndim))
+def unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
+    """Return the norm of each unit of a tensor whose first ``kept`` dimensions index them."""
+    wide, reduced = torch.promote_types(tensor.dtype, dtype), tuple(range(kept, tensor.ndim))
     if not reduced:
         return tensor.abs().to(wide).reshape(-1)
     if not transfer.can_read(tensor.device):
-        norms: Tensor = torch.linalg.vector_norm(tensor, 2.0, dim=reduced, dtype=wide)
-        return norms.reshape(-1)
-    rows = as_rows(tensor, kept)
-    if rows is not None:
+        return _norm(tensor, reduced, wide).reshape(-1)
+    if (rows := _as_rows(tensor, kept)) is not None:
         return row_norms(rows, dtype)
-    sums = torch.zeros(tensor.shape[:kept], dtype=torch.float64)
-    _add_squares(tensor, sums, wide)
-    return sums.sqrt_().view(-1)
+    # Units are not contiguous: blocks of what is contiguous are read once.
+    outer = max(range(tensor.ndim), key=lambda dim: (tensor.shape[dim] > 1, tensor.stride(dim)))
+    size = max(1, tensor.shape[outer] * CACHED // tensor.numel())
+    blocks = torch.split(tensor, size, outer)
+    sums = [block.to(wide).square().sum(reduced, dtype=torch.float64) for block in blocks]
+    return (torch.cat(sums, outer) if outer < kept else sum(sums, sums[0] * 0)).sqrt().view(-1)
 
 
-def as_rows(tensor: Tensor, kept: int) -> Tensor | None:
+def _norm(tensor: Tensor, dims: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(tensor, 2.0, dims, dtype=dtype)
+    return norms
+
+
+def _as_rows(tensor: Tensor, kept: int) -> Tensor | None:
     """Return a view [units, length] in which each unit is contiguous; None if there is none.
 
     The order of elements within a unit is only fit for sums and for scaling.
@@ -87,29 +286,4 @@ def as_rows(tensor: Tensor, kept: int) -> Tensor | None:
         tensor = tensor.permute(*range(kept), *inner)
         if not tensor.is_contiguous():
             return None
-    return tensor.view(math.prod(tensor.shape[:kept]), -1)
-
-
-def _add_squares(tensor: Tensor, sums: Tensor, dtype: torch.dtype) -> None:
-    """Add the sums of squares over the last dimensions to ``sums``, block by block."""
-    kept, elements = sums.ndim, tensor.numel()
-    if elements <= CACHED:
-        reduced = tuple(range(kept, tensor.ndim))
-        sums += tensor.to(dtype).square().sum(reduced)
-        return
-    outer = max(range(tensor.ndim), key=lambda dim: (tensor.shape[dim] > 1, tensor.stride(dim)))
-    size = max(1, tensor.shape[outer] * CACHED // elements)
-    for i, block in enumerate(torch.split(tensor, size, outer)):
-        part = sums.narrow(outer, i * size, block.shape[outer]) if outer < kept else sums
-        _add_squares(block, part, dtype)
-
-
-def scale_large(tensor: Tensor, kept: int, coefs: Tensor, clipped: float | None) -> None:
-    """Multiply each unit of a large tensor in place."""
-    if clipped is not None and clipped * SPARSE <= len(coefs):
-        rows = as_rows(tensor, kept)
-        if rows is not None:
-            at = (coefs != 1.0).nonzero().view(-1)
-            rows[at] = (rows[at] * coefs[at].unsqueeze(1)).to(rows.dtype)
-            return
-    tensor.mul_(coefs.view((*tensor.shape[:kept], *[1] * (tensor.ndim - kept))))
+    return tensor.view(prod(tensor.shape[:kept]), -1)

@@ -1,14 +1,18 @@
-"""Units of adaptive clipping: the weights that feed one output.
+"""What the layers of a model say of their weights: units of adaptive clipping, and output layers.
 
-Dimension 0 indexes the outputs of most layers. Other layers are recognised by their class, their
-size attributes, or the shapes of their parameters, without importing the libraries that define
-them. For all others the option ``units`` of the mode gives the dimensions.
+Layers are recognised by their class, their size attributes, or the shapes of their parameters,
+without importing the libraries that define them. A unit is the weights that feed one output (Brock
+et al. 2021, arXiv 2102.06171, section 4): a row of a matrix, the fan-in of one output channel of a
+convolution, a whole vector. Dimension 0 indexes the outputs of most layers. Where neither the layer
+nor the shapes say so, the option ``units`` of the mode does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -19,21 +23,18 @@ _OUTPUTS_FIRST = (nn.modules.conv._ConvNd, nn.Bilinear, nn.MultiheadAttention)
 _SIZES = (("in_features", "out_features"), ("input_size", "output_size"))
 """Attributes of layers for the number of inputs and of outputs."""
 
+_ASK = ("get_classifier", "get_output_embeddings")
+"""Methods of timm's and transformers' models that return the output layer."""
+
+_HEAD = {"head", "heads", "classif", "classifier", "logits", "aux"}
+"""First or last words in names of heads."""
+
+Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """How a tensor is divided into units, each the weights that feed one output.
-
-    Brock et al. 2021 (arXiv 2102.06171, section 4): a row of a matrix, the fan-in of one output
-    channel of a convolution. A transposed convolution keeps its output channels in dimension 1, and
-    its groups side by side in dimension 0. Anything with fewer than two dimensions is one unit.
-
-    Attributes:
-        dims: dimensions reduced by a unit's norm, after ``groups`` was split off.
-        groups: 0, or the number of groups to split dimension 0 into before reducing.
-        known: False where dimension 0 was assumed to index outputs, because neither the layer nor
-            the user says so.
-    """
+    """How a tensor is divided into units."""
 
     dims: tuple[int, ...]
     groups: int = 0
@@ -41,29 +42,20 @@ class Units:
 
     @classmethod
     def of_outputs(cls, ndim: int, outputs: Iterable[int], known: bool = True) -> Units:
-        """Return the units of a tensor of ``ndim`` dimensions, given those that index outputs.
-
-        Without such a dimension the whole tensor is one unit.
-        """
+        """Return the units of a tensor, given the dimensions that index outputs; none: one unit."""
         kept = {dim % ndim for dim in outputs}
         return cls(tuple(dim for dim in range(ndim) if dim not in kept), known=known)
 
-    def view(self, tensor: Tensor) -> Tensor:
-        """Return a view of ``tensor`` in which the groups have a dimension of their own."""
-        if not self.groups:
-            return tensor
-        inputs, *rest = tensor.shape
-        return tensor.view(self.groups, inputs // self.groups, *rest)
-
     def first(self, tensor: Tensor) -> Tensor:
         """Return a view of ``tensor`` with the dimensions that index units first."""
-        view = self.view(tensor)
-        kept = [dim for dim in range(view.ndim) if dim not in self.dims]
-        return view if kept == [*range(len(kept))] else view.permute(*kept, *self.dims)
+        if self.groups:
+            tensor = tensor.view(self.groups, -1, *tensor.shape[1:])
+        kept = [dim for dim in range(tensor.ndim) if dim not in self.dims]
+        return tensor if kept == [*range(len(kept))] else tensor.permute(*kept, *self.dims)
 
 
 def units_of(parameter: Tensor, module: nn.Module | None = None) -> Units:
-    """Return the units of ``parameter``."""
+    """Return the units of ``parameter``, which belongs to ``module``."""
     n = parameter.ndim
     if n < 2:
         return Units(tuple(range(n)))
@@ -102,7 +94,7 @@ def _outputs(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | None:
         return None
     if n == 2 and is_conv1d and getattr(module, "nf", shape[1]) == shape[1]:
         return (1,)  # transformers' linear layer of GPT-2: [in, out].
-    if n == 3 and (stacked := _stacked_experts(parameter, module)) is not None:
+    if n == 3 and (stacked := _stacked_experts(module)) is not None:
         return stacked
     for inward, outward in _SIZES if n in (2, 3) else ():
         inputs, outputs = getattr(module, inward, None), getattr(module, outward, None)
@@ -116,14 +108,14 @@ def _outputs(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | None:
     return None
 
 
-def _stacked_experts(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | None:
+def _stacked_experts(module: nn.Module) -> tuple[int, ...] | None:
     """Return the dimensions that index outputs of weights [experts, ...]; None if unknown.
 
     transformers stores [experts, out, in] (Mixtral, Qwen), some of its models [experts, in, out],
     for ``torch.bmm``. ``gate_up_proj`` has the outputs of two projections side by side, so its
     shape beside that of ``down_proj`` tells one from the other, whatever the sizes.
     """
-    own = module._parameters
+    own = dict(module.named_parameters(recurse=False))
     gate_up, down = own.get("gate_up_proj"), own.get("down_proj")
     if gate_up is not None and down is not None and gate_up.ndim == down.ndim == 3:
         (_, a, b), (_, c, d) = gate_up.shape, down.shape
@@ -131,9 +123,86 @@ def _stacked_experts(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | 
             return (0, 1)
         if (b, a) == (2 * c, d):
             return (0, 2)
-    match getattr(module, "is_transposed", None):
-        case True:
-            return (0, 2)
-        case False:
-            return (0, 1)
+    known: dict[Any, tuple[int, ...]] = {True: (0, 2), False: (0, 1)}
+    return known.get(getattr(module, "is_transposed", None))
+
+
+def head_weights(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the weights of the model's heads, in the order of its parameters.
+
+    Brock et al. (section 4.1) do not clip the final linear layer. If the model has a method
+    ``get_classifier`` or ``get_output_embeddings``, its answer is used. Otherwise the head is the
+    last linear layer, or the last convolution if there is no linear layer or if its name is that of
+    a head. Further heads (a distilled one, auxiliary classifiers) are the last layers of modules
+    with the name of a head, if they have the same number of outputs. A head that is tied to an
+    embedding has the name of the embedding, because the two are one parameter.
+    """
+    weights = {id(p) for layer in _heads(_unwrapped(model)) for p in _weights(layer)}
+    return tuple(name for name, parameter in model.named_parameters() if id(parameter) in weights)
+
+
+def _heads(model: nn.Module) -> list[Layer]:
+    for question in _ASK:
+        ask = getattr(model, question, None)
+        if callable(ask) and (answer := list(_modules_in(ask()))):
+            # A model without classes answers with an Identity: it has no head.
+            return [layer for module in answer for layer in _last_layers(module)]
+    return _last_layers(model)
+
+
+def _modules_in(answer: Any) -> Iterator[nn.Module]:
+    """Yield the modules of an answer: one, or several in a tuple, a list or a mapping."""
+    if isinstance(answer, Mapping | nn.ModuleDict):
+        answer = list(answer.values())
+    if isinstance(answer, Sequence | nn.ModuleList):
+        for each in answer:
+            yield from _modules_in(each)
+    elif isinstance(answer, nn.Module):
+        yield answer
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside wrappers that have no parameters of their own."""
+    while not any(callable(getattr(model, question, None)) for question in _ASK):
+        within = [m for m in model.children() if next(m.parameters(), None) is not None]
+        if len(within) != 1 or next(model.parameters(recurse=False), None) is not None:
+            break
+        [model] = within
+    return model
+
+
+def _last_layers(model: nn.Module) -> list[Layer]:
+    """Return the output layer of ``model``, and those of its further heads."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
+    if not layers:
+        return []
+    linear = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
+    last = next(reversed(layers))
+    if linear and _head_of(last) is None:
+        last = linear[-1]
+    # Of several layers in one head the last one stays.
+    ends = {head: name for name in layers if (head := _head_of(name)) is not None}
+    width = _width(layers[last])
+    alike = [name for name in ends.values() if _width(layers[name]) == width]
+    return [layers[name] for name in dict.fromkeys([*alike, last])]
+
+
+def _head_of(name: str) -> str | None:
+    """Return the innermost module on the path ``name`` that has the name of a head, or None."""
+    path = name.split(".")
+    for depth in range(len(path), 0, -1):
+        # AuxLogits, aux1, head_dist, distillation_classifier.
+        parts = re.findall(r"[a-z]+|[A-Z][a-z]*", path[depth - 1])
+        if parts and {parts[0].lower(), parts[-1].lower()} & _HEAD:
+            return ".".join(path[:depth])
     return None
+
+
+def _width(layer: Layer) -> int:
+    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+
+
+def _weights(layer: Layer) -> list[nn.Parameter]:
+    """Return the weight, or the matrices that it is computed from."""
+    weight = dict(layer.named_parameters(recurse=False)).get("weight")
+    return [p for p in layer.parameters() if p.ndim > 1] if weight is None else [weight]

@@ -4,21 +4,58 @@ It works element by element, so that ranks exchange nothing but counts. Unlike s
 the direction of the gradient.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from runner.clip import transfer
-from runner.clip.blocks import Elements, clamp
 from runner.clip.decision import Decision, GradStats, Parts
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
-from runner.clip.norms import combine, local_powers
+from runner.clip.norms import SMALL, combine, flatten, gathered, local_powers, power_sum
 from runner.clip.transfer import Number
 from runner.config.simple_modes import Value
+
+BLOCK = 2**18
+"""Elements that a CPU compares together: they stay in a cache from one look to the next."""
+
+
+@dataclass(slots=True)
+class Elements:
+    """All elements of this rank's gradients, compared with λ by one read on a CPU.
+
+    Sums are divided by the number of ranks of the layout's group that hold the elements.
+    """
+
+    power: float
+    clamped: float
+    above: float
+    largest: float
+    exceeding: list[Tensor]
+
+    @classmethod
+    def of(cls, layout: Layout, limit: float) -> Elements:
+        """Read the gradients of ``layout``, and compare them with ``limit``."""
+        found = cls(0.0, 0.0, 0.0, 0.0, [])
+        for flat, replicas, gradients in _blocks(layout):
+            power = clamped = power_sum([flat])
+            sizes, bound = flat.abs(), torch.tensor(limit, dtype=flat.dtype).item()
+            # The result of max() with NaN depends on the order; the power tells of it.
+            largest = sizes.amax().item()
+            if largest > bound:
+                found.above += torch.gt(sizes, bound).sum().item() / replicas
+                clamped = power_sum([sizes.clamp_(max=bound)])
+                known = found.exceeding and found.exceeding[-1] is gradients[-1]
+                found.exceeding += () if known else gradients
+            found.power += power / replicas
+            found.clamped += clamped / replicas
+            found.largest = max(found.largest, largest)
+        return found
 
 
 @dataclass(eq=False)
@@ -27,49 +64,59 @@ class ValueClip(Value, ClipMode):
 
     @torch.no_grad()
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
-        """Measure ‖G‖ and count the elements above λ, by one read of the gradients on a CPU."""
         if self.norm_type != 2.0 or not transfer.can_read(layout.device):
             return super().measure(layout, each)
         elements = Elements.of(layout, self.limit)
-        power = elements.power
-        norm = combine([power] if layout.group is None else layout.gather([power])[0], 2.0)
-        finite = math.isfinite(norm)
-        powers = local_powers(layout, 2.0, each=True)[1] if each or not finite else None
-        return GradStats(norm, finite, powers, elements)
+        norm = combine(layout.gather([elements.power])[0], 2.0)
+        named = each or not transfer.is_finite(norm)
+        powers = local_powers(layout, 2.0, each=True)[1] if named else None
+        return GradStats.measured(norm, powers, elements)
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         """Count the elements above λ on this rank."""
-        limit = self.limit
-        shards, gradients = layout.gradients()
-        held = [shard.num_replicas for shard in shards]
-        total = sum(g.numel() / n for g, n in zip(gradients, held, strict=True))
+        limit, pairs = self.limit, list(zip(*layout.gradients(), strict=True))
+        total = sum(gradient.numel() / shard.num_replicas for shard, gradient in pairs)
         if self.tally is not None:
-            for gradient, replicas in zip(gradients, held, strict=True):
-                self.tally.add(gradient.abs(), 1 / replicas)
-        if not transfer.can_read(layout.device):
-            top, changed = _count(gradients, held, limit)
-            parts = Parts(changed, total, gradients)
-            return Decision.change_parts(stats.norm, limit, top, parts)
-        found = Elements.of(layout, limit) if stats.work is None else stats.work
-        power = found.clamped_power if self.norm_type == 2.0 else None
-        parts = Parts(found.above, total, found.exceeding, power)
-        return Decision.change_parts(stats.norm, limit, found.largest, parts)
+            for shard, gradient in pairs:
+                self.tally.add(gradient.abs(), 1 / shard.num_replicas)
+        if transfer.can_read(layout.device):
+            found: Elements = stats.work or Elements.of(layout, limit)
+            power = found.clamped if self.norm_type == 2.0 else None
+            parts = Parts(found.above, total, found.exceeding, power)
+            return Decision.change_parts(stats.norm, limit, found.largest, parts)
+        gradients = [gradient for _, gradient in pairs]
+        largest: Number = 0.0
+        if gradients:
+            wide = transfer.widest(layout.device)
+            largest = torch.stack(torch._foreach_norm(gradients, math.inf, dtype=wide)).amax()
+        above = [transfer.count(g.abs() > limit) / s.num_replicas for s, g in pairs]
+        parts = Parts(sum(above, 0.0), total, gradients)
+        return Decision.change_parts(stats.norm, limit, largest, parts)
 
     def apply_parts(self, decision: Decision) -> None:
-        """Clamp the gradients that have elements above λ."""
         assert decision.parts is not None
-        clamp(decision.parts.work, float(decision.threshold))
+        gradients, limit = list(decision.parts.work), float(decision.threshold)
+        for gradient in gradients:
+            gradient.clamp_(-limit, limit)
 
 
-def _count(gradients: list[Tensor], held: Sequence[int], limit: float) -> tuple[Number, Number]:
-    """Return the largest |g|, and the number of elements above ``limit``, on an accelerator."""
-    if not gradients:
-        return 0.0, 0.0
-    wide = transfer.widest(gradients[0].device)
-    largest = torch.stack(torch._foreach_norm(gradients, math.inf, dtype=wide)).amax()
-    counts = [transfer.count(gradient.abs() > limit) for gradient in gradients]
-    return largest, sum(count / n for count, n in zip(counts, held, strict=True))
+def _blocks(layout: Layout) -> Iterator[tuple[Tensor, int, list[Tensor]]]:
+    """Yield blocks of elements with their number of replicas and the gradients they belong to.
+
+    A block is a view of a large gradient, or a copy of small ones of one type.
+    """
+    small: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for shard, gradient in zip(*layout.gradients(), strict=True):
+        if gradient.numel() > SMALL:
+            for part in torch.split(flatten(gradient), BLOCK):
+                yield part, shard.num_replicas, [gradient]
+        else:
+            small.setdefault((shard.num_replicas, gradient.dtype), []).append(gradient)
+    for (replicas, _), gradients in small.items():
+        for first in range(0, len(gradients), 100):
+            some = gradients[first : first + 100]
+            yield gathered(some), replicas, some
 
 
 MODE = ValueClip

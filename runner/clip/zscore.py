@@ -20,35 +20,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
+from runner.clip.mode import ClipMode
 from runner.clip.norm import limit_norm
-from runner.clip.past import PastNorms
-from runner.clip.transfer import Number
+from runner.clip.transfer import where
 from runner.config.simple_modes import ZScore
 
 
 @dataclass(eq=False)
-class ZScoreClip(ZScore, PastNorms):  # type: ignore[misc]
+class ZScoreClip(ZScore, ClipMode):  # type: ignore[misc]
     """Scale down a gradient whose norm lies far above a running mean."""
 
     initial_history: ClassVar = {"count": 0.0, "mean": 0.0, "variance": 0.0}
 
     def __post_init__(self) -> None:
-        if self.rule not in ("adaptive_scaling", "mean", "percentile"):
-            raise ValueError(
-                f"rule must be adaptive_scaling, mean or percentile, not {self.rule!r}"
-            )
-        if not 0 < self.decay < 1:
-            raise ValueError(f"decay must be above 0 and below 1, not {self.decay}")
-        if not self.eps > 0:
-            raise ValueError(f"eps must be above 0, not {self.eps}")
         super().__post_init__()
+        rules = ("adaptive_scaling", "mean", "percentile")
+        self.require("rule", self.rule in rules, "adaptive_scaling, mean or percentile")
+        self.require("decay", 0 < self.decay < 1, "above 0 and below 1")
+        self.require("eps", self.eps > 0, "above 0")
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
@@ -59,31 +54,24 @@ class ZScoreClip(ZScore, PastNorms):  # type: ignore[misc]
         begins, deviation = count < self.warmup_steps, variance**0.5
         unlimited = begins | (deviation <= self.eps * mean)
         eps = 0.0 if self.rule == "percentile" else self.eps
-        limit = _choose(unlimited, math.inf, mean + z * (deviation + eps))
+        limit = where(unlimited, math.inf, mean + z * (deviation + eps))
         above = norm > limit
         to = limit
         if self.rule == "mean":
             to = mean
         elif self.rule == "adaptive_scaling":
-            excess = _choose(above, norm - mean, 1.0)
+            excess = where(above, norm - mean, 1.0)
             to = mean + z * z * deviation * (deviation + eps) / excess
-        kept = _choose(above, to, norm) if self._keeps_clipped else norm
+        kept = where(above, to, norm) if self.keeps_clipped else norm
         # One form of both: a running variance weighs the last square by one (1 - weight) more.
-        weight = _choose(begins, 1.0 / (count + 1.0), 1.0 - self.decay)
+        weight = where(begins, 1.0 / (count + 1.0), 1.0 - self.decay)
         change = kept - mean
-        square = _choose(begins, 1.0, 1.0 - weight) * change * change
+        square = where(begins, 1.0, 1.0 - weight) * change * change
         past["count"] = count + 1.0
         past["mean"] = mean + weight * change
         past["variance"] = (1.0 - weight) * (variance + weight * square)
-        in_force = _choose(unlimited, math.nan, limit)
+        in_force = where(unlimited, math.nan, limit)
         return limit_norm(norm, limit, threshold=in_force, to=to)
-
-
-def _choose(condition: bool | Tensor, one: Number, other: Number) -> Any:
-    """Return ``one`` where the condition holds, else ``other``; the host does not wait."""
-    if isinstance(condition, Tensor):
-        return torch.where(condition, one, other)
-    return one if condition else other
 
 
 MODE = ZScoreClip

@@ -49,7 +49,7 @@ KNOBS = (
 COLLECTIVE = ("torch.distributed.", "torch.autograd.graph")
 """Modules of torch that a lost connection is raised in: by a collective, or in a backward pass."""
 
-WAITS = ("runner.clip.exchange", "runner.parallel.overlap", "runner.parallel.pipeline")
+WAITS = ("runner.clip.transfer", "runner.parallel.overlap", "runner.parallel.pipeline")
 """Modules that wait for a collective that runs beside them, in code of torch without a frame."""
 
 _WORKER = re.compile(

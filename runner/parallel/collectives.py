@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from runner.clip.exchange import start_gather
+from runner.clip.transfer import start_gather
 
 T = TypeVar("T")
 

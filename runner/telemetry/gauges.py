@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from runner.clip import Layout, ParamShard, transfer
-from runner.clip.direction import cosine
+from runner.clip.decision import cosine
 from runner.clip.norms import Powers, combined_norms, powers_of
 from runner.config.telemetry_section import Telemetry
 from runner.run_folder import keys

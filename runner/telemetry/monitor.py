@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner.clip import Decision, GradStats, Number, transfer
-from runner.clip.bound import bound
+from runner.clip.functional import plain_clipper
 from runner.clip.shard import is_dtensor
 from runner.run_folder import files, keys
 from runner.run_folder.rows import JsonlSink, Row
@@ -106,7 +106,7 @@ class GradientMonitor:
             ‖G‖ over all ranks: a float on a CPU, a 0-dimensional tensor on an accelerator.
         """
         each = self._per_layer and self._meter.row_due(self.steps + 1)
-        layout = bound(self._model).layout
+        layout = plain_clipper(self._model).layout
         self._measured = GradStats.of(layout, self._norm_type, each)
         if each:
             self._meter.layers = self._meter.layers or Gauges(layout, self._norm_type, True)
@@ -213,7 +213,7 @@ class GradientMonitor:
             if threshold is None:
                 raise ValueError("give the threshold too: monitor.step(norm, threshold=max_norm)")
             return _by_norm(_number(clipped), threshold)
-        after = GradStats.of(bound(self._model).layout, self._norm_type).norm
+        after = GradStats.of(plain_clipper(self._model).layout, self._norm_type).norm
         before = after if self._measured is None else self._measured.norm
         return _between(before, after, threshold)
 

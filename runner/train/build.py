@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from runner.booster import Plugin
 from runner.booster.criterion import Criterion
-from runner.clip.head import head_weights
+from runner.clip.units import head_weights
 from runner.config import sizes
 from runner.config.duration import Duration
 from runner.config.environment import started_rank

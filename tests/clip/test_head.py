@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations
 from torchvision.models import get_model
 from torchvision.models.segmentation import deeplabv3_resnet50, lraspp_mobilenet_v3_large
 
-from runner.clip.head import head_weights
+from runner.clip.units import head_weights
 from runner.models import Classifier
 from runner.models.gpt import GPT
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from runner.clip import Layout, apply_gradient_clipping, build, total_norm
-from runner.clip.norms import norms
 from tests.clip.reference import (
     REFERENCE,
     awkward,
@@ -147,18 +146,6 @@ def test_the_norm_of_every_length_and_size(p):
             check(spread * 10.0**exponent)
         if p == 2.0:  # Each addition to a long float32 sum of equal terms rounds the same way.
             check(torch.full((n,), 1.7), 2e-6)
-
-
-@KEPT
-@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
-def test_the_norms_of_all_parameters_are_on_the_host(p, kept):
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    model[0].weight.grad, model[1].bias.grad = torch.randn(2, 3), torch.randn(2)
-    with on(kept):
-        found = norms(Layout.of_model(model), p)
-    assert all(type(norm) is float for norm in found.values())
-    wanted = {name: norm_of([q.grad], p) for name, q in model.named_parameters()}
-    assert found == pytest.approx(wanted, rel=1e-6)
 
 
 # -- one call

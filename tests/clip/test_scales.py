@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from runner.clip import ClipMode, GradStats, Layout, ParamShard, build, limit_norm
-from runner.clip.norms import measure
-from runner.clip.split import measure_split
+from runner.clip.norms import measure, measure_split
 from runner.clip.units import units_of
 from tests.clip.reference import norm_of, on, unwaited
 
@@ -90,11 +89,11 @@ def test_a_step_that_is_not_finite_changes_nothing(bad, p, kept):
 
 def test_the_norm_of_the_whole_gradient_is_accurate_and_its_shares_are_named():
     layout = laid_out(1e-6, torch.float32)
-    measured, split = measure_split(layout, each=True)
-    assert measured.norm == pytest.approx(measure(layout).norm, rel=1e-12)
+    norm, powers, split = measure_split(layout)
+    assert norm == pytest.approx(measure(layout)[0], rel=1e-12)
     for found, names in ((split.scaled, SHAPES.keys() - MATRICES), (split.rest, MATRICES)):
         assert found == pytest.approx(norm_of(gradients_of(layout, names).values()), rel=1e-6)
-    shares = dict(zip((s.name for s in measured.powers.shards), measured.powers.each, strict=True))
+    shares = dict(zip((s.name for s in powers.shards), powers.each, strict=True))
     for name, gradient in gradients_of(layout).items():
         assert shares[name] == pytest.approx(norm_of([gradient]) ** 2, rel=1e-6)
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from runner import launch_from_torch
-from runner.clip.exchange import start_gather
+from runner.clip.transfer import start_gather
 from runner.launch.failure import may_be_lost_peer
 from runner.launch.rank import join
 from tests.process import wait_for

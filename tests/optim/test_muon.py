@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Muon
 
-from runner.clip.head import head_weights
+from runner.clip.units import head_weights
 from runner.models.gpt import GPT
 from runner.optim.muon import NoHiddenMatrix, hidden_matrices, muon_with_adamw
 

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from runner import GradientMonitor
 from runner.booster import Booster
 from runner.clip import Decision, build
-from runner.clip.direction import cosine
+from runner.clip.decision import cosine
 from runner.telemetry.gauges import Measurements
 from runner.telemetry.meter import Meter, StepMetrics
 from tests.distributed.training import Rows

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from runner.clip import Layout, Number, transfer
-from runner.clip.exchange import start_gather
+from runner.clip.transfer import start_gather
 from runner.data.dataset import collate_pairs
 from runner.data.order import PartitionedBatches
 from runner.data.stream import StreamLoader

@@ -22,7 +22,7 @@ from runner.booster.plugin.base import Misfit, ParallelModel, Plugin, require_pr
 from runner.booster.plugin.problems import expert_problems, pipeline_problems, tensor_problems
 from runner.booster.precision import dtype_of
 from runner.clip import Layout
-from runner.clip.head import head_weights
+from runner.clip.units import head_weights
 from runner.config.notation import first_few
 from runner.config.schedules import SCHEDULES, refused_microbatches
 from runner.config.sizes import MeshSizes, SizeError

@@ -44,7 +44,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Remark:
-    """An observation about a run, with advice."""
+    """An observation about a run, with advice, and the configuration keys that it is about."""
 
     topic: Topic
     text: str
@@ -57,26 +57,38 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
     found = []
     steps, skipped = summary["steps"], summary[keys.GRAD_NONFINITE]
     if faults := skipped - setting.searches:
-        found.append(_nonfinite(faults, steps, setting))
+        done = "taken all the same" if setting.nonfinite == "ignore" else "skipped"
+        text = (
+            f"{faults} of {steps} steps had a gradient that was NaN or inf and "
+            f"{'was' if faults == 1 else 'were'} {done}; no threshold mends that: look at the "
+            "learning rate, the loss and the precision."
+        )
+        found.append(Remark("nonfinite", text))
     if spikes := summary.get(keys.CLIP_SKIPPED):
-        found.append(_spikes(spikes, steps))
+        done = "was skipped as a spike" if spikes == 1 else "were skipped as spikes"
+        text = (
+            f"{spikes} of {steps} steps {done} (clip.skip): their samples changed no weights. If "
+            "they are many, raise clip.skip.k, or lower the learning rate."
+        )
+        found.append(Remark("spikes", text, ("clip.skip.k", "clip.skip.rule")))
         skipped += spikes
     peak = summary[keys.CLIP_PEAK]
     lost = not math.isfinite(summary.get("final", {}).get(keys.TRAIN_LOSS, 0.0))
     if setting.threshold is None or not peak or lost:
         return found
-    if steps - skipped < FEWEST:
-        return [*found, _few(steps - skipped)]
+    if (counted := steps - skipped) < FEWEST:
+        few = "1 step is" if counted == 1 else f"{counted} steps are"
+        text = f"{few} too few to tell whether the threshold suits this training."
+        return [*found, Remark("few", text)]
     if setting.effect.kind == "sign only":
-        return [*found, _nothing(setting.effect)]
+        name = setting.effect.name
+        text = f"Clipping has no effect with {name}: it uses the sign of each gradient element "
+        return [*found, Remark("nothing", f"{text}alone.", optimizer=name)]
     ratio = summary[keys.CLIP_RATIO_TOTAL]
     if ratio == 0:
-        alone = setting.effect.kind == "orthogonalized" and peak["max"] == 0
-        return [*found, _unscaled(setting) if alone else _never(peak, setting)]
+        return [*found, _never(peak, setting)]
     share = ratio if setting.mode.parts is None else summary[keys.CLIP_FRACTION]
-    if share > MOSTLY:
-        found.append(_mostly(share, peak, setting))
-    return found
+    return [*found, _mostly(share, peak, setting)] if share > MOSTLY else found
 
 
 def sentences(found: Iterable[Mapping[str, Any]], swept: Collection[str] = ()) -> list[str]:
@@ -84,57 +96,20 @@ def sentences(found: Iterable[Mapping[str, Any]], swept: Collection[str] = ()) -
     return [str(one["text"]) for one in found if not set(one["about"]) & set(swept)]
 
 
-def _nonfinite(skipped: int, steps: int, setting: Setting) -> Remark:
-    done = "taken all the same" if setting.nonfinite == "ignore" else "skipped"
-    were = "was" if skipped == 1 else "were"
-    text = (
-        f"{skipped} of {steps} steps had a gradient that was NaN or inf and {were} {done}; no "
-        "threshold mends that: look at the learning rate, the loss and the precision."
-    )
-    return Remark("nonfinite", text)
-
-
-def _spikes(skipped: int, steps: int) -> Remark:
-    done = "was skipped as a spike" if skipped == 1 else "were skipped as spikes"
-    text = (
-        f"{skipped} of {steps} steps {done} (clip.skip): their samples changed "
-        "no weights. If they are many, raise clip.skip.k, or lower the learning rate."
-    )
-    return Remark("spikes", text, ("clip.skip.k", "clip.skip.rule"))
-
-
-def _few(steps: int) -> Remark:
-    counted = "1 step is" if steps == 1 else f"{steps} steps are"
-    return Remark("few", f"{counted} too few to tell whether the threshold suits this training.")
-
-
 def _never(peak: Mapping[str, float], setting: Setting) -> Remark:
-    text = (
-        f"The threshold {setting.threshold:g} clipped nothing: the largest {_stat(setting)} was "
-        f"{rounded(peak['max'])}. "
-    )
-    if setting.mode.parts is None:
-        start = _start(peak, setting)
-        text += f"To clip the largest tenth of the steps, set clip.threshold to {start}."
+    """Return the remark on a threshold that clipped nothing."""
+    text, effect = f"The threshold {setting.threshold:g} clipped nothing: ", setting.effect
+    if effect.kind == "orthogonalized" and peak["max"] == 0:
+        text += f"{effect.name} steps all parameters, and clip.scales=auto does not scale its "
+        text += "gradients."
     else:
-        text += _calibrate(setting)
+        text += f"the largest {_stat(setting)} was {rounded(peak['max'])}. "
+        if setting.mode.parts is None:
+            text += "To clip the largest tenth of the steps, set clip.threshold to "
+            text += f"{_start(peak, setting)}."
+        else:
+            text += _calibrate(setting)
     return Remark("never", text, ("clip.threshold",))
-
-
-def _unscaled(setting: Setting) -> Remark:
-    text = (
-        f"The threshold {setting.threshold:g} clipped nothing: {setting.effect.name} steps all "
-        "parameters, and clip.scales=auto does not scale its gradients."
-    )
-    return Remark("never", text, ("clip.threshold",))
-
-
-def _nothing(effect: Effect) -> Remark:
-    text = (
-        f"Clipping has no effect with {effect.name}: it uses the sign of each gradient element "
-        "alone."
-    )
-    return Remark("nothing", text, optimizer=effect.name)
 
 
 def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark:
@@ -146,42 +121,37 @@ def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark
         text += f"The gradients of {effect.left_out} are not scaled. "
     spikes = f"To clip spikes alone, raise clip.threshold to {_start(peak, setting)}."
     remedy = spikes if whole else _calibrate(setting)
-    if effect.scales or setting.mode.clips == "updates":
-        if effect.floor and setting.mode.clips != "updates":
-            text += (
-                f"eps of {effect.name} is not negligible for gradients this small, so clipping "
-                "makes the steps smaller. "
-            )
+    updates = setting.mode.clips == "updates"
+    if effect.scales or updates:
+        if effect.floor and not updates:
+            text += f"eps of {effect.name} is not negligible for gradients this small, so clipping "
+            text += "makes the steps smaller. "
             if whole and effect.kind == "orthogonalized":
                 text += f"clip.scales=auto does not scale the gradients of {effect.name}. "
         if whole:
-            text += (
-                "A threshold that clips so many steps acts like a lower learning rate, not as a "
-                f"limit on spikes. {spikes[:-1]}, and lower optimizer.lr if training then becomes "
-                "unstable."
-            )
+            text += "A threshold that clips so many steps acts like a lower learning rate, not as "
+            text += f"a limit on spikes. {spikes[:-1]}, and lower optimizer.lr if training then "
+            text += "becomes unstable."
         else:
-            what = "updates" if setting.mode.clips == "updates" else "gradients"
+            what = "updates" if updates else "gradients"
             text += f"It changes ordinary {what}, not only outliers. {remedy}"
         return Remark("limits", text, ("optimizer.lr", "clip.threshold"), effect.name)
     if effect.kind == "sign":
-        text += (
-            f"{effect.name} steps by the sign of a mean of gradients: clipping does not make its "
-            "steps smaller, it lowers the weight of clipped gradients in that mean. "
-        )
+        text += f"{effect.name} steps by the sign of a mean of gradients: clipping does not make "
+        text += "its steps smaller, it lowers the weight of clipped gradients in that mean. "
         return Remark("weighs", text + remedy, ("clip.threshold",), effect.name)
+    how, whose = "divides by the size of earlier gradients", "its"
     if " with " in effect.name:
         how, whose = "normalize the size of gradients", "their"
     elif effect.kind == "orthogonalized":
-        how, whose = "orthogonalizes its updates", "its"
-    else:
-        how, whose = "divides by the size of earlier gradients", "its"
+        how = "orthogonalizes its updates"
     text += f"{effect.name} {how}, so this does not make {whose} steps smaller"
     text += ": thresholds this low train nearly alike. " if whole and share > FULLY else ". "
     return Remark("cancels", text + remedy, ("clip.threshold",), effect.name)
 
 
 def _start(peak: Mapping[str, float], setting: Setting) -> str:
+    """Return a threshold to begin with."""
     if setting.mode.tenth is not None:
         return f"about {setting.mode.tenth:g}"
     return f"about {rounded(peak['p90'])}, the 90th percentile of {_stat(setting)}"

@@ -94,7 +94,7 @@ class GradientMonitor:
         """Write the last rows and close files. Ranks that break off do not wait for the others."""
         if kind is not None:
             self._meter.flush(together=False)
-        self._close(0 if kind is None else 1)
+        self.close(0 if kind is None else 1)
 
     @torch.no_grad()
     def measure(self) -> Number:
@@ -180,16 +180,12 @@ class GradientMonitor:
             del summary["samples"]
         return summary
 
-    def close(self) -> dict[str, Any]:
-        """Write the last rows and close files; every rank calls it.
-
-        Returns:
-            The summary, see :meth:`summary`.
-
-        Raises:
-            OSError: rows could not be written.
-        """
-        return self._close(0)
+    def close(self, exit_code: int = 0) -> dict[str, Any]:
+        """Write the last rows, close files and sinks, return the summary; every rank calls it."""
+        summary = self.summary()
+        for sink in self._sinks:
+            sink.close(summary, exit_code)
+        return summary
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later rows depend on, after the same step on every rank."""
@@ -198,9 +194,8 @@ class GradientMonitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that :meth:`state_dict` returned."""
-        self.steps, self._samples, self._tokens = (
-            state[name] for name in ("steps", "samples", "tokens")
-        )
+        self.steps, self._samples = state["steps"], state["samples"]
+        self._tokens = state["tokens"]
         self._meter.load_state_dict(state["meter"])
 
     def _decision(
@@ -232,27 +227,14 @@ class GradientMonitor:
             return values
         total = torch.tensor(values, dtype=transfer.widest(self._device), device=self._device)
         dist.all_reduce(total)
-        mean: list[float] = (total / self._world).tolist()
-        return mean
-
-    def _close(self, exit_code: int) -> dict[str, Any]:
-        summary = self.summary()
-        for sink in self._sinks:
-            if isinstance(sink, JsonlSink):
-                sink.__exit__(None)
-            else:
-                sink.close(summary, exit_code)
-        return summary
+        return list((total / self._world).tolist())
 
 
 class _Calls:
     """Calls a function with each row."""
 
     def __init__(self, function: Callable[[Row], Any]) -> None:
-        self._function = function
-
-    def write(self, row: Row) -> None:
-        self._function(row)
+        self.write = function
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         pass
@@ -264,11 +246,7 @@ def _sink(to: To) -> Sink:
         path = Path(to) / files.ROWS if Path(to).is_dir() else Path(to)
         path.parent.mkdir(parents=True, exist_ok=True)
         return JsonlSink(path)
-    if callable(to):
-        return _Calls(to)
-    if not (hasattr(to, "write") and hasattr(to, "close")):
-        raise TypeError(f"rows go to a path, a function of a row, or a sink, not to {to!r}")
-    return to
+    return _Calls(to) if callable(to) else to
 
 
 def _number(value: Tensor | float) -> Number:

@@ -22,7 +22,7 @@ def is_installed() -> bool:
 
 
 class TensorboardSink:
-    """Record a run for ``tensorboard --logdir``, in ``folder/tensorboard``."""
+    """Records a run for ``tensorboard --logdir``, in ``folder/tensorboard``."""
 
     def __init__(self, folder: Path, continued_after: int | None = None) -> None:
         if not is_installed():
@@ -35,41 +35,30 @@ class TensorboardSink:
         self._writer: Any = EventFileWriter(str(folder / files.TENSORBOARD))
         if continued_after is not None:
             start = SessionLog(status=SessionLog.START)
-            self._add(Event(wall_time=time.time(), step=continued_after + 1, session_log=start))
+            self._add(step=continued_after + 1, session_log=start)
 
     def write(self, row: Row) -> None:
         """Add one scalar for each metric of a row, at its optimizer step."""
-        values = [
-            self._summary.Value(tag=key, simple_value=value)
-            for key, value in row.items()
-            if key != keys.TRAIN_STEP
-        ]
-        self._add(
-            self._event(
-                wall_time=time.time(),
-                step=int(row[keys.TRAIN_STEP]),
-                summary=self._summary(value=values),
-            )
-        )
+        named = ((key, value) for key, value in row.items() if key != keys.TRAIN_STEP)
+        values = [self._summary.Value(tag=key, simple_value=value) for key, value in named]
+        self._add(step=int(row[keys.TRAIN_STEP]), summary=self._summary(value=values))
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         """Write what is left and close the file."""
         writer, self._writer = self._writer, None
-        if writer is None:
-            return
-        try:
-            writer.close()
-        except OSError as error:
-            self._warn(error)
+        if writer is not None:
+            try:
+                writer.close()
+            except OSError as error:
+                self._warn(error)
 
-    def _add(self, event: Any) -> None:
-        if self._writer is None:
-            return
-        try:
-            self._writer.add_event(event)
-        except OSError as error:
-            self._writer = None
-            self._warn(error)
+    def _add(self, **event: Any) -> None:
+        if self._writer is not None:
+            try:
+                self._writer.add_event(self._event(wall_time=time.time(), **event))
+            except OSError as error:
+                self._writer = None
+                self._warn(error)
 
     def _warn(self, error: OSError) -> None:
         log.warning("TensorBoard's record of this run is not complete: %s", error)

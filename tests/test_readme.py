@@ -15,7 +15,7 @@ from runner.cli import new
 from runner.cli.main import COMMANDS, PARSED_BY_ARGPARSE
 from runner.compose import recipes
 from runner.compose.composer import Source
-from runner.compose.overrides import spelled_out
+from runner.compose.jobs import spelled_out
 from runner.compose.request import request
 from runner.config.folders import find, options
 from runner.data.dataset import TensorPairs, collate_pairs

@@ -30,7 +30,7 @@ from runner.booster.step_order import StepOrderError
 from runner.clip import ClipMode, Decision, Layout, Number, transfer
 from runner.clip.decision import Parts
 from runner.clip.norms import Powers, combine
-from runner.config.in_backward import refusals
+from runner.config.schema import refusals
 
 Names = tuple[str, ...]
 """Names of parameters that become final together."""

@@ -14,7 +14,7 @@ from torch.optim import Adam, Optimizer
 
 from runner.booster.plugin import ParallelModel, Plugin
 from runner.clip import Layout
-from runner.config.schedules import SCHEDULES
+from runner.config.plugin_section import SCHEDULES
 from runner.parallel.gradient_sync import Replicas, average, broadcast_model
 
 CRITERION = "criterion."

@@ -22,7 +22,7 @@ from runner.clip import build as build_mode
 from runner.clip.mode import NEVER
 from runner.clip.tally import HIGHEST, LOWEST, Tally
 from runner.compose import recipes
-from runner.compose.overrides import key_of
+from runner.compose.jobs import key_of
 from runner.config.duration import Duration
 from runner.config.folders import find
 from runner.config.modes import built_in

@@ -14,10 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.compose.composer import Source, with_own_mode
-from runner.compose.jobs import Job
-from runner.compose.launchers import Where
-from runner.compose.overrides import spelled_out
+from runner.compose.composer import Source
+from runner.compose.jobs import Job, Where, spelled_out
 from runner.compose.request import Request, request
 from runner.config.environment import joins, started_rank
 from runner.config.folders import CONFIG_NAME
@@ -57,7 +55,7 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
     else:
         message = f"unknown flag of {purpose}; --help and --hydra-help list the flags"
         problems = [Problem(word, NOTHING, message) for word in rest if word.startswith("-")]
-    args.overrides = with_own_mode(spelled_out([w for w in rest if not w.startswith("-")]))
+    args.overrides = spelled_out([w for w in rest if not w.startswith("-")])
     if problems:
         try:
             checked(args)

@@ -13,7 +13,7 @@ from runner.cli import FAILED, command_parser
 from runner.cli.arguments import check_jobs, on_ranks
 from runner.cli.export import add_run, chosen, folder_of_run
 from runner.compose.composer import Source
-from runner.compose.recorded import recorded
+from runner.compose.record import recorded
 from runner.config.environment import joins
 from runner.config.notation import plural
 from runner.config.problem import Problem, RequestError

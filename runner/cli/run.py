@@ -9,7 +9,7 @@ from runner.cli import WRONG_REQUEST
 from runner.cli.arguments import check_jobs, checked, note, read, source_of
 from runner.compose.answers import answer, help_text
 from runner.compose.composer import Composer
-from runner.compose.masking import write_composition
+from runner.compose.record import write_composition
 from runner.compose.request import Request, request
 from runner.config.environment import joins, started_rank
 from runner.config.problem import NOTHING, Problem, RequestError

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from runner.cli import new_folder
 from runner.cli.arguments import on_ranks, single
-from runner.compose.overrides import key_of
+from runner.compose.jobs import key_of
 from runner.config.environment import joins
 from runner.config.secrets import masked_words
 from runner.telemetry.sinks.console import print_line

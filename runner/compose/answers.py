@@ -4,41 +4,98 @@ from __future__ import annotations
 
 import argparse
 import io
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from string import Template
+from typing import Any
 
-from hydra._internal.utils import get_args_parser
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from runner.compose import recipes
 from runner.compose.composer import Composer, Source
 from runner.compose.request import logging_restored, request
+from runner.config.check import owned_keys
+from runner.config.folders import find
+from runner.config.problem import MISSING, shown
+from runner.config.schema import SHORT
+
+# Keys that are set by choosing an option of a group.
+_CHOSEN = {"plugin.name", "clip.mode", "precision.name", "tracker.name", "recipe"}
 
 
 def help_text(given: Sequence[str], source: Source | None = None) -> str:
     """Return the text of ``--help``, with the values that the overrides ``given`` give."""
     if given:
         wanted = request(given, source=source, writes=False)
-        composer, composed = wanted.composer, wanted.composed
+        composer, config = wanted.composer, wanted.composed
     else:
-        composer, composed = Composer(source or Source(), given), None
+        composer, config = Composer(source or Source()), None
     with composer.active():
-        composed = composed or composer.compose(given)
-        return Template(composed.hydra.help.template).safe_substitute()
+        config = config or composer.compose([]).config
+        assert config is not None
+        groups = sorted(set(composer.loader.list_groups("")) - {"hydra", "recipe"})
+        homes = (composer.source.path, composer.source.extra)
+        folders = [find("recipes"), *(home / "recipe" for home in homes if home)]
+        found = recipes.read_all(folders)
+        parts = {
+            "GROUPS": _table((group, ", ".join(composer.options(group))) for group in groups),
+            "RECIPES": _table((recipe.name, recipe.error or recipe.purpose) for recipe in found),
+            "KEYS": _keys(config),
+        }
+        return Template(config.hydra.help.template).safe_substitute(parts)
 
 
 def answer(args: argparse.Namespace, composer: Composer) -> int:
     """Print Hydra's answer to ``--cfg``, ``--info`` or ``--hydra-help``."""
-    printed, code = io.StringIO(), 0
-    hydra, name, overrides = composer.hydra, composer.source.name, list(args.overrides)
+    with composer.active():
+        words = composer.compose(composer.read(args.overrides)[0]).words
+    flags = [
+        f"--{name}={value}"
+        for name, value in vars(args).items()
+        if name in ("cfg", "info", "package") and value
+    ]
+    flags += ["--resolve"] if args.resolve else []
+    flags += ["--hydra-help"] if args.hydra_help else []
+    printed, code, argv = io.StringIO(), 0, sys.argv
+    folder, name = str(composer.source.folder), composer.source.name
+    main = hydra.main(version_base="1.3", config_path=folder, config_name=name)(lambda _: None)
     with composer.active(), logging_restored(), redirect_stdout(printed):
+        GlobalHydra.instance().clear()
+        sys.argv = ["runner", *flags, *words]
         try:
-            if args.hydra_help:
-                hydra.hydra_help(name, get_args_parser(), args)
-            elif args.cfg is not None:
-                hydra.show_cfg(name, overrides, args.cfg, args.package, args.resolve)
-            else:
-                hydra.show_info(args.info, name, overrides)
+            main()
         except SystemExit as end:
             code = int(end.code or 0)
+        finally:
+            sys.argv = argv
     print(printed.getvalue(), end="")
     return code
+
+
+def _keys(config: DictConfig) -> str:
+    """Return the owned keys with their values in this composition."""
+    rows = []
+    short = {key: section for section, key in SHORT.items()}
+    for key in owned_keys({"clip": _plain(config.clip)}).values():
+        if key.name in _CHOSEN or key.name.endswith("._target_"):
+            continue
+        try:
+            value = _plain(OmegaConf.select(config, key.name, default=key.default))
+        except OmegaConfBaseException:
+            value = MISSING
+        rows.append((f"{short.get(key.name, key.name)}={shown(value)}", key.meaning))
+    return _table(rows)
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    return "".join(f"  {name:<{width}}  {rest}".rstrip() + "\n" for name, rest in rows)

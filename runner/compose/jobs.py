@@ -4,44 +4,58 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import chain
+from functools import cached_property
+from importlib.util import find_spec
+from itertools import chain, islice, product
+from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from hydra.core.override_parser.types import Override
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import TypeAdapter, ValidationError
 
-from runner.compose import diagnose, launchers
-from runner.compose import overrides as words
-from runner.compose.composer import Composer, Earlier, destination, plain_word
-from runner.config.identity import config_hash, request_hash, sweep_name
-from runner.config.problem import Problem
-from runner.config.schema import RunConfig
-from runner.config.secrets import masked_words
-from runner.config.values import CONFIG, Count, allowed
+from runner.compose.composer import Composer, has, plain_word, reason
+from runner.config.folders import obstacle, outputs
+from runner.config.identity import config_hash, masked_words, request_hash, sweep_name
+from runner.config.problem import NOTHING, Problem
+from runner.config.schema import SHORT, RunConfig
 
 Check: TypeAlias = Callable[
-    [Composer, Sequence[Override], DictConfig | None, int | None],
-    tuple[RunConfig | None, dict[str, Any], list[Problem]],
+    [Composer, Sequence[Override], int | None], tuple["Job | None", list[Problem]]
 ]
-"""Checks one job, given its overrides, their composition and its number in the sweep."""
+"""Checks one job, given its overrides and its number in the sweep."""
+
+Earlier: TypeAlias = Callable[[Path, str | None, Sequence[str]], str | None]
+"""Returns why a folder must not be written by a run (None), or by a sweep with the given hash."""
+
+Where: TypeAlias = Literal["here", "beside", "elsewhere"]
+"""Where runs run: in the process of the command, in others of its machine, or anywhere."""
 
 SWEEPER = "clip_runner"
 """The option of ``hydra/sweeper`` that runs the jobs of a sweep's record."""
 
-MOST_WRONG = 10
+LAUNCHERS: Mapping[str, tuple[Where, str]] = {
+    "JoblibLauncher": ("beside", "joblib"),
+    "LocalLauncher": ("beside", "submitit"),
+    "SlurmLauncher": ("elsewhere", "submitit"),
+}
+"""Launchers by the last part of their ``_target_``: where runs run, and the extra they need."""
+
+SWEEP_WITHOUT_FLAG = (
+    "a list of values is a sweep: add -m; a list as one value goes in brackets, [a,b], and text "
+    "with a comma in quotes"
+)
+
+_MOST_WRONG = 10
 """Wrong jobs after which no further one is checked: most of their problems are the same."""
 
-_BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-
-
-# Keys of Hydra's sweepers: optuna's trials and its jobs at a time, the basic one's jobs at a time.
-_COUNTS: dict[str, Any] = {"n_trials": Count, "n_jobs": Count, "max_batch_size": Count | None}
+_UNSET = "unset"
+"""Value in a list of ``sweep.zip`` that leaves its key out of the job."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep before it starts."""
+    """A sweep before it starts.
+
+    Attributes:
+        trials: number of runs that a sweeper chooses as it goes; None if the jobs are listed.
+        keys: keys whose values the sweep lists.
+        words: overrides for Hydra, the lists among them.
+    """
 
     name: str
     folder: Path
@@ -74,170 +94,314 @@ class Sweep:
     trials: int | None
     keys: tuple[str, ...]
     words: tuple[str, ...]
-    where: launchers.Where = "here"
+    where: Where = "here"
 
 
-@dataclass(frozen=True)
-class Lists:
-    """The overrides of a sweep, and their composition without the lists of values."""
-
-    overrides: Sequence[Override]
-    final: tuple[str, ...]
-    master: DictConfig | None
-
-    @property
-    def enumerated(self) -> bool:
-        """Whether the jobs are all combinations of the lists, not chosen by a sweeper."""
-        return bool(self._setting("hydra.sweeper._target_", _BASIC) == _BASIC)
-
-    @property
-    def params(self) -> list[str]:
-        """Lists of values that files give, as overrides."""
-        given = self._setting("hydra.sweeper.params") or {}
-        return [f"{key}={value}" for key, value in given.items()]
-
-    @property
-    def together(self) -> list[str]:
-        """The keys whose lists advance together."""
-        keys = self._setting("sweep.zip")
-        return [str(key) for key in keys] if OmegaConf.is_list(keys) else []
-
-    @property
-    def most(self) -> int | None:
-        """``sweep.max_jobs``; None if it is not known, or wrong."""
-        most = self._setting("sweep.max_jobs")
-        return most if type(most) is int and most > 0 else None
-
-    def _setting(self, key: str, default: Any = None) -> Any:
-        try:
-            return OmegaConf.select(self.master or OmegaConf.create(), key, default=default)
-        except OmegaConfBaseException:  # it refers to nothing, which the check of a job reports
-            return default
+class _Chosen(NamedTuple):
+    words: list[str]
+    apart: list[str]
 
 
-def read(composer: Composer, given: Sequence[str], overrides: Sequence[Override]) -> Lists:
-    """Compose the overrides of a sweep without their lists of values."""
-    master = composer.composed(overrides)
-    if master is not None:
-        return Lists(overrides, tuple(given), master)
-    final = _for_every_job(composer, overrides)
-    listed = {override.input_line for override in overrides if override.is_sweep_override()}
-    master = composer.attempt([word for word in final if word not in listed])
-    return Lists(overrides, final, master)
+def key_of(word: str) -> str:
+    """Return the key of an override that is not parsed yet, without the signs before it."""
+    return word.lstrip("+~").partition("=")[0]
 
 
-def jobs(composer: Composer, lists: Lists, check: Check) -> tuple[list[Job], list[Problem]]:
-    """Return the jobs of a sweep, and everything that is wrong with them."""
-    listed, problems = composer.read(lists.params)
-    wanted, found = words.jobs(
-        [*listed, *lists.overrides],
-        composer.loader,
-        partial(diagnose.refuse, composer),
-        together=lists.together,
-        enumerated=lists.enumerated,
-        most=lists.most or _most(composer),
-    )
+def spelled_out(given: Iterable[str]) -> list[str]:
+    """Return overrides with ``resume.from=...`` for each ``resume=...``; see ``SHORT``."""
+    spelled = []
+    for word in given:
+        key, equals, value = word.partition("=")
+        plain = key.lstrip("+")
+        short = plain in SHORT and equals and not value.startswith("{")
+        spelled.append(f"{key.replace(plain, SHORT[plain])}={value}" if short else word)
+    return spelled
+
+
+def where(target: object) -> Where:
+    """Return where the runs of a launcher run, by its ``_target_``."""
+    return LAUNCHERS.get(str(target).rpartition(".")[2], ("here", ""))[0]
+
+
+def only_for_sweeps(overrides: Iterable[Override]) -> list[Problem]:
+    """Return a problem for each override that only a sweep accepts, since none is asked for."""
+    homes = re.compile(r"(sweep|hydra\.sweep|hydra[./]sweeper|hydra[./]launcher)(\.|$)")
+    message = "goes with a sweep, and this is one run: add -m"
+    return [
+        Problem(one.get_key_element(), NOTHING if one.is_delete() else one.value(), message)
+        for one in overrides
+        # A list is refused as such: one run takes none.
+        if not one.is_sweep_override() and homes.match(one.key_or_group)
+    ]
+
+
+def sweep(
+    composer: Composer,
+    overrides: Sequence[Override],
+    check: Check,
+    earlier: Earlier | None,
+    writes: bool,
+) -> tuple[list[Job], Sweep | None, list[Problem]]:
+    """Return the jobs of a sweep, the sweep, and everything that is wrong with them."""
+    fixed = [one for one in overrides if not one.is_sweep_override()]
+    made = composer.compose(fixed)
+    master = made.config
+    if master is None:
+        return [], None, made.problems
+    HydraConfig.instance().set_config(master)
+    search = _setting(master, "hydra.sweeper._target_", "").rpartition(".")[2]
+    searches = search not in ("BasicSweeper", "RecordSweeper")
+    params = [
+        f"{key}={value}" for key, value in (_setting(master, "hydra.sweeper.params") or {}).items()
+    ]
+    listed, problems = composer.read(params)
+    problems += _launcher_problems(master)
+    chosen, found = _expanded(composer, [*listed, *overrides], master, searches)
     problems += found
-    problems += [*_sweeper_problems(lists.master), *launchers.problems(lists.master)]
-    made, wrong = [], 0
-    by_job: list[list[Problem]] = []
-    for number, (given, apart) in enumerate(wanted):
-        parsed, _ = composer.read(given)
-        typed, plain, found = check(composer, parsed, composer.attempt(given), number)
-        by_job.append([replace(problem, job=" ".join(apart)) for problem in found])
-        wrong += bool(found)
-        if wrong == MOST_WRONG:
+    jobs, by_job = [], []
+    for number, one in enumerate(chosen):
+        job, found = check(composer, composer.read(one.words)[0], number)
+        by_job.append([replace(problem, job=" ".join(one.apart)) for problem in found])
+        if job is not None:
+            jobs.append(replace(job, apart=tuple(one.apart)))
+        if sum(map(bool, by_job)) == _MOST_WRONG:
             break
-        if typed is not None:
-            made.append(Job(typed, plain, tuple(given), tuple(apart)))
-    return made, problems + _merged(by_job)
+    problems += _merged(by_job)
+    if problems or not jobs:
+        if writes:
+            problems += destination(master, "sweep", overrides, None)[1]
+        return jobs, None, problems
+    placed, problems = _placed(master, made.words, [*listed, *overrides], jobs, searches)
+    if placed is None or not writes:
+        return jobs, placed, problems
+    problems += destination(master, "sweep", overrides, None)[1]
+    added = [] if searches else [job.hash for job in jobs]
+    if earlier and not problems and (text := earlier(placed.folder, placed.identity, added)):
+        problems.append(Problem("sweep.name", placed.name, text))
+    if placed.where == "elsewhere" and not shutil.which("sbatch"):
+        text = "there is no sbatch here: run this on a machine that submits jobs to Slurm"
+        problems.append(Problem("hydra/launcher", "submitit_slurm", text))
+    return jobs, placed, problems
 
 
-def _most(composer: Composer) -> int:
-    """Return ``sweep.max_jobs`` as it is without any overrides; 1 if a file is at fault."""
-    return Lists((), (), composer.attempt([])).most or 1
+def _setting(master: DictConfig, key: str, default: Any = None) -> Any:
+    try:
+        found = OmegaConf.select(master, key, default=default)
+    except OmegaConfBaseException:  # it refers to nothing, which the check of a job reports
+        return default
+    return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
 
 
-def _sweeper_problems(master: DictConfig | None) -> Iterator[Problem]:
-    """Yield a problem for each count of a sweeper that is out of range."""
-    settings: dict[str, Any] = {} if master is None else dict(master.hydra.sweeper)
-    for key in (key for key in _COUNTS if key in settings):
+def destination(
+    config: DictConfig, kind: str, overrides: Sequence[Override] | None, earlier: Earlier | None
+) -> tuple[Path | None, list[Problem]]:
+    """Resolve the folder that a run or a sweep will be written to; nothing is created."""
+    HydraConfig.instance().set_config(config)
+    key = f"hydra.{kind}.dir"
+    try:
+        folder = Path(str(OmegaConf.select(config, key, throw_on_missing=True))).absolute()
+    except (OmegaConfBaseException, ValueError) as error:
+        return None, [Problem(key, NOTHING, f"cannot be resolved: {reason(error)}")]
+    if overrides is None:
+        return folder, []
+    if message := obstacle(folder):
+        typed = any(override.key_or_group == key for override in overrides)
+        if typed or not folder.is_relative_to(outputs()):
+            return folder, [Problem(key, str(folder), message)]
+        return folder, [Problem("RUNNER_OUTPUTS", str(outputs()), message)]
+    if earlier is not None and (message := earlier(folder, None, ())):
+        return folder, [Problem(key, str(folder), message)]
+    return folder, []
+
+
+def _launcher_problems(master: DictConfig) -> Iterator[Problem]:
+    """Yield what is wrong with the launcher and the sweeper of a sweep."""
+    settings = _setting(master, "hydra.launcher") or {}
+    choice = _setting(master, "hydra.runtime.choices", {}).get("hydra/launcher")
+    name = str(settings.get("_target_")).rpartition(".")[2]
+    if settings and name != "BasicLauncher" and name not in LAUNCHERS:
+        options = "(options of hydra/launcher: basic, joblib, submitit_local, submitit_slurm)"
+        text = f"{name} is not known here, and could not continue a sweep  {options}"
+        yield Problem("hydra/launcher", choice, text)
+    extra = LAUNCHERS.get(name, ("", ""))[1]
+    if extra and find_spec(f"hydra_plugins.hydra_{extra}_launcher") is None:
+        yield Problem("hydra/launcher", choice, f"needs pip install 'clip-runner[{extra}]'")
+    counts = {"n_jobs": -1, "array_parallelism": -1, "n_trials": 1, "max_batch_size": 1}
+    for section in ("launcher", "sweeper"):
+        given = _setting(master, f"hydra.{section}") or {}
+        for key in (key for key in counts if key in given):
+            value, least = given[key], counts[key]
+            fits = type(value) is int and value >= least and value != 0
+            if not fits and (key, value) != ("max_batch_size", None):
+                text = "must be an integer of at least 1" + (", or -1 for all" if least < 0 else "")
+                yield Problem(f"hydra.{section}.{key}", value, text)
+    for key in ("nodes", "tasks_per_node"):
+        if settings.get(key, 1) != 1:
+            text = "must be 1: a run starts its ranks itself (plugin.nproc), on one node"
+            yield Problem(f"hydra.launcher.{key}", settings[key], text)
+    written: Any = OmegaConf.to_container(master.hydra.sweep, resolve=False)
+    subdir = str(written["subdir"])
+    if "/" in re.sub(r"\$\{[^{}]*\}", "", subdir):
+        text = "must name one folder, without slashes: the runs of a sweep lie in its folder"
+        yield Problem("hydra.sweep.subdir", subdir, text)
+
+
+def _expanded(
+    composer: Composer, overrides: Sequence[Override], master: DictConfig, searches: bool
+) -> tuple[list[_Chosen], list[Problem]]:
+    """Return the overrides of each job: every combination of the listed values.
+
+    Of a search, whose sweeper chooses as it goes, one job for each value stands for all.
+    """
+    zipped = [] if searches else list(map(str, _setting(master, "sweep.zip") or []))
+    given = _setting(master, "sweep.max_jobs")
+    most = given if type(given) is int and given > 0 else 1
+    values: dict[str, list[str]] = {}
+    problems: list[Problem] = []
+    for one in overrides:
+        key = one.get_key_element()
+        if not one.is_sweep_override():
+            values[key] = [plain_word(one)]
+            continue
         try:
-            TypeAdapter(_COUNTS[key], config=CONFIG).validate_python(settings[key])
-        except ValidationError:
-            text = allowed(_COUNTS[key]).text
-            yield Problem(f"hydra.sweeper.{key}", settings[key], f"must be {text}")
-
-
-def placed(
-    lists: Lists, made: Sequence[Job], writes: bool, earlier: Earlier | None
-) -> tuple[Sweep | None, list[Problem]]:
-    """Return the sweep of the jobs ``made``, and why its folder cannot be written."""
-    if lists.master is None:
-        return None, []
-    typed = [override for override in lists.overrides if override.is_sweep_override()]
-    settings = [
-        override.input_line or ""
-        for override in lists.overrides
-        if override.key_or_group.startswith(("hydra.sweeper", "hydra/sweeper"))
+            found = _listed(one, most)
+        except Exception as error:  # Hydra raises HydraException, ValueError, TypeError and more
+            problems.append(Problem(key, one.get_value_string(), f"cannot be read: {error}"))
+            continue
+        if len(found) > most:
+            return [], [*problems, _too_many(f"{key} alone has more values", most)]
+        options = composer.options(one.key_or_group)
+        if text := _refused(one, found, options, searches):
+            problems.append(Problem(key, one.get_value_string(), f"must be {text}"))
+            continue
+        words = [f"{key}={value}" for value in found]
+        right = [word for word in words if not options or key in zipped]
+        for word in words if options and key not in zipped else ():
+            wrong = composer.compose(composer.read([word])[0]).problems
+            problems += wrong
+            right += [] if wrong else [word]
+        values[key] = right or words[:1]  # so that the other overrides are checked too
+    if zipped and (problem := _not_together(values, zipped)):
+        return [], [*problems, problem]
+    apart = [len(words) for key, words in values.items() if key not in zipped]
+    count = prod(apart) * max((len(values[key]) for key in zipped), default=1)
+    count = sum(size - 1 for size in apart) + 1 if searches else count
+    if count > most:
+        sizes = ", ".join(f"{key} {len(one):,}" for key, one in values.items() if len(one) > 1)
+        return [], [*problems, _too_many(f"it has {count:,} runs (values: {sizes})", most)]
+    if searches:
+        first = {key: words[0] for key, words in values.items()}
+        others = ({**first, key: word} for key, words in values.items() for word in words[1:])
+        combined: Iterable[dict[str, str]] = [first, *others]
+    else:
+        combined = _combinations(values, zipped)
+    made = [
+        _Chosen([*one.values()], [one[key] for key in one if len(values[key]) > 1])
+        for one in combined
     ]
-    search = [] if lists.enumerated else [*settings, *(one.input_line or "" for one in typed)]
-    identity = request_hash((job.hash for job in made), search)
-    recipes = {job.config.recipe for job in made}
-    recipe = recipes.pop() if len(recipes) == 1 else "none"
-    name = made[0].config.sweep.name or sweep_name(
-        recipe, (override.key_or_group for override in typed), identity
-    )
-    master = copy.deepcopy(lists.master)
-    master.sweep.name = name
-    folder, problems = destination(master, "sweep", lists.overrides if writes else None)
-    if folder is None or problems:
-        return None, problems
-    added = [job.hash for job in made] if lists.enumerated else []
-    if writes and earlier is not None and (message := earlier(folder, identity, added)):
-        return None, [Problem("sweep.name", name, message)]
-    if problem := _subdir_problem(master):
-        return None, [problem]
-    if writes and (problem := launchers.lacking(master)):
-        return None, [problem]
-    trials = None if lists.enumerated else int(master.hydra.sweeper.get("n_trials") or 0)
-    final = _for_hydra(lists, folder, made[0].config.sweep.maximizes)
-    keys = [*(word.partition("=")[0] for word in lists.params)]
-    keys += [override.get_key_element() for override in typed]
-    where = launchers.where(master.hydra.launcher.get("_target_"))
-    return Sweep(name, folder, identity, trials, tuple(dict.fromkeys(keys)), final, where), []
+    return made, problems
 
 
-def _subdir_problem(master: DictConfig) -> Problem | None:
-    """Return a problem if the folders of runs would not lie directly in that of the sweep."""
-    settings: Any = OmegaConf.to_container(master.hydra.sweep, resolve=False)
-    subdir = str(settings["subdir"])
-    if "/" not in re.sub(r"\$\{[^{}]*\}", "", subdir):
+def _listed(override: Override, most: int) -> list[str]:
+    """Return the values of a list, or both ends of an interval."""
+    listed = override.value()
+    if isinstance(listed, RangeSweep):  # a range may have billions of values
+        first = [*islice(listed.range(), most + 1)]
+        if len(first) > most:
+            return [str(value) for value in first]
+    if isinstance(listed, IntervalSweep):
+        return [str(listed.start), str(listed.end)]
+    return list(override.sweep_string_iterator())
+
+
+def _refused(
+    override: Override, found: Sequence[str], options: Sequence[str], searches: bool
+) -> str | None:
+    """Return what is allowed instead of a list, to follow "must be"; None if the list is right."""
+    if override.is_hydra_override():
+        return "one value: Hydra's own keys cannot be swept over"
+    if override.key_or_group.partition(".")[0] == "sweep":
+        return "one value: all runs of a sweep share it"
+    if override.is_interval_sweep() and not searches:
+        return "a list of values, or range(start,stop,step)"
+    if found:
         return None
-    message = "must name one folder, without slashes: the runs of a sweep lie in its folder"
-    return Problem("hydra.sweep.subdir", subdir, message)
+    if options:
+        return f"a pattern that matches one of {', '.join(options)}"
+    return "a list of at least one value"
 
 
-def _for_hydra(lists: Lists, folder: Path, maximizes: bool) -> tuple[str, ...]:
-    """Return the overrides of a sweep with its folder and sweeper, for Hydra."""
+def _combinations(
+    values: Mapping[str, Sequence[str]], together: Sequence[str]
+) -> Iterator[dict[str, str]]:
+    """Yield every combination; the lists of ``together`` count as one."""
+    zipped = [key for key in values if key in together]
+    groups = [zipped if key in zipped else [key] for key in values if key not in zipped[1:]]
+    rows = [list(zip(*(values[key] for key in keys), strict=True)) for keys in groups]
+    keys = [*chain.from_iterable(groups)]
+    for chosen in product(*rows):
+        one = zip(keys, chain.from_iterable(chosen), strict=True)
+        yield {key: word for key, word in one if key not in zipped or word != f"{key}={_UNSET}"}
+
+
+def _not_together(values: Mapping[str, list[str]], zipped: Sequence[str]) -> Problem | None:
+    """Return why the lists of some keys cannot advance together."""
+    if missing := [key for key in zipped if len(values.get(key, ())) < 2]:
+        lists = ", ".join(key for key, choices in values.items() if len(choices) > 1) or "none"
+        text = f"no list is given for {', '.join(missing)}  (lists: {lists})"
+        return Problem("sweep.zip", list(zipped), text)
+    lengths = {key: len(values[key]) for key in zipped}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{key} has {length}" for key, length in lengths.items())
+        return Problem("sweep.zip", list(zipped), f"these lists must be equally long: {told}")
+    return None
+
+
+def _too_many(why: str, most: int) -> Problem:
+    text = f"this sweep is too large: {why}; list fewer values, or raise the limit"
+    return Problem("sweep.max_jobs", most, text)
+
+
+def _placed(
+    master: DictConfig,
+    fixed: Sequence[str],
+    overrides: Sequence[Override],
+    jobs: Sequence[Job],
+    searches: bool,
+) -> tuple[Sweep | None, list[Problem]]:
+    """Return the sweep of ``jobs``: its name follows from them, so that it is found again."""
+    lists = [one for one in overrides if one.is_sweep_override()]
+    settings = [word for word in fixed if word.startswith(("hydra.sweeper", "hydra/sweeper"))]
+    typed = [one.input_line or "" for one in lists]
+    identity = request_hash((job.hash for job in jobs), [*settings, *typed] if searches else [])
+    recipes = {job.config.recipe for job in jobs}
+    recipe = recipes.pop() if len(recipes) == 1 else "none"
+    name = jobs[0].config.sweep.name or sweep_name(
+        recipe, (one.key_or_group for one in lists), identity
+    )
+    master = copy.deepcopy(master)
+    master.sweep.name = name
+    folder, problems = destination(master, "sweep", None, None)
+    if folder is None:
+        return None, problems
     path = str(folder).replace("${", "\\${").replace("'", "\\'")
-    ours = {
-        "hydra.sweep.dir": f"hydra.sweep.dir='{path}'",
-        "hydra.output_subdir": "hydra.output_subdir=null",  # Hydra's own files would hold secrets
-    }
-    if lists.enumerated:
-        ours["hydra/sweeper"] = f"hydra/sweeper={SWEEPER}"
-    typed = {override.key_or_group for override in lists.overrides}
-    direction = "hydra.sweeper.direction"
-    known = lists.master is not None and "direction" in lists.master.hydra.sweeper
-    if maximizes and known and direction not in typed:
-        ours[direction] = f"{direction}=maximize"
-    kept = [
-        word
-        for word, override in zip(lists.final, lists.overrides, strict=True)
-        if override.key_or_group not in ours
-    ]
-    return (*kept, *ours.values())
+    skipped = ("hydra.sweep.dir", "hydra.output_subdir", *(() if searches else ("hydra/sweeper",)))
+    words = [word for word in fixed if key_of(word) not in skipped]
+    words += [f"hydra.sweep.dir='{path}'", "hydra.output_subdir=null"]  # its files hold secrets
+    if not searches:
+        words.append(f"hydra/sweeper={SWEEPER}")
+    elif jobs[0].config.sweep.maximizes and "direction" in master.hydra.sweeper:
+        typed_keys = map(key_of, fixed)
+        key = "hydra.sweeper.direction"
+        words += [] if key in typed_keys else [f"{key}=maximize"]
+    for one, word in zip(lists, typed, strict=True):
+        key = one.key_or_group
+        known = word.startswith("+") or key in master.hydra.runtime.choices or has(master, key)
+        words.append(word if known else f"++{word}")
+    trials = int(_setting(master, "hydra.sweeper.n_trials") or 0) if searches else None
+    keys = tuple(dict.fromkeys(one.get_key_element() for one in lists))
+    place = where(_setting(master, "hydra.launcher._target_"))
+    return Sweep(name, folder, identity, trials, keys, tuple(words), place), []
 
 
 def _merged(by_job: Sequence[Sequence[Problem]]) -> list[Problem]:
@@ -249,20 +413,3 @@ def _merged(by_job: Sequence[Sequence[Problem]]) -> list[Problem]:
         replace(found[0], job="") if len(found) == len(by_job) else found[0]
         for found in alike.values()
     ]
-
-
-def _for_every_job(composer: Composer, overrides: Sequence[Override]) -> tuple[str, ...]:
-    """Return the overrides of a sweep in a form that Hydra can compose without the lists too."""
-    settled = [
-        plain_word(override)
-        for override in overrides
-        if not override.is_sweep_override()
-        and composer.loader.get_group_options(override.key_or_group)
-    ]
-    final = []
-    for override in overrides:
-        word = override.input_line or ""
-        sets = not (override.is_add() or override.is_force_add() or override.is_delete())
-        homeless = not override.is_sweep_override() and composer.attempt([*settled, word]) is None
-        final.append(f"++{word}" if sets and homeless else word)
-    return tuple(final)

@@ -9,17 +9,17 @@ the job, which may be one of a sweep, has that option.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from omegaconf import OmegaConf
 
-from runner.config.folders import find
-from runner.config.values import Refusal
-from runner.config.yaml_file import read_yaml
+from runner.config.folders import Refusal, find, read_yaml
 
 NONE = "none"
 
@@ -35,80 +35,12 @@ class Recipe:
     error: str | None = None
 
 
-def folders(search_path: ConfigSearchPath | None = None) -> list[Path]:
-    """Return the folders that hold recipes: this project's, and those of a user."""
-    listed = [] if search_path is None else reversed(search_path.get_path())
-    paths = [(one.path or "").removeprefix("file://") for one in listed]
-    own = [Path(path, "recipe") for path in paths if path and "://" not in path]
-    return [find("recipes"), *(folder for folder in own if folder.is_dir())]
-
-
 def read_all(homes: Iterable[Path] | None = None) -> list[Recipe]:
     """Return every recipe of the folders ``homes``; one that cannot be read has its error."""
-    return [_read(file) for file in _files(homes)]
-
-
-def read(given: Sequence[str]) -> list[Recipe]:
-    """Return this project's recipes, or none if no override of ``given`` can choose one."""
-    words = " ".join(word for word in given if "recipe" in word)
-    if not words:
-        return []
-    found = [
-        _read(file) if "(" in words or file.stem in words else Recipe(file.stem)
-        for file in _files()
-    ]
-    # A recipe may be a sweep over recipes.
-    return read_all() if any("recipe" in str(one.content) for one in found) else found
-
-
-def _files(homes: Iterable[Path] | None = None) -> list[Path]:
     chosen = {
-        file.stem: file for home in homes or folders() for file in sorted(home.glob("*.yaml"))
+        file.stem: file for home in homes or [find("recipes")] for file in home.glob("*.yaml")
     }
-    return [chosen[name] for name in sorted(chosen)]
-
-
-def register(found: Iterable[Recipe]) -> dict[str, str]:
-    """Make each recipe of ``found`` a choice of the group ``recipe``."""
-    store = ConfigStore.instance()
-    store.repo.pop("recipe", None)
-    store.repo.get("hydra", {}).pop("recipe", None)
-    store.store(group="recipe", name=NONE, node={"recipe": NONE}, package="_global_")
-    found = list(found)
-    for recipe in found:
-        _store(store, recipe)
-    return {recipe.name: recipe.error for recipe in found if recipe.error is not None}
-
-
-def _store(store: ConfigStore, recipe: Recipe) -> None:
-    content = dict(recipe.content)
-    sections = {
-        group: (option, content.pop(group))
-        for group, option in choices(content.get("defaults")).items()
-        if isinstance(content.get(group), dict)
-    }
-    node = {**content, "recipe": recipe.name}
-    store.store(group="recipe", name=recipe.name, node=node, package="_global_")
-    if not sections:
-        return
-    home = f"hydra/recipe/{recipe.name}"
-    parts = [{f"optional /{home}/{group}@_global_": f"${{{group}}}"} for group in sections]
-    store.store(
-        group="hydra/recipe", name=recipe.name, node={"defaults": parts}, package="_global_"
-    )
-    for group, (option, values) in sections.items():
-        store.store(group=f"{home}/{group}", name=option, node={group: values}, package="_global_")
-
-
-def choices(defaults: Any) -> dict[str, str]:
-    """Return the options that a defaults list chooses, by group: ``- override /clip: norm``."""
-    chosen = {}
-    for entry in defaults if isinstance(defaults, list) else []:
-        for key, option in entry.items() if isinstance(entry, dict) else ():
-            word, _, group = str(key).partition(" ")
-            if word == "override" and isinstance(option, str):
-                chosen[group.strip().lstrip("/")] = option
-    return chosen
+    return [_read(chosen[name]) for name in sorted(chosen)]
 
 
 def _read(file: Path) -> Recipe:
@@ -122,3 +54,79 @@ def _read(file: Path) -> Recipe:
     purpose = first.partition(":")[2] if first.startswith("#") else ""
     source = others.partition("# source:")[2].partition("\n")[0]
     return Recipe(file.stem, purpose.strip(), source.strip(), content)
+
+
+def choices(defaults: Any) -> dict[str, str]:
+    """Return the options that a defaults list chooses, by group: ``- override /clip: norm``."""
+    chosen = {}
+    for entry in defaults if isinstance(defaults, list) else []:
+        for key, option in entry.items() if isinstance(entry, dict) else ():
+            word, _, group = str(key).partition(" ")
+            if word == "override" and isinstance(option, str):
+                chosen[group.strip().lstrip("/")] = option
+    return chosen
+
+
+class RecipeSource(ConfigSource):  # type: ignore[misc, unused-ignore]
+    """The group ``recipe``: its path lists the folders of recipes; later ones come first."""
+
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider, path)
+        self.folders = [Path(folder) for folder in self.path.split(os.pathsep)]
+
+    @staticmethod
+    def scheme() -> str:
+        """The beginning of its path in Hydra's search path."""
+        return "recipes"
+
+    def available(self) -> bool:
+        """Whether there are recipes."""
+        return True
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return a recipe, or a part of one."""
+        content = self._parts(config_path)
+        if content is None:
+            raise ConfigLoadError(f"there is no {config_path}")
+        node = OmegaConf.create(content)
+        return ConfigResult(self.provider, self.path, node, {"package": "_global_"})
+
+    def is_group(self, config_path: str) -> bool:
+        """Whether a path is the group of recipes."""
+        return config_path == "recipe"
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether a path is a recipe or a part of one."""
+        return self._parts(config_path) is not None
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Return the names of recipes."""
+        if config_path == "" and results_filter != ObjectType.CONFIG:
+            return ["recipe"]
+        files = (file for home in self.folders for file in home.glob("*.yaml"))
+        return sorted({NONE, *(file.stem for file in files)}) if config_path == "recipe" else []
+
+    def _parts(self, path: str) -> dict[str, Any] | None:
+        """Return what Hydra reads at a path; None if there is nothing."""
+        group, *rest = path.removesuffix(".yaml").removeprefix("hydra/").split("/")
+        if group != "recipe" or not rest:
+            return None
+        homes = [home for home in self.folders if (home / f"{rest[0]}.yaml").is_file()]
+        if not homes:
+            return {"recipe": NONE} if path.startswith("recipe") and rest == [NONE] else None
+        recipe = _read(homes[-1] / f"{rest[0]}.yaml")
+        if recipe.error is not None:
+            raise Refusal(recipe.error)
+        chosen = choices(recipe.content.get("defaults"))
+        sections = [one for one in chosen if isinstance(recipe.content.get(one), dict)]
+        if path.startswith("recipe"):
+            others = {key: one for key, one in recipe.content.items() if key not in sections}
+            return {**others, "recipe": recipe.name}
+        match rest[1:]:
+            case []:
+                home = f"/hydra/recipe/{recipe.name}"
+                parts = [{f"optional {home}/{one}@_global_": f"${{{one}}}"} for one in sections]
+                return {"defaults": parts} if parts else None
+            case [section, option] if section in sections and chosen[section] == option:
+                return {section: recipe.content[section]}
+        return None

@@ -11,30 +11,30 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from hydra._internal.callbacks import Callbacks
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from hydra.core.utils import run_job
+from hydra.core.plugins import Plugins
+from hydra.core.utils import configure_log, run_job
+from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.compose import diagnose
-from runner.compose import jobs as sweeps
-from runner.compose import overrides as words
-from runner.compose.composer import (
-    Composer,
+from runner.compose.composer import Composed, Composer, Source, unresolved
+from runner.compose.jobs import (
+    SWEEP_WITHOUT_FLAG,
     Earlier,
-    Source,
+    Job,
+    Sweep,
     destination,
-    plain_config,
+    only_for_sweeps,
+    sweep,
 )
-from runner.compose.jobs import Job, Sweep
-from runner.compose.masking import recorded_words, resolved_and_recorded
+from runner.compose.record import recorded_words, resolved_and_recorded
 from runner.config.check import examine
 from runner.config.folders import outputs
-from runner.config.problem import NOTHING, Problem, RequestError
-from runner.config.schema import RunConfig
+from runner.config.problem import Problem, RequestError
 
 T = TypeVar("T")
 
@@ -66,18 +66,14 @@ class Request:
             composed.hydra.mode = RunMode.RUN
             composed.hydra.output_subdir = None  # the files of Hydra's own would hold secrets
             composed.hydra.run.dir = str(folder or self.folder).replace("${", "\\${")
-        name, callbacks = self.composer.source.name, Callbacks(composed)
-        context = HydraContext(self.composer.loader, callbacks)
         with self.composer.active(), logging_restored():
-            callbacks.on_run_start(config=composed, config_name=name)
             ended = run_job(
                 lambda _: work(Path(composed.hydra.runtime.output_dir)),
                 composed,
                 "hydra.run.dir",
                 None,
-                context,
+                HydraContext(self.composer.loader, Callback()),  # type: ignore[arg-type]
             )
-            callbacks.on_run_end(config=composed, config_name=name, job_return=ended)
             returned: T = ended.return_value
             return returned
 
@@ -86,7 +82,19 @@ class Request:
         assert self.sweep is not None
         import_module("hydra_plugins.clip_runner").RecordSweeper.waiting = waiting
         with self.composer.active(), logging_restored():
-            self.composer.hydra.multirun(self.composer.source.name, work, list(self.sweep.words))
+            overrides, _ = self.composer.read(self.sweep.words)
+            words = {one.input_line or "": one.is_sweep_override() for one in overrides}
+            fixed = [word for word, lists in words.items() if not lists]
+            config = compose(self.composer.source.name, fixed, return_hydra_config=True)
+            HydraConfig.instance().set_config(config)
+            configure_log(config.hydra.hydra_logging, config.hydra.verbose)
+            sweeper = Plugins.instance().instantiate_sweeper(
+                hydra_context=HydraContext(self.composer.loader, Callback()),  # type: ignore[arg-type]
+                task_function=work,
+                config=config,
+            )
+            listed = [word for word, lists in words.items() if lists]
+            sweeper.sweep([*config.hydra.overrides.task, *listed])
 
 
 def request(
@@ -98,43 +106,32 @@ def request(
     earlier: Earlier | None = None,
 ) -> Request:
     """Compose and check every job that the overrides ``given`` ask for. Nothing is written."""
-    composer = Composer(source or Source(), given)
-    sweep = composed = folder = None
+    composer = Composer(source or Source())
+    placed = composed = folder = None
     with composer.active():
         overrides, problems = composer.read(given)
-        if multirun or _is_sweep(composer, overrides):
-            lists = sweeps.read(composer, given, overrides)
-            master = lists.master
-            jobs, found = sweeps.jobs(composer, lists, _check)
-            problems += found
-            if jobs and not problems:
-                sweep, problems = sweeps.placed(lists, jobs, writes, earlier)
-            elif master is not None and writes:
-                problems += destination(master, "sweep", overrides)[1]
+        fixed = [one for one in overrides if not one.is_sweep_override()]
+        made = composer.compose(fixed)
+        if multirun or (made.config is not None and made.config.hydra.mode == RunMode.MULTIRUN):
+            jobs, placed, found = sweep(composer, overrides, _job, earlier, writes)
         else:
-            composed = composer.composed(overrides)
-            jobs, found = _single(composer, overrides, composed)
-            problems += found
-            if writes:
-                problems += words.only_for_sweeps(overrides)
+            job, found = _check(made, None)
+            jobs = [] if job is None else [job]
+            found += (
+                Problem(one.get_key_element(), one.get_value_string(), SWEEP_WITHOUT_FLAG)
+                for one in overrides
+                if one.is_sweep_override()
+            )
+            found += only_for_sweeps(overrides) if writes else ()
+            composed = made.config
             if composed is not None:
-                folder, found = destination(composed, "run", overrides if writes else None, earlier)
-                problems += found
-    if problems:
-        raise RequestError(_distinct(problems))
-    notes = tuple(words.given_twice(overrides))
-    return Request(composer, tuple(jobs), sweep, composed, folder, notes)
-
-
-def _is_sweep(composer: Composer, overrides: Sequence[Override]) -> bool:
-    """Return whether the overrides, or a file that they choose, ask for a sweep."""
-    config = composer.composed(overrides)
-    if config is None:  # another override is wrong
-        asking = [each for each in overrides if each.key_or_group in ("recipe", "hydra.mode")]
-        # With all choices that exist: the diagnosis composes the same files.
-        chosen = [one for one in overrides if diagnose.chooses_option(one, composer.loader)]
-        config = composer.composed([*chosen, *asking]) or composer.composed(asking)
-    return config is not None and config.hydra.mode == RunMode.MULTIRUN
+                typed = overrides if writes else None
+                folder, wrong = destination(composed, "run", typed, earlier)
+                found += wrong
+    if problems := [*problems, *found]:
+        distinct = {(one.word, one.message, one.job): one for one in problems}
+        raise RequestError(distinct.values())
+    return Request(composer, tuple(jobs), placed, composed, folder, tuple(_given_twice(overrides)))
 
 
 @contextmanager
@@ -151,50 +148,18 @@ def logging_restored() -> Iterator[None]:
         root.setLevel(level)
 
 
-def _single(
-    composer: Composer, overrides: Sequence[Override], config: DictConfig | None
-) -> tuple[list[Job], list[Problem]]:
-    """Check the job of a request that is one run."""
-    problems = [
-        Problem(override.get_key_element(), override.get_value_string(), words.SWEEP_WITHOUT_FLAG)
-        for override in overrides
-        if override.is_sweep_override()
-    ]
-    rest = [override for override in overrides if not override.is_sweep_override()]
-    typed, plain, found = _check(composer, rest, config)
-    jobs = [] if typed is None else [Job(typed, plain)]
-    return jobs, problems + found
+def _job(
+    composer: Composer, overrides: Sequence[Override], number: int | None
+) -> tuple[Job | None, list[Problem]]:
+    return _check(composer.compose(overrides), number)
 
 
-def _check(
-    composer: Composer,
-    overrides: Sequence[Override],
-    config: DictConfig | None,
-    number: int | None = None,
-) -> tuple[RunConfig | None, dict[str, Any], list[Problem]]:
-    """Check the job of ``overrides``."""
-    found = diagnose.Diagnosis()
-    if config is None or diagnose.misuses_group(overrides, composer.loader):
-        found = diagnose.examine(overrides, composer)
-        config = composer.attempt(found.good)
-        if config is None:
-            why = diagnose.failure(composer, found.good)  # the fault is in a file
-            return None, {}, found.problems or [Problem("configuration", NOTHING, why)]
-    plain, recorded, unresolved = _resolved(config, number)
-    typed, wrong = examine(plain, found.unsettled)
-    known = {problem.key for problem in (*found.problems, *unresolved)}
-    problems = found.problems + unresolved
-    problems += [problem for problem in wrong if problem.key not in known]
-    if error := composer.broken_recipes.get(str(plain.get("recipe"))):
-        problems.append(Problem("recipe", plain["recipe"], error))
-    return typed, recorded, problems
-
-
-def _resolved(
-    config: DictConfig, number: int | None
-) -> tuple[dict[str, Any], dict[str, Any], list[Problem]]:
-    """Resolve the job's part of a composition."""
-    folder = None if number is not None else destination(config, "run")[0]
+def _check(made: Composed, number: int | None) -> tuple[Job | None, list[Problem]]:
+    """Return the job of a composition, and what is wrong with it."""
+    config = made.config
+    if config is None:
+        return None, made.problems
+    folder = None if number is not None else destination(config, "run", None, None)[0]
     with read_write(config), open_dict(config), read_write(config.hydra):
         if number is not None:  # as the launcher of a sweep does
             config.hydra.job.num, config.hydra.job.id = number, number
@@ -204,12 +169,25 @@ def _resolved(
     with read_write(job), open_dict(job):
         del job["hydra"]
     try:
-        return *resolved_and_recorded(job), []
+        resolved, plain = resolved_and_recorded(job)
+        broken: list[Problem] = []
     except OmegaConfBaseException:
-        plain = plain_config(job, resolve=False)
-        return plain, plain, list(diagnose.unresolved(job, ""))
+        written: Any = OmegaConf.to_container(job)
+        resolved = plain = written
+        broken = list(unresolved(job))
+    typed, found = examine(resolved, made.unsettled)
+    known = {one.key for one in (*made.problems, *broken)}
+    problems = [*made.problems, *broken, *(one for one in found if one.key not in known)]
+    if typed is None or problems:
+        return None, problems
+    return Job(typed, plain, tuple(made.words)), []
 
 
-def _distinct(problems: Sequence[Problem]) -> list[Problem]:
-    """Drop problems that repeat another one. Problems are no keys: their values may be lists."""
-    return list({(each.word, each.message, each.job): each for each in problems}.values())
+def _given_twice(overrides: Sequence[Override]) -> Iterator[str]:
+    """Yield a sentence for each key or group that is given several values: only one holds."""
+    values: dict[str, list[str]] = {}
+    for one in overrides:
+        values.setdefault(one.key_or_group, []).append(one.input_line or "")
+    for key, given in values.items():
+        if len(set(given)) > 1:
+            yield f"{key} is given {len(given)} times: {given[-1]} holds, since it comes last"

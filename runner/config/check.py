@@ -6,33 +6,32 @@ It imports neither Hydra nor torch, so that any process can afford it: each run 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import ValidationError, create_model
-from pydantic_core import ErrorDetails
+from pydantic import TypeAdapter, ValidationError
 
-from runner.config.arguments import misfit, usual
-from runner.config.clip_section import (
-    Clip,
-    choices_with,
-    clip_section,
-    every_option,
-    lenient_clip_section,
+from runner.config.clip_section import clip_section, modes_with
+from runner.config.folders import find, read_yaml
+from runner.config.problem import (
+    MISSING,
+    NOTHING,
+    Problem,
+    RequestError,
+    or_list,
+    shown,
+    unknown_key,
 )
-from runner.config.modes import ModeError
-from runner.config.problem import MISSING, NOTHING, Problem, RequestError, did_you_mean, unknown_key
 from runner.config.schema import RunConfig
-from runner.config.section import Section, Target, section_of
-from runner.config.values import Allowed, Refusal, allowed
+from runner.config.section import CONFIG, Section, Target, section_of, sentences
 
 
 class Key(NamedTuple):
     """One key that this project owns."""
 
     name: str  # dotted
-    allowed: Allowed
     meaning: str
     default: Any = MISSING  # that of an option of a user's clipping mode; files have all others
 
@@ -48,156 +47,163 @@ def parse(plain: Mapping[str, Any]) -> RunConfig:
 def examine(
     plain: Mapping[str, Any], unsettled: Collection[str] = ()
 ) -> tuple[RunConfig | None, list[Problem]]:
-    """Return the typed configuration, or None and what is wrong with ``plain``."""
-    problems = [*_problems_of_target(plain), *_problems_of_arguments(plain)]
-    schema = _schema(plain)
-    fields = schema.model_fields
-    try:
-        checked: dict[str, Any] = dict(schema.model_validate(plain))
-    except ValidationError as error:
-        found = error.errors(include_url=False)
-        problems += (problem for one in found for problem in _problems(one, plain))
-        wrong = {one["loc"][0] for one in found}
-        right = {name: section_of(field) for name, field in fields.items() if name not in wrong}
-        checked = {name: cls.model_validate(plain[name]) for name, cls in right.items() if cls}
-    for name, section in checked.items():
-        if isinstance(section, Section) and name not in unsettled:
-            problems += _conflicts(section, name, plain)
+    """Return the typed configuration, or None and what is wrong with ``plain``.
+
+    Values of the sections ``unsettled``, whose option does not exist, are judged one by one alone.
+    """
+    clip, refused = clip_section(plain.get("clip"))
+    known, problems = [*owned_keys(plain)], []
+    if refused:
+        problems.append(Problem("clip._target_", plain["clip"]["_target_"], refused))
+    checked: dict[str, Any] = {}
+    for name, field in RunConfig.model_fields.items():
+        section = clip if name == "clip" else section_of(field)
+        if name not in plain and not field.is_required():
+            checked[name] = field.get_default()
+        elif plain.get(name, MISSING) == MISSING:
+            problems.append(Problem(name, MISSING, f"no value given ({field.description})"))
+        else:
+            if section is not None and issubclass(section, Target):
+                problems += _problems_of_arguments(section, name, plain[name])
+            try:
+                checked[name] = _validator(section or name).validate_python(plain[name])
+            except ValidationError as error:
+                problems += _problems(error, name, section, plain, known)
+    for name, content in plain.items():
+        if name not in RunConfig.model_fields:
+            every = {*known, *(key for key, _ in leaves("", plain))}
+            problems += (unknown_key(key, every, value) for key, value in leaves(name, content))
+    for name, one in checked.items():
+        if isinstance(one, Section) and name not in unsettled:
+            problems += _conflicts(one, name, plain)
     config = None
     if not problems:
         # A class that was made for one mode could not travel to another process.
         config = RunConfig.model_construct(**checked)
         problems += () if unsettled else _conflicts(config, "", plain)
-    if problems:
-        config = None
-        # An error for each alternative of a type, or each item of a list, is one problem.
-        problems = list({problem.key: problem for problem in problems}.values())
-        order = {name: number for number, name in enumerate(fields)}
-        problems.sort(key=lambda problem: order.get(problem.key.partition(".")[0], len(order)))
-    return config, problems
-
-
-def owned_keys(plain: Mapping[str, Any] | None = None) -> Mapping[str, Key]:
-    """Return the keys that this project owns by their dotted names, in the order of the schema."""
-    return _keys(_schema_with(every_option()) if plain is None else _schema(plain))
+    return (None if problems else config), list({one.key: one for one in problems}.values())
 
 
 @cache
-def _keys(schema: type[RunConfig]) -> Mapping[str, Key]:
-    return {key.name: key for key in _owned(schema, "")}
+def _validator(kind: type[Section] | str) -> TypeAdapter[Any]:
+    """Return what reads a section, or the value of a key beside the sections."""
+    if not isinstance(kind, str):
+        return TypeAdapter(kind)
+    field = RunConfig.model_fields[kind]
+    hint: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    return TypeAdapter(hint, config=CONFIG)
 
 
-def keys_of(plain: Mapping[str, Any]) -> set[str]:
-    """Return every dotted key that exists: the owned ones and those of the targets in ``plain``."""
-    mine = {*owned_keys(), *owned_keys(plain)}
-    return mine | {key for key, _ in leaves("", plain) if key}
-
-
-def _schema(plain: Mapping[str, Any]) -> type[RunConfig]:
-    """Return the model of a configuration with the options of its clipping mode."""
-    return _schema_with(lenient_clip_section(plain.get("clip")))
-
-
-@cache
-def _schema_with(section: type[Clip]) -> type[RunConfig]:
-    return create_model("RunConfig", __base__=RunConfig, clip=(section, ...))
+def _problems(
+    error: ValidationError,
+    name: str,
+    section: type[Section] | None,
+    plain: Mapping[str, Any],
+    known: list[str],
+) -> Iterator[Problem]:
+    """Yield the problems of a section, or of a key beside the sections."""
+    for one in error.errors(include_url=False):
+        if one["type"] in ("extra_forbidden", "invalid_key"):
+            place = ".".join(map(str, (name, *one["loc"])))
+            for key, value in leaves(place, one["input"]):
+                option = key.split(".")[1]
+                if name == "clip" and (modes := modes_with(option)):
+                    text = f"is an option of {or_list(f'clip={mode}' for mode in modes)}"
+                    yield Problem(key, value, text)
+                else:
+                    yield unknown_key(key, known, value)
+    meanings = owned_keys(plain)
+    for inner, text in sentences(error, section).items():
+        key = f"{name}.{inner}" if section and inner else name
+        value = _value(plain, key)
+        about = f" ({meanings[key].meaning})" if value == MISSING and key in meanings else ""
+        yield Problem(key, value, text + about)
 
 
 def _conflicts(section: Section, path: str, plain: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the values of a section that are right one by one, but exclude each other."""
     for conflict in section.conflicts():
         key = f"{path}.{conflict.key}".lstrip(".")
-        value = _value(plain, key.split(".")) if conflict.value is NOTHING else conflict.value
-        yield Problem(key, value, conflict.message)
+        yield Problem(
+            key,
+            _value(plain, key) if conflict.value is NOTHING else conflict.value,
+            conflict.message,
+        )
 
 
-def _problems(error: ErrorDetails, plain: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the problems that one error of pydantic stands for."""
-    place = [*error["loc"]]
-    cause = error.get("ctx", {}).get("error")
-    if error["type"] in ("extra_forbidden", "invalid_key"):
-        # The keys of other targets are no help for a section of ours.
-        own = _value(plain, ("clip", "_target_")) != MISSING
-        known = {*owned_keys(plain if own else None)}
-        for leaf, content in leaves(_dotted(place), _value(plain, place)):
-            yield unknown_key(leaf, known, content, choices_with(leaf))
-    elif section := _section_at(place):
-        names = (field.alias or name for name, field in section.model_fields.items())
-        message = f"must be a section with the keys {', '.join(names)}"
-        yield Problem(_dotted(place), _value(plain, place, None), message)
-    else:
-        owned = owned_keys(plain)
-        paths = (_dotted(place[:end]) for end in range(1, len(place) + 1))
-        key = next(owned[path] for path in paths if path in owned)
-        value = _value(plain, key.name.split("."))
-        if value == MISSING and error["type"] != "missing":
-            value = error["input"]  # A short form gives the value to the section.
-        if value == MISSING:
-            message = f"no value given; must be {key.allowed.text} ({key.meaning})"
-        elif isinstance(cause, Refusal):
-            message = str(cause)
-        else:
-            message = f"must be {key.allowed.text}{did_you_mean(value, key.allowed.names)}"
-        yield Problem(key.name, value, message)
-
-
-def _problems_of_target(plain: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield why the user's clipping mode cannot be used, if there is one and it cannot."""
-    try:
-        clip_section(plain.get("clip"))
-    except ModeError as error:
-        yield Problem("clip._target_", _value(plain, ("clip", "_target_")), str(error))
-
-
-def _problems_of_arguments(plain: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the arguments of targets that are missing, or unlike those of their file."""
-    for name, field in RunConfig.model_fields.items():
-        section, node = section_of(field), plain.get(name)
-        if section is None or not issubclass(section, Target) or not isinstance(node, Mapping):
+def _problems_of_arguments(section: type[Section], name: str, node: Any) -> Iterator[Problem]:
+    """Yield the arguments of a target that are missing, or unlike those of its file."""
+    if not isinstance(node, Mapping):
+        return
+    own = {field.alias or key for key, field in section.model_fields.items()}
+    examples = usual(name, str(node.get("_target_")))
+    for key, value in node.items():
+        if key in own:
             continue
-        own = {one.alias or key for key, one in section.model_fields.items()}
-        target = node.get("_target_")
-        examples = usual(name, target) if isinstance(target, str) else {}
-        for key, value in node.items():
-            if key in own:
-                continue
-            missing = [leaf for leaf, one in leaves(f"{name}.{key}", value) if one == MISSING]
-            for leaf in missing:
-                yield Problem(leaf, MISSING, "no value given")
-            if not missing and (text := misfit(examples.get(key), value)):
-                yield Problem(f"{name}.{key}", value, f"must be {text}")
+        missing = [leaf for leaf, one in leaves(f"{name}.{key}", value) if one == MISSING]
+        yield from (Problem(leaf, MISSING, "no value given") for leaf in missing)
+        if not missing and (text := misfit(examples.get(key), value)):
+            yield Problem(f"{name}.{key}", value, f"must be {text}")
 
 
-def _dotted(keys: Iterable[Any]) -> str:
-    return ".".join(str(key) for key in keys)
+@cache
+def usual(group: str, target: str) -> Mapping[str, Any]:
+    """Return the arguments that the files of ``conf/<group>/`` give to ``target``."""
+    found: dict[str, Any] = {}
+    for file in sorted((find("conf") / group).glob("*.yaml"), reverse=True):
+        if f"_target_: {target}\n" in file.read_text(encoding="utf-8"):
+            found |= read_yaml(file)
+    return {key: value for key, value in found.items() if "${" not in str(value)}
 
 
-def _section_at(place: Iterable[Any]) -> type[Section] | None:
-    """Return the model of the section at a path of keys; None if there is no section."""
-    section: type[Section] | None = RunConfig
-    for key in place:
-        fields = {} if section is None else section.model_fields
-        section = section_of(fields[key]) if key in fields else None
-    return section
+def misfit(example: Any, value: Any) -> str | None:
+    """Return what is allowed instead of ``value``, given the usual value; None if it fits.
+
+    A text where the file has a number, or a negative number where the file has another, is a
+    mistake that the target itself would report late, or not at all.
+    """
+    match example:
+        case bool():
+            return None if isinstance(value, bool) else "true or false"
+        case int() if example >= 0:
+            return None if type(value) is int and value >= 0 else "an integer of at least 0"
+        case float() if example >= 0:
+            fits = type(value) in (int, float) and 0 <= value <= sys.float_info.max
+            return None if fits else "a finite number of at least 0"
+        case str():
+            return None if isinstance(value, str) and value.strip() else "text"
+        case [first, *_] if text := misfit(first, None):
+            fits = isinstance(value, list) and all(misfit(first, one) is None for one in value)
+            return None if fits else f"a list such as {shown(example)}, each {text}"
+    return None
 
 
-def _value(plain: Mapping[str, Any], keys: Iterable[Any], missing: Any = MISSING) -> Any:
-    """Return the value of a key; ``missing`` where there is none."""
+def owned_keys(plain: Mapping[str, Any] | None = None) -> Mapping[str, Key]:
+    """Return the keys that this project owns by their dotted names, in the order of the schema."""
+    return _owned(clip_section((plain or {}).get("clip"))[0])
+
+
+@cache
+def _owned(clip: type[Section]) -> Mapping[str, Key]:
+    def below(section: type[Section], path: str) -> Iterator[Key]:
+        for name, field in section.model_fields.items():
+            inner = clip if path + name == "clip" else section_of(field)
+            key = f"{path}{field.alias or name}"
+            if inner is not None:
+                yield from below(inner, f"{key}.")
+            else:
+                default = MISSING if field.is_required() else field.get_default()
+                yield Key(key, field.description or "", default)
+
+    return {key.name: key for key in below(RunConfig, "")}
+
+
+def _value(plain: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key; MISSING where there is none."""
     node: Any = plain
-    for key in keys:
-        node = node.get(key, missing) if isinstance(node, Mapping) else missing
+    for part in key.split("."):
+        node = node.get(part, MISSING) if isinstance(node, Mapping) else MISSING
     return node
-
-
-def _owned(cls: type[Section], path: str) -> Iterator[Key]:
-    for name, field in cls.model_fields.items():
-        where = f"{path}{field.alias or name}"
-        if section := section_of(field):
-            yield from _owned(section, f"{where}.")
-        else:
-            default = MISSING if field.is_required() else field.get_default()
-            meaning = field.description or ""
-            yield Key(where, allowed(field.annotation, field.metadata), meaning, default)
 
 
 def leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:

@@ -1,39 +1,85 @@
 """Section ``clip``: how the gradient of each optimizer step is clipped.
 
-All modes share the keys of :class:`Clip`. Each mode adds its own options, which it declares as
-fields of its description (see :mod:`runner.config.modes`).
+All modes share the keys of :class:`Clip`. A mode adds its own options, which it declares as fields
+of its description (see :mod:`runner.config.mode`): one model is made of both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, create_model
-from pydantic.fields import FieldInfo
+from pydantic import ConfigDict, Field, create_model, model_validator
 
-from runner.config.modes import (
-    NAMES,
-    Mode,
-    ModeError,
-    ModeInfo,
-    built_in,
-    load,
-    options_of,
-)
-from runner.config.section import Conflict, Section
-from runner.config.skip_section import Skip
-from runner.config.values import (
-    Allowed,
+from runner.config.mode import Mode, ModeError, ModeInfo, load, options_of
+from runner.config.modes import MODES, NAMES
+from runner.config.section import (
+    Conflict,
     Count,
     DottedName,
     NormOrder,
+    OneOf,
     Positive,
     Positives,
+    Section,
     Text,
-    option_of,
 )
+from runner.config.skip import ACCEPT_AFTER, problems
+
+
+class Skip(Section):
+    """Whole optimizer steps that are left out because their loss or gradient norm is a spike."""
+
+    rule: Literal["sigma", "ema"] | None = Field(
+        default=None,
+        description="skip a step that is a spike: above mean + k standard deviations of the last "
+        "kept steps (sigma), or above k times their moving average (ema); null: skip none",
+    )
+    of: Literal["norm", "loss", "either"] = Field(
+        default="norm",
+        description="choose what is judged: the gradient norm before clipping, the loss, or both",
+    )
+    k: Positive | None = Field(
+        default=None, description="lower it to skip more; null: 6 (sigma), 20 (ema)"
+    )
+    window: Annotated[int, Field(ge=2)] | None = Field(
+        default=None, description="compare with this many kept steps (sigma); null: 128"
+    )
+    decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None, description="weigh the past of the moving average (ema); null: 0.99"
+    )
+    min_steps: Count | None = Field(
+        default=None,
+        description="skip nothing before so many kept steps; null: half of window (sigma), "
+        "1/(1 - decay) (ema)",
+    )
+    accept_after: Count | None = Field(
+        default=ACCEPT_AFTER,
+        description="accept a higher level that lasts: start the history anew after so many skips "
+        "in a row, which clip.max_skips counts too; null: never",
+    )
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """Arguments that make the rule; None if nothing is skipped."""
+        return None if self.rule is None else dict(self)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_rule(cls, given: Any) -> Any:
+        """Read ``skip: sigma`` and ``skip: null`` of a file, which give the rule alone."""
+        return {"rule": given} if given is None or isinstance(given, str) else given
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield the options that no rule reads, or that the chosen one does not."""
+        if self.rule is not None:
+            yield from (Conflict(key, message) for key, message in problems(dict(self)))
+            return
+        for key, field in type(self).model_fields.items():
+            if getattr(self, key) != field.default:
+                message = "is used with a rule alone: add clip.skip=sigma or clip.skip=ema"
+                yield Conflict(key, message)
 
 
 class Clip(Section):
@@ -41,13 +87,11 @@ class Clip(Section):
 
     described: ClassVar[type[Mode]] = Mode
 
-    mode: Annotated[str, option_of("clip")] = Field(
+    mode: Annotated[str, OneOf(NAMES)] = Field(
         description="choose what is clipped: the norm of the whole gradient, each element, each "
         "unit, or nothing"
     )
-    threshold: Annotated[
-        Positive | None, Allowed("a finite number greater than 0, or null with clip=none")
-    ] = Field(
+    threshold: Positive | None = Field(
         description="clip what is larger than this; lower it to clip more; "
         "`python -m runner calibrate` suggests a value"
     )
@@ -88,6 +132,11 @@ class Clip(Section):
     )
 
     @property
+    def own_target(self) -> str | None:
+        """Full name of the class, where the mode is a user's own."""
+        return getattr(self, "target", None)
+
+    @property
     def kind(self) -> str | type[Mode]:
         """Name of the mode, or the user's own class."""
         return self.mode if self.own_target is None else self.described
@@ -103,15 +152,9 @@ class Clip(Section):
         """Facts about the mode with these options."""
         return self.described.info_with(self.options)
 
-    @property
-    def own_target(self) -> str | None:
-        """Full name of the class, where the mode is a user's own."""
-        return None
-
     def __reduce__(self) -> tuple[Any, ...]:
         # The class of a mode is made when it is first asked for, so pickle cannot find it by name.
-        chosen = {"mode": self.mode, "_target_": self.own_target}
-        return _restore, (chosen, self.__getstate__())
+        return _restore, (self.mode, self.own_target, self.__getstate__())
 
     def conflicts(self) -> Iterator[Conflict]:
         """Yield keys that are not used, a threshold that is missing, and conflicts of the mode."""
@@ -128,126 +171,76 @@ class Clip(Section):
             message = f"clip={self.mode} has several thresholds, so that no single one can be tried"
             yield Conflict("what_if", message)
         if info.takes_threshold and self.threshold is None:
-            yield Conflict(
-                "threshold", f"clip={self.mode} needs a finite number greater than 0; or clip=none"
-            )
+            message = f"clip={self.mode} needs a finite number greater than 0; or clip=none"
+            yield Conflict("threshold", message)
             return
         found = [Conflict(*each) for each in self.described.conflicts(self.options)]
         yield from found
         if self.what_if and not found and self.info.derived:
-            yield Conflict(
-                "what_if",
-                f"clip={self.mode} derives its limit from earlier steps, so no fixed "
-                "threshold can be tried beside it; leave it empty, or use clip=norm",
+            message = (
+                f"clip={self.mode} derives its limit from earlier steps, so no fixed threshold can "
+                "be tried beside it; leave it empty, or use clip=norm"
             )
+            yield Conflict("what_if", message)
 
 
-class OwnClip(Clip):
-    """Clipping by a mode of the user's own."""
-
+class _OwnClip(Clip):
     mode: Text = Field(description="name of the mode: that of its class")
-    target: Annotated[DottedName, Field(alias="_target_")] = Field(
+    target: DottedName = Field(
         alias="_target_", description="clip by this class, which derives from runner.clip.ClipMode"
     )
 
-    @property
-    def own_target(self) -> str | None:
-        """Full name of the class."""
-        return self.target
 
-
-class _UnknownClip(Clip):
-    """Clipping by a mode that does not exist, so that nobody knows its options."""
+class _Unknown(Clip):
+    """A mode that cannot be used, so that nobody knows its options."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class _UnknownOwnClip(OwnClip):
-    """Clipping by a class that cannot be used."""
-
-    model_config = ConfigDict(extra="allow")
+class _UnknownOwn(_OwnClip, _Unknown):
+    pass
 
 
-def clip_section(plain: object) -> type[Clip]:
-    """Return the model of section ``clip`` for the mode that ``plain`` chooses."""
-    node = plain if isinstance(plain, Mapping) else {}
-    target, mode = node.get("_target_"), node.get("mode")
-    if target is not None:
-        named = isinstance(target, str) and "." in target
-        return _own(target) if named else _UnknownOwnClip
-    return _section(mode) if mode in NAMES else _UnknownClip
-
-
-def lenient_clip_section(plain: object) -> type[Clip]:
-    """Return the model, see :func:`clip_section`; for a wrong mode, one that takes any option."""
+def clip_section(plain: object) -> tuple[type[Clip], str | None]:
+    """Return the model of section ``clip`` for its mode, and why a user's mode cannot be used."""
+    given = plain if isinstance(plain, Mapping) else {}
+    mode, target = given.get("mode"), given.get("_target_")
+    if target is None:
+        known = isinstance(mode, str) and mode in NAMES
+        return (_section(str(mode), None) if known else _Unknown), None
+    if not isinstance(target, str) or "." not in target:
+        return _UnknownOwn, None
     try:
-        return clip_section(plain)
-    except ModeError:
-        return _UnknownOwnClip
+        return _section("", target), None
+    except ModeError as error:
+        return _UnknownOwn, str(error)
 
 
-def _restore(chosen: Mapping[str, Any], state: dict[Any, Any]) -> Clip:
-    section = clip_section(chosen)
+@cache
+def _section(mode: str, target: str | None) -> type[Clip]:
+    """Return the model of a mode: defaults of ours are in ``conf/``, those of a user's in it."""
+    described = MODES[mode] if target is None else load(target)
+    fields: dict[str, Any] = {
+        name: (one.hint, ... if target is None else one.default)
+        for name, one in options_of(described).items()
+    }
+    base = Clip if target is None else _OwnClip
+    try:
+        made: type[Clip] = create_model(f"Clip_{mode or 'own'}", __base__=base, **fields)
+        made.model_rebuild()
+    except Exception as error:  # pydantic raises several kinds for types that it cannot check
+        raise ModeError(f"the types of its options cannot be checked: {error}") from error
+    made.described = described
+    return made
+
+
+def _restore(mode: str, target: str | None, state: dict[Any, Any]) -> Clip:
+    section = _section(mode if target is None else "", target)
     made = section.__new__(section)
     made.__setstate__(state)
     return made
 
 
-@cache
-def every_option() -> type[Clip]:
-    """Return a model with the options of all modes of this project, for lists of keys."""
-    hints: dict[str, list[Any]] = {}
-    for described in map(built_in, NAMES):
-        for name, one in options_of(described).items():
-            hints.setdefault(name, []).append(one.hint)
-    fields: dict[str, Any] = {name: (_any_of(each), ...) for name, each in hints.items()}
-    return create_model("Clip_all", __base__=Clip, __doc__=Clip.__doc__, **fields)
-
-
-def _any_of(hints: list[Any]) -> Any:
-    """Return a type that allows what any of some annotations allows, and says what each means."""
-    meanings = [FieldInfo.from_annotation(hint).description or "" for hint in hints]
-    if len(hints) == 1:
-        return hints[0]
-    return Annotated[Union[*hints], Field(description="; or: ".join(dict.fromkeys(meanings)))]
-
-
-def choices_with(key: str) -> list[str]:
-    """Return the choices, such as ``clip=adaptive``, of this project's modes that have a key."""
-    section, _, option = key.partition(".")
-    if section != "clip":
-        return []
-    option = option.partition(".")[0]
-    return [f"clip={name}" for name in NAMES if option in options_of(built_in(name))]
-
-
-def with_mode_name(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the name of a user's mode in ``clip.mode``."""
-    clip = plain.get("clip")
-    target = clip.get("_target_") if isinstance(clip, Mapping) else None
-    if not isinstance(clip, Mapping) or not isinstance(target, str):
-        return dict(plain)
-    return {**plain, "clip": {**clip, "mode": target.rpartition(".")[2]}}
-
-
-@cache
-def _section(mode: str) -> type[Clip]:
-    """Return the model for a mode of this project, whose defaults are in its file of ``conf/``."""
-    described = built_in(mode)
-    fields: dict[str, Any] = {name: (one.hint, ...) for name, one in options_of(described).items()}
-    made = create_model(f"Clip_{mode}", __base__=Clip, **fields)
-    made.described = described
-    return made
-
-
-@cache
-def _own(target: str) -> type[Clip]:
-    """Return the model for a user's mode, whose defaults are those of its class."""
-    described = load(target)
-    fields: dict[str, Any] = dict(options_of(described))
-    try:
-        made = create_model("Clip_own", __base__=OwnClip, **fields)
-    except Exception as error:  # pydantic raises several kinds for types that it cannot check
-        raise ModeError(f"the types of its options cannot be checked: {error}") from error
-    made.described = described
-    return made
+def modes_with(option: str) -> list[str]:
+    """Return the modes of this project that have an option of their own."""
+    return [name for name in NAMES if option in options_of(MODES[name])]

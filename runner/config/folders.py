@@ -1,4 +1,4 @@
-"""Folders of the configuration, of the recipes and of the outputs."""
+"""Folders of the configuration, of the recipes and of the outputs; YAML as Hydra reads it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import os
 import tempfile
 from functools import cache
 from pathlib import Path
-
-from runner.config import disk
+from typing import Any
 
 CONFIG_NAME = "config"
 """Name of the main configuration file in ``conf``, which chooses an option of each group."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class Refusal(ValueError):
+    """A file cannot be read; the message says why."""
 
 
 def find(name: str) -> Path:
@@ -27,6 +30,27 @@ def options(group: str) -> tuple[str, ...]:
     return tuple(sorted(file.stem for file in (find("conf") / group).glob("*.yaml")))
 
 
+def read_yaml(file: Path) -> Any:
+    """Return the content of a YAML file as plain containers; references stay text."""
+    import yaml
+    from omegaconf import OmegaConf  # a rank that checks nothing needs no reader
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(OmegaConf.load(file))
+    except FileNotFoundError:
+        raise Refusal(f"there is no file {file.absolute()}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        why = f"{place}{error.problem}"
+    except OSError as error:
+        why = error.strerror or str(error)
+    except (ValueError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        why = str(error).partition("\n")[0]
+    raise Refusal(f"{file} cannot be read: {why}")
+
+
 def outputs() -> Path:
     """Return the folder that holds all runs and sweeps."""
     if chosen := os.environ.get("RUNNER_OUTPUTS"):
@@ -39,39 +63,19 @@ def outputs() -> Path:
 
 def obstacle(folder: Path) -> str | None:
     """Return why ``folder`` cannot be created and written; None if it can."""
-    for parent in (folder, *folder.parents):
-        if not os.path.lexists(parent):
-            continue
-        if not parent.is_dir():
-            return f"must be a folder that can be written; {parent} is not a folder"
-        if message := _unusable(folder, parent):
-            return f"must be a folder that can be written; {message}"
-        try:
-            with tempfile.TemporaryDirectory(prefix=".writable-", dir=parent):
-                return disk.shortage(parent)
-        except OSError as error:
-            return f"must be a folder that can be written; {parent}: {error.strerror}"
-    return "must be a folder that can be written; no part of this path exists"
-
-
-_INSIDE = 200
-"""Bytes that the names of files in the folder of a run may add to its path."""
-
-
-def _unusable(folder: Path, parent: Path) -> str | None:
-    """Return why a folder below ``parent``, which exists, cannot have its name; None if it can."""
-    longest = os.pathconf(parent, "PC_NAME_MAX")
-    for name in folder.parts[len(parent.parts) :]:
-        if not _storable(name):
-            return f"{name!a} is no name of a file"
-        if (size := len(os.fsencode(name))) > longest:
-            return f"{name[:20]}… has {size} bytes, and a name has at most {longest}"
-    size, longest = len(os.fsencode(folder)), os.pathconf(parent, "PC_PATH_MAX") - _INSIDE
-    return f"the path has {size} bytes, and at most {longest} fit" if size > longest else None
-
-
-def _storable(name: str) -> bool:
+    must = "must be a folder that can be written"
     try:
-        return b"\0" not in os.fsencode(name)
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
+        os.lstat(folder)  # also refuses a name, or a path, that is too long
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        if not isinstance(error, NotADirectoryError | PermissionError):
+            return f"{must}: {getattr(error, 'strerror', None) or error}"
+    parent = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    if not parent.is_dir():
+        return f"{must}; {parent} is not a folder"
+    try:
+        with tempfile.TemporaryDirectory(prefix=".writable-", dir=parent):
+            return None
+    except OSError as error:
+        return f"{must}; {parent}: {error.strerror}"

@@ -1,4 +1,8 @@
-"""Whether two jobs, or two sweeps, are the same, and what a continued run may change."""
+"""What is recorded of a configuration, and what tells one run from another.
+
+Secrets are not recorded: the value of a key called password, token, secret or api_key is masked,
+and what comes from the environment stays a reference, ``${oc.env:DATA}``.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,15 @@ from typing import Any
 from runner.config.check import leaves
 from runner.config.duration import Duration
 from runner.config.problem import MISSING
-from runner.config.skip_section import Skip
-from runner.config.telemetry_section import Telemetry
+
+MASK = "***"
+"""Stands for a secret in records."""
+
+_SECRET = re.compile(
+    r"(^|[._])(password|passwd|secret|api_?key|(access|api|auth|hf|wandb)_?token)$|^token$|\.token$",
+    re.IGNORECASE,
+)
+_INSIDE = re.compile(r"[{,]\s*['\"]?([\w.-]+)['\"]?\s*:")
 
 NOT_HASHED = (
     *("tracker", "log", "sweep", "report", "calibrate", "verify"),
@@ -29,55 +40,43 @@ MAY_CHANGE = (
 )
 """Sections and keys that may differ between a checkpoint and the run that continues from it."""
 
-_NEWER = {
-    "clip.scales": "auto",
-    "clip.when": "step",
-    "clip.step_in_backward": False,
-    **{f"clip.skip.{name}": field.default for name, field in Skip.model_fields.items()},
-    **{
-        f"telemetry.{name}": field.default
-        for name, field in Telemetry.model_fields.items()
-        if not field.is_required()
-    },
-}
-"""Keys that configurations recorded earlier lack, with the values that they had in effect."""
-
-ENVIRONMENT = "environment"
-"""Section of a recorded configuration: digests of values that come from the environment."""
-
 _LONGEST_NAME = 48
 _LENGTH = "train.max_duration"
 
 
+def masked(value: Any, key: str = "") -> Any:
+    """Return plain containers, references unresolved, with the values of secret keys masked."""
+    if isinstance(value, Mapping):
+        return {name: masked(one, str(name)) for name, one in value.items()}
+    if isinstance(value, list):
+        return [masked(one, key) for one in value]
+    secret = _SECRET.search(key) and value not in (None, "", MISSING)
+    return MASK if secret and not str(value).startswith("${") else value
+
+
+def masked_words(words: Iterable[str]) -> list[str]:
+    """Return overrides, or arguments of a command, with the values of secret keys masked."""
+    return [_masked_word(word) for word in words]
+
+
+def _masked_word(word: str) -> str:
+    key, equals, value = word.partition("=")
+    secret = _SECRET.search(key.lstrip("+")) or any(map(_SECRET.search, _INSIDE.findall(value)))
+    return f"{key}={MASK}" if equals and secret and "${" not in value else word
+
+
 def config_hash(config: Mapping[str, Any]) -> str:
     """Return 16 hexadecimal digits that identify a configuration as it is recorded."""
-    return digest(_hashed(config, ""))
-
-
-def _hashed(config: Mapping[str, Any], above: str) -> dict[str, Any]:
-    """Return what of a configuration, or of a section, identifies it."""
-    kept = {}
-    for key, value in config.items():
-        name = f"{above}{key}"
-        if name in NOT_HASHED or (name in _NEWER and value == _NEWER[name]):
-            continue
-        inside = f"{name}."
-        if isinstance(value, Mapping) and any(newer.startswith(inside) for newer in _NEWER):
-            value = _hashed(value, inside)
-            if not value:
-                continue
-        kept[key] = value
-    return kept
+    return digest({key: value for key, value in config.items() if key not in NOT_HASHED})
 
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the keys in which a run must not differ from the one that it continues."""
-    before, now = ({**_NEWER, **dict(leaves("", one))} for one in (saved, wanted))
+    before, now = (dict(leaves("", one)) for one in (saved, wanted))
     found = {}
     for key in dict.fromkeys([*now, *before]):
         pair = before.get(key, MISSING), now.get(key, MISSING)
-        named = key.removeprefix(f"{ENVIRONMENT}.")
-        counts = named not in MAY_CHANGE and named.partition(".")[0] not in MAY_CHANGE
+        counts = key not in MAY_CHANGE and key.partition(".")[0] not in MAY_CHANGE
         if counts and pair[0] != pair[1] and not (key == _LENGTH and _is_longer(*pair)):
             found[key] = pair
     return found

@@ -128,8 +128,11 @@ class Mode:
 
 
 def option(default: Any, meaning: str, **limits: Any) -> Any:
-    """Declare an option: its default, what it means, and pydantic's limits, such as ``gt=0``."""
-    return field(default=default, metadata={"option": Field(description=meaning, **limits)})
+    """Declare an option: its default, or what makes it, its meaning, and pydantic's limits."""
+    declared = {"option": Field(description=meaning, **limits)}
+    if callable(default):
+        return field(default_factory=default, metadata=declared)
+    return field(default=default, metadata=declared)
 
 
 class Option(NamedTuple):

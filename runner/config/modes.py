@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ValidationError, create_model
 
 from runner.config import simple_modes as simple
 from runner.config.mode import Mode, ModeError, ModeInfo, load, option, options_of
-from runner.config.problem import MISSING, did_you_mean, or_list, unknown_key
+from runner.config.problem import MISSING, did_you_mean, unknown_key
+from runner.config.section import CONFIG, Count, Natural, Positive, TargetMapping, sentences
 from runner.config.simple_modes import Conflicts
-from runner.config.values import (
-    CONFIG,
-    Allowed,
-    Count,
-    Natural,
-    Positive,
-    Refusal,
-    TargetMapping,
-    allowed,
-)
 
 __all__ = ["MODES", "NAMES", "Mode", "ModeError", "ModeInfo", "built_in", "info_of", "load"]
 __all__ += ["options_of"]
 
-Found = tuple[str, str, Any]
-"""An option below ``clip``, what is wrong with it, and its value."""
-
-_CONFIG = ConfigDict(CONFIG, validate_default=True)  # type: ignore[misc]
-_THRESHOLD = "a finite number greater than 0"
-_OF_THE_WHOLE = (
-    "norm_type",
-    "nonfinite",
-    "max_skips",
-    "scales",
-    "skip",
-    "what_if",
-    "when",
-    "step_in_backward",
-)
+_OF_THE_WHOLE = ("norm_type", "nonfinite", "max_skips", "scales", "skip", "what_if", "when")
 
 
 @dataclass(eq=False)
@@ -57,10 +34,9 @@ class Schedule(Mode):
     )
     at_once: ClassVar = {"warmup_steps": 0}
 
-    of: Annotated[
-        str | dict[str, Any],
-        Allowed("the name of a mode, or a mapping such as {mode:adaptive,eps:1e-3}"),
-    ] = option("norm", "clip by this mode; with options: {mode:adaptive,eps:1e-3}")
+    of: str | dict[str, Any] = option(
+        "norm", "clip by this mode; with options: {mode:adaptive,eps:1e-3}"
+    )
     warmup_steps: Natural = option(
         1000, "multiply the threshold by warmup_factor in so many first steps"
     )
@@ -123,15 +99,12 @@ class Chain(Mode):
         nested="links",
     )
 
-    links: Annotated[
-        list[Any],
-        Field(
-            min_length=1,
-            description="clip by these modes, one after the other; each has a mode, a threshold, "
-            "and options of this mode",
-        ),
-        Allowed("a list of modes, such as [{mode:value,threshold:0.5},{mode:norm,threshold:1.0}]"),
-    ] = field(default_factory=list)
+    links: list[Any] = option(
+        list,
+        "clip by these modes, one after the other; each has a mode, a threshold, and options of "
+        "this mode",
+        min_length=1,
+    )
 
     @classmethod
     def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
@@ -151,18 +124,12 @@ class ByGroups(Mode):
         nested="groups",
     )
 
-    groups: Annotated[
-        dict[str, Any],
-        Field(
-            min_length=1,
-            description="clip parameters by patterns of their names: each has a mode with its "
-            "threshold and options, a limit of the norm, or none; the first match counts",
-        ),
-        Allowed(
-            "patterns of parameter names, each with a mode, a limit of the norm, or none, such as "
-            "{head.*:none,*.attn.*:0.5,*:{mode:norm,threshold:1.0}}"
-        ),
-    ] = field(default_factory=dict)
+    groups: dict[str, Any] = option(
+        dict,
+        "clip parameters by patterns of their names: each has a mode with its threshold and "
+        "options, a limit of the norm, or none; the first match counts",
+        min_length=1,
+    )
 
     @classmethod
     def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
@@ -221,7 +188,7 @@ def kind_of(node: Mapping[str, Any]) -> type[Mode] | str:
 def described_of(node: Mapping[str, Any]) -> type[Mode]:
     """Return the description of a mode that is written out, or the user's class."""
     kind = kind_of(node)
-    return built_in(kind) if isinstance(kind, str) else kind
+    return MODES[kind] if isinstance(kind, str) else kind
 
 
 def arguments_of(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,18 +196,16 @@ def arguments_of(node: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in node.items() if key not in ("mode", "_target_")}
 
 
-def problems(where: str, given: Any, outer: Mapping[str, Any] | None = None) -> Iterator[Found]:
-    """Yield what is wrong with a mode inside of another one."""
-    outer = outer or {}
-    node = written_out(given)
+def problems(where: str, given: Any, outer: Mapping[str, Any] | None = None) -> Conflicts:
+    """Yield what is wrong with a mode inside of another one: option below clip, why, its value."""
+    node, outer = written_out(given), outer or {}
     if not isinstance(node, Mapping):
         yield where, "must be a mode, such as {mode:norm,threshold:1.0}, or a number or none", given
         return
     mode, target = node.get("mode", MISSING), node.get("_target_")
     if target is None and mode not in NAMES:
-        must = f"must be one of {', '.join(NAMES)}"
-        hint = f"no value given; {must}" if mode == MISSING else must + did_you_mean(mode, NAMES)
-        yield f"{where}.mode", hint, mode
+        text = f"must be one of {', '.join(NAMES)}{did_you_mean(mode, NAMES)}"
+        yield f"{where}.mode", text, mode
         return
     try:
         described = described_of(node)
@@ -251,67 +216,38 @@ def problems(where: str, given: Any, outer: Mapping[str, Any] | None = None) -> 
     if twice := next((name for name in outer if name in own), None):
         yield f"{where}.{twice}", f"is that of the mode around it: set clip.{twice}", own[twice]
         return
-    options = {**own, **outer}
+    options = {key: value for key, value in {**own, **outer}.items() if value != MISSING}
     checked = _model(described)  # type: ignore[arg-type]
+    if unknown := [name for name in own if name not in checked.model_fields]:
+        known = [f"clip.{where}.{name}" for name in checked.model_fields]
+        for name in unknown:
+            same = name in _OF_THE_WHOLE
+            text = f"is the same for all modes inside of one: set clip.{name}"
+            key = f"{where}.{name}"
+            yield key, text if same else unknown_key(f"clip.{key}", known).message, own[name]
+        return
     try:
-        made = checked.model_validate({k: v for k, v in options.items() if v != MISSING})
+        made = checked.model_validate(options)
     except ValidationError as error:
-        found = {str(one["loc"][0]): one for one in error.errors(include_url=False)}
-        for name, one in found.items():
-            value = options.get(name, MISSING)
-            yield f"{where}.{name}", _message(where, described, checked, name, one, value), value
+        for name, text in sentences(error).items():
+            yield f"{where}.{name}", text, options.get(name, MISSING)
         return
-    yield from _conflicts(where, described, {name: getattr(made, name) for name in _own(checked)})
+    yield from _conflicts(where, described, dict(made))
 
 
-def _conflicts(where: str, described: type[Mode], options: dict[str, Any]) -> Iterator[Found]:
-    """Yield options that are right one by one, but not together."""
-    threshold, name = options["threshold"], _name(described)
+def _conflicts(where: str, described: type[Mode], options: dict[str, Any]) -> Conflicts:
+    threshold = options["threshold"]
+    name = next((key for key, one in MODES.items() if one is described), described.__name__)
     if described.info.needs_optimizer:
-        message = (
-            f"limits what the optimizer does, so it is no part of another mode: use clip={name}"
-        )
-        yield f"{where}.mode", message, name
-        return
-    if threshold is not None and not described.info.takes_threshold:
+        text = f"limits what the optimizer does, so it is no part of another mode: use clip={name}"
+        yield f"{where}.mode", text, name
+    elif threshold is not None and not described.info.takes_threshold:
         yield f"{where}.threshold", f"mode {name} takes no threshold", threshold
     elif threshold is None and described.info.takes_threshold:
-        yield f"{where}.threshold", f"mode {name} needs {_THRESHOLD}", MISSING
+        yield f"{where}.threshold", f"mode {name} needs a finite number greater than 0", MISSING
     else:
         for key, message, *value in described.conflicts(options):
-            own = value[0] if value else options.get(key, MISSING)
-            yield f"{where}.{key}", message, own
-
-
-def _message(
-    where: str, described: type[Mode], checked: type[BaseModel], name: str, one: Any, value: Any
-) -> str:
-    """Return what is wrong with one option, given pydantic's error."""
-    if one["type"] == "extra_forbidden":
-        if name in _OF_THE_WHOLE:
-            return f"is the same for all modes inside of one: set clip.{name}"
-        known = _own(checked)
-        choices = [each for each in NAMES if name in options_of(built_in(each))]
-        if choices and not did_you_mean(name, known):
-            return f"is an option of mode {or_list(choices)}"
-        place = f"clip.{where}"
-        return unknown_key(f"{place}.{name}", [f"{place}.{each}" for each in known]).message
-    field, cause = checked.model_fields[name], one.get("ctx", {}).get("error")
-    may = allowed(field.annotation, field.metadata)
-    if value == MISSING:
-        return f"no value given; must be {may.text} ({field.description})"
-    if isinstance(cause, Refusal):
-        return str(cause)
-    return f"must be {may.text}{did_you_mean(value, may.names)}"
-
-
-def _own(checked: type[BaseModel]) -> list[str]:
-    return list(checked.model_fields)
-
-
-def _name(described: type[Mode]) -> str:
-    named = (name for name in NAMES if built_in(name) is described)
-    return next(named, described.__name__)
+            yield f"{where}.{key}", message, value[0] if value else options.get(key, MISSING)
 
 
 @cache
@@ -321,6 +257,6 @@ def _model(described: type[Mode]) -> type[BaseModel]:
         name: (one.hint, one.default) for name, one in options_of(described).items()
     }
     made: type[BaseModel] = create_model(
-        "Nested", __config__=_CONFIG, threshold=(Positive | None, described.threshold), **fields
+        "Nested", __config__=CONFIG, threshold=(Positive | None, described.threshold), **fields
     )
     return made

@@ -5,17 +5,93 @@ mean something. A key that is set where nothing uses it is a problem: whoever se
 effect that it does not have.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, PlainValidator
 
-from runner.config.problem import or_list
-from runner.config.schedules import SCHEDULES, refused_microbatches, stages_text
-from runner.config.section import Conflict, Section
+from runner.config.folders import read_yaml
+from runner.config.problem import did_you_mean, or_list, shown
+from runner.config.section import Conflict, Count, OneOf, Section, Texts, option_of
 from runner.config.sizes import MeshSizes, SizeError, least_ranks, may_grow, sizes
-from runner.config.tensor_plan import TensorPlan
-from runner.config.values import Count, OneOf, Texts, option_of
+
+
+class Schedule(NamedTuple):
+    """One pipeline schedule."""
+
+    stages_per_rank: int
+    fills_every_stage: bool
+    splits_backward: bool = False
+
+
+SCHEDULES: Mapping[str, Schedule] = {
+    "gpipe": Schedule(1, fills_every_stage=False),
+    "1f1b": Schedule(1, fills_every_stage=True),
+    "interleaved_1f1b": Schedule(2, fills_every_stage=True),
+    "zero_bubble": Schedule(2, fills_every_stage=False, splits_backward=True),
+}
+
+
+def stages_text(schedule: str, pp_size: int, section: str = "") -> str:
+    """Return how many stages ``pp_size`` ranks hold, to begin a message."""
+    stages = pp_size * SCHEDULES[schedule].stages_per_rank
+    return f"{section}pp_size={pp_size} with {section}schedule={schedule} is {stages} stages"
+
+
+def refused_microbatches(
+    schedule: str, pp_size: int, microbatches: int, section: str = ""
+) -> str | None:
+    """Return why ``microbatches`` do not fill the pipeline; None if they do."""
+    stages = pp_size * SCHEDULES[schedule].stages_per_rank
+    given = stages_text(schedule, pp_size, section)
+    if SCHEDULES[schedule].fills_every_stage and microbatches < stages:
+        way = f"give {stages} or more, or {section}schedule=gpipe"
+        return f"{given}, each of which needs a microbatch: {way}"
+    rounds = microbatches // pp_size
+    if schedule == "interleaved_1f1b" and microbatches % rounds:
+        fitting = f"{pp_size * rounds} or {pp_size * (rounds + 1)}"
+        return f"{given}, in which {microbatches} microbatches make no equal rounds: give {fitting}"
+    return None
+
+
+STYLES: Mapping[str, str] = {
+    "colwise": "output features are sharded",
+    "rowwise": "input features are sharded, and outputs are summed over ranks",
+    "colwise_rep": "output features are sharded, and outputs are gathered",
+    "embedding_rowwise": "the vocabulary is sharded",
+    "colwise_gather_output": "the name of colwise_rep since transformers 5",
+    "rowwise_split_input": "like rowwise, for inputs that are whole on each rank",
+    "replicated_with_grad_allreduce": "parameters are replicated; each rank computes a part of "
+    "their gradient, as for a norm of single heads",
+    "sequence_parallel": "with sequence_parallel, the module computes on a shard of the sequence",
+    "split_sequence": "with sequence_parallel, outputs are sharded along the sequence",
+    "whole_sequence": "with sequence_parallel, the module gets the whole sequence",
+}
+"""Styles of a plan of tensor parallelism and their meaning. Names are those of transformers."""
+
+EXPERT_STYLES = ("moe_tp_experts", "moe_identity_expert")
+"""Styles of transformers for modules with stacked experts, which stay whole on each rank."""
+
+
+def read_plan(value: Any) -> dict[str, str]:
+    """Return a plan, patterns of module names with styles, or the one in the file at a path.
+
+    The file is read while a request is checked, so that ranks and the record have the plan itself.
+    """
+    where, plan = "", value
+    if isinstance(value, str):
+        where, plan = f"{value}: ", read_yaml(Path(value).expanduser())
+    if not isinstance(plan, Mapping) or not plan:
+        raise ValueError(f"{where}must be patterns of modules with styles, {{blocks.*.up:colwise}}")
+    wrong = [
+        f"{shown(pattern)} has the unknown style {shown(style)}{did_you_mean(style, STYLES)}"
+        for pattern, style in plan.items()
+        if not (isinstance(pattern, str) and isinstance(style, str) and style in STYLES)
+    ]
+    if wrong:
+        raise ValueError(f"{where}{', '.join(wrong)}  (styles: {', '.join(STYLES)})")
+    return dict(plan)
 
 
 class Use(NamedTuple):
@@ -103,7 +179,7 @@ class PluginSection(Section):
     split: Texts | None = Field(
         description="pipeline: begin further stages at these modules; null: the model's cuts"
     )
-    tp_plan: TensorPlan | None = Field(
+    tp_plan: Annotated[dict[str, str], PlainValidator(read_plan)] | None = Field(
         description="tensor: modules to split, as patterns with styles or a file; null: the model's"
     )
     param_dtype: Literal["bf16", "fp16"] | None = Field(

@@ -8,7 +8,6 @@ from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 from runner.config.notation import plural
-from runner.config.secrets import hide
 
 MISSING = "???"  # how a configuration file marks a value that somebody must give
 
@@ -20,7 +19,7 @@ class _Nothing:
         return "NOTHING"
 
     def __reduce__(self) -> str:
-        return "NOTHING"
+        return "NOTHING"  # the one object, in another process too
 
 
 NOTHING = _Nothing()
@@ -36,23 +35,20 @@ def shown(value: Any) -> str:
         case str():
             return repr(value) if _reads_as_other(value) else value
         case list() | tuple():
-            return "[" + ",".join(shown(item) for item in value) + "]"
+            return "[" + ",".join(map(shown, value)) + "]"
         case dict():
-            return "{" + ",".join(f"{key}:{shown(item)}" for key, item in value.items()) + "}"
-        case _:
-            return str(value)
+            return "{" + ",".join(f"{key}:{shown(one)}" for key, one in value.items()) + "}"
+    return str(value)
 
 
 def _reads_as_other(text: str) -> bool:
-    if text.strip() != text or text == "" or text.lower() in {"null", "true", "false"}:
+    if text.strip() != text or text.lower() in {"", "null", "true", "false"}:
         return True
-    if text.lower() in {"nan", "inf", "-inf", "infinity", "-infinity"}:
-        return False  # a file has no other way to write them
     try:
-        float(text)
+        # A file has no other way to write nan and inf.
+        return abs(float(text)) < float("inf")
     except ValueError:
         return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,14 @@ class RequestError(Exception):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
-        super().__init__(_block(self.problems))
+        width = min(max((len(one.word) for one in self.problems), default=0), 40)
+        lines = [
+            f"clip-runner: this request cannot be run ({plural(len(self.problems), 'problem')})"
+        ]
+        for one in self.problems:
+            place = f"  (in the job {_brief(one.job)})" if one.job else ""
+            lines.append(f"  {one.word:<{width}}  {_brief(one.message, 4000)}{place}")
+        super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[type[RequestError], tuple[tuple[Problem, ...]]]:
         # Exception's own would hand the finished text to __init__ in another process.
@@ -109,35 +112,19 @@ class Stopped(Exception):
         self.signal = number
 
 
-def _block(problems: tuple[Problem, ...]) -> str:
-    count = plural(len(problems), "problem")
-    width = min(max((len(problem.word) for problem in problems), default=0), 40)
-    lines = [f"clip-runner: this request cannot be run ({count})"]
-    for problem in problems:
-        place = f"  (in the job {_brief(problem.job)})" if problem.job else ""
-        lines.append(hide(f"  {problem.word:<{width}}  {_brief(problem.message, 4000)}{place}"))
-    return "\n".join(lines)
-
-
 # Names of other programs, whose spelling is not near ours, or is nearer to a wrong one (gpu: cpu).
 _ELSEWHERE = {
-    "3d": "hybrid",
     "agc": "adaptive",
     "bfloat16": "bf16",
     "column": "colwise",
     "deepspeed": "zero",
     "double": "float64",
-    "ep": "moe",
     "float16": "fp16",
     "float32": "fp32",
-    "fp32": "float32",
     "fp64": "float64",
     "gpu": "cuda",
     "half": "fp16",
-    "off": "none",
-    "pp": "pipeline",
     "row": "rowwise",
-    "tp": "tensor",
     "data_parallel_size": "plugin.dp_size",
     "epochs": "train.max_duration",
     "expert_parallel_size": "plugin.ep_size",
@@ -174,51 +161,39 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
     return f"; did you mean {near}?" if near else ""
 
 
-def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
+def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem:
+    """Return the problem of a key that does not exist, with the names that are near."""
+    known = set(known) - {key}
+    sections = {name.partition(".")[0] for name in known}
+    near = _nearest_keys(key, sorted(known | sections - {key}))
+    message = f"unknown key; did you mean {or_list(near)}?" if near else "unknown key"
+    section = key.rpartition(".")[0]
+    beside = sorted({name[len(section) + 1 :] for name in known if name.startswith(f"{section}.")})
+    listed, of = (beside, f" of {section}") if section and beside else (sorted(sections), "")
+    return Problem(key, value, f"{message}  (keys{of}: {', '.join(listed)})")
+
+
+def _nearest_keys(key: str, keys: list[str]) -> list[str]:
     """Return the dotted ``keys`` that ``key`` most likely means, best first, at most three."""
-    keys = sorted(set(keys) - {key})
     last = _last(key)
     here = [other for other in keys if _last(other) == last]
     # A name of other programs counts if the rest of ``key`` does not say which key is meant.
     if (meant := _ELSEWHERE.get(last)) in keys and ("." not in key or not here):
         return [meant]
-    if close := here or [other for other in keys if _begins(key, other)]:
-        return sorted(close, key=lambda other: -_likeness(key, other))[:3]
-    scored = [(max(_likeness(key, other), _tail_likeness(key, other)), other) for other in keys]
-    best = max(scored, default=(0.0, ""))[0]
-    return [other for score, other in scored if score == best >= 0.6][:3]
+    if here:
+        return sorted(here, key=lambda other: -_likeness(key, other))[:3]
+    # For a typing error in the last part, a little below the same likeness of the whole key.
+    scores = {
+        other: max(_likeness(key, other), 0.95 * _likeness(last, _last(other))) for other in keys
+    }
+    best = max(scores.values(), default=0.0)
+    return [other for other in keys if scores[other] == best >= 0.6][:3]
 
 
-def unknown_key(
-    key: str, known: Iterable[str], value: Any = NOTHING, choices: Iterable[str] = ()
-) -> Problem:
-    """Return the problem of a key that does not exist, with the names that are near."""
-    if choices := [*choices]:
-        return Problem(key, value, f"is an option of {or_list(choices)}")
-    known = set(known)
-    message = "unknown key"
-    sections = {name.partition(".")[0] for name in known}
-    near = nearest_keys(key, known | sections)
-    if not near and (section := nearest_name(key.partition(".")[0], sections - {key})):
-        near = [section]
-    if near:
-        message += f"; did you mean {or_list(near)}?"
-    section = key.rpartition(".")[0]
-    beside = sorted({name[len(section) + 1 :] for name in known if name.startswith(f"{section}.")})
-    if section and beside:
-        return Problem(key, value, f"{message}  (keys of {section}: {', '.join(beside)})")
-    return Problem(key, value, f"{message}  (keys: {', '.join(sorted(sections))})")
-
-
-def or_list(names: Iterable[str]) -> str:
+def or_list(names: Iterable[Any]) -> str:
     """Format at least one name: ``a``, ``a or b``, ``a, b or c``."""
-    names = list(names)
+    names = list(map(str, names))
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
-
-
-def _begins(key: str, other: str) -> bool:
-    whole = other if "." in key else _last(other)
-    return len(_last(key)) > 1 and whole.lower().startswith(key.lower())
 
 
 def _last(key: str) -> str:
@@ -227,8 +202,3 @@ def _last(key: str) -> str:
 
 def _likeness(one: str, other: str) -> float:
     return SequenceMatcher(None, one.lower(), other.lower()).ratio()
-
-
-def _tail_likeness(key: str, other: str) -> float:
-    # For a typing error in the last part; a little below the same likeness of the whole key.
-    return 0.95 * _likeness(_last(key), _last(other))

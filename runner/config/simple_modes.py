@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from runner.config.mode import Mode, ModeInfo, option
-from runner.config.values import Count, Natural, OutputDims, Positive, Texts
+from runner.config.section import Count, Natural, OutputDims, Positive, Texts
 
 Conflicts = Iterator[tuple[Any, ...]]
 _OF_NORMS = "A threshold of this mode {}, not a value of ‖G‖, so none is drawn."

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from runner.config.schedules import SCHEDULES
+from runner.config.plugin_section import SCHEDULES
 from runner.parallel.collectives import on_any_rank
 from runner.parallel.hooks import Apart, register
 from runner.parallel.sharding import reshard

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.config.notation import first_few
-from runner.config.schedules import SCHEDULES
+from runner.config.plugin_section import SCHEDULES
 from runner.parallel.hooks import carry_over, require_no_post_accumulate
 
 

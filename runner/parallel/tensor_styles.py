@@ -1,8 +1,8 @@
 """Plans for tensor parallelism: placements of each style, and a check of what a plan leaves out.
 
-Names and meaning of the styles: :data:`runner.config.tensor_plan.STYLES`. If a replicated parameter
-is applied to the output of a sharded layer (a norm of single heads), each rank has only a part of
-its gradient. Without the check its replicas would silently diverge.
+Names and meaning of the styles: :data:`runner.config.plugin_section.STYLES`. If a replicated
+parameter is applied to the output of a sharded layer (a norm of single heads), each rank has only a
+part of its gradient. Without the check its replicas would silently diverge.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from runner.clip.shard import local
 from runner.config.notation import first_few
-from runner.config.tensor_plan import EXPERT_STYLES, STYLES
+from runner.config.plugin_section import EXPERT_STYLES, STYLES
 
 HEADS = ("heads", "num_heads", "n_head", "num_attention_heads", "num_key_value_heads")
 """Attributes in which models keep the number of heads of an attention."""

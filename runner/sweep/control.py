@@ -15,8 +15,7 @@ from signal import SIGINT
 
 from filelock import FileLock, Timeout
 
-from runner.compose.jobs import Job, Sweep
-from runner.compose.launchers import Where
+from runner.compose.jobs import Job, Sweep, Where
 from runner.compose.request import Request
 from runner.config.problem import Interrupted, Problem, RequestError
 from runner.launch import signals

@@ -17,8 +17,8 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from runner.compose.launchers import where
-from runner.compose.masking import recorded_words, resolved_and_recorded, write_composition
+from runner.compose.jobs import where
+from runner.compose.record import recorded_words, resolved_and_recorded, write_composition
 from runner.config import disk
 from runner.config.check import parse
 from runner.config.environment import slurm_job

@@ -19,7 +19,7 @@ from torch import Tensor
 from runner.clip import Layout, ParamShard, transfer
 from runner.clip.decision import cosine
 from runner.clip.norms import Powers, combined_norms, powers_of
-from runner.config.telemetry_section import Telemetry
+from runner.config.sections import Telemetry
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
 

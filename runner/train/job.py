@@ -25,7 +25,6 @@ from runner.clip import ClipMode, SkipRule
 from runner.clip import build as build_mode
 from runner.config.check import leaves
 from runner.config.duration import Duration
-from runner.config.identity import ENVIRONMENT
 from runner.config.modes import NAMES, built_in
 from runner.config.notation import plural
 from runner.config.plugin_section import PluginSection
@@ -131,11 +130,7 @@ def _changed(saved: object, recorded: dict[str, Any] | None) -> set[str]:
     if not isinstance(saved, dict) or recorded is None:
         return set()
     before, now = (dict(leaves("", one)) for one in (saved, recorded))
-    changed = {
-        key.removeprefix(f"{ENVIRONMENT}.")
-        for key in before.keys() | now.keys()
-        if before.get(key) != now.get(key)
-    }
+    changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
     own = {key.removeprefix("optimizer.") for key in changed if key.startswith("optimizer.")}
     own |= {key.removeprefix(ADAMW) for key in own}  # a setting is called the same in all groups
     if any(key.startswith(_OF_SCHEDULE) for key in changed):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from runner.config.arguments import usual
+from runner.config.check import usual
 from runner.config.environment import started_rank
 from runner.config.schema import RunConfig
 from runner.config.section import Target

@@ -22,8 +22,8 @@ from runner.checkpoint import content as checkpoint
 from runner.checkpoint.saver import CheckpointSaver
 from runner.clip import ClipMode, GradientClipping, build
 from runner.config.duration import Duration
-from runner.config.in_backward import not_measured
 from runner.config.problem import Stopped, or_list
+from runner.config.schema import not_measured
 from runner.run_folder import keys
 from runner.telemetry.gauges import Gauges, Measurements
 from runner.telemetry.meter import Meter, StepMetrics

@@ -1,8 +1,7 @@
 """Overrides become jobs: what is composed is what Hydra composes, each job typed and checked."""
 
 import pytest
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.types import RunMode
+from hydra import compose
 from omegaconf import OmegaConf
 
 from runner.compose.composer import Composer, Source
@@ -17,38 +16,27 @@ def one(*words, **options):
     return job
 
 
-def problems(*words, **options):
-    with pytest.raises(RequestError) as error:
-        request(words, **options)
-    return error.value.problems
-
-
 # Composed one after the other: what one sets must not remain in the next.
 REQUESTS = [
     *("", "clip=value", "clip.threshold=3 seed=2 train.max_duration=5ba", "", "recipe=gpt"),
     *("recipe=gpt optimizer=sgd", "recipe=gpt", "~optimizer.nesterov", "model={width:7}"),
     *("+optimizer.maximize=true hydra.run.dir=/tmp/x", "++clip.more={a:1,b:[2,3]}"),
     "clip=adaptive clip.units={head.*:1} tracker.tags=[a,b]",
-    *("plugin=hybrid plugin.tp_size=2 data=text", "clip=adaptive", "hydra.job.env_copy=[PATH]", ""),
+    *("plugin=hybrid plugin.tp_size=2 data=text", "clip=adaptive", "~model.width ++model.width=3"),
+    "model._target_=mine.Net model.width=3 data.shape=4 data._target_=mine.points",
 ]
 
 
-def test_what_is_composed_is_what_hydra_composes():
+def test_what_is_composed_is_what_hydra_composes_of_the_words_for_its_launchers():
     composer = Composer(Source())
-    hydras = ConfigLoaderImpl(composer.loader.config_search_path)
     with composer.active():
         for words in REQUESTS:
-            ours, theirs = (
-                loader.load_configuration("config", words.split(), RunMode.RUN)
-                for loader in (composer.loader, hydras)
-            )
-            assert OmegaConf.to_yaml(ours) == OmegaConf.to_yaml(theirs), words
-            assert OmegaConf.is_struct(ours) == OmegaConf.is_struct(theirs)
-    for group in ("", "clip", "clip.treshold", "hydra", "hydra/launcher", "recipe", "nowhere"):
-        for _ in range(2):
-            composer.loader.get_group_options(group).append("changed by its reader")
-        assert composer.loader.get_group_options(group) == hydras.get_group_options(group)
-        assert composer.loader.list_groups(group) == hydras.list_groups(group)
+            made = composer.compose(composer.read(words.split())[0])
+            assert made.problems == [], words
+            theirs = compose("config", made.words, return_hydra_config=True)
+            for config in (made.config, theirs):
+                del config.hydra.overrides, config.hydra.job.override_dirname
+            assert OmegaConf.to_yaml(made.config) == OmegaConf.to_yaml(theirs), words
 
 
 def test_a_job_is_typed_and_plain_and_its_references_are_resolved(tmp_path):
@@ -61,6 +49,33 @@ def test_a_job_is_typed_and_plain_and_its_references_are_resolved(tmp_path):
     assert one("+optimizer.maximize=true").config.optimizer.arguments["maximize"] is True
     assert "nesterov" not in one("~optimizer.nesterov").config.optimizer.arguments
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_replaces_the_arguments_of_its_option():
+    words = ["model._target_=mine.Net", "model.width=64", "data._target_=mine.points"]
+    for more in ([], ["~model.num_classes", "+data.samples=20"], ["data.samples=20"]):
+        job = one(*words, *more).config
+        assert job.model.mapping() == {"_target_": "mine.Net", "width": 64}
+        assert job.data.arguments == ({"samples": 20} if more else {})
+        assert job.data.batch_size == 32
+    kept = one("optimizer._target_=torch.optim.SGD", "optimizer.lr=2").config.optimizer
+    assert (kept.arguments["lr"], kept.arguments["momentum"]) == (2, 0.9)
+
+
+def test_values_of_the_environment_and_secrets_are_not_recorded(monkeypatch):
+    monkeypatch.setenv("RATE", "0.25")
+    monkeypatch.setenv("HF_TOKEN", "abcdef")
+    words = ["optimizer.lr='${oc.decode:${oc.env:RATE}}'", "+model.login='${oc.env:HF_TOKEN}'"]
+    words += ["+model.copied='it is ${model.login}'", "+model.api_key=abc", "+model.width2=${seed}"]
+    job = one(*words)
+    assert job.config.optimizer.arguments["lr"] == 0.25
+    assert job.config.model.arguments["copied"] == "it is abcdef"
+    assert job.plain["optimizer"]["lr"] == "${oc.decode:${oc.env:RATE}}"
+    recorded = {"login": "${oc.env:HF_TOKEN}", "copied": "it is ${model.login}"}
+    assert job.plain["model"].items() >= (recorded | {"api_key": "***", "width2": 0}).items()
+    monkeypatch.delenv("RATE")
+    with pytest.raises(RequestError, match=r"optimizer\.lr=.*cannot be resolved"):
+        one(*words)
 
 
 @pytest.mark.parametrize(
@@ -99,5 +114,4 @@ def test_a_sweep_is_every_combination_in_hydras_order(words, labels):
         assert [job.config.seed for job in found.jobs] == [0, 1]
     if "layers" in words:
         assert [job.config.model.arguments["layers"] for job in found.jobs] == [2, 2]
-        assert found.sweep.words[:3] == ("model=gpt,lstm", "++model.layers=2", "seed=1")
         assert found.jobs[0].words == ("model=gpt", "model.layers=2", "seed=1")

@@ -52,7 +52,11 @@ def test_a_sweep_takes_further_runs_and_no_others():
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("multirun.yaml", "no sweep"), (".hydra/config.yaml", "no sweep"), ("sweep.json", "be read")],
+    [
+        ("multirun.yaml", "no sweep"),
+        (".hydra/config.yaml", "no sweep"),
+        ("sweep.json", "no record"),
+    ],
 )
 def test_a_folder_that_holds_no_sweep_is_refused(outputs, name, message):
     file = outputs / "sweeps" / "mine" / name

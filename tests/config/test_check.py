@@ -67,7 +67,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(key):
     for value in WRONG[key]:
         found = problems(changed(plain(*BASE), key, value))
         assert list(found) == [key], value
-        assert "must be " in found[key] or "; give the number" in found[key]
+        assert "must " in found[key]
 
 
 @pytest.mark.parametrize("key", RIGHT)
@@ -105,11 +105,3 @@ def test_an_unsettled_section_is_checked_value_by_value_alone():
     changed(found, "data.batch_size", 1)
     assert list(problems(found)) == ["data.batch_size"]
     assert examine(found, unsettled={"plugin"})[1] == examine(found, unsettled={"clip"})[1] == []
-
-
-def test_recorded_runs_may_be_older_than_some_keys():
-    found = plain("clip=value")
-    for key in ("when", "step_in_backward"):
-        del found["clip"][key]
-    clip = parse(found).clip
-    assert (clip.when, clip.step_in_backward) == ("step", False)

@@ -11,11 +11,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from runner.compose.request import request
-from runner.config.arguments import misfit, usual
-from runner.config.check import examine
-from runner.config.folders import find, options
+from runner.config.check import examine, misfit, usual
+from runner.config.folders import find, options, read_yaml
 from runner.config.modes import NAMES, built_in, options_of
-from runner.config.yaml_file import read_yaml
 from tests.config.composed import changed, plain
 
 FILES = sorted(find("conf").glob("*/*.yaml"))
@@ -23,7 +21,7 @@ OPEN = ["model", "data", "optimizer", "scheduler"]
 OWNED = ["plugin", "clip", "accumulation", "precision", "tracker", "checkpoint"]
 OWN = {"_target_", "batch_size", "num_workers", "drop_last"}
 CHOICES = [(group, option) for group in OPEN for option in options(group)]
-NEEDED = {"clip=groups": ["clip.groups={*:1.0}"]}
+NEEDED = {"clip=groups": ["clip.groups={*:1.0}"], "data=datasets": ["data.train.path=x"]}
 """Keys without a default."""
 
 
@@ -98,7 +96,8 @@ def wrong_values(example):
 
 @pytest.mark.parametrize(("group", "option"), CHOICES)
 def test_arguments_of_a_target_are_judged_by_the_values_of_its_file(group, option):
-    found = plain(f"{group}={option}")
+    choice = f"{group}={option}"
+    found = plain(choice, *NEEDED.get(choice, []))
     target = found[group]["_target_"]
     known = usual(group, target)
     for key, value in written(group, option).items():

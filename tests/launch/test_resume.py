@@ -8,7 +8,7 @@ import torch
 
 from runner.checkpoint import folder as checkpoints
 from runner.checkpoint.content import STATE_KEYS
-from runner.compose.overrides import spelled_out
+from runner.compose.jobs import spelled_out
 from runner.compose.request import request
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError

@@ -7,7 +7,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from transformers.pytorch_utils import Conv1D
 
 from runner.booster.plugin import HybridParallelPlugin, TensorParallelPlugin
-from runner.config.tensor_plan import STYLES
+from runner.config.plugin_section import STYLES
 from runner.models.gpt import GPT
 from runner.parallel.collectives import span
 from runner.parallel.tensor import RUNS

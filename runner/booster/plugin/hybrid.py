@@ -24,7 +24,7 @@ from runner.booster.precision import dtype_of
 from runner.clip import Layout
 from runner.clip.units import head_weights
 from runner.config.notation import first_few
-from runner.config.schedules import SCHEDULES, refused_microbatches
+from runner.config.plugin_section import SCHEDULES, refused_microbatches
 from runner.config.sizes import MeshSizes, SizeError
 from runner.parallel.experts import of_experts, spread_experts
 from runner.parallel.gradient_sync import (

@@ -10,7 +10,7 @@ from torch import nn
 
 from runner.booster.plugin.base import Misfit
 from runner.config.notation import first_few
-from runner.config.schedules import SCHEDULES
+from runner.config.plugin_section import SCHEDULES
 from runner.config.sizes import MeshSizes
 from runner.parallel.experts import mixtures, stacked_experts
 from runner.parallel.stages import CutError, cut

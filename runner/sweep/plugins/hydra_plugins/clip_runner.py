@@ -58,12 +58,12 @@ class RecordSweeper(Sweeper):  # type: ignore[misc, unused-ignore]
 
     def sweep(self, arguments: list[str]) -> Any:
         """Launch the runs that wait, and return what their jobs returned."""
-        from runner.compose.masking import as_yaml, unresolved
+        from runner.compose.record import as_yaml, unresolved_composition
         from runner.run_folder import files
         from runner.run_folder.strict_json import write_text
 
         folder = Path(self.config.hydra.sweep.dir)
-        write_text(folder / files.MULTIRUN, as_yaml(unresolved(self.config)))
+        write_text(folder / files.MULTIRUN, as_yaml(unresolved_composition(self.config)))
         returned = []
         for batch in _batches(self.waiting, self.max_batch_size):
             results = self.launcher.launch([words for _, words in batch], batch[0][0])

@@ -1,0 +1,143 @@
+"""The configuration as it is recorded: without secrets, and without values of the environment.
+
+Training uses the resolved configuration. Files, pages and wandb get the form that is made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.compose.composer import Composer, Source, apply, unresolved
+from runner.compose.jobs import Job
+from runner.config.check import examine, leaves
+from runner.config.folders import Refusal, read_yaml
+from runner.config.identity import MASK, NOT_HASHED, masked, masked_words
+from runner.config.plugin_section import read_plan
+from runner.config.problem import NOTHING, Problem, RequestError
+
+
+def resolved_and_recorded(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a job's configuration in plain containers: resolved, and as it is recorded."""
+    written: Any = OmegaConf.to_container(config, resolve=False)
+    resolved: Any = OmegaConf.to_container(config, resolve=True)
+    _settle(resolved)
+    texts = [(key, text) for key, text in leaves("", written) if "${" in str(text)]
+    if not texts and masked(resolved) == resolved:
+        return resolved, resolved
+    # What is resolved from a secret, or from the environment, stays as it is written, and so does
+    # every value that quotes one.
+    values = dict(leaves("", resolved))
+    hidden = {str(values[key]) for key, text in texts if "oc.env:" in str(text) and key in values}
+    hidden |= {str(one) for key, one in values.items() if masked({key: one})[key] == MASK}
+
+    def recorded(text: Any, value: Any) -> Any:
+        if isinstance(text, dict):
+            return {key: recorded(one, value[key]) for key, one in text.items() if key in value}
+        if isinstance(text, list):
+            return [recorded(*pair) for pair in zip(text, value, strict=True)]
+        quotes = "oc.env:" in str(text) or any(one and one in str(value) for one in hidden)
+        return text if "${" in str(text) and quotes else value
+
+    return resolved, masked(recorded(written, resolved))
+
+
+def _settle(plain: dict[str, Any]) -> None:
+    """Name a user's mode by its class, and put a tensor plan in place of the path of its file."""
+    clip, plugin = plain.get("clip"), plain.get("plugin")
+    if isinstance(clip, dict) and isinstance(clip.get("_target_"), str):
+        clip["mode"] = clip["_target_"].rpartition(".")[2]
+    if isinstance(plugin, dict) and isinstance(plugin.get("tp_plan"), str):
+        try:
+            plugin["tp_plan"] = read_plan(plugin["tp_plan"])
+        except ValueError:
+            return  # the check says why
+
+
+def recorded_words(words: Any) -> list[str]:
+    """Return ``hydra.overrides.task`` as it is recorded: references as typed, secrets masked."""
+    typed: Any = OmegaConf.to_container(words, resolve=False)
+    return masked_words(typed)
+
+
+def write_composition(home: Path) -> None:
+    """Write the files of the run that Hydra has just begun to ``home``, but without secrets."""
+    composed: Any = HydraConfig.instance().cfg
+    content = unresolved_composition(composed)
+    hydra = content.pop("hydra")
+    home.mkdir(exist_ok=True)
+    parts = {"config": content, "hydra": {"hydra": hydra}, "overrides": hydra["overrides"]["task"]}
+    for name, part in parts.items():
+        (home / f"{name}.yaml").write_text(as_yaml(part), encoding="utf-8")
+
+
+def unresolved_composition(config: DictConfig) -> dict[str, Any]:
+    """Return a composition in plain containers, references unresolved, without secrets."""
+    content: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    job, overrides = content["hydra"]["job"], content["hydra"]["overrides"]
+    for name in job["env_copy"]:  # Hydra has copied the values into env_set
+        job["env_set"][name] = f"${{oc.env:{name}}}"
+    for part, words in overrides.items():
+        overrides[part] = masked_words(words)
+    job["override_dirname"] = ",".join(overrides["task"])
+    return dict(masked(content))
+
+
+def as_yaml(content: Any) -> str:
+    """Return plain containers as YAML, keys in their order."""
+    text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def recorded(file: Path, given: Sequence[str], source: Source | None = None) -> Job:
+    """Return the job that the configuration file of a run describes, with overrides."""
+    try:
+        content = read_yaml(file)
+        if not isinstance(content, dict):
+            raise Refusal(f"{file} holds no configuration")
+    except Refusal as error:
+        raise RequestError([Problem("RUN", str(file.parent), str(error))]) from None
+    config = OmegaConf.create(content)
+    composer = Composer(source or Source())
+    with composer.active():
+        overrides, problems = composer.read(given)
+        for one in overrides:
+            key = one.key_or_group
+            if one.is_sweep_override():
+                text = "must be one value: this is one run"
+                problems.append(Problem(key, one.get_value_string(), text))
+            elif one.is_hydra_override() or key == "recipe":
+                text = "goes with a run, and this one has been trained already"
+                problems.append(Problem(key, NOTHING if one.is_delete() else one.value(), text))
+        chosen = composer.compose([one for one in overrides if composer.chooses(one)])
+        problems += chosen.problems
+        for one in overrides:
+            if composer.chooses(one) and chosen.config is not None:
+                with open_dict(config):
+                    config[one.key_or_group] = chosen.config[one.key_or_group]
+            elif not problems:
+                problems += apply(one, config, overrides)[1]
+        try:
+            resolved, plain = resolved_and_recorded(config)
+        except OmegaConfBaseException:
+            raise RequestError([*problems, *unresolved(config)]) from None
+    problems += _masked(resolved)
+    typed, found = examine(resolved)
+    if problems := [*problems, *found]:
+        raise RequestError({one.key: one for one in problems}.values())
+    assert typed is not None
+    return Job(typed, plain, tuple(given))
+
+
+def _masked(plain: dict[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each secret that is needed, and that the record does not have."""
+    for key, value in leaves("", plain):
+        if MASK in str(value) and key.partition(".")[0] not in NOT_HASHED:
+            message = f"is a secret, which is not recorded: give it again ({key}=VALUE)"
+            yield Problem(key, NOTHING, message)

@@ -22,14 +22,21 @@ def command_parser(command: str, description: str) -> argparse.ArgumentParser:
     )
 
 
+def folder(text: str) -> Path:
+    """Return the path of a folder, the value of a flag."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"must be a folder that exists, not {text}")
+    return Path(text).absolute()
+
+
 def new_folder(kind: str, file: str, key: str, given: Path | None) -> Path:
     """Return a folder for ``file``, which can be written and does not hold that file yet."""
     name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
-    folder = given.absolute() if given else outputs() / f"{kind}s" / name
-    message = obstacle(folder)
-    if message is None and (folder / file).exists():
+    chosen = given.absolute() if given else outputs() / f"{kind}s" / name
+    message = obstacle(chosen)
+    if message is None and (chosen / file).exists():
         message = f"holds an earlier {kind} ({file}); choose another name or remove it"
     if message is None:
-        return folder
+        return chosen
     key, value = (key, given) if given else ("RUNNER_OUTPUTS", outputs())
     raise RequestError([Problem(key, str(value), message)])

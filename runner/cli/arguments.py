@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.cli import folder
 from runner.compose.composer import Source
 from runner.compose.jobs import Job, Where, spelled_out
 from runner.compose.request import Request, request
@@ -37,7 +38,7 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add = parser.add_argument
     for name in ("path", "name", "dir"):
-        add(f"--config-{name}", f"-c{name[0]}", type=str if name == "name" else _folder)
+        add(f"--config-{name}", f"-c{name[0]}", type=str if name == "name" else folder)
     if purpose in ("a run", "a plan"):
         modes = parser.add_mutually_exclusive_group()
         modes.add_argument("--multirun", "-m", action="store_true")
@@ -45,8 +46,9 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
         modes.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
         modes.add_argument("--info", "-i", nargs="?", const="all")
         add("--package", "-p")
-        for flag in ("--help", "-h", "--hydra-help", "--resolve"):
-            add(flag, action="store_true")
+        add("--help", "-h", action="store_true")
+        add("--hydra-help", action="store_true")
+        add("--resolve", action="store_true")
     try:
         args, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
@@ -63,12 +65,6 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
             problems += error.problems
         raise RequestError(problems)
     return args
-
-
-def _folder(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"must be a folder that exists, not {text}")
-    return Path(text).absolute()
 
 
 def source_of(args: argparse.Namespace) -> Source:
@@ -145,7 +141,7 @@ def note(sentences: Iterable[str]) -> None:
 
 
 def on_ranks(
-    config: RunConfig, folder: Path, work: Callable[..., Any], sinks: Sequence[Any] = ()
+    config: RunConfig, home: Path, work: Callable[..., Any], sinks: Sequence[Any] = ()
 ) -> dict[str, Any] | Failure:
     """Return what ``work`` returns on the ranks of a request, or why it failed, which is printed.
 
@@ -159,8 +155,8 @@ def on_ranks(
         raise SystemExit(join(work, config.launch.timeout))
     from runner.launch.supervise import train
 
-    folder.mkdir(parents=True, exist_ok=True)
-    ended = attempt(lambda: train(config, folder, sinks, work))
+    home.mkdir(parents=True, exist_ok=True)
+    ended = attempt(lambda: train(config, home, sinks, work))
     if isinstance(ended, Failure):
         for sink in sinks:
             sink.close(None, ended.exit_code)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runner.cli import FAILED, command_parser
+from runner.cli import FAILED, command_parser, folder
 from runner.cli.arguments import check_jobs, on_ranks
 from runner.cli.export import add_run, chosen, folder_of_run
 from runner.compose.composer import Source
@@ -40,20 +40,13 @@ def main(words: Sequence[str]) -> int:
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the run's configuration")
     add("--output", type=Path, metavar="FILE", help="also write the result there, as JSON")
-    add("--config-dir", "-cd", type=Path, metavar="FOLDER", help="options of your own")
+    add("--config-dir", "-cd", type=folder, metavar="FOLDER", help="options of your own")
     asked = parser.parse_intermixed_args(words)
-    folders = {"--config-dir": asked.config_dir}
-    folders["--output"] = asked.output and asked.output.absolute().parent
-    problems = [
-        Problem(flag, str(folder), f"there is no folder {folder}")
-        for flag, folder in folders.items()
-        if folder is not None and not folder.is_dir()
-    ]
-    if problems:
-        raise RequestError(problems)
+    if asked.output is not None and not asked.output.absolute().parent.is_dir():
+        message = f"there is no folder {asked.output.parent}"
+        raise RequestError([Problem("--output", str(asked.output), message)])
     run = folder_of_run(asked.run)
-    extra = asked.config_dir and asked.config_dir.absolute()
-    job = recorded(run / files.CONFIG, asked.overrides, Source(extra=extra))
+    job = recorded(run / files.CONFIG, asked.overrides, Source(extra=asked.config_dir))
     require_one_machine(job.config)
     check_jobs([job])
     from runner.checkpoint.folder import DamagedCheckpoint
@@ -67,8 +60,8 @@ def main(words: Sequence[str]) -> int:
         if not joins():  # the first rank tells which
             checkpoint, manifest = chosen(run, asked.checkpoint)
         # Local ranks log to the folder of a run; nothing of it is kept.
-        with tempfile.TemporaryDirectory(prefix="clip-runner-") as folder:
-            found = on_ranks(job.config, Path(folder), partial(evaluate, checkpoint=checkpoint))
+        with tempfile.TemporaryDirectory(prefix="clip-runner-") as home:
+            found = on_ranks(job.config, Path(home), partial(evaluate, checkpoint=checkpoint))
         if isinstance(found, Failure):
             return found.exit_code
         if not found["metrics"]:

@@ -105,7 +105,7 @@ def test_the_second_run_in_a_folder_is_refused(outputs, tmp_path, capsys):
         before = contents(folder)
         assert main([f"hydra.run.dir={folder}", *TINY]) == 2
         assert contents(folder) == before
-    assert f"another run is using this folder (process {os.getpid()}" in capsys.readouterr().err
+    assert "another run is using this folder" in capsys.readouterr().err
     assert main([f"hydra.run.dir={folder}", *TINY]) == 0
 
 

@@ -25,13 +25,3 @@ class Ramp(nn.Linear):
 def listed(params, lr, **others):
     """Return no optimizer."""
     return list(params)
-
-
-class Counting(torch.optim.SGD):
-    """Its rate falls with the number of steps, which it counts by itself."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
-            group["lr"] = 0.1 / group["steps"]
-        return super().step(closure)

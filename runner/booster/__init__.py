@@ -1,7 +1,7 @@
 """The Booster stack: model, optimizer, criterion, dataloader and scheduler under a plugin."""
 
 from runner.booster.booster import Booster
-from runner.booster.nonfinite import NonFiniteGradient
+from runner.booster.nonfinite import LossScale, NonFiniteGradient, StepOrderError
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.plugin import (
     HybridParallelPlugin,
@@ -14,8 +14,6 @@ from runner.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from runner.booster.precision import LossScale
-from runner.booster.step_order import StepOrderError
 from runner.booster.wrapper import ModelWrapper
 
 __all__ = [

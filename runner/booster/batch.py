@@ -1,14 +1,12 @@
 """The batches that a training loop reads, and how one goes to a model.
 
-A batch may be a tuple, a dictionary (any mapping) or a dataclass:
-
 * ``(inputs, targets)`` goes to the model as ``model(inputs)``, ``(x1, x2, targets)`` as
   ``model(x1, x2)``: the last entry of a tuple or list of any length holds the targets. Inputs that
   are a mapping go as keyword arguments.
-* A dictionary goes as keyword arguments, ``model(**batch)``. Its targets are the entry ``labels``,
-  ``targets``, ``target``, ``label`` or ``y``. The model gets them too where its ``forward`` takes
-  them and no criterion is given, so that it can return a loss. A ``forward`` with a parameter
-  called ``batch`` gets the dictionary itself.
+* A dictionary (any mapping) goes as keyword arguments, ``model(**batch)``. Its targets are the
+  entry ``labels``, ``targets``, ``target``, ``label`` or ``y``. The model gets them too where its
+  ``forward`` takes them and no criterion is given, so that it can return a loss. A ``forward`` with
+  a parameter called ``batch`` gets the dictionary itself.
 * A dataclass is a dictionary of its fields.
 * A model with a method ``loss(outputs, batch)`` gets every batch whole, as ``model(batch)``.
 """
@@ -18,7 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -59,8 +57,6 @@ class ModelCall(NamedTuple):
 
 
 class Calls:
-    """Knows what the ``forward`` of a model takes."""
-
     def __init__(self, model: nn.Module, whole: bool, labelled: bool) -> None:
         self._whole, self._labelled = whole, labelled
         parameters = inspect.signature(model.forward).parameters.values()
@@ -71,7 +67,6 @@ class Calls:
         self._takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 
     def of(self, batch: Any) -> ModelCall:
-        """Return what the model is called with for a batch."""
         if self._whole:
             return ModelCall((batch,))
         if isinstance(batch, tuple | list) and len(batch) > 1:
@@ -100,10 +95,8 @@ class Calls:
                 yield name, value
 
     def _by_name(self, named: Mapping[str, Any]) -> bool:
-        """Return whether these go as keyword arguments."""
-        return any(name in named for name in self._names) or (
-            self._takes_any and not self._required
-        )
+        takes_any = self._takes_any and not self._required
+        return takes_any or any(name in named for name in self._names)
 
 
 def named_parts(batch: Any) -> Mapping[str, Any] | None:
@@ -141,16 +134,13 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         changed.update({key: mapped(value, change) for key, value in batch.items()})
         return changed
     if is_dataclass(batch) and not isinstance(batch, type):
-        changed = copy.copy(batch)
-        for one in fields(batch):
-            # Past __setattr__, which a frozen dataclass lacks.
-            object.__setattr__(changed, one.name, mapped(getattr(batch, one.name), change))
-        return changed
+        return replace(
+            batch, **{one.name: mapped(getattr(batch, one.name), change) for one in fields(batch)}
+        )
     return tree_map_only(Tensor, change, batch)
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a batch of any structure."""
     named = named_parts(batch)
     for leaf in tree_leaves(batch if named is None else dict(named)):
         if isinstance(leaf, Tensor):
@@ -173,28 +163,17 @@ def not_readable(batch: Any) -> BatchError:
     return BatchError(
         "a batch has to be a pair (inputs, targets), a longer tuple that ends with the targets, or "
         f"a dictionary or dataclass whose targets are called {', '.join(TARGETS[:-1])} or "
-        f"{TARGETS[-1]}; targets are a tensor [samples, ...]. This one is "
-        f"{_described(batch)}: give the DataLoader a collate_fn that returns such a batch, "
-        f"{_WHOLE}"
+        f"{TARGETS[-1]}; targets are a tensor [samples, ...]. This one is {_described(batch)}: "
+        f"give the DataLoader a collate_fn that returns such a batch, {_WHOLE}"
     )
 
 
 def _described(batch: Any) -> str:
     kind = type(batch).__name__
-    match batch:
-        case Mapping():
-            keys = ", ".join(map(repr, list(batch)[:5])) + (", ..." if len(batch) > 5 else "")
-            return f"a {kind} with the keys {keys}"
-        case tuple() | list() if len(batch) < 2:
-            return f"a {kind} of {len(batch)}"
-        case [*_, Tensor()]:
-            return f"{_length(batch)} whose targets are a tensor without dimensions"
-        case [*_, targets]:
-            return f"{_length(batch)} whose targets are a {type(targets).__name__}"
-        case _ if is_dataclass(batch):
-            return f"a dataclass {kind} with the fields {', '.join(vars(batch))}"
-    return f"a {kind}"
-
-
-def _length(batch: Any) -> str:
-    return "a pair" if len(batch) == 2 else f"a {type(batch).__name__} of {len(batch)}"
+    if (named := named_parts(batch)) is not None:
+        keys = ", ".join(map(repr, list(named)[:5])) + (", ..." if len(named) > 5 else "")
+        return f"a {kind} with the keys {keys}"
+    if not isinstance(batch, tuple | list):
+        return f"a {kind}"
+    last = type(batch[-1]).__name__ if batch else "nothing"
+    return f"a {kind} of {len(batch)} that ends with a {last}"

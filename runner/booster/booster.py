@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
@@ -18,27 +18,35 @@ from torch.optim import Optimizer
 
 from runner.booster import joint, saved
 from runner.booster.batch import batch_size, mapped, targets_of
-from runner.booster.checkpoint_io import CheckpointIO
 from runner.booster.loss import WindowLoss
-from runner.booster.nonfinite import Nonfinite
+from runner.booster.nonfinite import LossScale, Nonfinite
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.optimizers import orthogonalized, require_safe
 from runner.booster.plugin import ParallelModel, Plugin, SinglePlugin, TorchDDPPlugin
-from runner.booster.precision import LossScale, dtype_of
-from runner.booster.prepare import compiled_in_place, require_dense, require_real
-from runner.booster.unchanged import BoostedParameters
-from runner.booster.wrapper import ModelWrapper, names_of, require_new, wrappers
-from runner.clip import Layout
+from runner.booster.plugin.base import dtype_of
+from runner.booster.unchanged import BoostedParameters, require_known
+from runner.booster.wrapper import (
+    ModelWrapper,
+    compiled_in_place,
+    names_of,
+    require_new,
+    require_trainable,
+    wrappers,
+)
 from runner.clip.functional import register
 from runner.clip.skip import SkipRule
 from runner.parallel.collectives import on_any_rank
-from runner.parallel.final_gradients import Final
 from runner.parallel.full_state_dict import load
-from runner.parallel.gradient_sync import in_turn, nothing
+from runner.parallel.gradient_sync import nothing
 from runner.parallel.sharding import reshard
 
+_OWNER = (
+    "Give boost (or Trainer) the module that owns it, as the criterion or in the model, or leave "
+    "it out of the optimizer"
+)
 
-class Booster(CheckpointIO):
+
+class Booster(saved.CheckpointIO):
     """Adapt the parts of a training loop to a plugin; the loop itself does not change.
 
     Args:
@@ -96,50 +104,59 @@ class Booster(CheckpointIO):
         """Distribute the model over the ranks and wrap the optimizer.
 
         Args:
-            model: the model, or several models that one optimizer step trains together: their
-                gradients have one norm.
+            model: the model, or several that one step trains together: their gradients have one
+                norm.
             optimizer: the optimizer, or several that step together, each over its own parameters
                 (:class:`torch.optim.Muon` for matrices and AdamW for the rest, say).
-            criterion: the loss function. If it is a module with trainable parameters (a learned
-                temperature), these are synchronised, counted and clipped with those of the model.
+            criterion: the loss function. The trainable parameters of a module are synchronised,
+                counted and clipped with those of the model.
             dataloader: returned unchanged.
             lr_scheduler: returned unchanged.
 
         Returns:
             The arguments in the same order: the model as :class:`ModelWrapper` (several as a
-            list), the optimizers as one :class:`~runner.booster.optimizer.OptimizerWrapper`, the
-            others unchanged.
+            list), the optimizers as one :class:`~runner.booster.optimizer.OptimizerWrapper`.
 
         Raises:
             ValueError: a model was boosted before, models share a parameter, an optimizer holds a
-                parameter of none of these modules, or has stepped already.
-            TypeError: a parameter is complex.
+                parameter of none of these modules, has stepped already, or would take other steps.
         """
         listed = [model] if isinstance(model, nn.Module) else list(model)
-        models = [compiled_in_place(each) for each in listed]
-        require_new(models, rewrappable=isinstance(self.plugin, SinglePlugin))
+        models, plugin = [compiled_in_place(each) for each in listed], self.plugin
+        require_new(models, rewrappable=isinstance(plugin, SinglePlugin))
         parts = joint.named(models, criterion)
-        require_real(parts)
-        if not isinstance(self.plugin, SinglePlugin | TorchDDPPlugin):
-            for part in parts.values():
-                require_dense(part, type(self.plugin).__name__)
+        whole = isinstance(plugin, SinglePlugin | TorchDDPPlugin)
+        require_trainable(parts, dense="" if whole else type(plugin).__name__)
         given = {prefix: dict(part.named_parameters()) for prefix, part in parts.items()}
         names = [names_of(each) for each in models]
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-        joint.require_known(optimizers, given)
+        known = {id(parameter) for named in given.values() for parameter in named.values()}
+        require_known(optimizers, known, "model or of the criterion", _OWNER)
         parallel = {
-            prefix: self.plugin.configure(part)
+            prefix: plugin.configure(part)
             if prefix != joint.CRITERION
-            else joint.replicate(part, self.plugin)
+            else joint.replicate(part, plugin)
             for prefix, part in parts.items()
         }
         boosted = None
         if optimizers:
             unscaled = joint.names_of(orthogonalized(optimizers), given)
             joint.rebind(optimizers, given, parts, parallel)
+            for given_optimizer in optimizers:
+                require_safe(given_optimizer, parallel.values(), plugin)
+            one = joint.together(parallel)
+            one.layout.leave_unscaled(unscaled)
             renamed = {prefix: made.renamed for prefix, made in parallel.items()}
-            record = BoostedParameters(parts, renamed, self.plugin)
-            boosted = self._wrap_optimizers(optimizers, parallel, unscaled, record)
+            boosted = OptimizerWrapper(
+                optimizers,
+                one,
+                self.loss_scale,
+                self.nonfinite,
+                plugin.max_norm,
+                copy.deepcopy(self.skip),
+                partial(plugin.start_mean_over_data, device=one.layout.device),
+                BoostedParameters(parts, renamed, plugin),
+            )
         wrapped = []
         for each, named, made in zip(models, names, parallel.values(), strict=False):
             if made.pipeline is not None:
@@ -153,32 +170,6 @@ class Booster(CheckpointIO):
         first = wrapped[0] if isinstance(model, nn.Module) else wrapped
         return first, boosted, criterion, dataloader, lr_scheduler
 
-    def _wrap_optimizers(
-        self,
-        optimizers: Sequence[Optimizer],
-        parallel: Mapping[str, ParallelModel],
-        unscaled: Collection[str],
-        record: BoostedParameters,
-    ) -> OptimizerWrapper:
-        for optimizer in optimizers:
-            require_safe(optimizer, parallel.values(), self.plugin)
-        layout = Layout.union({prefix: made.layout for prefix, made in parallel.items()})
-        layout.leave_unscaled(unscaled)
-        return OptimizerWrapper(
-            optimizers,
-            layout,
-            self.loss_scale,
-            self.nonfinite,
-            sync_grads=in_turn(*(made.sync_grads for made in parallel.values())),
-            broadcast_params=in_turn(*(made.broadcast_params for made in parallel.values())),
-            max_norm=self.plugin.max_norm,
-            watch_final=_watch_final(parallel),
-            skip=copy.deepcopy(self.skip),
-            start_mean=partial(self.plugin.start_mean_over_data, device=layout.device),
-            steps=_stepped(parallel),
-            boosted=record,
-        )
-
     def backward(self, loss: Tensor, optimizer: OptimizerWrapper) -> None:
         """Run the backward pass of ``loss``, scaled under fp16."""
         optimizer.backward(loss)
@@ -191,12 +182,8 @@ class Booster(CheckpointIO):
     ) -> Iterator[None]:
         """Return a context in which gradients accumulate without synchronisation.
 
-        Run the forward and backward pass of each microbatch of a window but the last inside it.
-
-        Args:
-            model: the boosted model, or all models that were boosted together.
-            optimizer: the boosted optimizer; by default the one that was boosted with the model. It
-                refuses to clip gradients that are not yet final.
+        Run the forward and backward pass of each microbatch of a window but the last inside it. The
+        optimizer, by default the one of the model, refuses to clip gradients that are not final.
         """
         models = [model] if isinstance(model, ModelWrapper) else list(model)
         boosted = optimizer or models[0].optimizer
@@ -223,47 +210,40 @@ class Booster(CheckpointIO):
                 see :mod:`runner.booster.batch`), equal on all ranks of a pipeline.
             model: the boosted model.
             criterion: loss of (outputs, targets). The mean is taken over the items of all
-                microbatches, as :class:`runner.booster.loss.WindowLoss` counts them. The sum of a
-                criterion with ``reduction="sum"`` is not divided.
+                microbatches, see :class:`runner.booster.loss.WindowLoss`.
             optimizer: the boosted optimizer; None for forward passes only.
             return_loss: whether to return the loss.
             return_outputs: whether to return outputs; in training this costs another forward pass.
 
         Returns:
-            ``loss``, the mean over the batch, and ``outputs`` [B, ...] on the last stage. Both are
-            None on other stages and if they were not asked for. The loss of a batch without
-            samples is 0 and has gradients of 0, because other data-parallel ranks may wait for
-            this one.
-
-        Raises:
-            runner.booster.batch.BatchError: the batch has no targets, or several inputs.
-            RuntimeError: the model is not split into stages.
-            StepOrderError: the gradients of this step were made final or clipped already.
+            ``loss``, the mean over the batch (0 without samples), and ``outputs`` [B, ...] on the
+            last stage. Both are None on other stages and if they were not asked for.
         """
         pipeline = model.pipeline
         if pipeline is None:
             raise RuntimeError(
                 "the model is in one piece: give PipelineParallelPlugin two ranks or more"
             )
-        window_loss = self._loss_of(model, criterion)
-        batch = next(data_iter)
+        known = self._window_loss
+        if known is None or known[0] is not criterion:  # kept, so that it is checked only once
+            known = self._window_loss = criterion, WindowLoss(model.unwrap(), criterion)
+        window_loss, batch = known[1], next(data_iter)
         divisor = window_loss.divisor(window_loss.items(batch).items)
         inputs, targets = window_loss.call(batch).only_tensor(), targets_of(batch)
-        if optimizer is not None:
-            self.before_pipeline(model, window_loss, batch)
         loss: Tensor | None = None
         outputs: Tensor | None = None
         if optimizer is not None:
+            self.before_pipeline(model, window_loss, batch)
             factor = optimizer.begin_backward(1.0 / divisor)
 
             def summed(out: Tensor, at: slice) -> Tensor:
                 part = mapped(batch, itemgetter(at))
                 return window_loss.sum(out, part, window_loss.items(part).items) * factor
 
-            total = pipeline.train(inputs, summed)
-            optimizer.add_loss(total / (factor * divisor))
+            mean = pipeline.train(inputs, summed) / (factor * divisor)
+            optimizer.add_loss(mean)
             optimizer.end_backward()
-            loss = total / (factor * divisor) if pipeline.last else None
+            loss = mean if pipeline.last else None
         if optimizer is None or return_outputs:
             outputs = pipeline.evaluate(inputs)
             if optimizer is None and outputs is not None:
@@ -277,15 +257,6 @@ class Booster(CheckpointIO):
         """Check that a batch may be trained in microbatches; every rank has to call this.
 
         For a criterion whose divisor is not known, the first batch has one forward pass more.
-
-        Args:
-            model: the boosted model.
-            loss: sums the criterion.
-            batch: the batch.
-
-        Raises:
-            ValueError: the loss of the batch is not that of its microbatches together; or see
-                :meth:`BoostedParameters.require_same`.
         """
         if model.optimizer is not None and model.optimizer.boosted is not None:
             model.optimizer.boosted.require_same()
@@ -303,37 +274,14 @@ class Booster(CheckpointIO):
                 f"in microbatches: {loss.advice}"
             )
 
-    def _loss_of(self, model: ModelWrapper, criterion: Any) -> WindowLoss:
-        """Return the WindowLoss of ``criterion``, cached so that it warns only once."""
-        known = self._window_loss
-        if known is None or known[0] is not criterion:
-            plugin = self.plugin
-            checked = known is None and plugin.reports_metrics and plugin.data_rank == 0
-            known = criterion, WindowLoss(model.unwrap(), criterion, checked=checked)
-            self._window_loss = known
-        return known[1]
-
     def state_dict(self, model: ModelWrapper) -> dict[str, Tensor]:
-        """Gather the state dict of the whole model on the host; every rank has to call this.
-
-        Returns:
-            A state dict for the user's model on the first rank; an empty dict on the others.
-        """
+        """Gather the state dict of the whole model on the host of the first rank; all call this."""
         return saved.whole_model(model)
 
     def load_state_dict(self, model: ModelWrapper, state: Mapping[str, Tensor]) -> None:
-        """Load a state dict of the whole model; every rank has to call this.
+        """Load a state dict of the whole model, which only the first rank reads; all call this.
 
-        Optimizer state and averages of earlier weights do not change.
-
-        Args:
-            model: the boosted model.
-            state: what :meth:`state_dict` returned, or the ``state_dict()`` of the user's model in
-                one process. Only that of the first rank is read.
-
-        Raises:
-            ValueError: names or shapes are not those of the model; the message, the same on every
-                rank, lists them. Nothing was loaded.
+        A ValueError, the same on every rank, lists names and shapes that are not the model's.
         """
         stages = [] if model.pipeline is None else list(model.pipeline.stages.values())
         reshard([model.unwrap(), *stages])
@@ -345,44 +293,10 @@ def _waits(made: ParallelModel) -> bool:
     return made.sync_grads is not nothing and not isinstance(made.module, DistributedDataParallel)
 
 
-def _stepped(parallel: Mapping[str, ParallelModel]) -> frozenset[int] | None:
-    """Return the ids of the parameters that this rank steps; None for all."""
-    if all(made.steps is None for made in parallel.values()):
-        return None
-    return frozenset(
-        id(shard.param)
-        for made in parallel.values()
-        for shard in made.layout.shards
-        if made.steps is None or id(shard.param) in made.steps
-    )
-
-
-def _watch_final(parallel: Mapping[str, ParallelModel]) -> Callable[[Final], None] | None:
-    """Return what tells of final gradients of all models; None if that of one is not known.
-
-    Those of a criterion are final after the backward pass.
-    """
-    calls = [made.watch_final for prefix, made in parallel.items() if prefix != joint.CRITERION]
-    known = [call for call in calls if call is not None]
-    if len(known) < len(calls):
-        return None
-
-    def watch(final: Final) -> None:
-        for call in known:
-            call(final)
-
-    return watch
-
-
 def _owned(
-    modules: Sequence[nn.Module],
-    given: Mapping[str, Mapping[str, nn.Parameter]],
-    optimizer: OptimizerWrapper | None,
+    modules: Sequence[nn.Module], given: joint.Given, optimizer: OptimizerWrapper | None
 ) -> Iterator[nn.Module | Tensor]:
-    """List all modules and parameters that users may pass to a function that clips.
-
-    These include the original parameters in ``given``, some of which the plugin replaced.
-    """
+    """List what users may give to a function that clips, also parameters that were replaced."""
     for module in modules:
         yield module
         yield from module.parameters()

@@ -12,8 +12,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from runner.clip import Layout, Number
-from runner.clip.mode import multiply
-from runner.clip.shard import ParamShard
 
 SCALING = (SGD, Adam, AdamW, Adagrad)
 """Optimizers whose fused kernels divide gradients by ``grad_scale``. A subclass may not."""
@@ -31,57 +29,27 @@ class Fold:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], layout: Layout) -> None:
-        self._optimizers = optimizers
-        self._layout = layout
-        self._known: tuple[Any, list[ParamShard] | None] | None = None
+        self._optimizers, self._layout = optimizers, layout
+        self._known: tuple[list[tuple[int, int]], bool] = ([], False)
 
-    def scaled(self, some: bool) -> Sequence[Optimizer]:
-        """Return the optimizers whose gradients the coefficient multiplies."""
-        if not some:
-            return self._optimizers
-        left_out = {id(shard.param) for shard in self._layout.shards if not shard.scaled}
-        return [
-            each
-            for each in self._optimizers
-            if any(id(p) not in left_out for group in each.param_groups for p in group["params"])
-        ]
+    def takes(self, coef: Number) -> bool:
+        """Return whether fused kernels multiply all gradients by ``coef`` as they step.
 
-    def takes(self, coef: Number, some: bool = False) -> bool:
-        """Return whether fused kernels step all float32 gradients that ``coef`` multiplies.
-
-        If so, those of them that no optimizer steps are multiplied here. A hook that runs before a
-        step has to see clipped gradients, so then nothing is folded.
+        A hook that runs before a step has to see clipped gradients, so then nothing is folded.
         """
         if not isinstance(coef, Tensor) and not coef * LARGEST_SCALE >= 1.0:
             return False
-        scaled = self.scaled(some)
-        if _global_optimizer_pre_hooks or not all(map(_can_scale, scaled)):
+        if _global_optimizer_pre_hooks or not all(map(_can_scale, self._optimizers)):
             return False
-        groups = [group["params"] for each in scaled for group in each.param_groups]
-        now = some, [(id(group), len(group)) for group in groups]
-        if self._known is None or self._known[0] != now:
-            self._known = now, self._left_over(groups, some)
-        left = self._known[1]
-        if left is None:
-            return False
-        multiply([g for shard in left if (g := shard.gradient) is not None], coef)
-        return True
-
-    def _left_over(self, groups: Sequence[Sequence[Tensor]], some: bool) -> list[ParamShard] | None:
-        """Return the shards to multiply that no optimizer steps; None if fused steps cannot do it.
-
-        With ZeRO stage 1 another rank steps them. The steps cannot do it if a parameter is not
-        float32, or if one optimizer also has gradients that are left out.
-        """
-        stepped = {id(parameter) for group in groups for parameter in group}
-        trained = [shard for shard in self._layout.shards if shard.param.requires_grad]
-        if some:
-            if any(id(shard.param) in stepped for shard in trained if not shard.scaled):
-                return None
-            trained = [shard for shard in trained if shard.scaled]
-        if {s.param.dtype for s in trained if id(s.param) in stepped} - {torch.float32}:
-            return None
-        return [shard for shard in trained if id(shard.param) not in stepped]
+        groups = [group["params"] for each in self._optimizers for group in each.param_groups]
+        now = [(id(group), len(group)) for group in groups]
+        if self._known[0] != now:
+            # With ZeRO stage 1 other ranks step some of them.
+            stepped = {id(parameter) for group in groups for parameter in group}
+            trained = [shard.param for shard in self._layout.shards if shard.param.requires_grad]
+            float32 = {parameter.dtype for parameter in trained} == {torch.float32}
+            self._known = now, float32 and stepped.issuperset(map(id, trained))
+        return self._known[1]
 
 
 def _can_scale(optimizer: Optimizer) -> bool:
@@ -115,23 +83,20 @@ def step_where(
     optimizers: Sequence[Optimizer],
     closure: Callable[[], float] | None = None,
     coef: Number = 1.0,
-    scaled: Sequence[Optimizer] | None = None,
 ) -> None:
     """Step optimizers if ``finite`` holds. Fused kernels read a tensor on the device."""
     if isinstance(finite, Tensor) and _starts_momentum(optimizers):
         finite = bool(finite)
     if finite is False:
         return
-    skip: dict[str, Tensor] = {}
+    read: dict[str, Any] = {}
     if finite is not True:
-        skip["found_inf"] = (~finite).float()
-    divide = dict(skip)
+        read["found_inf"] = (~finite).float()
     if isinstance(coef, Tensor):
-        divide["grad_scale"] = (1.0 / coef).float()
+        read["grad_scale"] = (1.0 / coef).float()
     elif coef != 1.0:
-        divide["grad_scale"] = torch.tensor(1.0 / coef, dtype=torch.float32)
+        read["grad_scale"] = torch.tensor(1.0 / coef, dtype=torch.float32)
     for optimizer in optimizers:
-        read = divide if scaled is None or optimizer in scaled else skip
         vars(optimizer).update(read)
         try:
             optimizer.step(closure)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -15,10 +14,14 @@ from torch.optim import Adam, Optimizer
 from runner.booster.plugin import ParallelModel, Plugin
 from runner.clip import Layout
 from runner.config.plugin_section import SCHEDULES
-from runner.parallel.gradient_sync import Replicas, average, broadcast_model
+from runner.parallel.final_gradients import Final
+from runner.parallel.gradient_sync import Replicas, average, broadcast_model, in_turn
 
 CRITERION = "criterion."
 """Prefix of the names of a criterion's parameters."""
+
+Given = Mapping[str, Mapping[str, nn.Parameter]]
+"""The parameters of each module before it was distributed, by prefix and name."""
 
 
 def named(models: Sequence[nn.Module], criterion: Any) -> dict[str, nn.Module]:
@@ -36,14 +39,13 @@ def named(models: Sequence[nn.Module], criterion: Any) -> dict[str, nn.Module]:
     if isinstance(criterion, nn.Module):
         trained = [p for p in criterion.parameters() if p.requires_grad]
         shared = [owner[parameter] for parameter in trained if parameter in owner]
-        if len(shared) == len(trained):
-            return parts
-        if shared:
+        if shared and len(shared) < len(trained):
             raise ValueError(
                 f"{shared[0]} is also a parameter of the criterion, which has others of its own: "
                 "keep the model out of the criterion"
             )
-        parts[CRITERION] = criterion
+        if trained and not shared:
+            parts[CRITERION] = criterion
     return parts
 
 
@@ -61,43 +63,47 @@ def replicate(criterion: nn.Module, plugin: Plugin) -> ParallelModel:
     broadcast_model(criterion, world)
     # All of them: a frozen one may be unfrozen later.
     replicas = Replicas(list(criterion.parameters()), world, plugin.data_size)
-    return replace(whole, sync_grads=partial(_average, replicas, plugin))
 
-
-def _average(replicas: Replicas, plugin: Plugin) -> None:
-    """Average the gradients of a criterion.
-
-    Ranks that read the same samples have equal gradients, of which one counts.
-    """
-    if not plugin.reports_metrics:
-        for parameter in replicas.parameters:
+    def sync_grads() -> None:
+        # Ranks that read the same samples have equal gradients, of which one counts.
+        for parameter in () if plugin.reports_metrics else replicas.parameters:
             parameter.grad = None
-    average(replicas)
+        average(replicas)
+
+    return replace(whole, sync_grads=sync_grads)
 
 
-def require_known(
-    optimizers: Sequence[Optimizer], given: Mapping[str, Mapping[str, nn.Parameter]]
-) -> None:
-    """Refuse a parameter that would be neither synchronised nor clipped."""
-    known = {id(parameter) for named in given.values() for parameter in named.values()}
-    for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                if id(parameter) not in known:
-                    where = f"param_groups[{number}]['params'][{place}]"
-                    raise ValueError(
-                        f"{where} of {type(optimizer).__name__}, of shape {list(parameter.shape)}, "
-                        "is no parameter of the model or of the criterion: it would be neither "
-                        "synchronised nor clipped. Give boost (or Trainer) the module that owns "
-                        "it, as the criterion or in the model, or leave it out of the optimizer"
-                    )
+def together(parallel: Mapping[str, ParallelModel]) -> ParallelModel:
+    """Return the distributed modules as one, which one optimizer step trains."""
+    every = list(parallel.values())
+    steps = None
+    if any(made.steps is not None for made in every):
+        steps = frozenset(
+            id(shard.param)
+            for made in every
+            for shard in made.layout.shards
+            if made.steps is None or id(shard.param) in made.steps
+        )
+    # The gradients of a criterion are final after the backward pass.
+    calls = [made.watch_final for prefix, made in parallel.items() if prefix != CRITERION]
+    known = [call for call in calls if call is not None]
+
+    def watch(final: Final) -> None:
+        for call in known:
+            call(final)
+
+    return ParallelModel(
+        every[0].module,
+        Layout.union({prefix: made.layout for prefix, made in parallel.items()}),
+        in_turn(*(made.sync_grads for made in every)),
+        in_turn(*(made.broadcast_params for made in every)),
+        steps,
+        watch_final=watch if len(known) == len(calls) else None,
+    )
 
 
-def names_of(
-    parameters: Iterable[Tensor], given: Mapping[str, Mapping[str, nn.Parameter]]
-) -> set[str]:
-    """Return the names of parameters in the layout of all modules."""
-    wanted = {id(parameter) for parameter in parameters}
+def names_of(parameters: Iterable[Tensor], given: Given) -> set[str]:
+    wanted = set(map(id, parameters))
     return {
         prefix + name
         for prefix, named in given.items()
@@ -108,7 +114,7 @@ def names_of(
 
 def rebind(
     optimizers: Sequence[Optimizer],
-    given: Mapping[str, Mapping[str, nn.Parameter]],
+    given: Given,
     parts: Mapping[str, nn.Module],
     parallel: Mapping[str, ParallelModel],
 ) -> None:

@@ -12,14 +12,17 @@ import copy
 import inspect
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from runner.booster.batch import (
     Calls,
@@ -30,42 +33,26 @@ from runner.booster.batch import (
     not_readable,
     targets_of,
 )
-from runner.booster.criterion import (
-    CachedCopy,
-    Criterion,
-    NoCollectives,
-    binary_outputs,
-    cross_entropy_sum,
-    option,
-    summed,
-    zero_with_gradient,
-)
-from runner.booster.own_loss import logits_of, returned_loss, shifts_labels, without_loss
 from runner.clip import Number, transfer
 from runner.data.dataset import IGNORED
 
 log = logging.getLogger(__name__)
 
+Criterion = Callable[[Any, Any], Tensor]
+
+_SUMMABLE = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+_SUMMABLE_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
+_LOGITS = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
+
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative difference, by dtype, that rounding explains between the loss of a batch and the
 sum over its parts."""
 
-_FEW = 512
-"""Number of targets up to which a list counts them in less time than an array."""
-
 
 class Count(NamedTuple):
-    """Counts of one microbatch.
-
-    Attributes:
-        items: number, or summed weight, of items: what the mean of the criterion divides by.
-        samples: number of samples.
-        tokens: number of targets that are not ignored if targets are sequences, else 0.
-    """
-
-    items: float
+    items: float  # number, or summed weight: what the mean of the criterion divides by
     samples: int
-    tokens: int
+    tokens: int  # targets that are not ignored if targets are sequences, else 0
 
 
 class WindowLoss:
@@ -75,16 +62,14 @@ class WindowLoss:
     smoothing or class probabilities, are summed exactly. Any other criterion returns a mean, which
     is multiplied with the items: the samples, or the class targets that are not ignored. A
     criterion (or a model with a ``loss``) whose mean divides by something else has a method
-    ``loss_items(targets)`` (a model: ``loss_items(batch)``) that returns this divisor.
-
-    A criterion with ``reduction="sum"`` is not divided by anything: a step takes the gradient of
-    the sum over its whole batch, as plain PyTorch does.
+    ``loss_items(targets)`` (a model: ``loss_items(batch)``) that returns this divisor. A criterion
+    with ``reduction="sum"`` is not divided by anything, as in plain PyTorch.
 
     Without a criterion, the loss is what the model says it is: its method ``loss(outputs, batch)``,
-    or a mean loss in its outputs (see :mod:`runner.booster.own_loss`), as those of transformers
-    have. The items of such a mean are the labels of the batch that are not ignored, but the first
-    of each sequence where the model shifts them, or what its method ``loss_items(batch)`` returns.
-    Otherwise it is the cross entropy over the last dimension of the outputs.
+    or a mean loss in its outputs, as those of transformers have. The items of such a mean are the
+    labels of the batch that are not ignored, but the first of each sequence where the model shifts
+    them, or what its method ``loss_items(batch)`` returns. Otherwise it is the cross entropy over
+    the last dimension of the outputs.
     """
 
     def __init__(
@@ -92,8 +77,8 @@ class WindowLoss:
     ) -> None:
         own: Any = getattr(model, "loss", None)
         self.takes_batch = criterion is None and inspect.ismethod(own)
-        self.ignored: int = option(criterion, "ignore_index", IGNORED)
-        reduction = option(criterion, "reduction", "mean")
+        self.ignored: int = _option(criterion, "ignore_index", IGNORED)
+        reduction = _option(criterion, "reduction", "mean")
         if reduction == "none":
             raise ValueError(
                 "the criterion has reduction='none' and returns a loss for each item: use "
@@ -101,28 +86,29 @@ class WindowLoss:
             )
         self.averages = reduction != "sum"
         self._given = criterion is not None
-        self.binary = binary_outputs(criterion)
+        self.binary = _binary_outputs(criterion)
         self._may_return = not self._given and not self.takes_batch
-        self._shifts = self._may_return and shifts_labels(model)
+        self._shifts = self._may_return and _shifts_labels(model)
         self._calls = Calls(model, whole=self.takes_batch, labelled=criterion is None)
         owner = model if self.takes_batch else criterion
-        self._owner = owner if isinstance(owner, nn.Module) else None
-        stated = model if criterion is None else criterion
-        self._divisor: Callable[[Any], Any] | None = getattr(stated, "loss_items", None)
-        in_sum = None if criterion is None else summed(criterion)
+        self._held = list(owner.parameters()) if isinstance(owner, nn.Module) else []
+        self._divisor: Callable[[Any], Any] | None
+        self._divisor = getattr(model if criterion is None else criterion, "loss_items", None)
+        in_sum = _summed(criterion)
         if criterion is None and not self.takes_batch:
-            in_sum = cross_entropy_sum
+            in_sum = _cross_entropy_sum
         mean: Criterion = own if criterion is None else criterion
         self._criterion = mean if in_sum is None else in_sum
         self._classes = in_sum is not None
         self._class_dim = -1 if criterion is None else 1
-        self._weight = CachedCopy(option(criterion, "weight", None) if self._classes else None)
+        self._weight: Tensor | None = _option(criterion, "weight", None) if self._classes else None
+        self._copied: tuple[int, Tensor] | None = None
         self._sums = self._classes or not self.averages
+        # Whether a first batch is checked to be the mean of its parts, and has to be in a pipeline.
         self.checked = checked and not self._sums
         self.unproved = not self._sums and self._divisor is None
 
     def items(self, batch: Any) -> Count:
-        """Count the items, samples and tokens of a microbatch."""
         targets, named = self._labels(batch), named_parts(batch) is not None
         if targets is None:
             if not (self.takes_batch or (self._may_return and named)):
@@ -137,7 +123,7 @@ class WindowLoss:
                 # Class probabilities: one item for each vector.
                 dim = min(self._class_dim, targets.ndim - 1)
                 items = targets.numel() // targets.shape[dim]
-        elif (weight := self._weight.on(targets.device)) is not None:
+        elif (weight := self._weight_on(targets.device)) is not None:
             counted = targets[targets != self.ignored]
             items = float(weight[counted].sum(dtype=torch.float64))
         return Count(self._stated(batch, items), len(targets), graded if targets.ndim > 1 else 0)
@@ -155,20 +141,22 @@ class WindowLoss:
         return targets[..., 1:]
 
     def _graded(self, targets: Tensor) -> int:
-        if targets.is_floating_point():
-            return 0
-        if targets.numel() <= _FEW and targets.device.type == "cpu":
-            return targets.numel() - targets.flatten().tolist().count(self.ignored)
-        if targets.device.type == "cpu":
-            return int(np.count_nonzero(targets.numpy() != self.ignored))
-        return int((targets != self.ignored).sum())
+        return 0 if targets.is_floating_point() else int((targets != self.ignored).sum())
+
+    def _weight_on(self, device: torch.device) -> Tensor | None:
+        """Return the class weights on ``device``, copied only after they changed."""
+        weight = self._weight
+        if weight is None or weight.device == device:
+            return weight
+        if self._copied is None or self._copied[0] != weight._version:
+            self._copied = (weight._version, weight.to(device))
+        return self._copied[1]
 
     def divisor(self, items: float) -> float:
         """Return what the summed loss of a window with ``items`` is divided by."""
         return (items or 1.0) if self.averages else 1.0
 
     def call(self, batch: Any) -> ModelCall:
-        """Return what the model is called with for a batch."""
         return self._calls.of(batch)
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -180,10 +168,10 @@ class WindowLoss:
         return logits_of(outputs)
 
     def sum(self, outputs: Any, batch: Any, items: float | None) -> Tensor:
-        """Sum the item losses of a microbatch."""
+        """Sum the item losses of a microbatch; 0, with a gradient of zeros, if it has no weight."""
         own = returned_loss(outputs) if self._may_return else None
         if items is None or (items == 0 and not (self._sums and own is None)):
-            return zero_with_gradient(outputs if own is None else without_loss(outputs))
+            return _zero_with_gradient(outputs if own is None else _without_loss(outputs))
         if own is not None:
             return own * items
         loss = self._criterion(*self._compared(outputs, batch))
@@ -191,7 +179,12 @@ class WindowLoss:
             return loss
         if self.checked:
             self.checked = False
-            self._check(outputs, batch, loss.detach(), items)
+            if not self.adds_up(outputs, batch):
+                log.warning(
+                    "the loss of a batch is not the mean over the items of its parts: a step "
+                    "depends on how its batch is divided into microbatches and over ranks. %s",
+                    self.advice,
+                )
         return loss * items
 
     def correct(self, outputs: Any, batch: Any) -> Number | None:
@@ -227,7 +220,6 @@ class WindowLoss:
         return (numbers, targets) if numbers.shape == targets.shape else None
 
     def _compared(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """Return what the criterion compares."""
         if self.takes_batch:
             return outputs, batch
         if (targets := targets_of(batch)) is None:
@@ -248,22 +240,8 @@ class WindowLoss:
             return items
         return float(self._divisor(targets_of(batch) if self._given else batch))
 
-    def _check(self, outputs: Any, batch: Any, loss: Tensor, items: float) -> None:
-        """Warn if the summed loss of a batch is not that of its first sample plus that of the rest.
-
-        On this rank alone.
-        """
-        if not self.adds_up(outputs, batch, loss, items):
-            log.warning(
-                "the loss of a batch is not the mean over the items of its parts: a step depends on"
-                " how its batch is divided into microbatches and over ranks. %s. Where samples "
-                "depend on each other (a contrastive loss, say), this cannot be avoided",
-                self.advice,
-            )
-
     @property
     def advice(self) -> str:
-        """What to do where the loss of a batch is not that of its parts."""
         if self.takes_batch:
             return "Give the model a method loss_items(batch) that returns what the mean divides by"
         return (
@@ -271,39 +249,137 @@ class WindowLoss:
             "divides by, or use torch.nn.CrossEntropyLoss, whose divisor is known"
         )
 
-    def adds_up(
-        self, outputs: Any, batch: Any, loss: Tensor | None = None, items: float | None = None
-    ) -> bool:
+    def adds_up(self, outputs: Any, batch: Any) -> bool:
         """Return whether the summed loss of a batch is that of its first sample plus the rest's.
 
-        A copy of the criterion computes them, so the buffers and attributes of the criterion do
-        not change. True where that cannot be found out: a criterion that communicates, say.
+        On this rank alone; True where it cannot be found out. A copy of the criterion computes
+        both, so that its buffers do not change; it shares its parameters, which may be large.
         """
         samples = batch_size(batch)
         if samples < 2 or not isinstance(outputs, Tensor) or len(outputs) != samples:
             return True
-        held = [] if self._owner is None else list(self._owner.parameters())
-        if any(isinstance(each, DTensor) for each in [outputs, *held]):
+        if any(isinstance(each, DTensor) for each in [outputs, *self._held]):
             return True  # Its loss may wait for other ranks.
         on = [outputs.device] if outputs.device.type == "cuda" else []
         sums: list[float] = []
         try:
-            with torch.no_grad(), torch.random.fork_rng(on), NoCollectives():  # type: ignore[no-untyped-call]
-                # Parameters may be large, and no loss writes to them: the copy shares them.
-                criterion = copy.deepcopy(self._criterion, {id(each): each for each in held})
-                items = self.items(batch).items if items is None else items
-                if loss is None:
-                    loss = criterion(*self._compared(outputs, batch))
-                for at in (slice(1), slice(1, None)):
+            with torch.no_grad(), torch.random.fork_rng(on), _NoCollectives():  # type: ignore[no-untyped-call]
+                criterion = copy.deepcopy(self._criterion, {id(each): each for each in self._held})
+                for at in (slice(None), slice(1), slice(1, None)):
                     part = mapped(batch, itemgetter(at))
-                    if batch_size(part) == samples:
+                    if sums and batch_size(part) == samples:
                         return True  # Its tensors are in a structure of its own.
                     here = self.items(part).items
-                    if here:
-                        sums.append(float(criterion(*self._compared(outputs[at], part))) * here)
+                    loss = criterion(*self._compared(outputs[at], part)) if here else 0.0
+                    sums.append(float(loss) * here)
         except Exception:
             return True  # The criterion does not take a part of a batch.
-        whole = float(loss) * items  # The only read of the loss, which may wait for the device.
         rounding = _ROUNDING.get(outputs.dtype, 2e-2)  # Others have half precision.
-        size = max(abs(whole), *map(abs, sums), 0.0)
-        return not math.isfinite(whole) or abs(sum(sums) - whole) <= rounding * size
+        off = abs(sums[1] + sums[2] - sums[0])
+        return not math.isfinite(sums[0]) or off <= rounding * max(map(abs, sums))
+
+
+def _option(criterion: Any, name: str, default: Any) -> Any:
+    """Return an attribute of a criterion, or a keyword argument of a ``functools.partial``."""
+    keywords = getattr(criterion, "keywords", None) or {}
+    return keywords.get(name, getattr(criterion, name, default))
+
+
+def _binary_outputs(criterion: Any) -> Literal["logits", "probabilities"] | None:
+    """Return what a criterion compares with labels of 0 and 1; None if it is no such criterion."""
+    function = criterion.func if isinstance(criterion, partial) else criterion
+    if isinstance(criterion, nn.BCELoss) or function is functional.binary_cross_entropy:
+        return "probabilities"
+    logits = isinstance(criterion, _LOGITS)
+    return "logits" if logits or function is functional.binary_cross_entropy_with_logits else None
+
+
+def _summed(criterion: Any) -> Criterion | None:
+    """Return ``criterion`` with ``reduction="sum"``; None if it is not a loss of torch."""
+    if isinstance(criterion, nn.Module) and type(criterion).forward in _SUMMABLE:
+        module: Any = copy.copy(criterion)
+        module.reduction = "sum"
+        return cast(Criterion, module)
+    bound = isinstance(criterion, partial) and not criterion.args
+    function = criterion.func if bound else criterion
+    return partial(criterion, reduction="sum") if function in _SUMMABLE_FUNCTIONS else None
+
+
+def _cross_entropy_sum(outputs: Tensor, targets: Tensor) -> Tensor:
+    flat = targets.flatten(0, -2) if targets.is_floating_point() else targets.flatten()
+    return functional.cross_entropy(
+        outputs.flatten(0, -2), flat, ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def _zero_with_gradient(outputs: Any) -> Tensor:
+    """Return 0 with a gradient of zeros for each tensor of ``outputs``."""
+    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    total = sum(leaf.sum() * 0.0 for leaf in leaves if leaf.is_floating_point())
+    assert isinstance(total, Tensor), "the model returned no tensor"
+    return total
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuse collectives, in which no other rank would take part."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"{func} waits for other ranks")
+        return func(*args, **(kwargs or {}))
+
+
+def returned_loss(outputs: Any) -> Tensor | None:
+    """Return the loss in the outputs of a model, as transformers return it; None if there is none.
+
+    It is a tensor without dimensions: the attribute or entry ``loss``, the only such tensor of a
+    tuple, such as (logits, loss), or the output itself.
+    """
+    if isinstance(outputs, Tensor):
+        return outputs if _is_loss(outputs) else None
+    if isinstance(outputs, tuple | list):
+        losses = [each for each in outputs if _is_loss(each)]
+        found = losses[0] if len(losses) == 1 else None
+        if found is not None or not hasattr(outputs, "loss"):
+            return found
+    found = _part(outputs, "loss")
+    return found if _is_loss(found) else None
+
+
+def logits_of(outputs: Any) -> Any:
+    """Return the attribute or entry ``logits`` of outputs; the outputs if there is none."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, tuple | list) and returned_loss(outputs) is not None:
+        rest = _without_loss(outputs)
+        return rest[0] if rest else outputs
+    found = _part(outputs, "logits")
+    return outputs if found is None else found
+
+
+def _without_loss(outputs: Any) -> Any:
+    loss = returned_loss(outputs)
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, tuple | list):
+        return [each for each in outputs if each is not loss] or loss
+    parts = outputs if isinstance(outputs, Mapping) else vars(outputs)
+    return {name: part for name, part in parts.items() if part is not loss} or loss
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """Return whether a model of transformers compares each output with the label after it.
+
+    Causal language models do, unless an encoder reads the inputs and a decoder the shifted labels.
+    """
+    function = getattr(model, "loss_function", None)
+    causal = getattr(function, "__name__", "") == "ForCausalLMLoss"
+    return causal and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+
+
+def _part(outputs: Any, name: str) -> Any:
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
+def _is_loss(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.ndim == 0 and part.is_floating_point()

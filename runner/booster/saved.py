@@ -1,16 +1,22 @@
-"""The tensors of boosted models and optimizers by name, for files that fit any layout of ranks.
+"""The tensors of boosted models and optimizers by name, and files of them for any layout of ranks.
 
 A name is that in the whole model, whichever rank or stage holds the parameter. The state of an
 optimizer for the parameter ``net.weight`` is ``optimizer/0/net.weight/exp_avg`` and the like.
+
+Not by ``torch.distributed.checkpoint.state_dict``: to load an optimizer it takes a step of it
+first, and it knows neither the names of pipeline stages nor the parts of ZeRO stage 1.
 """
 
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,8 +27,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.wrapper import ModelWrapper
 from runner.config.notation import first_few
-from runner.parallel.full_state_dict import gathered
-from runner.parallel.sharded_files import Source, Stored, fill
+from runner.parallel.collectives import on_first
+from runner.parallel.full_state_dict import gather, gathered
+from runner.parallel.sharded_files import Folder, InMemory, Source, Stored, fill, write
 from runner.parallel.sharding import reshard
 
 OPTIMIZER = "optimizer/"
@@ -34,11 +41,11 @@ _OF_LAYOUT = ("params", "param_names", "fused", "foreach")
 _RATES = ("initial_lr", "max_lr", "min_lr")
 """Entries that torch's schedulers add for the rate."""
 
+_VALUES, _SAFETENSORS = "optimizer.pt", ".safetensors"
+
 
 def model_tensors(model: ModelWrapper, with_buffers: bool = True) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers on this rank, by their names in the whole
-    model.
-    """
+    """Return the tensors of a model on this rank, by their names in the whole model."""
     return {name: copies[0] for name, copies in model_slots(model, with_buffers).items()}
 
 
@@ -48,14 +55,6 @@ def whole_model(model: ModelWrapper) -> dict[str, Tensor]:
     return {name: whole[first] for name, first in model.names.items()} if whole else {}
 
 
-def load_model(model: ModelWrapper, source: Source, *, missing: bool = False) -> None:
-    """Load the parameters and buffers of a model under any layout; every rank has to call this."""
-    tensors = model_slots(model)
-    if missing:
-        tensors = {name: copies for name, copies in tensors.items() if name in source.stored}
-    fill(tensors, source)
-
-
 def model_slots(model: ModelWrapper, with_buffers: bool = True) -> dict[str, list[Tensor]]:
     """Return the tensors of a model by name; a rank with two stages may hold a tied one twice.
 
@@ -63,56 +62,38 @@ def model_slots(model: ModelWrapper, with_buffers: bool = True) -> dict[str, lis
     evaluation, has left whole parameters in their place.
     """
     stages = [] if model.pipeline is None else list(model.pipeline.stages.values())
-    reshard([model.unwrap(), *stages])
     module, known = model.unwrap(), set(model.names.values())
+    reshard([module, *stages])
     found: dict[str, list[Tensor]] = {}
-    for own, tensor in (
-        *module.named_parameters(),
-        *(module.named_buffers() if with_buffers else ()),
-    ):
-        name = model.renamed.get(own, own)
-        if name in known:
+    buffers = module.named_buffers() if with_buffers else ()
+    for own, tensor in (*module.named_parameters(), *buffers):
+        if (name := model.renamed.get(own, own)) in known:
             found.setdefault(name, []).append(tensor)
     return found
 
 
 def optimizer_tensors(optimizer: OptimizerWrapper) -> dict[str, Tensor]:
-    """Return the tensors in the state of the optimizers on this rank."""
-    return {
-        key: _placed(key, value, parameter)
-        for key, value, parameter in _state(optimizer)
-        if isinstance(value, Tensor)
-    }
+    return {key: value for key, value in _state(optimizer) if isinstance(value, Tensor)}
 
 
 def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
     """Return all of the optimizers that is no tensor; every rank has to call this."""
-    here = {key: value for key, value, _ in _state(optimizer) if not isinstance(value, Tensor)}
+    here = {key: value for key, value in _state(optimizer) if not isinstance(value, Tensor)}
     listed = [here]
     if dist.is_initialized() and dist.get_world_size() > 1:
         listed = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(listed, here)
     groups = [
-        [
-            {key: value for key, value in group.items() if key not in _OF_LAYOUT}
-            for group in each.param_groups
-        ]
+        [{key: group[key] for key in group if key not in _OF_LAYOUT} for group in each.param_groups]
         for each in optimizer.optimizers
     ]
     values = {
-        "kinds": _kinds(optimizer),
+        "kinds": [type(each).__name__ for each in optimizer.optimizers],
         "groups": groups,
         "state": {key: value for part in listed for key, value in part.items()},
         "loss_scale": None if optimizer.loss_scale is None else optimizer.loss_scale.state_dict(),
     }
     return values if optimizer.skip is None else values | {"skip": optimizer.skip.state_dict()}
-
-
-def load_optimizer(optimizer: OptimizerWrapper, source: Source, values: Mapping[str, Any]) -> None:
-    """Load the state of the optimizers under any layout; every rank has to call this."""
-    tensors, assign = optimizer_slots(optimizer, source.stored, values)
-    fill(tensors, source)
-    assign()
 
 
 def optimizer_slots(
@@ -121,8 +102,20 @@ def optimizer_slots(
     values: Mapping[str, Any],
     keep: Collection[str] = (),
 ) -> tuple[dict[str, list[Tensor]], Callable[[], None]]:
-    """Make tensors that the state of the optimizers can be loaded into; nothing is changed."""
-    _require_same(optimizer, values)
+    """Make tensors that the state of the optimizers can be loaded into; nothing is changed.
+
+    Returns:
+        The tensors by name, and a function that makes them the state once they are filled.
+    """
+    kinds = [type(each).__name__ for each in optimizer.optimizers]
+    if (saved := values["kinds"]) != kinds:
+        raise ValueError(f"the state is that of {', '.join(saved)}, not of {', '.join(kinds)}")
+    there = [len(groups) for groups in values["groups"]]
+    if there != (sizes := [len(each.param_groups) for each in optimizer.optimizers]):
+        raise ValueError(
+            f"the state is that of optimizers with {there} parameter groups, but here they have "
+            f"{sizes}"
+        )
     kept = {*keep, *(_RATES if "lr" in keep else ())}
     fields: dict[str, list[str]] = {}
     for key in (*held, *values["state"]):
@@ -156,57 +149,6 @@ def optimizer_slots(
     return tensors, assign
 
 
-def packed(state: Mapping[str, Any]) -> bytes:
-    """Return what ``torch.save`` writes of a state that is loaded without running code in it.
-
-    NumPy's numbers become Python's.
-    """
-    buffer = io.BytesIO()
-    try:
-        torch.save(plain(state), buffer)
-        buffer.seek(0)
-        unknown = get_unsafe_globals_in_checkpoint(buffer)
-    except Exception as error:  # what pickle raises depends on the object
-        unknown = [f"{type(error).__name__}: {error}"]
-    if not unknown:
-        return buffer.getvalue()
-    for key, part in state.items() if len(state) > 1 else ():
-        try:
-            packed({key: part})
-        except ValueError as error:
-            raise error from None
-    raise ValueError(
-        f"{' and '.join(state)} cannot be saved: only tensors, numbers, strings, lists and dicts "
-        f"can be loaded without running code, but the state holds {first_few(unknown)}"
-    )
-
-
-def plain(value: Any) -> Any:
-    """Return nested dicts and lists with Python's numbers in place of NumPy's."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if type(value) is dict:
-        return {plain(key): plain(item) for key, item in value.items()}
-    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
-
-
-def _kinds(optimizer: OptimizerWrapper) -> list[str]:
-    return [type(each).__name__ for each in optimizer.optimizers]
-
-
-def _require_same(optimizer: OptimizerWrapper, values: Mapping[str, Any]) -> None:
-    """Refuse the state of optimizers of other classes, or with other groups."""
-    if (saved := values["kinds"]) != (own := _kinds(optimizer)):
-        raise ValueError(f"the state is that of {', '.join(saved)}, not of {', '.join(own)}")
-    sizes = [len(groups) for groups in values["groups"]]
-    here = [len(each.param_groups) for each in optimizer.optimizers]
-    if sizes != here:
-        raise ValueError(
-            f"the state is that of optimizers with {sizes} parameter groups, but here they have "
-            f"{here}"
-        )
-
-
 def _owners(
     optimizer: OptimizerWrapper,
 ) -> Iterator[tuple[str, Optimizer, dict[str, Any], nn.Parameter]]:
@@ -218,27 +160,11 @@ def _owners(
                 yield f"{OPTIMIZER}{number}/{names[id(parameter)]}", each, group, parameter
 
 
-def _state(optimizer: OptimizerWrapper) -> Iterator[tuple[str, Any, nn.Parameter]]:
+def _state(optimizer: OptimizerWrapper) -> Iterator[tuple[str, Any]]:
     for owner, each, _, parameter in _owners(optimizer):
         # A look at a defaultdict would make an entry.
         for field, value in each.state[parameter].items() if parameter in each.state else ():
-            yield f"{owner}/{field}", value, parameter
-
-
-def _placed(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return ``value`` as the DTensor that it is a shard of, if its parameter is one."""
-    if isinstance(value, DTensor) or value.ndim == 0 or not isinstance(parameter, DTensor):
-        return value
-    if value.shape != parameter.to_local().shape:
-        raise ValueError(f"{key} has shape {list(value.shape)}, which says not where it belongs")
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+            yield f"{owner}/{field}", value
 
 
 def _empty(key: str, held: Stored, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
@@ -251,3 +177,154 @@ def _empty(key: str, held: Stored, parameter: nn.Parameter, group: Mapping[str, 
     counts = key.endswith("/step") and not (group.get("fused") or group.get("capturable"))
     device = torch.device("cpu") if counts else parameter.device
     return torch.empty(held.shape, dtype=held.dtype, device=device)
+
+
+def packed(state: Mapping[str, Any]) -> bytes:
+    """Return what ``torch.save`` writes of a state that is loaded without running code in it.
+
+    NumPy's numbers become Python's.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(_plain(state), buffer)
+        buffer.seek(0)
+        unknown = get_unsafe_globals_in_checkpoint(buffer)
+    except Exception as error:  # what pickle raises depends on the object
+        unknown = [f"{type(error).__name__}: {error}"]
+    if not unknown:
+        return buffer.getvalue()
+    for key, part in state.items() if len(state) > 1 else ():
+        packed({key: part})  # names the part
+    raise ValueError(
+        f"{' and '.join(state)} cannot be saved: only tensors, numbers, strings, lists and dicts "
+        f"can be loaded without running code, but the state holds {first_few(unknown)}"
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+
+
+class CheckpointIO:
+    """The methods of :class:`runner.Booster` that write and read files, named as Colossal-AI's.
+
+    Every rank has to call them, and all ranks have to see the same disk. Reading a file runs no
+    code in it. What was saved under one plugin and number of ranks can be loaded under another.
+    ``size_per_shard`` is accepted, since scripts of Colossal-AI give it: each rank writes one file.
+    """
+
+    def save_model(
+        self,
+        model: ModelWrapper,
+        checkpoint: str | Path,
+        shard: bool = False,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = False,
+    ) -> None:
+        path = Path(checkpoint)
+        if shard:
+            _write_folder(path, model_tensors(model))
+            return
+        whole = whole_model(model)
+        if use_safetensors or path.suffix == _SAFETENSORS:
+            # The format knows no tied tensors: each name gets its own.
+            own = {name: tensor.clone() for name, tensor in whole.items()}
+            _write_file(path, lambda part: safetensors.torch.save_file(own, part))
+        else:
+            _write_file(path, lambda part: torch.save(whole, part))
+
+    def load_model(self, model: ModelWrapper, checkpoint: str | Path, strict: bool = True) -> None:
+        """Load what :meth:`save_model` saved, or the state dict of a model that was not boosted."""
+        path, slots = Path(checkpoint), model_slots(model)
+        source: Source = Folder(path) if path.is_dir() else _in_memory(_read(path), path)
+        unknown = [name for name in source.stored if name not in model.names]
+        if strict and unknown and not path.is_dir():  # a checkpoint holds an optimizer too
+            raise ValueError(f"{path} holds {first_few(unknown)}, which the model does not have")
+        fill({name: slots[name] for name in slots if strict or name in source.stored}, source)
+
+    def save_optimizer(
+        self, optimizer: OptimizerWrapper, checkpoint: str | Path, shard: bool = False
+    ) -> None:
+        """Save the state of the optimizers and of the fp16 loss scale."""
+        path = Path(checkpoint)
+        tensors, values = optimizer_tensors(optimizer), optimizer_values(optimizer)
+        if shard:
+            _write_folder(path, tensors)
+            _write_file(path / _VALUES, lambda part: part.write_bytes(packed(values)))
+        else:
+            whole = {"tensors": gather(tensors), **values}
+            _write_file(path, lambda part: part.write_bytes(packed(whole)))
+
+    def load_optimizer(self, optimizer: OptimizerWrapper, checkpoint: str | Path) -> None:
+        path = Path(checkpoint)
+        values = _read(path / _VALUES if path.is_dir() else path)
+        source = (
+            Folder(path) if path.is_dir() else _in_memory(values.get("tensors", {"": None}), path)
+        )
+        tensors, assign = optimizer_slots(optimizer, source.stored, values)
+        fill(tensors, source)
+        assign()
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        state = lr_scheduler.state_dict()
+        _write_file(Path(checkpoint), lambda part: part.write_bytes(packed(state)))
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        lr_scheduler.load_state_dict(_read(Path(checkpoint)))
+
+
+def _write_folder(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write shards to a folder, in place of those that an earlier save has left there."""
+    part = path / ".part"
+
+    def begin() -> None:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+
+    def complete() -> None:
+        for one in path.glob(f"*{_SAFETENSORS}"):
+            one.unlink()
+        for one in part.iterdir():
+            one.replace(path / one.name)
+        part.rmdir()
+
+    on_first(begin)
+    write(tensors, part)
+    on_first(complete)
+
+
+def _write_file(path: Path, save: Callable[[Path], object]) -> None:
+    """Let the first rank write a file, beside the former one until it is complete."""
+    part = path.with_name(f".{path.name}.part")
+
+    def work() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            save(part)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    on_first(work)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the dict in a file; no code in it is run."""
+    try:
+        if path.suffix == _SAFETENSORS:
+            return dict(safetensors.torch.load_file(path))
+        return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # what torch raises depends on where the file is cut off
+        raise ValueError(f"{path} is damaged, or no checkpoint: {error}") from None
+
+
+def _in_memory(held: Mapping[str, Any], path: Path) -> InMemory:
+    if not all(isinstance(one, Tensor) for one in held.values()):
+        raise ValueError(f"{path} does not hold tensors by name")
+    return InMemory({name.replace("_orig_mod.", ""): tensor for name, tensor in held.items()})

@@ -1,8 +1,7 @@
 """Where an optimizer step stands: which gradients there are, and whether they are final.
 
-A gradient may be clipped only when it is final. :class:`StepOrder` follows the backward passes of a
-step and refuses what would give a wrong result: clipping a gradient that still accumulates,
-clipping twice, clipping where there is no gradient.
+:class:`StepOrder` follows the backward passes of a step and refuses what would give a wrong result:
+clipping a gradient that still accumulates, clipping twice, clipping where there is no gradient.
 """
 
 from __future__ import annotations
@@ -11,10 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
+from typing import Any
 from weakref import ReferenceType, ref
 
 from torch import Tensor
 
+from runner.booster.nonfinite import LossScale, Spikes
+from runner.booster.nonfinite import StepOrderError as StepOrderError
 from runner.clip import Layout
 from runner.clip.shard import local
 
@@ -31,10 +33,6 @@ class StepState(Enum):
     CLIPPED = "gradients were clipped already in this step"
 
 
-class StepOrderError(RuntimeError):
-    """Gradients were clipped, or a step was taken, at a time when the result would be wrong."""
-
-
 Written = tuple["ReferenceType[Tensor]", int]
 """A gradient, and how many times it was written to."""
 
@@ -47,27 +45,56 @@ class StepOrder:
         accumulating: whether backward passes run under ``no_sync`` now.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, loss_scale: LossScale | None, spikes: Spikes) -> None:
+        self.layout, self.loss_scale, self._spikes = layout, loss_scale, spikes
         self.stage = StepState.EMPTY
         self.accumulating = False
         self._held = False  # whether a forward pass decided that its gradients are not synchronised
         self._last: Written | None = None  # a gradient that an earlier step has used
         self._shares: bool | None = None  # whether gradients share memory; None while unknown
+        self._final = self._unscaled = self._scaled = False
+        self._start: tuple[Any, Tensor] | None = None  # gradient that the backward pass starts from
+
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+        """Run the backward pass of ``loss * weight``, scaled under fp16.
+
+        Raises:
+            StepOrderError: the gradients of this step were made final or clipped already.
+            ValueError: the loss is not one number.
+        """
+        if loss.numel() != 1:
+            raise ValueError(f"the loss has shape {list(loss.shape)}: reduce it to one number")
+        key = (self.begin_backward(weight), loss.dtype, loss.shape)
+        self.add_loss(loss, weight)
+        if self._start is None or self._start[0] != key:
+            self._start = (key, loss.new_full(loss.shape, key[0]))
+        loss.backward(self._start[1])  # type: ignore[no-untyped-call]
+        self.end_backward()
+
+    def begin_backward(self, weight: float = 1.0) -> float:
+        """Return the factor of the loss, for callers that run the backward pass themselves."""
+        if self._final:
+            raise StepOrderError(f"cannot accumulate now: {self.stage.value}")
+        self._scaled, self._held = True, False
+        return weight if self.loss_scale is None else weight * self.loss_scale.scale
+
+    def add_loss(self, loss: Tensor, weight: float = 1.0) -> None:
+        """Add ``loss * weight``, without the fp16 scale, to the loss that a skip rule reads.
+
+        For callers that run the backward pass themselves. The mean over the data-parallel ranks of
+        what a step adds up is the loss whose gradient it takes.
+        """
+        self._spikes.add(loss, weight)
 
     def end_backward(self) -> None:
-        """Note that a backward pass has run."""
-        self._note_backward()
-
-    def _note_backward(self) -> None:
         held = self.accumulating or self._held
         self.stage = StepState.ACCUMULATING if held else StepState.READY
         self._separate()
 
     def watch(self, output: Tensor, held: bool) -> None:
-        """Note the backward pass through an output of the model when it runs.
+        """Note the backward pass through an output of the model, a plain ``loss.backward()`` too.
 
-        This sees a plain ``loss.backward()`` too.
+        ``held``: the forward pass decided that its gradients are not synchronised.
         """
         if output.requires_grad and not output.is_leaf:
             output.register_hook(partial(self._reached, held))  # type: ignore[no-untyped-call]
@@ -75,7 +102,7 @@ class StepOrder:
     def _reached(self, held: bool, gradient: Tensor) -> None:
         if self.stage is not StepState.CLIPPED:
             self._held = held
-            self._note_backward()
+            self.end_backward()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -99,7 +126,7 @@ class StepOrder:
             raise StepOrderError(f"cannot clip now: {StepState.EMPTY.value}")
 
     def require_step(self) -> bool:
-        """Check that a step may be taken."""
+        """Check that a step may be taken; return whether there are gradients to clip."""
         if self.stage is StepState.ACCUMULATING:
             raise StepOrderError(f"cannot step now: {self.stage.value}")
         # The backward pass through an output of a class that pytree does not know is not noted.
@@ -108,9 +135,21 @@ class StepOrder:
         )
 
     def begin_step(self, zeroed: bool) -> None:
-        """Begin the next step."""
         self.stage, self._held = StepState.EMPTY, False
         self._last = None if zeroed else _written(self.layout)
+        self._final = self._unscaled = self._scaled = False
+        self._spikes.begin_step()
+
+    def unscale(self) -> None:
+        """Synchronise the gradients and divide them by the fp16 scale, once a step, in place."""
+        if not self._final:
+            self._make_final()
+            self._final = True
+        if self.loss_scale is not None and not self._unscaled:
+            self.loss_scale.divide(self.layout, self._scaled)
+            self._unscaled = True
+
+    def _make_final(self) -> None: ...
 
     def _separate(self) -> None:
         """Give each gradient its own memory, if the first backward pass made any share it."""
@@ -128,8 +167,7 @@ class StepOrder:
 def _written(layout: Layout) -> Written | None:
     """Return the gradient nearest to the loss, which every backward pass adds to or replaces."""
     for shard in reversed(layout.shards):
-        gradient = shard.param.grad
-        if gradient is not None:
+        if (gradient := shard.param.grad) is not None:
             part = local(gradient)
             return ref(part), part._version
     return None

@@ -8,13 +8,12 @@ groups with those of the step before. Freezing and unfreezing parameters between
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from runner.booster.optimizers import orthogonalized
@@ -28,8 +27,6 @@ _BEFORE = "change the model before booster.boost, or build and boost it anew"
 
 
 class BoostedParameters:
-    """The parameters that a model had when it was boosted."""
-
     def __init__(
         self,
         parts: Mapping[str, nn.Module],
@@ -39,11 +36,9 @@ class BoostedParameters:
         self._parts, self._renamed = parts, renamed
         self._converts = isinstance(plugin, SinglePlugin)
         self._freezes = isinstance(plugin, SinglePlugin | TorchDDPPlugin)
-        self._known = {id(p): (name, p) for name, p in self._named()}
-        self._parameters = [parameter for _, parameter in self._known.values()]
-        # Ranks may step two parameters of one storage apart.
-        plain = [p for p in self._parameters if not isinstance(p, DTensor)]
-        self._plain = [] if self._freezes else plain
+        known = {id(p): (name, p) for name, p in self._named()}
+        self._ids, self._known = known.keys(), list(known.values())
+        self._parameters = [parameter for _, parameter in self._known]
         self._dtypes = list(map(_DTYPE, self._parameters))
         self._trained = list(map(_TRAINED, self._parameters))
         self._forward_checked = False
@@ -64,7 +59,6 @@ class BoostedParameters:
         self._owners = [held for held in self._dicts for _ in held]
         self._keys = [key for held in self._dicts for key in held]
         self._held = [value for held in self._dicts for value in held.values()]
-        self._storages = list(map(Tensor.data_ptr, self._plain))
 
     def require_same(self) -> None:
         """Check that the model has the parameters that it had at boost.
@@ -76,7 +70,6 @@ class BoostedParameters:
             all(map(is_, map(dict.get, self._owners, self._keys), self._held))
             and sum(map(len, self._dicts)) == len(self._held)
             and list(map(_DTYPE, self._parameters)) == self._dtypes
-            and list(map(Tensor.data_ptr, self._plain)) == self._storages
         ):
             self._compare()
 
@@ -86,36 +79,22 @@ class BoostedParameters:
             return  # torch.func.functional_call computes with tensors of its own.
         named = self._named()
         now = {id(parameter) for _, parameter in named}
-        unsharded = {id(computed_with(p)) for _, p in self._known.values()} - self._known.keys()
-        for name, p in self._known.values():
+        unsharded = {id(computed_with(p)) for p in self._parameters} - self._ids
+        for (name, p), dtype in zip(self._known, self._dtypes, strict=True):
             if id(p) not in now and id(computed_with(p)) not in now:
                 raise ValueError(
                     f"{name} was replaced, removed or tied to another parameter after boost, so "
                     f"its optimizer steps a tensor that the model no longer uses: {_BEFORE}"
                 )
+            if p.dtype != dtype and not self._converts:
+                raise ValueError(f"{name} is {p.dtype}, but was {dtype} at boost: {_BEFORE}")
         for name, p in named:
-            if p.requires_grad and id(p) not in self._known and id(p) not in unsharded:
+            if p.requires_grad and id(p) not in self._ids | unsharded:
                 raise ValueError(
                     f"{name} was added after boost, so it would be neither synchronised nor "
                     f"clipped: {_BEFORE}"
                 )
-        before = zip(self._known.values(), self._dtypes, strict=True)
-        for (name, p), dtype in before if not self._converts else ():
-            if p.dtype != dtype:
-                raise ValueError(
-                    f"{name} is {p.dtype}, but was {dtype} at boost: convert the model before "
-                    "booster.boost"
-                )
         self._dtypes = list(map(_DTYPE, self._parameters))
-        first: dict[int, str] = {}
-        for pointer, p in zip(map(Tensor.data_ptr, self._plain), self._plain, strict=True):
-            if pointer and first.setdefault(pointer, self._known[id(p)][0]) != (
-                name := self._known[id(p)][0]
-            ):
-                raise ValueError(
-                    f"{name} was given the storage of {first[pointer]}: to tie two parameters, "
-                    f"let both modules hold one parameter; {_BEFORE}"
-                )
         if not now & unsharded:
             self._record_slots()
 
@@ -127,9 +106,8 @@ class BoostedParameters:
         trained = list(map(_TRAINED, self._parameters))
         if trained == self._trained:
             return
-        before = zip(self._known.values(), self._trained, strict=True)
-        for (name, p), was in before if not self._freezes else ():
-            if was and not p.requires_grad and p.grad is not None:
+        for (name, p), was in zip(self._known, self._trained, strict=True):
+            if was and not p.requires_grad and p.grad is not None and not self._freezes:
                 raise ValueError(
                     f"{name} was frozen while it has a gradient: freeze it after "
                     "optimizer.zero_grad() and before the next forward pass"
@@ -138,7 +116,7 @@ class BoostedParameters:
 
 
 class BoostedGroups:
-    """The parameter groups of the optimizers that step together."""
+    """The parameter groups of the optimizers that step together; ``steps``: ids of this rank."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], layout: Layout, steps: frozenset[int] | None
@@ -146,8 +124,11 @@ class BoostedGroups:
         self._optimizers, self._layout, self._steps = optimizers, layout, steps
         self._seen = self._now()
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for each in self._optimizers for group in each.param_groups]
+
     def _now(self) -> tuple[int, list[int]]:
-        groups = [group["params"] for each in self._optimizers for group in each.param_groups]
+        groups = [group["params"] for group in self._groups()]
         return len(groups), list(map(id, chain.from_iterable(groups)))
 
     def have_changed(self) -> bool:
@@ -155,23 +136,18 @@ class BoostedGroups:
 
         With ZeRO stage 1, this rank keeps those of them that it steps.
         """
-        now = self._now()
-        if now == self._seen:
+        if self._now() == self._seen:
             return False
         shards = {id(shard.param): shard for shard in self._layout.shards}
-        for optimizer in self._optimizers:
-            for number, group in enumerate(optimizer.param_groups):
-                for place, parameter in enumerate(group["params"]):
-                    if id(parameter) not in shards:
-                        raise ValueError(
-                            f"param_groups[{number}]['params'][{place}] of "
-                            f"{type(optimizer).__name__}, of shape {list(parameter.shape)}, is no "
-                            "parameter of the boosted model: it would be neither synchronised nor "
-                            "clipped. Boost the model that owns it, and add parameters that the "
-                            "boosted model has now: model.unwrap().named_parameters()"
-                        )
-                if self._steps is not None:
-                    group["params"] = [p for p in group["params"] if id(p) in self._steps]
+        require_known(
+            self._optimizers,
+            shards.keys(),
+            "boosted model",
+            "Boost the model that owns it, and add parameters that the boosted model has now: "
+            "model.unwrap().named_parameters()",
+        )
+        for group in self._groups() if self._steps is not None else ():
+            group["params"] = [p for p in group["params"] if id(p) in (self._steps or ())]
         for parameter in orthogonalized(self._optimizers):
             if (shard := shards[id(parameter)]).scaled:
                 raise ValueError(
@@ -180,3 +156,18 @@ class BoostedGroups:
                 )
         self._seen = self._now()
         return True
+
+
+def require_known(
+    optimizers: Sequence[Optimizer], known: Collection[int], owner: str, instead: str
+) -> None:
+    """Refuse a parameter that would be neither synchronised nor clipped; ``known``: ids."""
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    raise ValueError(
+                        f"param_groups[{number}]['params'][{place}] of {type(optimizer).__name__}, "
+                        f"of shape {list(parameter.shape)}, is no parameter of the {owner}: it "
+                        f"would be neither synchronised nor clipped. {instead}"
+                    )

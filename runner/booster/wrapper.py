@@ -1,4 +1,4 @@
-"""The wrapper of a boosted model, and the record of which models were boosted."""
+"""The wrapper of a boosted model; what a model has to be before it is boosted."""
 
 from __future__ import annotations
 
@@ -40,11 +40,9 @@ class ModelWrapper(nn.Module):
         pipeline: Pipeline | None = None,
     ) -> None:
         super().__init__()
-        self.module = module
-        self.pipeline = pipeline
+        self.module, self.dtype, self.pipeline = module, dtype, pipeline
         # In a list, so that the model is not registered as a submodule again.
         self._model = [model]
-        self.dtype = dtype
         self.renamed: Mapping[str, str] = {}
         self.names: Mapping[str, str] = {}
         self.optimizer: OptimizerWrapper | None = None
@@ -53,34 +51,24 @@ class ModelWrapper(nn.Module):
         """Copy the model without its optimizer and without DDP, for an average of its weights."""
         sharded = any(isinstance(module, FSDPModule) for module in self.modules())
         if sharded or self.pipeline is not None:
-            how = "sharded over ranks" if sharded else "cut into stages"
             raise TypeError(
-                f"a model that is {how} cannot be copied: for an average of its weights, copy the "
-                "model before it is boosted and boost the copy as well"
-                + (
-                    ": average, *_ = booster.boost(AveragedModel(net)), and in each step "
-                    "average.unwrap().update_parameters(model.unwrap())"
-                    if sharded
-                    else ", or average what booster.state_dict returns"
-                )
+                f"a model that is {'sharded over ranks' if sharded else 'cut into stages'} cannot "
+                "be copied: for an average of its weights, average what booster.state_dict "
+                "returns, or copy the model before it is boosted and boost the copy as well"
             )
         for module in self.unwrap().modules():
-            for value in vars(module).values():
-                if isinstance(value, dist.ProcessGroup):
-                    memo[id(value)] = value
+            groups = [v for v in vars(module).values() if isinstance(v, dist.ProcessGroup)]
+            memo.update({id(group): group for group in groups})
         model = copy.deepcopy(self.unwrap(), memo)
         copied = ModelWrapper(model, model, self.dtype)
         copied.renamed, copied.names = self.renamed, self.names
         return copied
 
     def unwrap(self) -> nn.Module:
-        """Return the user's model."""
         return self._model[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. Half-precision outputs are converted to float32, so that losses are
-        exact.
-        """
+        """Run the model; half-precision outputs become float32, so that losses are exact."""
         if self.pipeline is not None:
             raise RuntimeError("this model is cut into stages: call booster.execute_pipeline")
         boosted = None if self.optimizer is None else self.optimizer.boosted
@@ -114,15 +102,51 @@ def names_of(model: nn.Module) -> dict[str, str]:
 
 
 def require_new(models: Sequence[nn.Module], *, rewrappable: bool) -> None:
-    """Refuse to boost a model twice."""
+    """Refuse to boost a model twice; one that no plugin has changed may be once its wrapper is
+    gone.
+    """
     if rewrappable and any(model in wrappers for model in models):
         gc.collect()  # A Trainer and its wrapper refer to each other.
     for model in models:
-        known = wrappers.get(model)
-        boosted = known is not None and not (rewrappable and known() is None)
-        if boosted or isinstance(model, ModelWrapper):
+        gone = rewrappable and wrappers.get(model, lambda: None)() is None
+        if (model in wrappers and not gone) or isinstance(model, ModelWrapper):
             raise ValueError(
                 f"this {type(model).__name__} is boosted already: boost a model once, with all its "
                 "optimizers: booster.boost(model, [first, second], ...); to start anew, build the "
                 "model anew"
             )
+
+
+def require_trainable(parts: Mapping[str, nn.Module], *, dense: str) -> None:
+    """Refuse complex parameters, and sparse gradients under a plugin ``dense``, if one is named."""
+    for prefix, part in parts.items():
+        for name, parameter in part.named_parameters():
+            if parameter.is_complex():
+                raise TypeError(
+                    f"{prefix}{name} is complex: clipping is defined on real parameters"
+                )
+        for name, module in part.named_modules() if dense else ():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise ValueError(
+                    f"{name or type(module).__name__} has sparse gradients, which {dense} cannot "
+                    "synchronise: build the layer with sparse=False"
+                )
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    """Replace the wrappers of :func:`torch.compile`, which add ``_orig_mod.`` to all names inside
+    them, by modules that are compiled in place; return the model, which may be one.
+    """
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and child is not model._modules.get("_orig_mod"):
+                parent._modules[name] = _uncompiled(child)
+    return _uncompiled(model)
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    inner = module._modules.get("_orig_mod")
+    if inner is None or not hasattr(module, "dynamo_ctx"):
+        return module
+    inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)  # type: ignore[operator]
+    return inner

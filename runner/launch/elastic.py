@@ -63,7 +63,7 @@ def preloaded(configs: Iterable[RunConfig]) -> list[str]:
     """
     names = ["runner.launch.rank", "torch._dynamo", "torch.utils.serialization.config"]
     for config in configs:
-        names.append(f"runner.booster.plugin.{config.plugin.name}")
+        names.append("runner.booster.plugin")
         names.append(_OF_PLUGIN.get(config.plugin.name, "torch"))
         for section in (config.data, config.model, config.optimizer, config.scheduler):
             module = section.target.rpartition(".")[0]

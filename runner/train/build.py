@@ -11,7 +11,6 @@ import inspect
 import json
 from contextlib import suppress
 from functools import lru_cache, partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from runner.booster import Plugin
-from runner.booster.criterion import Criterion
+from runner.booster.loss import Criterion
+from runner.booster.plugin import PLUGINS
 from runner.clip.units import head_weights
 from runner.config import sizes
 from runner.config.duration import Duration
@@ -182,15 +182,15 @@ def make_callbacks(config: RunConfig) -> list[object]:
 
 
 def make_plugin(config: RunConfig) -> Plugin:
-    """Make the plugin: ``PLUGIN`` of the module ``runner.booster.plugin.<name>``."""
+    """Make the plugin that the configuration names."""
     kind, options = plugin_of(config)
     return kind(**options)
 
 
 def plugin_of(config: RunConfig) -> tuple[type[Plugin], dict[str, Any]]:
     """Return the class of the plugin, and the arguments of its constructor."""
-    kind: type[Plugin] = import_module(f"runner.booster.plugin.{config.plugin.name}").PLUGIN
-    known = inspect.signature(kind).parameters
+    kind = PLUGINS[config.plugin.name]
+    known = {key for each in kind.mro() for key in inspect.signature(each).parameters}
     return kind, {key: value for key, value in vars(config.plugin).items() if key in known}
 
 

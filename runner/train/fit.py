@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from runner.booster.batch import BatchError, mapped, targets_of, tensors
-from runner.booster.loss import WindowLoss
-from runner.booster.own_loss import logits_of, returned_loss
+from runner.booster.loss import WindowLoss, logits_of, returned_loss
 from runner.clip import Decision
 from runner.config.problem import DataMismatch, Problem, did_you_mean, nearest_name, or_list
 from runner.config.schema import RunConfig

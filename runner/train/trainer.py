@@ -16,8 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from runner.booster import Booster
-from runner.booster.criterion import Criterion
-from runner.booster.loss import WindowLoss
+from runner.booster.loss import Criterion, WindowLoss
 from runner.checkpoint import content as checkpoint
 from runner.checkpoint.saver import CheckpointSaver
 from runner.clip import ClipMode, GradientClipping, build

@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from runner.booster import Booster, OptimizerWrapper
 from runner.booster.batch import mapped
-from runner.booster.criterion import Criterion
 from runner.booster.joint import CRITERION
-from runner.booster.loss import WindowLoss
+from runner.booster.loss import Criterion, WindowLoss
 from runner.clip import ClipMode
 from runner.clip import build as build_mode
 from runner.clip.mode import NEVER

@@ -8,7 +8,7 @@ import torch
 from timm.optim import AdamP, Lamb, Lars, Lion, NvNovoGrad
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon
 from torch.utils.checkpoint import checkpoint
 
 from runner.booster import SinglePlugin
@@ -138,35 +138,20 @@ class Conv1D(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated experts, each weight [experts, out, in], or [experts, in, out] if ``turned``."""
-
-    def __init__(self, turned):
-        super().__init__()
-        self.turned = turned
-        # A different size of each unit, so that one unit for an expert would be another limit.
-        gate_up, down = (
-            torch.randn(shape) * torch.linspace(0.1, 0.9, shape[1])[:, None]
-            for shape in ((3, 10, 4), (3, 4, 5))
-        )
-        self.gate_up_proj = nn.Parameter(gate_up.mT.contiguous() if turned else gate_up)
-        self.down_proj = nn.Parameter(down.mT.contiguous() if turned else down)
-
-    def forward(self, hidden):
-        both = self.gate_up_proj, self.down_proj
-        gate_up, down = (each.mT for each in both) if self.turned else both
-        gate, up = torch.einsum("bth,eoh->ebto", hidden, gate_up).chunk(2, -1)
-        return torch.einsum("ebti,ehi->bth", F.silu(gate) * up, down)
-
-
-class Batched(nn.Module):
-    """One matrix for each expert, [experts, in, out]; nothing about it says which is which."""
+    """Gated experts, each weight [experts, in, out]."""
 
     def __init__(self):
         super().__init__()
-        self.w = nn.Parameter(torch.randn(3, 4, 4) * torch.linspace(0.1, 0.6, 4))
+        # A different size of each unit, so that one unit for an expert would be another limit.
+        gate_up, down = (
+            torch.randn(shape) * torch.linspace(0.1, 0.9, shape[2])
+            for shape in ((3, 4, 10), (3, 5, 4))
+        )
+        self.gate_up_proj, self.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
 
     def forward(self, hidden):
-        return torch.einsum("bti,eio->bto", hidden, self.w)
+        gate, up = torch.einsum("bth,eho->ebto", hidden, self.gate_up_proj).chunk(2, -1)
+        return torch.einsum("ebti,eih->bth", F.silu(gate) * up, self.down_proj)
 
 
 class Odd(nn.Module):
@@ -174,8 +159,7 @@ class Odd(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.c_fc, self.c_proj, self.batched = Conv1D(5, 4), Conv1D(4, 5), Batched()
-        self.experts, self.turned = Experts(turned=False), Experts(turned=True)
+        self.c_fc, self.c_proj, self.experts = Conv1D(5, 4), Conv1D(4, 5), Experts()
         self.depthwise = nn.Conv1d(4, 4, 3, padding=1, groups=4)
         self.rnn = nn.GRU(4, 4, batch_first=True)
         self.mix = nn.Parameter(torch.randn(2, 4) * 0.3)
@@ -183,17 +167,15 @@ class Odd(nn.Module):
     def forward(self, inputs):
         hidden = torch.stack([inputs, inputs.cos(), inputs.sin()], 1)
         hidden = hidden + self.c_proj(self.c_fc(hidden).tanh())
-        hidden = hidden + self.experts(hidden) + self.turned(hidden) + self.batched(hidden)
+        hidden = hidden + self.experts(hidden)
         return (self.rnn(self.depthwise(hidden.mT).mT)[0] * self.mix[0] + self.mix[1]).mean(1)
 
 
-UNITS = {"*.batched.*": (0, 2), "0.linear.weight": 1, "*.mix": (), "1.linear.bias": 0}
+UNITS = {"0.linear.weight": 1, "*.mix": (), "1.linear.bias": 0}
 """The dimensions of outputs that a user names."""
 INPUTS = {
     **{f"1.then.{name}.weight": [0] for name in ("c_fc", "c_proj")},
-    **{f"1.then.experts.{key}": [2] for key in ("gate_up_proj", "down_proj")},
-    **{f"1.then.turned.{key}": [1] for key in ("gate_up_proj", "down_proj")},
-    "1.then.batched.w": [1],
+    **{f"1.then.experts.{key}": [1] for key in ("gate_up_proj", "down_proj")},
     "1.then.mix": [0, 1],
     "0.linear.weight": [0],
     "1.linear.bias": None,
@@ -221,20 +203,6 @@ class Stated:
 
     def loss_items(self, targets):
         return float((targets > 0).sum())
-
-
-class GlobalRate(Optimizer):
-    """Divides the learning rate by the norm of all gradients, as parameter-free methods do."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = sum(p.grad.square().sum() for p in held) ** 0.5
-        for p in held:
-            p.sub_(p.grad * (self.param_groups[0]["lr"] / norm))
 
 
 def network(name):
@@ -441,14 +409,13 @@ def penalized(model, inputs, targets, share, backward):
 
 
 CHANGED = r"\S+\.weight was (replaced|added).*after boost.*before booster.boost"
-SHARDS = {REPLACED: " (cannot step|decides by|takes other steps|searches along)"}
-PARTS = {SOME_STEPPED: " (computes its steps from all parameters|searches along)"}
+SHARDS = {REPLACED: " cannot step the parameters that"}
+PARTS = {SOME_STEPPED: " computes its steps from all parameters"}
 OPTIMIZERS = {
     "lion": (partial(Lion, lr=0.01), {}),
     "lars": (partial(Lars, lr=0.5, momentum=0.9, weight_decay=0.1), {}),
     "lamb": (partial(Lamb, lr=0.05), PARTS),
     "lamb without its clipping": (partial(Lamb, lr=0.05, max_grad_norm=None), {}),
-    "global rate": (partial(GlobalRate, lr=0.1), PARTS),
     "adafactor": (partial(Adafactor, lr=0.05), SHARDS),
     "adamp": (partial(AdamP, lr=0.05, weight_decay=0.1), SHARDS),
     "novograd": (partial(NvNovoGrad, lr=0.05), SHARDS),
@@ -479,9 +446,9 @@ CONDITIONS = {
         change=at(3, lambda net, _: net.float()),
         refused={
             REPLACED: r"Couldn't swap Linear\.weight",  # torch refuses it already
-            ALL[1:]: r"linear\.weight is torch\.float32, but was torch\.float64 at boost: convert",
+            ALL[1:]: r"linear\.weight is torch\.float32, but was torch\.float64 at boost: change",
         },
-        tolerance=1e-4,
+        tolerance=1e-7,  # gradients are float32 then: 3e-8 in a norm, 0 in weights
         options=("converted",),
     ),
     "tied": Condition(build=tie, mode="value"),
@@ -491,7 +458,7 @@ CONDITIONS = {
         refused={STAGES: r"0\.linear\.weight is tied across pipeline stages, and frozen on some"},
     ),
     "checkpoint": Condition(build=recompute),
-    "batch norm": Condition(build=then(norms), tolerance=1e-11, options=("chunks",)),
+    "batch norm": Condition(build=then(norms), options=("chunks",)),
     "compiled": Condition(
         build=lambda net: torch.compile(net, backend="eager"),
         without=("moe",),  # torch cannot trace the exchange of tokens
@@ -515,10 +482,14 @@ CONDITIONS = {
         build=further(torch.ones(3, dtype=torch.bfloat16)),
         refused={SHARDED: r"1\.further is torch\.bfloat16, and others of its block .*float64"},
         mode="norm",
-        tolerance=1e-2,
+        options=("chunks",),
     ),
     "bf16": Condition(
-        build=lambda net: net.to(torch.bfloat16), tolerance=3e-2, mode="norm", options=("bf16",)
+        build=lambda net: net.to(torch.bfloat16),
+        # A sharded product, and experts, round each part: 3e-3, below the eps of 8e-3. Others: 0.
+        tolerance=8e-3,
+        mode="norm",
+        options=("bf16", "chunks"),
     ),
     "empty": Condition(
         build=further(torch.ones(0)),
@@ -541,24 +512,19 @@ CONDITIONS = {
         change=at(3, hook_later),
         refused={SHARDED: r"1\.linear\.weight: a hook was registered after boost"},
     ),
-    "two optimizers": Condition(optimizer=two_optimizers, tolerance=1e-10),
-    "muon": Condition(optimizer=muon, tolerance=1e-10, mode="norm"),
-    "muon, all scaled": Condition(optimizer=muon, tolerance=1e-10, mode="norm of all"),
-    "muon, adaptive": Condition(optimizer=muon, tolerance=1e-10, mode="adaptive"),
-    "muon, one call": Condition(
-        optimizer=muon, tolerance=1e-10, mode="norm", options=("one call",)
-    ),
+    "two optimizers": Condition(optimizer=two_optimizers),
+    "muon": Condition(optimizer=muon, mode="norm"),
+    "muon, all scaled": Condition(optimizer=muon, mode="norm of all"),
+    "muon, adaptive": Condition(optimizer=muon, mode="adaptive"),
     "learned criterion": Condition(criterion=Learned, change=at(3, thaw_last)),
-    "foreach": Condition(optimizer=partial(sgd, foreach=False)),
     "one call": Condition(mode="norm", options=("one call",)),
     "plain backward": Condition(passes=plain_backward, without=STAGES),
     "closure": Condition(options=("closure",)),
     "closure that does not clip": Condition(options=("closure",), mode="none"),
     "lbfgs": Condition(
         optimizer=lambda net: LBFGS(net.parameters(), lr=0.1, max_iter=2),
-        refused={ALL[2:]: "LBFGS searches along a direction over all parameters"},
+        refused={ALL[2:]: "LBFGS (computes its steps from all|cannot step the) parameters"},
         options=("closure",),
-        tolerance=1e-9,
         mode="norm",
     ),
     "two backward passes": Condition(passes=twice, without=STAGES),
@@ -568,15 +534,13 @@ CONDITIONS = {
         refused={SHARDED: "storage of size 0", ("tensor",): "differentiate twice"},
         without=STAGES,
     ),
-    "inf": Condition(options=("fp16",), tolerance=1e-10),
+    "inf": Condition(options=("fp16",)),
     "divisor": Condition(
         criterion=weighted, refused={STAGES: r"the mean loss of a batch .* loss_items\(targets\)"}
     ),
     "divisor stated": Condition(criterion=Stated),
     **{
-        title: Condition(
-            optimizer=lambda net, make=make: make(net.parameters()), refused=refused, tolerance=1e-9
-        )
+        title: Condition(optimizer=lambda net, make=make: make(net.parameters()), refused=refused)
         for title, (make, refused) in OPTIMIZERS.items()
     },
 }

@@ -11,7 +11,6 @@ from runner.booster import Booster, PipelineParallelPlugin, SinglePlugin
 from runner.booster.plugin import (
     HybridParallelPlugin,
     LowLevelZeroPlugin,
-    MoeHybridParallelPlugin,
     TensorParallelPlugin,
     TorchDDPPlugin,
     TorchFSDPPlugin,
@@ -157,16 +156,6 @@ def test_what_belongs_to_no_module_or_to_two_is_named():
             boost(model, optimizer)
 
 
-def test_the_optimizer_that_the_trainer_makes_trains_the_criterion():
-    criterion, model = Scaled(), network()
-    criterion.frozen = nn.Parameter(torch.zeros(()), requires_grad=False)
-    trainer = Trainer(
-        model, SinglePlugin().prepare_dataloader(pairs(), 8), "2ba", criterion=criterion
-    )
-    trained = set(trainer.optimizer.param_groups[0]["params"])
-    assert {criterion.scale, *model.parameters()} == trained
-
-
 def test_a_criterion_that_holds_the_model():
     class Penalty(nn.Module):
         def __init__(self, model, **own):
@@ -185,20 +174,11 @@ def test_a_criterion_that_holds_the_model():
 
 def refusals():
     """What is said of options and calls that cannot be right, on this rank."""
-    for make in (
-        TorchDDPPlugin,
-        TorchFSDPPlugin,
-        LowLevelZeroPlugin,
-        TensorParallelPlugin,
-        MoeHybridParallelPlugin,
-        PipelineParallelPlugin,
-        HybridParallelPlugin,
-    ):
-        tensor = {"tp_plan": TWO_PLAN} if make is TensorParallelPlugin else {}
+    for make in (TorchDDPPlugin, TorchFSDPPlugin, LowLevelZeroPlugin, HybridParallelPlugin):
         model = network()
         with pytest.raises(ValueError, match="sync_batchnorm=True needs GPUs"):
-            Booster(plugin=make(sync_batchnorm=True, **tensor)).boost(model)
-        booster = Booster(plugin=make(**tensor))
+            Booster(plugin=make(sync_batchnorm=True)).boost(model)
+        booster = Booster(plugin=make())
         booster.boost(model, SGD(model.parameters(), lr=1.0))
         with pytest.raises(ValueError, match=r"boosted already: .*\[first, second\]"):
             booster.boost(model, SGD(model.parameters(), lr=1.0))

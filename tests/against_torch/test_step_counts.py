@@ -1,14 +1,11 @@
 """The steps that a plan announces, and that a calibration measures, are those of one process."""
 
-import json
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from runner.calibrate.measure import end_of
 from runner.cli import plan
-from runner.cli.calibrate import main as calibrate
 from runner.compose.request import request
 from runner.train import build
 from runner.train.known_length import known_length
@@ -65,12 +62,3 @@ def test_a_plan_counts_data_parallel_ranks_alone(layout, how):
     assert end_of(job.config).value == min(expected, job.config.calibrate.steps)
     data = build.make_data(job.config.data)
     assert build.steps_of(job.config, data, LAYOUTS[layout]) == expected
-
-
-def test_a_calibration_under_tensor_parallelism_measures_every_step(outputs, capsys):
-    overrides = [*TEXT, "plugin=tensor", "plugin.nproc=2", f"data.batch_size={2 * BATCH}"]
-    assert plan.main(overrides) == 0
-    assert " 18 " in capsys.readouterr().out
-    assert calibrate(overrides) == 0
-    [file] = outputs.glob("calibrations/*/calibrate.json")
-    assert json.loads(file.read_text())["steps"] == 18

@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from runner.booster import Booster, LossScale, NonFiniteGradient, StepOrderError
+from runner.booster import (
+    Booster,
+    LossScale,
+    NonFiniteGradient,
+    SinglePlugin,
+    StepOrderError,
+)
 from runner.booster.optimizer import OptimizerWrapper
+from runner.booster.plugin import ParallelModel
 from runner.booster.step_order import StepState
 from runner.clip import Layout, build
 from tests.clip.reference import norm_of, refused
@@ -23,14 +30,13 @@ class Calls(list):
 def wrapped(max_norm=0.0, lr=0.1, nonfinite="skip", **scale):
     torch.manual_seed(0)
     module, calls = nn.Linear(4, 2), Calls()
+    layout = Layout.of_model(module)
     optimizer = OptimizerWrapper(
         torch.optim.SGD(module.parameters(), lr=lr),
-        Layout.of_model(module),
+        ParallelModel(module, layout, calls.sync_grads, calls.broadcast_params),
         LossScale(**scale) if scale else None,
         nonfinite,
-        sync_grads=calls.sync_grads,
-        broadcast_params=calls.broadcast_params,
-        max_norm=max_norm,
+        max_norm,
     )
     return module, optimizer, calls
 
@@ -221,6 +227,35 @@ def test_a_gradient_with_other_strides_moves_the_right_weights_under_a_fused_opt
     torch.testing.assert_close(*results)
 
 
+class MuonWithAuxAdam(torch.optim.SGD):
+    """An optimizer that steps marked groups by Muon and others by something else."""
+
+
+class OwnMuon(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("limit", ["mode", "plugin"])
+def test_matrices_are_left_out_in_whatever_way_muon_is_known(marked, limit):
+    torch.manual_seed(1)
+    module, plugin = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), SinglePlugin()
+    matrix, *rest = module.parameters()
+    if marked:
+        groups = [{"params": [matrix], "use_muon": True}, {"params": rest, "use_muon": False}]
+        given = MuonWithAuxAdam(groups, lr=0.1, fused=True)
+    else:
+        given = [OwnMuon([matrix], lr=0.1), torch.optim.SGD(rest, lr=0.1, fused=True)]
+    plugin.max_norm = 0.1 if limit == "plugin" else 0.0
+    _, optimizer, *_ = Booster(plugin=plugin).boost(module, given)
+    optimizer.backward(30 * loss_of(module))
+    before, norm = gradients(module), norm_of([p.grad for p in rest])
+    step = optimizer.step if limit == "plugin" else optimizer.clip_and_step
+    step(*([] if limit == "plugin" else [build("norm", threshold=0.1)]))
+    for number, (gradient, was) in enumerate(zip(gradients(module), before, strict=True)):
+        torch.testing.assert_close(gradient, was * (0.1 / norm if number else 1.0))
+
+
 # -- gradients that are not finite
 
 
@@ -334,7 +369,7 @@ def test_states_go_round():
     def several(rates):
         pairs = zip(module.parameters(), rates, strict=True)
         made = [torch.optim.SGD([parameter], lr=rate) for parameter, rate in pairs]
-        return OptimizerWrapper(made, Layout.of_model(module))
+        return OptimizerWrapper(made, ParallelModel(module, Layout.of_model(module)))
 
     saved, other = several((0.1, 0.2)), several((0.3, 0.4))
     other.load_state_dict(saved.state_dict())

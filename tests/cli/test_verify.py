@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from runner.booster.plugin import PLUGINS
 from runner.cli.main import main
 from runner.cli.verify import FILE
 from tests.process import python
@@ -46,7 +47,7 @@ def test_a_wrong_layout_ends_with_the_worst_parameters_and_exit_code_1(
     outputs, capsys, monkeypatch
 ):
     faulty = faulty_plugins.SeesReplicasThatAreNotThere
-    monkeypatch.setattr("runner.booster.plugin.ddp.PLUGIN", faulty)
+    monkeypatch.setitem(PLUGINS, "ddp", faulty)
     words = [*TOKENS, "plugin=ddp", "plugin.nproc=1", "clip=norm", "clip.threshold=0.1"]
     assert main(["verify", *words]) == 1
     out = capsys.readouterr().out

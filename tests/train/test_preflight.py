@@ -58,8 +58,8 @@ WRONG = [
     ("clip=update optimizer=sgd", ["optimizer._target_", "clip=update needs", "optimizer=adamw"]),
     (
         "clip=value clip.when=backward clip.step_in_backward=true clip.nonfinite=error "
-        "optimizer._target_=tests.refusing.Counting",
-        ["optimizer._target_", "takes other steps one parameter after the other"],
+        "optimizer=adamw optimizer._target_=timm.optim.Lamb",
+        ["optimizer._target_", "Lamb cannot step one parameter after the other"],
     ),
     (f"{LBFGS} ~optimizer.weight_decay ~optimizer.nesterov", ["optimizer._target_", "closure"]),
     (

@@ -1,16 +1,29 @@
-"""Plugins, which distribute a model over ranks: one module each."""
+"""Plugins, which distribute a model over ranks, by their names in a configuration."""
 
-from runner.booster.plugin.base import ParallelModel, Plugin
-from runner.booster.plugin.ddp import TorchDDPPlugin
-from runner.booster.plugin.fsdp import TorchFSDPPlugin
-from runner.booster.plugin.hybrid import HybridParallelPlugin
-from runner.booster.plugin.moe import MoeHybridParallelPlugin
-from runner.booster.plugin.pipeline import PipelineParallelPlugin
-from runner.booster.plugin.single import SinglePlugin
-from runner.booster.plugin.tensor import TensorParallelPlugin
-from runner.booster.plugin.zero import LowLevelZeroPlugin
+from runner.booster.plugin.base import ParallelModel, Plugin, SinglePlugin
+from runner.booster.plugin.data_parallel import TorchDDPPlugin, TorchFSDPPlugin
+from runner.booster.plugin.hybrid import (
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    MoeHybridParallelPlugin,
+    PipelineParallelPlugin,
+    TensorParallelPlugin,
+)
+
+PLUGINS: dict[str, type[Plugin]] = {
+    "single": SinglePlugin,
+    "ddp": TorchDDPPlugin,
+    "fsdp": TorchFSDPPlugin,
+    "zero": LowLevelZeroPlugin,
+    "tensor": TensorParallelPlugin,
+    "pipeline": PipelineParallelPlugin,
+    "moe": MoeHybridParallelPlugin,
+    "hybrid": HybridParallelPlugin,
+}
+"""The plugin of each option of ``conf/plugin``."""
 
 __all__ = [
+    "PLUGINS",
     "HybridParallelPlugin",
     "LowLevelZeroPlugin",
     "MoeHybridParallelPlugin",

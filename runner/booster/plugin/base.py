@@ -1,11 +1,12 @@
-"""Base class of plugins: how a model and its data are distributed over ranks."""
+"""The contract of a plugin, and the plugin ``single``: how a model and its data lie on ranks."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,28 +20,25 @@ from runner.data.dataset import collate_pairs
 from runner.data.order import PartitionedBatches
 from runner.data.stream import StreamLoader
 from runner.data.workers import WorkerLoader
-from runner.parallel.final_gradients import Final
+from runner.parallel.final_gradients import Final, watch_parameters
 from runner.parallel.gradient_sync import nothing
 from runner.parallel.pipeline import Pipeline
 
-SHARD_BY_HAND = (
-    "Let its __iter__ yield this rank's samples alone, itertools.islice(samples, plugin.data_rank, "
-    "None, plugin.data_size), equally many on each rank (with num_workers, each worker yields its "
-    "part of them), and hand it to torch.utils.data.DataLoader"
-)
-"""How to shard a data set without an index over data-parallel ranks."""
-
+DTYPES = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Misfit = tuple[str, Any, str]
 """Argument of a plugin's constructor, its value, and why it does not fit the model or the ranks."""
 
 
-def require_process_group(plugin: str) -> dist.ProcessGroup:
-    """Return the process group of all ranks.
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """Return the dtype of a forward pass under precision ``name``; None for full precision."""
+    if name not in DTYPES:
+        raise ValueError(f"unknown precision {name!r}: use {', '.join(filter(None, DTYPES))}")
+    return DTYPES[name]
 
-    Raises:
-        RuntimeError: there is none; the message says how to start one.
-    """
+
+def require_process_group(plugin: str) -> dist.ProcessGroup:
+    """Return the process group of all ranks; a RuntimeError says how to start one."""
     if dist.group.WORLD is None:
         raise RuntimeError(
             f"{plugin} needs a process group: call runner.launch_from_torch() first, "
@@ -56,16 +54,15 @@ class ParallelModel:
     Attributes:
         module: module to run instead of the model.
         layout: placement of the gradients.
-        sync_grads: function that makes gradients final; called on every rank, once per step, before
-            gradients are read.
-        broadcast_params: function that brings new parameters to all ranks that use them, or frees
-            stale unsharded copies; called on every rank after the optimizer has stepped.
+        sync_grads: makes gradients final; called on every rank, once per step, before they are
+            read.
+        broadcast_params: brings new parameters to all ranks that use them, or frees stale unsharded
+            copies; called on every rank after the optimizer has stepped.
         steps: ids of the parameters that the optimizer of this rank steps; None for all.
-        pipeline: pipeline that runs batches, if the model is split into stages.
+        pipeline: runs batches, if the model is split into stages.
         renamed: name in the whole model of each parameter that has another name on this rank.
-        watch_final: function that calls another one with parameters whose gradients have become
-            final in a backward pass, see :mod:`runner.parallel.final_gradients`; None if they are
-            final only after it.
+        watch_final: calls a function with parameters whose gradients have become final in a
+            backward pass; None if they are final only after it.
     """
 
     module: nn.Module
@@ -79,20 +76,20 @@ class ParallelModel:
 
 
 class Plugin(ABC):
-    """How a model, its gradients and its data are distributed over ranks."""
+    """How a model, its gradients and its data are distributed over ranks.
+
+    Attributes:
+        reports_metrics: whether sums over data-parallel ranks include this rank. Among ranks that
+            read the same samples, exactly one is included, and it has the loss.
+        precision: precision of a :class:`~runner.Booster` that is given none.
+        initial_scale: initial fp16 loss scale; None for the default one.
+        max_norm: if above 0, each step clips the norm of a gradient that was not clipped before.
+    """
 
     reports_metrics: bool = True
-    """Whether sums over data-parallel ranks include this rank. Among ranks that read the same
-    samples, exactly one is included, and it has the loss."""
-
     precision: str | None = None
-    """Precision of a :class:`~runner.Booster` that is given none."""
-
     initial_scale: float | None = None
-    """Initial fp16 loss scale; None for the default one."""
-
     max_norm: float = 0.0
-    """If above 0, each step clips the norm of a gradient that was not clipped before."""
 
     @classmethod
     def problems(cls, model: nn.Module, ranks: int, options: Mapping[str, Any]) -> list[Misfit]:
@@ -138,40 +135,31 @@ class Plugin(ABC):
         """
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
-        """Sum values over all data-parallel ranks, with bitwise equal results on all ranks.
-
-        On the host (gloo), so that no accelerator is waited for.
-        """
-        mine = values if self.reports_metrics else [0.0] * len(values)
-        return self.sum_over_ranks(mine)
-
-    def start_mean_over_data(self, value: Number, device: torch.device) -> Callable[[], Number]:
-        """Start the mean of a value over the data-parallel ranks, without waiting for ``device``.
-
-        One collective of 8 bytes of each rank, none where there is one rank.
-
-        Args:
-            value: this rank's value; read only where :attr:`reports_metrics` is set.
-            device: where the collective runs.
-
-        Returns:
-            A function that returns the mean, the same bits on every rank: a float where the host
-            can read ``device``, else a 0-dimensional tensor.
-        """
-        if self.world_size == 1:
-            return lambda: value
-        mine = value if self.reports_metrics else 0.0
-        rows = start_gather(transfer.on_device([mine], device), None)
-        return lambda: transfer.read(rows().sum() / self.data_size)
+        """Sum values over all data-parallel ranks, with bitwise equal results on all ranks."""
+        return self.sum_over_ranks(values if self.reports_metrics else [0.0] * len(values))
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sum values over all ranks, as :meth:`sum_over_data` does over data-parallel ones."""
         return self.start_sum_over_ranks(values)()
 
     def start_sum_over_ranks(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Start :meth:`sum_over_ranks`; return a function that waits for the sums."""
+        """Start :meth:`sum_over_ranks`; return a function that waits for the sums.
+
+        On the host (gloo), so that no accelerator is waited for.
+        """
         rows = start_gather(torch.tensor(values, dtype=torch.float64), None)
         return lambda: rows().sum(0).tolist()
+
+    def start_mean_over_data(self, value: Number, device: torch.device) -> Callable[[], Number]:
+        """Start the mean of a value over the data-parallel ranks; return a function that waits.
+
+        One collective of 8 bytes of each rank on ``device``, for which the host does not wait.
+        """
+        if self.world_size == 1:
+            return lambda: value
+        mine = value if self.reports_metrics else 0.0
+        rows = start_gather(transfer.on_device([mine], device), None)
+        return lambda: transfer.read(rows().sum() / self.data_size)
 
     def prepare_dataloader(
         self,
@@ -190,51 +178,53 @@ class Plugin(ABC):
 
         Args:
             dataset: map-style data set; one with ``__getitems__`` is read a batch at a time. An
-                :class:`~torch.utils.data.IterableDataset` has its own order, and is divided over
-                ranks and workers, see :mod:`runner.data.stream`.
+                :class:`~torch.utils.data.IterableDataset` has its own order (it cannot be
+                shuffled), and is divided over ranks and workers, see :mod:`runner.data.stream`.
             batch_size: number of samples of one microbatch on one data-parallel rank.
             shuffle: whether to permute the samples in each epoch.
             seed: seed of the permutation.
             drop_last: whether to leave out a last microbatch that is not full.
-            num_workers: number of worker processes, which live on from epoch to epoch, see
-                :mod:`runner.data.workers`.
+            num_workers: number of worker processes, which live on from epoch to epoch.
             kwargs: further arguments of :class:`torch.utils.data.DataLoader`. ``pin_memory`` is on
-                by default in a process that uses a GPU: copies then overlap with its work.
-
-        Raises:
-            ValueError: an ``IterableDataset`` cannot be shuffled.
+                by default in a process that uses a GPU.
         """
         kwargs.setdefault("collate_fn", collate_pairs)
         kwargs.setdefault("pin_memory", torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        own: dict[str, Any] = {"rank": self.data_rank, "world_size": self.data_size}
+        own |= {"drop_last": drop_last, "seed": seed}
         if isinstance(dataset, IterableDataset):
             if shuffle:
                 raise ValueError(f"{type(dataset).__name__} has its own order: shuffle=False")
-            return StreamLoader(
-                dataset,
-                batch_size,
-                rank=self.data_rank,
-                world_size=self.data_size,
-                drop_last=drop_last,
-                seed=seed,
-                num_workers=num_workers,
-                **kwargs,
-            )
-        order = PartitionedBatches(
-            len(dataset),  # type: ignore[arg-type]
-            batch_size,
-            rank=self.data_rank,
-            world_size=self.data_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            seed=seed,
-        )
+            return StreamLoader(dataset, batch_size, num_workers=num_workers, **own, **kwargs)
+        size = len(dataset)  # type: ignore[arg-type]
+        order = PartitionedBatches(size, batch_size, shuffle=shuffle, **own)
         kwargs |= {"batch_sampler": order, "num_workers": num_workers}
-        if num_workers:
-            return WorkerLoader(dataset, seed, **kwargs)
-        return DataLoader(dataset, **kwargs)
+        return (
+            WorkerLoader(dataset, seed, **kwargs) if num_workers else DataLoader(dataset, **kwargs)
+        )
 
     def prepare_train_dataloader(
         self, dataset: Dataset[Any], batch_size: int, **kwargs: Any
     ) -> DataLoader[Any]:
         """Return :meth:`prepare_dataloader`, whose earlier name in Colossal-AI this is."""
         return self.prepare_dataloader(dataset, batch_size, **kwargs)
+
+
+class SinglePlugin(Plugin):
+    """One process on one device, independent of any other rank."""
+
+    rank = 0
+    world_size = 1
+
+    def configure(self, model: nn.Module) -> ParallelModel:
+        """Return the model unchanged."""
+        watch = partial(watch_parameters, model)
+        return ParallelModel(model, Layout.of_model(model), watch_final=watch)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return an empty context: there is nothing to synchronise."""
+        return nullcontext()
+
+    def sum_over_data(self, values: Sequence[float]) -> list[float]:
+        """Return the values unchanged."""
+        return list(values)

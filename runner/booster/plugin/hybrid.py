@@ -1,66 +1,45 @@
 """Plugin ``hybrid``: data, tensor, pipeline and expert parallelism on one device mesh.
 
-The plugins ``zero``, ``tensor``, ``pipeline`` and ``moe`` are this one with most sizes set to 1.
+The plugins ``zero``, ``tensor``, ``pipeline`` and ``moe``, below, are this one with most sizes set
+to 1.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from runner.booster.plugin.base import Misfit, ParallelModel, Plugin, require_process_group
-from runner.booster.plugin.problems import expert_problems, pipeline_problems, tensor_problems
-from runner.booster.precision import dtype_of
+from runner.booster.plugin import base
 from runner.clip import Layout
 from runner.clip.units import head_weights
 from runner.config.notation import first_few
 from runner.config.plugin_section import SCHEDULES, refused_microbatches
 from runner.config.sizes import MeshSizes, SizeError
-from runner.parallel.experts import of_experts, spread_experts
-from runner.parallel.gradient_sync import (
-    Partition,
-    broadcast_buffers,
-    broadcast_model,
-    in_turn,
-    nothing,
-    replicas_of,
-    sum_copies,
-    sum_partial,
-    synchronise_batch_norm,
-    tied_copies,
-)
+from runner.parallel import gradient_sync as sync
+from runner.parallel import stages, tensor_styles
+from runner.parallel.experts import mixtures, of_experts, spread_experts, stacked_experts
 from runner.parallel.hooks import Usage, post_accumulate_hooked, require_no_post_accumulate
 from runner.parallel.mesh import Axes, position
 from runner.parallel.overlap import Averaging
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
-from runner.parallel.stages import Stage, cut, keep_own, stages_on
 from runner.parallel.tensor import parallelize, partial_parameters
-from runner.parallel.tensor_styles import (
-    ReplicaCheck,
-    check_heads,
-    check_sequence,
-    plan_of,
-    replicated,
-    whole_experts,
-)
 
 log = logging.getLogger(__name__)
 
 SIZES = ("dp_size", "tp_size", "pp_size", "ep_size")
 
 
-class HybridParallelPlugin(Plugin):
+class HybridParallelPlugin(base.Plugin):
     """Data × tensor × pipeline parallelism, with experts on different data-parallel ranks.
 
     Gradients are averaged over data-parallel ranks once per step, while its last backward pass
@@ -116,7 +95,7 @@ class HybridParallelPlugin(Plugin):
         initial_scale: float | None = None,
         max_norm: float = 0.0,
     ) -> None:
-        self.world = require_process_group(type(self).__name__)
+        self.world = base.require_process_group(type(self).__name__)
         if schedule not in SCHEDULES:
             raise ValueError(f"unknown schedule {schedule!r}: use {', '.join(SCHEDULES)}")
         if zero_stage not in range(4):
@@ -143,9 +122,9 @@ class HybridParallelPlugin(Plugin):
         # computes gradients, and would not find weights that are unsharded only then.
         split_backward = pp > 1 and SCHEDULES[schedule].splits_backward
         reshards = reshard_after_forward and zero_stage == 3 and not split_backward
-        self.sharding = Sharding(reshards, dtype_of(param_dtype), cpu_offload)
+        self.sharding = Sharding(reshards, base.dtype_of(param_dtype), cpu_offload)
         self.pp_rank, self._data_rank, tp_rank = position(self.rank, self.sizes)
-        last = stages_on(self.pp_rank, pp, schedule)[-1] == self.stage_count - 1
+        last = stages.stages_on(self.pp_rank, pp, schedule)[-1] == self.stage_count - 1
         self.reports_metrics = tp_rank == 0 and (pp == 1 or last)
         self._averagings: WeakKeyDictionary[nn.Module, list[Averaging]] = WeakKeyDictionary()
 
@@ -161,103 +140,111 @@ class HybridParallelPlugin(Plugin):
 
     @classmethod
     def sizes_of(cls, ranks: int, options: Mapping[str, Any]) -> MeshSizes:
-        """Return the sizes of the device mesh for constructor arguments ``options``.
-
-        Raises:
-            SizeError: the sizes do not multiply to ``ranks``.
-        """
-        arguments = signature(cls).parameters
-        given = {name: arguments[name].default for name in SIZES if name in arguments}
-        return MeshSizes.of(ranks, **{key: options.get(key, given[key]) for key in given})
+        """Return the sizes of the mesh for arguments ``options``; SizeError if they do not fit."""
+        defaults = signature(HybridParallelPlugin).parameters | signature(cls).parameters
+        given = {name: options.get(name, defaults[name].default) for name in SIZES}
+        return MeshSizes.of(ranks, **given)
 
     @classmethod
-    def problems(cls, model: nn.Module, ranks: int, options: Mapping[str, Any]) -> list[Misfit]:
+    def problems(
+        cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
+    ) -> list[base.Misfit]:
         """Return sizes that do not fit the ranks, and what does not fit the model."""
         try:
             sizes = cls.sizes_of(ranks, options)
         except SizeError as error:
             return [(error.key, options.get(error.key, ranks), str(error))]
-        return [
-            *tensor_problems(model, sizes, options),
-            *pipeline_problems(model, sizes, options),
-            *expert_problems(model, sizes, options),
-        ]
+        return list(_problems(model, sizes, options))
 
-    def configure(self, model: nn.Module) -> ParallelModel:
+    def configure(self, model: nn.Module) -> base.ParallelModel:
         """Split into stages, distribute experts, shard weights, then shard over data ranks."""
         sizes = self.sizes
         device = next(model.parameters()).device
         axes = Axes.of(device.type, sizes)
         if self.sync_batchnorm:
-            synchronise_batch_norm(model, axes.dp.get_group())
+            sync.synchronise_batch_norm(model, axes.dp.get_group())
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
         heads = head_weights(model)
         experts = of_experts(model) if sizes.ep > 1 else frozenset()
         styles = self._styles(model)
-        stages = cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
+        parts = stages.cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
         self._check_hooks(model)
-        broadcast_model(model, self.world)
+        sync.broadcast_model(model, self.world)
 
-        own = keep_own(model, stages, self.pp_rank, sizes.pp, self.schedule, sharded=self.sharded)
+        own = stages.keep_own(
+            model, parts, self.pp_rank, sizes.pp, self.schedule, sharded=self.sharded
+        )
         if sizes.ep > 1:
             if not experts and self.rank == 0:
                 log.warning("%s has no experts: it is repeated whole", type(model).__name__)
             spread_experts(model, axes.ep.get_group())
         if sizes.tp > 1:
             parallelize(model, styles, axes.tp, sequence=self.sequence_parallel)
-        modules = {number: Stage(model, stages[number]) for number in own.numbers}
-        roots = list(modules.values()) if stages else [model]
+        modules = {number: stages.Stage(model, parts[number]) for number in own.numbers}
+        roots = list(modules.values()) if parts else [model]
         usage = Usage()
         if self.sharded:
             apart = axes.edp if sizes.ep > 1 else None
             for root in roots:
-                shard_model(root, axes.dp, self.sharding, usage, apart, ends=not stages)
+                shard_model(root, axes.dp, self.sharding, usage, apart, ends=not parts)
 
         def ranks(name: str) -> int:
             replicas = sizes.dp // (sizes.ep if name in experts else 1)
             return replicas * sizes.tp * len(own.copies.get(own.renamed.get(name, name), [0]))
 
         layout = Layout.of_sharded(model, self.world, whole, ranks, own.renamed, heads)
-        replicas = replicas_of(model, axes, experts, sharded=self.sharded)
-        broadcast_params: Callable[[], None] = partial(reshard, roots) if self.sharded else nothing
+        replicas = sync.replicas_of(model, axes, experts, sharded=self.sharded)
+        broadcast_params: Callable[[], None] = (
+            partial(reshard, roots) if self.sharded else sync.nothing
+        )
         steps = None
         if self.zero_stage == 1:
-            partition = Partition(replicas)
+            partition = sync.Partition(replicas)
             steps, broadcast_params = partition.mine, partition.broadcast_params
-        tied = tied_copies(model, own.copies, own.renamed, axes)
+        tied = sync.tied_copies(model, own.copies, own.renamed, axes)
         held = Counter(id(p) for stage in modules.values() for p in stage.parameters())
         backwards = {each: count * self.num_microbatches for each, count in held.items()}
         waiting = partial_parameters(model) if sizes.tp > 1 else frozenset()
         averagings = [Averaging(each, backwards, waiting) for each in replicas]
         self._averagings[model] = averagings
-        return ParallelModel(
+        # Data-parallel ranks exchange tokens for experts, and gather sharded weights.
+        waits = axes.dp.get_group() if sizes.ep > 1 or self.sharded else None
+        ways = (self.stage_count, self.schedule, self.num_microbatches)
+        pipeline = Pipeline(modules, *ways, axes.pp.get_group(), device, waits) if parts else None
+        return base.ParallelModel(
             model,
             layout,
-            sync_grads=in_turn(
+            sync_grads=sync.in_turn(
                 *(usage.drops(model, axes, experts) if self.sharded else ()),
-                partial(sum_partial, [p for p in model.parameters() if isinstance(p, DTensor)]),
+                partial(
+                    sync.sum_partial, [p for p in model.parameters() if isinstance(p, DTensor)]
+                ),
                 *(each.finish for each in averagings),
-                *(partial(sum_copies, each) for each in tied),
-                broadcast_buffers(model, axes.dp.get_group(), lambda name: name not in experts),
-                broadcast_buffers(model, axes.edp.get_group(), lambda name: name in experts),
-                ReplicaCheck(replicated(model), axes.tp.get_group()) if sizes.tp > 1 else nothing,
+                *(partial(sync.sum_copies, each) for each in tied),
+                sync.broadcast_buffers(
+                    model, axes.dp.get_group(), lambda name: name not in experts
+                ),
+                sync.broadcast_buffers(model, axes.edp.get_group(), lambda name: name in experts),
+                tensor_styles.ReplicaCheck(tensor_styles.replicated(model), axes.tp.get_group())
+                if sizes.tp > 1
+                else sync.nothing,
             ),
             broadcast_params=broadcast_params,
             steps=steps,
-            pipeline=self._pipeline(modules, axes, device) if stages else None,
+            pipeline=pipeline,
             renamed=own.renamed,
         )
 
     def _styles(self, model: nn.Module) -> dict[str, str]:
         if self.sizes.tp == 1:
             return {}
-        styles = plan_of(model, self.tp_plan)
-        whole = [] if self.tp_plan else whole_experts(model)
+        styles = tensor_styles.plan_of(model, self.tp_plan)
+        whole = [] if self.tp_plan else tensor_styles.whole_experts(model)
         if whole and self.rank == 0:
             log.warning("tensor parallelism keeps experts whole: %s", first_few(whole, 3))
-        check_heads(model, styles, self.sizes.tp)
+        tensor_styles.check_heads(model, styles, self.sizes.tp)
         if self.sequence_parallel:
-            check_sequence(styles)
+            tensor_styles.check_sequence(styles)
         return styles
 
     def _check_hooks(self, model: nn.Module) -> None:
@@ -271,33 +258,102 @@ class HybridParallelPlugin(Plugin):
             why = f"schedule={self.schedule} computes the gradients of weights apart"
         if why is not None:
             require_no_post_accumulate(model.named_parameters(), why)
-        hooked = post_accumulate_hooked(model.named_parameters())
+        hooked = ", ".join(post_accumulate_hooked(model.named_parameters()))
         if hooked and self.sizes.pp > 1 and self.rank == 0:
-            log.warning(
-                "%s: a post-accumulate hook runs once for each of the %d microbatches of a batch",
-                ", ".join(hooked),
-                self.num_microbatches,
-            )
+            log.warning("%s: a post-accumulate hook runs for each microbatch of a batch", hooked)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which sharded gradients stay unsharded and local.
-
-        Sharded gradients of pipeline stages are reduced in every backward pass.
-        """
+        """Return a context in which gradients stay local, but those of sharded pipeline stages."""
         return unsynchronised(model, self._averagings.get(model, ()))
 
-    def _pipeline(self, modules: dict[int, Stage], axes: Axes, device: torch.device) -> Pipeline:
-        # Data-parallel ranks exchange tokens for experts, and gather sharded weights.
-        waits = self.sizes.ep > 1 or self.sharded
-        return Pipeline(
-            modules,
-            self.stage_count,
-            self.schedule,
-            self.num_microbatches,
-            axes.pp.get_group(),
-            device,
-            axes.dp.get_group() if waits else None,
+
+def _problems(
+    model: nn.Module, sizes: MeshSizes, options: Mapping[str, Any]
+) -> Iterator[base.Misfit]:
+    """Yield what does not fit the model."""
+    kind, plan, starts = type(model).__name__, options.get("tp_plan"), options.get("split")
+    asked = options.get("ep_size")
+    if sizes.tp > 1 or plan:
+        argument, value = "tp_plan", plan
+        try:
+            styles = tensor_styles.plan_of(model, plan)
+            argument, value = "tp_size", sizes.tp
+            tensor_styles.check_heads(model, styles, sizes.tp)
+            argument, value = "sequence_parallel", True
+            if sizes.tp > 1 and options.get(argument):
+                tensor_styles.check_sequence(styles)
+        except tensor_styles.PlanError as error:
+            yield argument, value, str(error)
+    if sizes.pp > 1:
+        count = sizes.pp * SCHEDULES[options.get("schedule", "1f1b")].stages_per_rank
+        try:
+            stages.cut(model, count, starts)
+        except stages.CutError as error:
+            yield "split" if starts else "pp_size", starts or sizes.pp, str(error)
+        if callable(getattr(model, "loss", None)):
+            own = f"{kind} computes its own loss, which a pipeline cannot cut"
+            yield "pp_size", sizes.pp, own
+    if any(mixtures(model)):
+        return
+    if sizes.ep > 1 and (stacked := stacked_experts(model)):
+        cannot = (
+            f"the experts of {kind} are stacked in one parameter ({first_few(stacked, 2)}), which "
+            "cannot be distributed by expert; plugin=fsdp shards them"
         )
+        yield "ep_size", asked or sizes.ep, cannot
+    elif asked and asked != 1:
+        yield "ep_size", asked, f"{kind} has no experts to spread; model=moe has"
 
 
-PLUGIN = HybridParallelPlugin
+class LowLevelZeroPlugin(HybridParallelPlugin):
+    """Data parallelism whose optimizer state, gradients or parameters are partitioned over ranks.
+
+    Rajbhandari et al. 2020 (arXiv 1910.02054). With stage 1 each rank steps some of the parameters.
+    Stages 2 and 3 shard every parameter by torch's ``fully_shard``; stage 2 keeps it unsharded
+    between forward and backward pass, stage 3 reshards it.
+
+    Args:
+        stage: ZeRO stage 1, 2 or 3; Colossal-AI's name of ``zero_stage``.
+        zero_stage: the same; it overrides ``stage``.
+        options: further arguments of :class:`~runner.booster.HybridParallelPlugin`.
+    """
+
+    def __init__(self, stage: int = 1, zero_stage: int | None = None, **options: Any) -> None:
+        chosen = stage if zero_stage is None else zero_stage
+        if chosen not in (1, 2, 3):
+            raise ValueError(f"zero_stage is 1, 2 or 3, not {chosen}")
+        super().__init__(zero_stage=chosen, **options)
+
+
+class TensorParallelPlugin(HybridParallelPlugin):
+    """Tensor parallelism, by default over all ranks, and data parallelism over the remaining ones.
+
+    Arguments are those of :class:`~runner.booster.HybridParallelPlugin`.
+    """
+
+    def __init__(
+        self, tp_size: int | None = None, dp_size: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(tp_size=tp_size, dp_size=dp_size, **options)
+
+
+class PipelineParallelPlugin(HybridParallelPlugin):
+    """Pipeline parallelism, by default over all ranks, and data parallelism over the others.
+
+    Arguments are those of :class:`~runner.booster.HybridParallelPlugin`.
+    """
+
+    def __init__(
+        self, pp_size: int | None = None, dp_size: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(pp_size=pp_size, dp_size=dp_size, **options)
+
+
+class MoeHybridParallelPlugin(HybridParallelPlugin):
+    """Expert parallelism, by default over all data-parallel ranks; other weights are replicated.
+
+    Arguments are those of :class:`~runner.booster.HybridParallelPlugin`.
+    """
+
+    def __init__(self, ep_size: int | None = None, **options: Any) -> None:
+        super().__init__(ep_size=ep_size, **options)

@@ -1,12 +1,16 @@
-"""Plugin ``ddp``: every rank holds the whole model, and gradients are averaged over ranks.
+"""Plugins ``ddp`` and ``fsdp``: each rank trains on its part of the samples.
 
-After the backward pass of the last microbatch all ranks hold bitwise equal gradients, so clipping
-needs no collective. Both forward and backward pass have to run inside ``no_sync``.
+Under ``ddp`` every rank holds the whole model. After the backward pass of the last microbatch all
+ranks hold bitwise equal gradients, so clipping needs no collective. Under ``fsdp`` (FSDP2; Zhao et
+al. 2023, arXiv 2304.11277) each parameter is a DTensor sharded along its first dimension, and
+all-gathered for the forward and backward pass of its block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -15,20 +19,24 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from runner.booster.plugin.base import ParallelModel, Plugin, require_process_group
-from runner.booster.step_order import StepOrderError
+from runner.booster.nonfinite import StepOrderError
+from runner.booster.plugin import base
 from runner.clip import Layout
-from runner.parallel.final_gradients import Final, watch_buckets
-from runner.parallel.gradient_sync import Replicas, average, synchronise_batch_norm
+from runner.parallel import final_gradients
+from runner.parallel import gradient_sync as sync
+from runner.parallel.hooks import Usage, require_no_post_accumulate
+from runner.parallel.mesh import grid
+from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
 
 _TRAINED = attrgetter("requires_grad")
 
 
-class TorchDDPPlugin(Plugin):
+class TorchDDPPlugin(base.Plugin):
     """Data parallelism by :class:`torch.nn.parallel.DistributedDataParallel`.
 
     The arguments are those of DDP, except ``sync_batchnorm``: whether to compute batch norm over
-    the samples of all ranks (:class:`torch.nn.SyncBatchNorm`, only on GPUs).
+    the samples of all ranks (:class:`torch.nn.SyncBatchNorm`, only on GPUs). Both forward and
+    backward pass have to run inside ``no_sync``.
 
     Raises:
         RuntimeError: there is no process group.
@@ -43,7 +51,7 @@ class TorchDDPPlugin(Plugin):
         static_graph: bool = False,
         sync_batchnorm: bool = False,
     ) -> None:
-        self.world = require_process_group("TorchDDPPlugin")
+        self.world = base.require_process_group("TorchDDPPlugin")
         self.sync_batchnorm = sync_batchnorm
         self.ddp_kwargs: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
@@ -55,14 +63,14 @@ class TorchDDPPlugin(Plugin):
             # Passed only if it differs, because newer versions of torch renamed it.
             self.ddp_kwargs["broadcast_buffers"] = False
 
-    def configure(self, model: nn.Module) -> ParallelModel:
+    def configure(self, model: nn.Module) -> base.ParallelModel:
         """Wrap the model in DDP; every rank holds all gradients."""
         if self.sync_batchnorm:
-            synchronise_batch_norm(model, self.world)
+            sync.synchronise_batch_norm(model, self.world)
         device = next(model.parameters()).device
         ids = [device.index] if device.type == "cuda" else None
         wrapped = Replica(model, device_ids=ids, **self.ddp_kwargs)
-        return ParallelModel(
+        return base.ParallelModel(
             wrapped,
             Layout.of_model(model),
             sync_grads=wrapped.average_again,
@@ -85,12 +93,7 @@ class Replica(DistributedDataParallel):
     """DDP for parameters that are frozen and unfrozen, and for several backward passes of a graph.
 
     DDP itself averages the gradients of the parameters that were trained when it was built, in the
-    first backward pass after a forward pass. It does not average those of parameters that are
-    unfrozen later, nor those of a second backward pass.
-
-    Args:
-        module: the user's model.
-        options: arguments of DDP.
+    first backward pass after a forward pass.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -119,7 +122,7 @@ class Replica(DistributedDataParallel):
         outputs = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         held = not self.require_backward_grad_sync
         self._averages = self._averages or not held
-        for output in [outputs] if isinstance(outputs, Tensor) else tree_leaves(_fields(outputs)):
+        for output in tree_leaves(outputs):
             if isinstance(output, Tensor) and output.requires_grad and not output.is_leaf:
                 output.register_hook(self._held if held else self._reached)  # type: ignore[no-untyped-call]
         return outputs
@@ -144,22 +147,20 @@ class Replica(DistributedDataParallel):
         self._note_trained()
 
     def _reached(self, gradient: Tensor) -> None:
-        """Note that a backward pass runs; each pass has a number."""
         self._note_pass(held=False)
 
     def _held(self, gradient: Tensor) -> None:
         self._note_pass(held=True)
 
     def _note_pass(self, held: bool) -> None:
+        """Note that a backward pass runs; each pass has a number."""
         number = torch._C._current_graph_task_id()
         executes = torch._C._will_engine_execute_node
         # A pass of torch.autograd.grad may accumulate no gradient.
         if number == self._pass or not any(map(executes, self._accumulators)):
             return
         self._pass = number
-        if self._averages:
-            self._averages = False
-        elif not held:
+        if not self._averages and not held:
             if self._watched:
                 raise StepOrderError(
                     "a second backward pass of one forward pass would change gradients that were "
@@ -167,6 +168,7 @@ class Replica(DistributedDataParallel):
                     "of no_sync"
                 )
             self._missed = True
+        self._averages = False
 
     def average_again(self) -> None:
         """Average gradients over ranks, if a backward pass has run in which DDP did not.
@@ -176,18 +178,81 @@ class Replica(DistributedDataParallel):
         if self._missed:
             self._missed = False
             group: Any = self.process_group
-            average(Replicas(self._held_parameters, group, group.size()))
+            sync.average(sync.Replicas(self._held_parameters, group, group.size()))
 
-    def watch_final(self, final: Final) -> None:
+    def watch_final(self, final: final_gradients.Final) -> None:
         """Call ``final`` with parameters whose gradients have become final in a backward pass."""
-        watch_buckets(self, final)
+        final_gradients.watch_buckets(self, final)
         self._watched = True
 
 
-def _fields(outputs: Any) -> Any:
-    """Return the attributes of an object that holds outputs; anything else as it is."""
-    plain = isinstance(outputs, tuple | list | dict) or not hasattr(outputs, "__dict__")
-    return outputs if plain else vars(outputs)
+class TorchFSDPPlugin(base.Plugin):
+    """Fully sharded data parallelism by torch's ``fully_shard``.
 
+    Args:
+        reshard_after_forward: whether to reshard the parameters of a block after its forward pass
+            and gather them again for its backward pass: less memory, more communication.
+        dp_replicate: number of replicas; each is sharded over world size ÷ ``dp_replicate`` ranks.
+        param_dtype: ``bf16`` or ``fp16``, the dtype in which parameters are gathered and computed;
+            gradients are reduced in float32. None keeps the dtype of each parameter.
+        cpu_offload: whether to keep parameters, gradients and optimizer state in host memory.
+        sync_batchnorm: whether to compute batch norm over the samples of all data-parallel ranks
+            (:class:`torch.nn.SyncBatchNorm`, only on GPUs).
 
-PLUGIN = TorchDDPPlugin
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: ``dp_replicate`` does not divide the world size.
+    """
+
+    def __init__(
+        self,
+        reshard_after_forward: bool = True,
+        dp_replicate: int = 1,
+        param_dtype: str | None = None,
+        cpu_offload: bool = False,
+        sync_batchnorm: bool = False,
+    ) -> None:
+        self.world = base.require_process_group("TorchFSDPPlugin")
+        if self.world_size % dp_replicate:
+            raise ValueError(f"{dp_replicate} replicas do not divide {self.world_size} ranks")
+        self.sharding = Sharding(reshard_after_forward, base.dtype_of(param_dtype), cpu_offload)
+        self.dp_replicate = dp_replicate
+        self.sync_batchnorm = sync_batchnorm
+
+    @classmethod
+    def problems(
+        cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
+    ) -> list[base.Misfit]:
+        """Return a problem if ``dp_replicate`` does not divide the world size."""
+        replicas = options.get("dp_replicate", 1)
+        if ranks % replicas:
+            return [("dp_replicate", replicas, f"does not divide the {ranks} ranks (plugin.nproc)")]
+        return []
+
+    def configure(self, model: nn.Module) -> base.ParallelModel:
+        """Shard each block (each element of a ModuleList), then the rest of the model."""
+        if self.sync_batchnorm:
+            sync.synchronise_batch_norm(model, self.world)
+        why = "fsdp computes with temporary copies of parameters"
+        require_no_post_accumulate(model.named_parameters(), why)
+        whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        sync.broadcast_model(model, self.world)
+        device = next(model.parameters()).device.type
+        axes = {"dp_replicate": self.dp_replicate} if self.dp_replicate > 1 else {}
+        axes["dp_shard"] = self.world_size // self.dp_replicate
+        usage = Usage()
+        shard_model(model, grid(device, tuple(axes.values()), tuple(axes)), self.sharding, usage)
+        return base.ParallelModel(
+            model,
+            Layout.of_sharded(model, self.world, whole),
+            sync_grads=sync.in_turn(
+                partial(usage.drop_unused, dict(model.named_parameters()), self.world),
+                sync.broadcast_buffers(model, self.world),
+            ),
+            broadcast_params=partial(reshard, [model]),
+            watch_final=partial(final_gradients.watch_blocks, model, usage, self.world),
+        )
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which gradients stay unsharded and local."""
+        return unsynchronised(model)

@@ -5,17 +5,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runner.models import (
+from runner.models.cnn import GatedConvLanguageModel
+from runner.models.compressive import CompressiveTransformer
+from runner.models.gpt import GPT, MaskedLanguageModel
+from runner.models.mixture import MixtureGPT
+from runner.models.recurrent import (
     AWDLSTM,
-    GPT,
-    CompressiveTransformer,
-    GatedConvLanguageModel,
     LSTMLanguageModel,
-    MaskedLanguageModel,
-    MixtureGPT,
     RNNLanguageModel,
+    WeightDroppedLSTM,
 )
-from runner.models.recurrent import WeightDroppedLSTM
 
 V, T = 13, 10
 

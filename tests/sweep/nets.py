@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from runner.models import DigitsCNN
+from runner.models.cnn import DigitsCNN
 
 
 class Net(DigitsCNN):

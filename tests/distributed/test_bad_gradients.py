@@ -126,7 +126,7 @@ def test_a_step_that_is_not_finite_is_that_of_one_process(world, kind):
 
 # -- one element of a final gradient, on each rank in turn
 
-POLICIES = ("skip", "error", "ignore")
+POLICIES = {2: ("skip", "error", "ignore"), 4: ("skip",)}
 CLIPS = (NORM, ("value", 0.1, 2.0), ("adaptive", 0.1, 2.0))
 FINAL = {
     2: ("fsdp", "zero1", "tensor", "1f1b", "moe"),
@@ -173,13 +173,14 @@ def bad_elements(plugin, policy):
 
 
 def bad_under(plugins):
-    return [bad_elements(plugin, policy) for plugin, policy in product(plugins, POLICIES)]
+    asked = product(plugins, POLICIES[dist.get_world_size()])
+    return [bad_elements(plugin, policy) for plugin, policy in asked]
 
 
 @pytest.mark.parametrize("world", FINAL)
 def test_one_bad_element_anywhere_is_known_everywhere(world):
     ranks = run_ranks(bad_under, world, FINAL[world])
-    for number, (plugin, policy) in enumerate(product(FINAL[world], POLICIES)):
+    for number, (plugin, policy) in enumerate(product(FINAL[world], POLICIES[world])):
         for fates in zip(*(rank[number] for rank in ranks), strict=True):
             [name] = [name for name, *_ in fates if name is not None]
             error, metrics, taken = fates[0][2]

@@ -31,12 +31,10 @@ from runner.train import stop
 if TYPE_CHECKING:
     from runner.launch.rank import Job
 
+# Seconds by which the agent kills its ranks later than `shutdown.timeout`, when they end
 LATER = 10
-"""Seconds by which the agent kills its ranks later than ``shutdown.timeout``, when they end."""
-
+# Packages that import without a thread or a GPU; those of a user may do anything
 _KNOWN = ("runner", "torch", "torchvision")
-"""Packages that import without a thread or a GPU; those of a user may do anything."""
-
 _OF_PLUGIN = {
     **dict.fromkeys(("fsdp", "zero", "tensor", "moe"), "torch.distributed.fsdp"),
     **dict.fromkeys(("pipeline", "hybrid"), "torch.distributed.pipelining"),

@@ -30,28 +30,22 @@ from runner.run_folder import files
 from runner.run_folder.strict_json import read_object, write_object
 from runner.train import beat, stop
 
+# Seconds in which all ranks write how they ended, after one of them lost a connection
 PATIENCE = 3.0
-"""Seconds in which all ranks write how they ended, after one of them lost a connection."""
-
+# Seconds by which the limit of a collective is later than `launch.timeout`, after which a rank
+# that begins no microbatch writes its stack
 LATER = 5.0
-"""Seconds by which the limit of a collective is later than ``launch.timeout``, after which a rank
-that begins no microbatch writes its stack."""
-
-_LONGEST = 12
-"""Calls of a stack that are shown."""
-
+_LONGEST = 12  # calls of a stack that are shown
 KNOBS = (
     "out of memory: lower data.batch_size (accumulation.steps keeps the size of the step), or "
     "shard the model over more ranks (plugin=fsdp, plugin=tensor, plugin=pipeline)"
 )
 """What to change in a request that needs too much memory."""
 
+# Modules of torch that a lost connection is raised in: by a collective, or in a backward pass
 COLLECTIVE = ("torch.distributed.", "torch.autograd.graph")
-"""Modules of torch that a lost connection is raised in: by a collective, or in a backward pass."""
-
+# Modules that wait for a collective that runs beside them, in code of torch without a frame
 WAITS = ("runner.clip.transfer", "runner.parallel.overlap", "runner.parallel.pipeline")
-"""Modules that wait for a collective that runs beside them, in code of torch without a frame."""
-
 _WORKER = re.compile(
     r"DataLoader worker \(pid.*\) (exited unexpectedly"
     r"|is killed by signal: (Terminated|Interrupt|Hangup|User defined signal 1))"

@@ -34,12 +34,8 @@ from runner.run_folder.status import (
 )
 from runner.run_folder.strict_json import decode, encode, number, read_object
 
-WORDS = ("auto", "never")
-"""Values of ``resume`` that are no path."""
-
-FROM = "resumed_from"
-"""Entry of a status: checkpoint of another run that this one started from."""
-
+WORDS = ("auto", "never")  # values of `resume` that are no path
+FROM = "resumed_from"  # entry of a status: checkpoint of another run that this one started from
 _BATCH = ("data.batch_size", "accumulation.steps")
 
 _CLASS = "optimizer._target_"

@@ -25,17 +25,11 @@ from runner.train import stop
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
-ECHO = 1.0
-"""Seconds in which further signals count as the first: ``timeout`` sends each one twice."""
-
+ECHO = 1.0  # seconds in which further signals count as the first: `timeout` sends each one twice
+# The same for ranks of torchrun, which passes on what its processes get from the terminal too
 ECHO_OF_LAUNCHER = 3.0
-"""The same for ranks of torchrun, which passes on what its processes get from the terminal too."""
-
-AT_ONCE = 5.0
-"""Seconds that the main thread has to end where no training polls."""
-
-LAST_WORDS = 3.0
-"""Seconds that the functions of :func:`last_words` have, together."""
+AT_ONCE = 5.0  # seconds that the main thread has to end where no training polls
+LAST_WORDS = 3.0  # seconds that the functions of :func:`last_words` have, together
 
 LastWords = Callable[[int, str], None]
 """Called with the exit code and the reason, in a thread of its own."""

@@ -19,12 +19,11 @@ from runner.config.environment import started_rank
 from runner.config.identity import config_hash
 from runner.config.problem import Interrupted, Stopped
 from runner.config.schema import RunConfig
-from runner.config.secrets import hidden
 from runner.launch import failure, signals
 from runner.launch.failure import Failure, attempt, may_be_lost_peer
 from runner.launch.resume import ANEW, Start
 from runner.run_folder import files, keys
-from runner.run_folder.rows import JsonlSink, Row, cut, last_step
+from runner.run_folder.rows import JsonlSink, cut, last_step
 from runner.run_folder.status import WANDB_STEP, Record, objective_of, provenance
 from runner.telemetry.guidance import sentences
 from runner.telemetry.sinks.console import TerminalSink, is_watched, print_line
@@ -36,11 +35,9 @@ from runner.train.progress import steps_between_lines
 
 log = logging.getLogger(__name__)
 
+# Sections that say nothing about a run itself: wandb does not show them
 _OTHERS = ("calibrate", "verify", "sweep", "report")
-"""Sections that say nothing about a run itself: wandb does not show them."""
-
-PAGE_SECONDS = 2.0
-"""Seconds of ``shutdown.timeout`` that are kept for the page of the run."""
+PAGE_SECONDS = 2.0  # seconds of `shutdown.timeout` that are kept for the page of the run
 
 Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]
 
@@ -124,7 +121,7 @@ def run(
     record.begin(plain, config_hash(plain), run_id, resumed)
     cut(rows, start.step if start.former else 0)
     failure.clear(folder)
-    shown: list[Sink] = [_Steps(record), RunLog(folder, words, made_with)]
+    shown: list[Sink] = [record, RunLog(folder, words, made_with)]
     for sentence in start.warnings:
         log.warning("%s", sentence)
     if start.checkpoint is not None:
@@ -133,12 +130,12 @@ def run(
         print_line(f"clip-runner: {line}", sys.stderr)
 
     def show_and_train() -> dict[str, Any]:
-        title = folder.name if reports_end else f"run {folder.name}"
-        sent = resumed.get(WANDB_STEP)
-        sinks = _sinks(config, plain, folder, run_id, words, title, sent, alone)
+        shown.append(_terminal(config, folder.name if reports_end else f"run {folder.name}", alone))
+        if run_id is not None:
+            name, sent = " ".join(words) or folder.name, resumed.get(WANDB_STEP)
+            shown.append(_wandb(config, plain, folder, run_id, name, sent))
         if config.tracker.uses("tensorboard"):
-            sinks.append(TensorboardSink(folder, start.step if start.former else None))
-        shown.extend(sinks)
+            shown.append(TensorboardSink(folder, start.step if start.former else None))
         trained = train(config, folder, shown, start=start)
         trained[keys.WALL_SECONDS] += start.seconds
         trained |= {"guidance": sentences(trained.get("remarks", ()), swept)} | made_with
@@ -155,22 +152,32 @@ def run(
         ended = attempt(show_and_train)
         logging.captureWarnings(False)
         # The status first: closing wandb may take seconds.
-        summary: dict[str, Any] | None = None
         if isinstance(ended, Failure):
-            exit_code = ended.exit_code
-            record.end(ended.state, exit_code, ended.error, ended.rank, ended.node)
+            record.end(ended.state, ended.exit_code, ended.error, ended.rank, ended.node)
             log.info("%s", ended.error)
         else:
-            exit_code = 0
-            summary = ended
             record.end("finished", 0, None, None)
+    return _close(config, folder, ended, shown, reports_end)
+
+
+def _close(
+    config: RunConfig,
+    folder: Path,
+    ended: Failure | dict[str, Any],
+    shown: Sequence[Sink],
+    reports_end: bool,
+) -> Ended:
+    """Close the sinks of a run, write its page, and raise if a signal ended it."""
+    failed = ended if isinstance(ended, Failure) else None
+    summary = None if isinstance(ended, Failure) else ended
+    exit_code = failed.exit_code if failed else 0
     failure.clear(folder)
     for sink in shown:
         sink.close(summary, exit_code)
     page = write_page(folder) if reports_end else None  # the page of a sweep shows all its runs
-    if isinstance(ended, Failure) and (ended.state == "failed" or "\n" in ended.error):
+    if failed and (failed.state == "failed" or "\n" in failed.error):
         level = logging.ERROR if reports_end else logging.INFO
-        log.log(level, "%s (see %s)", _headline(ended, config.plugin.name), folder / files.STATUS)
+        log.log(level, "%s (see %s)", _headline(failed, config.plugin.name), folder / files.STATUS)
     if reports_end:
         print_line(str(page or folder))
     late = stop.reset()  # a signal after the training had ended
@@ -180,7 +187,7 @@ def run(
         raise SystemExit(exit_code)
     if late and not reports_end:  # the sweep ends
         raise signals.Terminated(late)
-    full = isinstance(ended, Failure) and ended.disk_full
+    full = failed is not None and failed.disk_full
     return Ended(exit_code, objective_of(summary or {}, config.sweep.objective), full)
 
 
@@ -203,42 +210,27 @@ def _headline(found: Failure, plugin: str) -> str:
     return last if last.startswith(f"{who} ") else f"{who} failed: {last}"
 
 
-def _sinks(
-    config: RunConfig,
-    plain: dict[str, Any],
-    folder: Path,
-    run_id: str | None,
-    words: Sequence[str],
-    title: str,
-    sent: int | None,
-    alone: bool,
-) -> list[Sink]:
+def _terminal(config: RunConfig, title: str, alone: bool) -> Sink:
     from runner.train import build
 
     data = build.make_data(config.data)
-    steps = build.steps_of(config, data)
     evaluation = build.steps_of(config, data, duration=config.eval.interval)
     # On a pipe a line a step would bury everything else.
     interval = steps_between_lines(evaluation, max(config.log.interval, config.log.flush))
-    sinks: list[Sink] = [TerminalSink(steps, interval, title, alone=alone)]
-    if run_id is not None:
-        settings = hidden(config.tracker.model_dump(exclude={"name", "also"}))
-        name = " ".join(words) or folder.name
-        settings |= {"sent_until": sent or 0, "resumes": sent is not None}
-        settings["time_left"] = lambda: signals.time_left() - PAGE_SECONDS
-        described = {key: value for key, value in plain.items() if key not in _OTHERS}
-        sinks.append(WandbSink(folder, name=name, run_id=run_id, config=described, **settings))
-    return sinks
+    return TerminalSink(build.steps_of(config, data), interval, title, alone=alone)
 
 
-class _Steps:
-    """Keeps the step in ``status.json``."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-
-    def write(self, row: Row) -> None:
-        self._record.progress(int(row[keys.TRAIN_STEP]))
-
-    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        pass
+def _wandb(
+    config: RunConfig, plain: dict[str, Any], folder: Path, run_id: str, name: str, sent: int | None
+) -> Sink:
+    described = {key: value for key, value in plain.items() if key not in _OTHERS}
+    return WandbSink(
+        folder,
+        **config.tracker.model_dump(exclude={"name", "also"}),
+        name=name,
+        run_id=run_id,
+        config=described,
+        sent_until=sent or 0,
+        resumes=sent is not None,
+        time_left=lambda: signals.time_left() - PAGE_SECONDS,
+    )

@@ -5,43 +5,29 @@ A run has its own folder; a sweep has one with a numbered folder for each of its
 
 from __future__ import annotations
 
-HYDRA = ".hydra"
-"""What Hydra composed the run from."""
+HYDRA = ".hydra"  # what Hydra composed the run from
 OVERRIDES = f"{HYDRA}/overrides.yaml"
-COMPOSED = f"{HYDRA}/hydra.yaml"
-"""Hydra's own part of what it composed."""
-CONFIG = "config.yaml"
-"""Resolved configuration."""
-STATUS = "status.json"
-"""How the run stands: state, exit code, error, step."""
+COMPOSED = f"{HYDRA}/hydra.yaml"  # hydra's own part of what it composed
+CONFIG = "config.yaml"  # resolved configuration
+STATUS = "status.json"  # how the run stands: state, exit code, error, step
 ROWS = "metrics.jsonl"
 SUMMARY = "summary.json"
-PAGE = "report.html"
-"""Page of a run or of a sweep."""
+PAGE = "report.html"  # page of a run or of a sweep
 TABLE_CSV = "report.csv"
 TABLE_LATEX = "report.tex"
-TABLE_JSON = "report.json"
-"""Table of a run or of a sweep for other programs."""
+TABLE_JSON = "report.json"  # table of a run or of a sweep for other programs
 LOG = "runner.log"
-LOCK = ".run.lock"
-"""Locked by the process that writes to the folder of a run."""
-RANKS = ".ranks"
-"""Folder in which each rank of a run writes how it ended, while the run is on."""
-CHECKPOINTS = "checkpoints"
-"""Folder of a run that holds its checkpoints."""
+LOCK = ".run.lock"  # locked by the process that writes to the folder of a run
+RANKS = ".ranks"  # folder in which each rank of a run writes how it ended, while the run is on
+CHECKPOINTS = "checkpoints"  # folder of a run that holds its checkpoints
+# Checkpoint of a run that holds the weights of its end, and nothing to continue from
 FINAL = "final"
-"""Checkpoint of a run that holds the weights of its end, and nothing to continue from."""
-STATE = "state.pt"
-"""State of a training besides its tensors, in a checkpoint."""
+STATE = "state.pt"  # state of a training besides its tensors, in a checkpoint
+# What a checkpoint holds: sizes and checksums of its files. It is written last
 MANIFEST = "manifest.json"
-"""What a checkpoint holds: sizes and checksums of its files. It is written last."""
 TENSORBOARD = "tensorboard"
-WANDB = "wandb"
-"""Folder that wandb writes its record to."""
-
-SWEEP = "sweep.json"
-"""What a sweep was asked for, and how each of its runs stands."""
-MULTIRUN = "multirun.yaml"
-"""What Hydra composed the sweep from."""
+WANDB = "wandb"  # folder that wandb writes its record to
+SWEEP = "sweep.json"  # what a sweep was asked for, and how each of its runs stands
+MULTIRUN = "multirun.yaml"  # what Hydra composed the sweep from
+# Folder of a sweep that keeps the files of unfinished runs that were started again
 EARLIER = "earlier"
-"""Folder of a sweep that keeps the files of unfinished runs that were started again."""

@@ -23,75 +23,54 @@ TRAIN_TOKENS = "train/tokens"
 
 GRAD_NORM = "grad/norm"
 GRAD_NORM_CLIPPED = "grad/norm_clipped"
+# Norm of the gradients that a coefficient multiplies, which is compared with the threshold; only
+# where some are left out (those of Muon)
 GRAD_NORM_SCALED = "grad/norm_scaled"
-"""Norm of the gradients that a coefficient multiplies, which is compared with the threshold; only
-where some are left out (those of Muon)."""
 GRAD_NORM_MEAN = "grad/norm_mean"
 GRAD_NORM_MAX = "grad/norm_max"
-GRAD_NONFINITE = "grad/nonfinite"
-"""Steps skipped so far because their gradient was not finite."""
+GRAD_NONFINITE = "grad/nonfinite"  # steps skipped so far because their gradient was not finite
+# Steps skipped so far because their loss or gradient norm was a spike, in runs with a rule of
+# `clip.skip`. Their gradients were finite, so :data:`GRAD_NONFINITE` does not count them
 CLIP_SKIPPED = "clip/skipped"
-"""Steps skipped so far because their loss or gradient norm was a spike, in runs with a rule of
-``clip.skip``. Their gradients were finite, so :data:`GRAD_NONFINITE` does not count them."""
-
 CLIP_THRESHOLD = "clip/threshold"
-CLIP_COEF = "clip/coef"
-"""Norm after clipping ÷ norm before clipping."""
-CLIP_CLIPPED = "clip/clipped"
-"""1 if clipping changed this step, else 0."""
+CLIP_COEF = "clip/coef"  # norm after clipping ÷ norm before clipping
+CLIP_CLIPPED = "clip/clipped"  # 1 if clipping changed this step, else 0
+# Share clipped of what the mode clips: the step, the elements or the units
 CLIP_FRACTION = "clip/fraction"
-"""Share clipped of what the mode clips: the step, the elements or the units."""
 CLIP_RATIO = "clip/ratio"
-CLIP_RATIO_TOTAL = "clip/ratio_total"
-"""Share of all steps so far that clipping changed."""
+CLIP_RATIO_TOTAL = "clip/ratio_total"  # share of all steps so far that clipping changed
+# Distribution over steps of the largest value that the mode compares with its threshold (summary
+# only)
 CLIP_PEAK = "clip/peak"
-"""Distribution over steps of the largest value that the mode compares with its threshold (summary
-only)."""
-
-CLIP_COSINE = "clip/cosine"
-"""Cosine of the angle between the gradient before clipping and after it."""
+CLIP_COSINE = "clip/cosine"  # cosine of the angle between the gradient before clipping and after it
+# Largest number of steps in a row that clipping changed (summary only)
 CLIP_STREAK = "clip/longest_streak"
-"""Largest number of steps in a row that clipping changed (summary only)."""
-
+# Norm of what a step added to the weights ÷ norm of the weights before the step
 UPDATE_RATIO = "update/ratio"
-"""Norm of what a step added to the weights ÷ norm of the weights before the step."""
-
 LOSS_SPIKES = "train/loss_spike_score"
+# Share of the steps so far whose loss, or gradient norm, is far from the mean of those before
 NORM_SPIKES = "grad/norm_spike_score"
-"""Share of the steps so far whose loss, or gradient norm, is far from the mean of those before."""
-
 NOISE_MICROBATCHES = "noise/microbatches"
+# Prefixes of two estimates of the gradient noise scale: what they compare
 NOISE_RANKS = "noise/ranks"
-"""Prefixes of two estimates of the gradient noise scale: what they compare."""
-
-WORST_LAYERS = "grad/worst_layers"
-"""Parameters with the largest shares of ‖G‖² (summary only)."""
-
+WORST_LAYERS = "grad/worst_layers"  # parameters with the largest shares of ‖G‖² (summary only)
 TIME_STEP = "time/step_s"
 THROUGHPUT = "throughput/samples_per_s"
 
-EVAL = "eval/"
-"""Prefix of all metrics of an evaluation."""
+EVAL = "eval/"  # prefix of all metrics of an evaluation
 EVAL_LOSS = f"{EVAL}loss"
 EVAL_ACCURACY = f"{EVAL}accuracy"
 
-LAYER_NORM = _of(GRAD_NORM)
-"""Prefix of the gradient norm of one parameter."""
-LAYER_SHARE = "grad/share/"
-"""Prefix of the share of one parameter in ‖G‖²."""
-LAYER_UPDATE = _of(UPDATE_RATIO)
-"""Prefix of the update-to-weight ratio of one parameter."""
+LAYER_NORM = _of(GRAD_NORM)  # prefix of the gradient norm of one parameter
+LAYER_SHARE = "grad/share/"  # prefix of the share of one parameter in ‖G‖²
+LAYER_UPDATE = _of(UPDATE_RATIO)  # prefix of the update-to-weight ratio of one parameter
+# Prefix of the share of steps so far that another threshold would have clipped
 WHAT_IF = "clip/what_if/"
-"""Prefix of the share of steps so far that another threshold would have clipped."""
-
+# Facts about a clipping mode that is not one of this project's own (summary only)
 CLIP_MODE = "clip/mode"
-"""Facts about a clipping mode that is not one of this project's own (summary only)."""
-
+# Why a callback ended the training, such as early stopping (summary and status only)
 ENDED_EARLY = "ended_early"
-"""Why a callback ended the training, such as early stopping (summary and status only)."""
-
-WALL_SECONDS = "wall_s"
-"""Wall time of the run (summary only)."""
+WALL_SECONDS = "wall_s"  # wall time of the run (summary only)
 
 
 def layer_norm(parameter: str) -> str:

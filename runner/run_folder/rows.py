@@ -13,9 +13,9 @@ from runner.config import disk
 from runner.run_folder import keys
 from runner.run_folder.strict_json import decode, fast_encoder
 
+# Bytes of a line that is still read as one; a row with the norms of 100,000 parameters has 10
+# million
 LONGEST_LINE = 16 * 2**20
-"""Bytes of a line that is still read as one; a row with the norms of 100,000 parameters has 10
-million."""
 
 Row: TypeAlias = dict[str, int | float]
 """Metrics of one optimizer step by key, on the host. It always has `keys.TRAIN_STEP`."""

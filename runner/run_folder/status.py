@@ -27,17 +27,12 @@ log = logging.getLogger(__name__)
 SLURM_JOB = "slurm_job_id"
 ELASTIC_JOB = "torchelastic_run_id"
 ELASTIC_AGENT = "torchelastic_agent"
-RESUMED = "resumed"
-"""Entry of a status: the steps at which the run was continued in its own folder."""
+RESUMED = "resumed"  # entry of a status: the steps at which the run was continued in its own folder
+# Entry of the status of a continued run: the last step whose row wandb got before
 WANDB_STEP = "wandb_step"
-"""Entry of the status of a continued run: the last step whose row wandb got before."""
-
-PROGRESS_SECONDS = 1.0
-"""Shortest time between two writes of the step to ``status.json``."""
-
+PROGRESS_SECONDS = 1.0  # shortest time between two writes of the step to `status.json`
+# Seconds to wait for the lock of a process that is gone: its children hold it until they end
 RELEASED = 5.0
-"""Seconds to wait for the lock of a process that is gone: its children hold it until they end."""
-
 PACKAGES = ("clip-runner", "torch", "torchvision", "hydra-core", "wandb")
 
 
@@ -93,13 +88,16 @@ class Record:
         self._before = self._status[keys.WALL_SECONDS] - time.monotonic()
         self._write_status()
 
-    def progress(self, step: int) -> None:
-        """Set the number of optimizer steps taken; the file is written at most once a second."""
-        self._status["step"] = step
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Take the step of a row; the file is written at most once a second."""
+        self._status["step"] = int(row[keys.TRAIN_STEP])
         if time.monotonic() - self._written >= PROGRESS_SECONDS:
             with suppress(OSError):
                 self._write_status()
             self._written = time.monotonic()
+
+    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
+        """Do nothing: :meth:`end` has written the status before any sink is closed."""
 
     def summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``; the status too says why a training ended early."""

@@ -29,14 +29,10 @@ from runner.sweep.summary_run import record_sweep
 from runner.telemetry.sinks.console import print_line
 from runner.train import stop
 
-_RELEASED = 8
-"""Seconds to wait until the processes of a killed sweep release its folder."""
-
+_RELEASED = 8  # seconds to wait until the processes of a killed sweep release its folder
+# Seconds that runs have longer than `shutdown.timeout`, until the sweep ends without them
 _LATER = 5.0
-"""Seconds that runs have longer than ``shutdown.timeout``, until the sweep ends without them."""
-
-_ASK = 10.0
-"""Seconds between two questions to Slurm, which many users share."""
+_ASK = 10.0  # seconds between two questions to Slurm, which many users share
 
 
 def run_sweep(

@@ -35,9 +35,9 @@ from runner.telemetry.sinks.console import print_line
 
 _LONGEST_TAG = 64  # wandb's own limit
 
+# Shortest time between two pages of a sweep, for each run on the page: several times the time to
+# write it
 PAGE_SECONDS = 0.1
-"""Shortest time between two pages of a sweep, for each run on the page: several times the time to
-write it."""
 
 
 def run_job(config: DictConfig) -> float | None:

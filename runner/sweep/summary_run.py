@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.schema import RunConfig
-from runner.config.secrets import hidden, masked_words
+from runner.config.secrets import masked_words
 from runner.launch import signals
 from runner.run_folder.sweep_record import SweepRecord
 from runner.sweep.job import grouped
@@ -45,7 +45,7 @@ def _record(folder: Path, config: RunConfig) -> None:
     summary: dict[str, Any] = {"runs": len(found.sweep.runs)}
     if found.best is not None:
         summary["best"] = {"setting": found.best.label, found.metric: found.mean(found.best)[0]}
-    tracker = hidden(config.tracker.model_dump(exclude={"name", "also"}))
+    tracker = config.tracker.model_dump(exclude={"name", "also"})
     sink = WandbSink(
         folder,
         **grouped({"tracker": tracker}, record.name)["tracker"] | {"job_type": SWEEP_JOB_TYPE},

@@ -27,7 +27,7 @@ def test_the_files_of_a_run_from_its_beginning_to_its_end(tmp_path):
     begun = read(tmp_path)
     assert (begun["state"], begun["ended"]) == ("running", None)
     assert (begun["config_hash"], begun["wandb_run_id"]) == ("abc", "run1")
-    record.progress(7)
+    record.write({"train/step": 7})
     record.end("finished", 0, None, None)
     assert module.is_unfinished(tmp_path)  # until its summary is there
     record.summary({"final": {"train/loss": math.nan}, "steps": 7})
@@ -55,7 +55,7 @@ def test_progress_is_written_once_a_second_and_a_continued_run_adds_its_time(tmp
     assert read(tmp_path).items() >= resumed.items()
     for step, seconds, written in ((31, 0.7, 30), (32, 0.2, 30), (33, 0.2, 33)):
         now += seconds
-        record.progress(step)
+        record.write({"train/step": step})
         assert read(tmp_path)["step"] == written
     record.end("finished", 0, None, None)
     assert read(tmp_path)["wall_s"] == pytest.approx(101.1)

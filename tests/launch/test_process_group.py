@@ -1,16 +1,19 @@
-"""Joining ranks that somebody else started, and telling a lost one from an error of the user."""
+"""What scripts ask about their ranks, telling a lost rank from an error, and a process's memory."""
 
 import os
+import sys
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from runner import launch_from_torch
+from runner import DistCoordinator, get_current_device, launch_from_torch
 from runner.clip.transfer import start_gather
 from runner.launch.failure import may_be_lost_peer
 from runner.launch.rank import join
-from tests.process import wait_for
+from tests.process import python, wait_for
 from tests.ranks import run_ranks
 
 
@@ -42,3 +45,55 @@ def test_a_rank_that_cannot_find_the_others(monkeypatch, capsys):
     told = capsys.readouterr().err
     assert told.count("Traceback") == 1
     assert "(MASTER_ADDR, MASTER_PORT not set)" in told
+
+
+def asked(folder):
+    coordinator, first = DistCoordinator(), dist.get_rank() == 0
+    file = folder / "file"
+    with coordinator.priority_execution():
+        seen = file.exists()
+        file.touch()
+    failed = pytest.raises(OSError, match="no space") if first else nullcontext()
+    with failed, coordinator.priority_execution():  # the second rank is not left waiting
+        if first:
+            raise OSError("no space")
+    with redirect_stdout(StringIO()) as said:
+        coordinator.print_on_master("of the first rank")
+    return coordinator.world_size, coordinator.is_master(), seen, said.getvalue()
+
+
+def test_a_coordinator_needs_ranks_and_its_master_goes_first(tmp_path):
+    with pytest.raises(RuntimeError, match=r"launch_from_torch\(\) first"):
+        DistCoordinator()
+    wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    assert get_current_device().type == wanted
+    first, second = run_ranks(asked, 2, tmp_path)
+    assert first == (2, True, False, "of the first rank\n")
+    assert second == (2, False, True, "")
+
+
+# Steps that allocate as much as the steps before: how often each had a page mapped.
+FAULTS = """
+import os, resource, statistics, torch
+from runner.launch.process_group import keep_freed_memory
+def median(device):
+    keep_freed_memory(device)
+    counts = []
+    for _ in range(13):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        held = torch.ones(2**24), torch.ones(2**22)  # 80 MiB, more than glibc keeps by itself
+        del held
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return statistics.median(counts[3:])
+given_back = [median("cuda")]
+os.environ["MALLOC_ARENA_MAX"] = "2"
+given_back.append(median("cpu"))
+del os.environ["MALLOC_ARENA_MAX"]
+print(*given_back, median("cpu"))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_freed_memory_is_used_again_unless_the_user_chose():
+    *others, kept = map(float, python("-c", FAULTS).stdout.split())
+    assert kept * 10 < min(others)

@@ -25,7 +25,7 @@ class Faulty(DigitsCNN):
     """
 
     def __init__(self, fault: str, rank: int, at: Sequence[int], **options: int) -> None:
-        super().__init__(**options)
+        super().__init__(**{"num_classes": 10, "width": 32} | options)
         self.fault, self.rank, self.at = fault, rank, list(at)
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
 

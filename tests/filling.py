@@ -23,7 +23,7 @@ class Filling(DigitsCNN):
     """Fills the disk ``$FILLED``, if there is one, in pass ``at`` and frees it in ``until``."""
 
     def __init__(self, at: int = 0, until: int = 0, **options: int) -> None:
-        super().__init__(**options)
+        super().__init__(**{"num_classes": 10, "width": 32} | options)
         self.at, self.until, self.seen = at, until, 0
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

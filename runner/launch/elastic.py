@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 # Seconds by which the agent kills its ranks later than `shutdown.timeout`, when they end
 LATER = 10
-# Packages that import without a thread or a GPU; those of a user may do anything
-_KNOWN = ("runner", "torch", "torchvision")
-_OF_PLUGIN = {
-    **dict.fromkeys(("fsdp", "zero", "tensor", "moe"), "torch.distributed.fsdp"),
-    **dict.fromkeys(("pipeline", "hybrid"), "torch.distributed.pipelining"),
-}
+# What the fork server imports for all ranks. It calculates nothing, because threads would not exist
+# in its children, and asks for no GPU, because a driver that was asked cannot be used after a fork
+PRELOADED = (
+    *("runner.launch.rank", "torch._dynamo", "torch.utils.serialization.config"),
+    *("torch.distributed.fsdp", "torch.distributed.pipelining", "runner.booster.plugin"),
+)
 
 
 def require_one_machine(config: RunConfig) -> None:
@@ -53,31 +53,15 @@ def require_one_machine(config: RunConfig) -> None:
         raise RequestError([Problem("plugin.nnodes", nodes, message)])
 
 
-def preloaded(configs: Iterable[RunConfig]) -> list[str]:
-    """Return the modules that the fork server imports for the ranks of these runs.
-
-    It calculates nothing, because threads would not exist in its children, and asks for no GPU,
-    because a driver that was asked cannot be used after a fork.
-    """
-    names = ["runner.launch.rank", "torch._dynamo", "torch.utils.serialization.config"]
-    for config in configs:
-        names.append("runner.booster.plugin")
-        names.append(_OF_PLUGIN.get(config.plugin.name, "torch"))
-        for section in (config.data, config.model, config.optimizer, config.scheduler):
-            module = section.target.rpartition(".")[0]
-            names += [module] if module.partition(".")[0] in _KNOWN else []
-    return list(dict.fromkeys(names))
-
-
 def prepare(*configs: RunConfig) -> None:
     """Start the fork server in the background, if one of these runs has ranks of its own."""
-    if needy := [one for one in configs if least_ranks(one.plugin) > 1 or one.launch.max_restarts]:
-        _ensure_running(needy)
+    if any(least_ranks(one.plugin) > 1 or one.launch.max_restarts for one in configs):
+        _ensure_running()
 
 
-def _ensure_running(configs: Sequence[RunConfig]) -> None:
+def _ensure_running() -> None:
     """Start the server; no signal reaches it and its children, until these unblock them."""
-    multiprocessing.set_forkserver_preload(preloaded(configs))
+    multiprocessing.set_forkserver_preload([*PRELOADED])
     resource_tracker.ensure_running()  # it would unblock some of them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKING)
     try:
@@ -119,7 +103,7 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the end of a run says it shorter
     os.environ[OWN_STORE] = "1"
-    _ensure_running([job.config])
+    _ensure_running()
     asked = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -98,7 +98,7 @@ def _run(config: DictConfig, place: str) -> float | None:
         entry = _entry(record, settings.job.num, plain, words)
         entry.folder, entry.state = str(folder.relative_to(sweep)), "running"
         entry.pid, entry.job = os.getpid(), slurm_job() if place == "elsewhere" else None
-    print_line(live.beginning(record, entry), sys.stderr)
+    print_line(live.news(record, entry), sys.stderr)
     resolved, plain = (grouped(one, record.name) for one in (resolved, plain))
     full = False
     try:
@@ -136,7 +136,7 @@ def _run(config: DictConfig, place: str) -> float | None:
     if entry.state != "failed":
         objective = entry.objective
         return objective if objective is not None and math.isfinite(objective) else None
-    print_line(live.failure(record, entry), sys.stderr)
+    print_line(live.news(record, entry), sys.stderr)
     if full:
         return _stop("repeat the command once there is space", place)
     if record.gives_up:

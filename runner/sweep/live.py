@@ -41,40 +41,27 @@ def in_slurm(jobs: Collection[str]) -> str:
 
 
 def news(record: SweepRecord, entry: Entry) -> str:
-    """Return how a run stands whose state has changed."""
+    """Return that a run begins, with the best run so far and the time left, or how it ended."""
+    title = f"run {entry.number} ({entry.number + 1} of {record.total})"
+    parts = [f"{title}: {entry.label}" if entry.label else title]
     if entry.state == "failed":
-        return failure(record, entry)
-    return end(record, entry) if entry.ended else beginning(record, entry)
-
-
-def beginning(record: SweepRecord, entry: Entry) -> str:
-    """Return which run begins, the best run so far, and the time left."""
-    parts = [_title(record, entry)]
+        return f"{parts[0]}   failed: {entry.error or 'no message'}"
+    if entry.ended:
+        parts[0] += f"   {entry.state}"
+        if entry.objective is not None:
+            parts.append(f"{record.objective} {rounded(entry.objective, 4)}")
+        if entry.seconds is not None:
+            parts.append(f"in {entry.seconds:.1f} s")
+        return "   ".join(parts)
     leader = best(record.entries, record.maximizes)
     if leader is not None and leader.objective is not None:
-        parts.append(
-            f"best so far {rounded(leader.objective, 4)} ({leader.label or leader.number})"
-        )
+        score = rounded(leader.objective, 4)
+        parts.append(f"best so far {score} ({leader.label or leader.number})")
     seconds = [one.seconds for one in record.entries if one.state == "finished" and one.seconds]
     if seconds:
         left = record.total - sum(one.ended for one in record.entries)
         parts.append(f"about {clock(mean(seconds) * max(left, 1))} left")
     return "   ".join(parts)
-
-
-def end(record: SweepRecord, entry: Entry) -> str:
-    """Return how a run ended that did not fail."""
-    parts = [f"{_title(record, entry)}   {entry.state}"]
-    if entry.objective is not None:
-        parts.append(f"{record.objective} {rounded(entry.objective, 4)}")
-    if entry.seconds is not None:
-        parts.append(f"in {entry.seconds:.1f} s")
-    return "   ".join(parts)
-
-
-def failure(record: SweepRecord, entry: Entry) -> str:
-    """Return why a run failed."""
-    return f"{_title(record, entry)}   failed: {entry.error or 'no message'}"
 
 
 def table(record: SweepRecord) -> str:
@@ -106,8 +93,3 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
-
-
-def _title(record: SweepRecord, entry: Entry) -> str:
-    title = f"run {entry.number} ({entry.number + 1} of {record.total})"
-    return f"{title}: {entry.label}" if entry.label else title

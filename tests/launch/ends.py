@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -51,7 +49,6 @@ class Started:
 
     process: subprocess.Popen[bytes]
     home: Path
-    temporary: Path
 
     @property
     def printed(self) -> str:
@@ -83,7 +80,7 @@ class Started:
         """Wait for the end of the command, which leaves nothing behind."""
         assert self.process.wait(120) == code, self.printed
         assert "Traceback" not in self.printed, self.printed
-        self.leaves_nothing(files=code >= 0)
+        self.leaves_nothing()
 
     def processes(self) -> list[int]:
         """Return the processes that the command started, and itself; zombies do not count."""
@@ -102,17 +99,9 @@ class Started:
         [server] = (pid for pid, file in below.items() if "forkserver" in file.read_text())
         return sorted(children(server))
 
-    def leaves_nothing(self, files: bool = True) -> None:
-        """Wait until no process, and no temporary file, is left of the command."""
-
-        def left() -> list[str]:
-            kept = [*(self.home / "shm").iterdir(), *self.temporary.iterdir()] if files else []
-            # torch keeps a cache there on purpose, and tracebacks of ranks that failed.
-            theirs = ("torchinductor", "pytorch-errorfile")
-            names = [str(file) for file in kept if not file.name.startswith(theirs)]
-            return [*map(str, self.processes()), *names]
-
-        wait_for(lambda: not left(), shown=left)
+    def leaves_nothing(self) -> None:
+        """Wait until no process is left of the command."""
+        wait_for(lambda: not self.processes(), shown=self.processes)
 
 
 def children(pid: int) -> list[int]:
@@ -135,18 +124,10 @@ def started(
     before: Sequence[str] = ("-m", "runner"),
     ignored: Sequence[int] = (),
 ) -> Iterator[Started]:
-    """Start ``python <before> <words>``, which ignores some signals; kill its processes at the end.
-
-    It runs on the CPU, with folders of its own for temporary files and shared memory.
-    """
+    """Start ``python <before> <words>``, which ignores some signals; kill all at the end."""
     home = Path(environment["RUNNER_OUTPUTS"]).parent
-    (home / "shm").mkdir(exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix="ends-"))  # short enough for the names of sockets
+    home.mkdir(exist_ok=True)
     command = [sys.executable, *before, "device=cpu", *words]
-    private = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"']
-    private += [str(home / "shm")]
-    if subprocess.run([*private, "true"], capture_output=True).returncode == 0:  # as root
-        command = [*private, *command]
 
     def signals() -> None:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
@@ -155,18 +136,17 @@ def started(
     with (home / "printed").open("wb") as printed:
         process = subprocess.Popen(
             command,
-            env={**environment, "TMPDIR": str(temporary)},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=printed,
             start_new_session=True,
             preexec_fn=signals,
         )
-    run = Started(process, home, temporary)
+    run = Started(process, home)
     try:
         yield run
     finally:
         for pid in {*run.processes(), *([] if process.returncode is not None else [process.pid])}:
             kill(pid)
         process.wait()
-        shutil.rmtree(temporary, ignore_errors=True)

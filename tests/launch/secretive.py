@@ -10,7 +10,7 @@ from runner.models.cnn import DigitsCNN
 class Secretive(DigitsCNN):
     """DigitsCNN with arguments that a user would not want to see in a record."""
 
-    def __init__(self, num_classes: int, width: int, **others: object):
+    def __init__(self, num_classes: int = 10, width: int = 32, **others: object):
         super().__init__(num_classes=num_classes, width=width)
         self.others = others
 

@@ -196,4 +196,4 @@ def test_a_rank_of_torchrun_that_is_lost_is_named(environment, fault):
         assert (run.status["state"], run.status["rank"]) == ("failed", 1)
         assert LOST in run.status["error"].splitlines()[-1]
         assert LOST in run.printed
-        run.leaves_nothing(files=False)
+        run.leaves_nothing()

@@ -1,18 +1,15 @@
 """Whole runs that finish: what they record, alike in one process, ranks, torchrun and restarts."""
 
 import json
-import socket
 import subprocess
 import sys
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
-from runner.checkpoint import folder as checkpoints
-from tests.launch.conftest import DDP, WORDS
-from tests.launch.ends import TORCHRUN, children, faulty, kill, only_run, read, rows_of, started
+from tests.launch.conftest import DDP
+from tests.launch.ends import TORCHRUN, faulty, only_run, read, rows_of, started
 from tests.process import python
 
 # The runs of conftest serve one worker.
@@ -49,33 +46,6 @@ def test_the_record_of_a_run(single):
     assert single.printed.splitlines()[0] == str(folder / "report.html")
 
 
-def held(checkpoint):
-    """Shapes of the tensors in the file of a checkpoint."""
-    [file] = checkpoint.glob("*.safetensors")
-    return {name: tensor.shape for name, tensor in load_file(file).items()}
-
-
-def test_the_checkpoints_of_a_run(single):
-    folder, home = single.folder, single.folder / "checkpoints"
-    names = ["final", "step_000000005", "step_000000010"]
-    assert sorted(one.name for one in home.iterdir()) == names
-    status, rows = read(folder), rows_of(folder)
-    for name, evaluated in zip(names, (12, 4, 8), strict=True):
-        about = checkpoints.require_whole(home / name)
-        assert about["config"] == yaml.safe_load((folder / "config.yaml").read_text())
-        assert about["config_hash"] == status["config_hash"]
-        assert about["wandb_run_id"] == status["wandb_run_id"]
-        assert (about["world_size"], about["plugin"]) == (1, "single")
-        assert about["metrics"]["eval/loss"] == rows[evaluated - 1]["eval/loss"]
-    weights, tensors = held(home / "final"), held(home / "step_000000010")
-    assert (
-        sum(shape.numel() for shape in weights.values())
-        == read(folder, "summary.json")["parameters"]
-    )
-    momenta = {f"optimizer/0/{name}/momentum_buffer": shape for name, shape in weights.items()}
-    assert tensors == weights | momenta
-
-
 def test_two_local_ranks_are_one_process_and_write_one_log(single, ranks):
     assert read(ranks.folder, "summary.json")["world_size"] == 2
     assert not (ranks.folder / "wandb").exists()
@@ -105,55 +75,6 @@ def test_local_ranks_that_start_again_end_as_if_none_had_failed(environment, ran
     with started(environment, [*DDP, "plugin.nproc=2", *fault]) as run:
         run.ends(0)
         assert rows_of(run.folder) == rows_of(ranks.folder)
-
-
-def test_a_path_continues_another_run_in_a_new_folder(environment, ranks):
-    """One rank without accumulation takes the samples of two."""
-    words = [*WORDS, "data.batch_size=32", "tracker=none", *faulty("warn", 3)]
-    path = f"resume={ranks.folder}/checkpoints/step_000000005"
-    python("-m", "runner", *words, path, env=environment)
-    folder = only_run(environment["RUNNER_OUTPUTS"])
-    assert read(folder)["resumed_from"] == path.partition("=")[2]
-    for row, wanted in zip(rows_of(folder), rows_of(ranks.folder)[5:], strict=True):
-        assert row["train/step"] == wanted["train/step"]
-        assert row["grad/norm"] == pytest.approx(wanted["grad/norm"], rel=1e-3)
-
-
-def torchruns(environment, *words, flags=(), before=()):
-    """Run ``torchrun`` twice, in the place of two machines; return exit codes and outputs."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    elastic = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", *flags]
-    elastic += ["--local-addr=127.0.0.1", "--nnodes=2", "--nproc-per-node=1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *elastic, "-m", "runner", *words]
-    agents = [
-        subprocess.Popen(
-            [*first, *command],
-            env={**environment, "SLURMD_NODENAME": name},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for name, first in (("n1", ()), ("n2", before))
-    ]
-    try:
-        printed = [one.communicate(timeout=300)[0] for one in agents]
-    finally:
-        for one in agents:
-            for pid in (*children(one.pid), one.pid) if one.returncode is None else ():
-                kill(pid)
-    return [one.returncode for one in agents], printed
-
-
-def test_two_machines_that_start_again_are_one_machine(environment, ranks):
-    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    words = [*DDP, "plugin.nnodes=2", *faulty("raise", 15)]
-    codes, printed = torchruns(environment | own_store, *words, flags=["--max-restarts=1"])
-    assert codes == [0, 0], printed
-    folder = only_run(environment["RUNNER_OUTPUTS"])
-    assert rows_of(folder) == rows_of(ranks.folder)
-    assert read(folder)["resumed"] == [5]
 
 
 def test_a_run_may_save_and_print_nothing(environment):

@@ -19,7 +19,7 @@ class Net(DigitsCNN):
     """
 
     def __init__(self, marks: str, number: int, **options: int) -> None:
-        super().__init__(**options)
+        super().__init__(**{"num_classes": 10, "width": 32} | options)
         mark = Path(marks, str(number))
         self.here, self.fault = mark, mark.read_text() if mark.exists() else ""
 

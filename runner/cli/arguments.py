@@ -49,6 +49,7 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
         add("--help", "-h", action="store_true")
         add("--hydra-help", action="store_true")
         add("--resolve", action="store_true")
+        add("--shell-completion", "-sc", action="store_true")
     try:
         args, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import hydra
 
 from runner.cli import WRONG_REQUEST
 from runner.cli.arguments import check_jobs, checked, note, read, source_of
@@ -12,6 +15,7 @@ from runner.compose.composer import Composer
 from runner.compose.record import write_composition
 from runner.compose.request import Request, request
 from runner.config.environment import joins, started_rank
+from runner.config.folders import CONFIG_NAME, find
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.launch import elastic
 from runner.run_folder import files
@@ -25,6 +29,8 @@ def main(words: Sequence[str]) -> int:
     if args.help:
         print(help_text(args.overrides, source_of(args)))
         return 0
+    if args.shell_completion:
+        return _complete(args.overrides)
     if args.hydra_help:
         return answer(args, Composer(source_of(args)))
     if args.cfg is not None or args.info is not None:
@@ -71,3 +77,15 @@ def _run(wanted: Request) -> int:
             return supervise.run(job.config, job.plain, folder, wanted.overrides, start=start)
 
         return wanted.run(work, folder).exit_code
+
+
+def _complete(words: Sequence[str]) -> int:
+    """Let Hydra complete overrides in a shell."""
+    home, argv = str(find("conf")), sys.argv
+    answer = hydra.main(version_base="1.3", config_path=home, config_name=CONFIG_NAME)(print)
+    sys.argv = ["clip-runner", "-sc", *words]
+    try:
+        answer()
+    finally:
+        sys.argv = argv
+    return 0

@@ -106,7 +106,6 @@ def test_the_second_run_in_a_folder_is_refused(outputs, tmp_path, capsys):
         assert main([f"hydra.run.dir={folder}", *TINY]) == 2
         assert contents(folder) == before
     assert "another run is using this folder" in capsys.readouterr().err
-    assert main([f"hydra.run.dir={folder}", *TINY]) == 0
 
 
 @pytest.mark.usefixtures("outputs")
@@ -137,7 +136,19 @@ def test_help_names_every_group_key_recipe_command_flag_and_exit_code(capsys):
     ):
         assert part in out
     assert "hydra/" not in out
-    for flag in ("-m", "-h", "--version", "-c", "-p", "--resolve", "-i", "-cd", "-cp", "-cn"):
+    for flag in (
+        "-m",
+        "-h",
+        "--version",
+        "-c",
+        "-p",
+        "--resolve",
+        "-i",
+        "-cd",
+        "-cp",
+        "-cn",
+        "-sc",
+    ):
         assert re.search(rf"^  {flag}\b", out, re.MULTILINE)
 
 
@@ -156,6 +167,12 @@ def test_the_configuration_and_the_version_can_be_printed(outputs, capsys, monke
     }.items():
         assert main(words.split()) == 0
         assert part in capsys.readouterr().out
+    assert main(["-sc", "install=bash"]) == 0
+    assert "complete -o nospace" in capsys.readouterr().out
+    monkeypatch.setenv("COMP_LINE", "clip-runner plugin=te")
+    monkeypatch.setenv("COMP_POINT", "21")
+    assert main(["-sc", "query=bash"]) == 0
+    assert capsys.readouterr().out == "plugin=tensor\n"
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert main(["sed=1"]) == 2
     assert "Traceback" in capsys.readouterr().err

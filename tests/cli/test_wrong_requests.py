@@ -29,7 +29,6 @@ OPTIONS = [
     ),
     ("~clip", ["~clip", LISTED]),
     ("recipe=cifar10_resnet43", ["cifar10_resnet34?", "accumulate_4"]),
-    ("-m hydra/launcher=slurm seed=1,2", ["hydra/launcher=slurm", "basic"]),
     (f"clip={'n' * 300}", ["clip=nnn", LISTED]),
     (f"clip._target_={'n' * 300}.N", ["clip._target_=nnn", "there is no module"]),
 ]
@@ -59,9 +58,7 @@ VALUES = [
     (f"seed={'9' * 5000}", ["seed=", "cannot be read", "(5,000 characters)"]),
     (f"seed={'9' * 400} optimizer.lr={'9' * 400}", ["at most 4294967295", "finite number"]),
     (f"clip=adaptive clip.exclude={'[' * 3000}{']' * 3000}", ["nested too deep"]),
-    (f"clip=adaptive clip.exclude={'[' * 150_000}", ["150,013 characters"]),
     ("tracker.project=a\0b", ["tracker.project=", "no character of a text"]),
-    ("tracker.project=a\udcffb", ["tracker.project=", "no character of a text"]),
     ("clip=adaptive clip.exclude=[a,[choice(1,2)]]", ["clip.exclude=", "inside a list"]),
 ]
 COMBINATIONS = [
@@ -83,7 +80,6 @@ COMBINATIONS = [
         (f"clip.when=backward {words}", ["(1 problem)", *parts])
         for words, parts in [
             ("clip=norm", ["clip.when=", "needs the whole gradient", "use step", "per_parameter"]),
-            ("clip=schedule", ["clip.when=", "sets the threshold of another mode"]),
             ("clip=chain clip.links=[{mode:value,threshold:1.0}]", ["clip.when=", "clip.links"]),
             ("clip=groups clip.groups={*.weight:0.1}", ["clip.when=", "modes in clip.groups"]),
             ("clip=per_parameter clip.by=block", ["clip.when=", "use clip.by=tensor"]),
@@ -94,7 +90,7 @@ COMBINATIONS = [
             ),
             *(
                 (f"clip=value plugin={name} plugin.nproc=2", ["clip.when=", f"plugin={name} makes"])
-                for name in ("zero", "tensor", "pipeline", "hybrid")
+                for name in ("zero", "hybrid")
             ),
             ("clip=value precision=fp16", ["precision=", "an overflow leaves out a whole step"]),
             ("clip=value clip.nonfinite=ignore", ["clip.nonfinite=", "use error, skip or clip.wh"]),
@@ -109,7 +105,7 @@ FLAGS = [
     ("=3 seed=( --fro", ["='3'", "no key", "seed=(", "quotes", "--fro", "unknown flag", "--help"]),
     ("--cfg everything", ["--cfg", "everything", "job"]),
     ("--cfg job -m", ["--multirun", "not allowed with argument --cfg"]),
-    ("--shell-completion", ["--shell-completion", "unknown flag"]),
+    ("plan --shell-completion", ["--shell-completion", "unknown flag"]),
     ("--config-dir /nowhere sed=1", ["--config-dir", "folder that exists", "seed?"]),
     ("--config-name foo", ["--config-name=foo", "there is no foo.yaml in", "config"]),
     *((f"clip=nrom {flag}", ["did you mean norm?"]) for flag in ("--help", "--cfg job", "--info")),
@@ -117,37 +113,22 @@ FLAGS = [
 ]
 SWEEPS = [
     ("clip.threshold=0.1,0.25", ["clip.threshold=0.1,0.25", "add -m"]),
-    ("sweep.zip=[clip.threshold,seed]", ["sweep.zip=[clip.threshold,seed]", "add -m"]),
     ("sweep.name=mine seed=1", ["sweep.name=mine", "goes with a sweep", "add -m"]),
     (
         "hydra/sweeper=optuna hydra.sweeper.n_trials=8 hydra/launcher=basic",
         ["(3 problems)", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=8", "add -m"],
     ),
     ("-m clip=norm,valeu seed=1,-1", ["clip=valeu", "value?", "seed=-1", "in the job seed=-1"]),
-    (
-        "-m plugin=tensor,ddp plugin.tp_size=2",
-        ["(1 problem)", "tp_size=2", "in the job plugin=ddp"],
-    ),
     ("-m recipe=glob(zz*)", ["recipe=glob(zz*)", "accumulate_4"]),
     ("-m clip.threshold=interval(0,1)", ["=interval(0,1)", "range(start,stop,step)"]),
     ("-m seed=1,range(0,3)", ["seed=", "inside a list"]),
     ("-m hydra.job.num=1,2", ["hydra.job.num=1,2", "cannot be swept"]),
-    *(
-        (f"-m hydra/sweeper=optuna hydra.sweeper.{word} seed=1,2", [word, part])
-        for word, part in (("n_trials=0", "at least 1"), ("n_trials=ten", "Integer"))
-    ),
     ("-m seed=1,2 hydra.sweep.subdir=../../x", ["hydra.sweep.subdir=../../x"]),
-    (f"-m seed=1,2 sweep.name={'n' * 300}", ["sweep.name=", "at most 100"]),
     (f"-m seed=1,2 sweep.name='{'猫' * 90}'", ["sweep.name=", "the first a letter or a digit"]),
-    *(
-        (f"-m clip.threshold={values}", ["sweep.max_jobs=10000", "clip.threshold alone"])
-        for values in ("range(0,1e9)", "shuffle(range(0,1e9))", "range(1,2,1e-30)")
-    ),
+    ("-m clip.threshold=shuffle(range(0,1e9))", ["sweep.max_jobs=10000", "clip.threshold alone"]),
     ("-m seed=range(0,300) clip.threshold=range(1,400)", ["119,700 runs", "clip.threshold 399"]),
-    ("-m seed=range(0,9) sweep.max_jobs=8", ["sweep.max_jobs=8", "seed alone"]),
     ("-m seed=1,2 sweep.zip=${nowhere}", ["sweep.zip="]),
     ("-m seed=1,2 sweep.name=a,b", ["all runs of a sweep share it"]),
-    ("-m seed=1,2 clip.threshold=1,2,3 sweep.zip=[seed,clip.threshold]", ["clip.threshold has 3"]),
     ("-m seed=1,2 sweep.zip=[seed,clip.threshold]", ["no list is given for clip.threshold"]),
     ("-m clip=schedule clip.warmup_steps=unset,30", ["must be an integer"]),
 ]
@@ -156,7 +137,6 @@ FOLDERS = [
     ("-m seed=1,2 hydra.sweep.dir=/dev/null/x", ["hydra.sweep.dir=/dev/null/x", "not a folder"]),
     ("hydra.run.dir=/proc/self/run", ["hydra.run.dir=/proc/self/run", "can be written"]),
     (f"hydra.run.dir={'n' * 300}", ["hydra.run.dir=", "File name too long"]),
-    (f"hydra.run.dir={'/'.join(['n' * 250] * 17)}", ["hydra.run.dir=", "File name too long"]),
 ]
 COMMANDS = [
     ("plan -m seed=1,-1 clip.treshold=2", ["clip.threshold?", "(in the job seed=-1)"]),
@@ -165,11 +145,9 @@ COMMANDS = [
     ("calibrate -m seed=1,2", ["-m", "unknown flag of a calibration"]),
     ("calibrate recipe=sweep_norm", ["a calibration is of one run"]),
     ("calibrate calibrate.steps=10 calibrate.warmup_steps=10", ["must leave some"]),
-    ("calibrate clip.what_if=[0.1,-1]", ["clip.what_if=[0.1,-1]", "must be greater than 0"]),
     ("verify -m seed=1,2", ["-m", "unknown flag of a verification"]),
     ("verify verify.steps=0 clip.treshold=1", ["at least 1", "clip.threshold?"]),
     ("verify model=gpt data=digits", ["does not take a sample"]),
-    ("verify model=resnet18 device=cpu", ["does not take a sample of"]),
     ("verify model=gpt data=text device=cpu plugin=tensor plugin.tp_size=3", ["tp_size=3"]),
     ("evaluate nowhere", ["RUN=nowhere", "there is no such folder"]),
     ("calibrte seed=1", ["calibrte is no command: did you mean calibrate?"]),

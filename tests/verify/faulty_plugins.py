@@ -1,7 +1,4 @@
-"""Plugins with the faults that clipping by hand has, past the check that a layout makes of itself.
-
-Whether a comparison with one process would notice as well is what these are for.
-"""
+"""Plugins with the faults that clipping by hand has, for the comparison to find."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -52,12 +49,3 @@ class ZerosForUnusedParameters(TorchFSDPPlugin):  # Of no rank, in place of None
                     parameter.grad = torch.zeros_like(parameter)
 
         return replace(spread, sync_grads=sync_grads)
-
-
-class ChecksItsLayout(TorchDDPPlugin):
-    """Takes every parameter to lie on two ranks, and lets the layout see whether it does."""
-
-    def configure(self, model):
-        ranks, group = 2 * self.world_size, dist.group.WORLD
-        layout = Layout.of_sharded(model, group, ranks=lambda name: ranks)
-        return ParallelModel(model, layout)

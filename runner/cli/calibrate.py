@@ -53,11 +53,13 @@ def main(words: Sequence[str]) -> int:
     from runner.run_folder.strict_json import write_object
     from runner.telemetry.sinks.console import TerminalSink
 
-    shown = TerminalSink(end_of(config).value, config.log.flush, title="calibration")
-    measured = on_ranks(config, folder, execute, [] if joins() else [shown])
+    sinks = []
+    if not joins():
+        sinks = [TerminalSink(end_of(config).value, config.log.flush, title="calibration")]
+    measured = on_ranks(config, folder, execute, sinks)
     if isinstance(measured, Failure):
         return measured.exit_code
-    shown.close(None, 0)
+    sinks[0].close(None, 0)
     found = describe(config, measured, masked_words(words))
     write_object(folder / FILE, found)
     print_line("\n".join(["", *lines(found), "", str(folder / FILE)]))

@@ -25,7 +25,7 @@ from torch import Tensor
 from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
-from runner.clip.tensors import TensorMode
+from runner.clip.per_parameter import TensorMode
 from runner.config.simple_modes import AdaGC
 
 
@@ -75,26 +75,18 @@ class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
         if self._at is not None:
             gamma = gamma[self._at]
         warm, begun = step < self.warmup_steps, gamma.isfinite()
-        limit = self.limit * gamma
+        bound = self.limit * gamma
         whole = torch.as_tensor(stats.norm, dtype=norms.dtype, device=norms.device)
-        over = torch.where(warm, whole > self.absolute, norms > limit) & present
-        scales = torch.where(over, torch.where(warm, self.absolute / whole, limit / norms), 1.0)
+        over = torch.where(warm, whole > self.absolute, norms > bound) & present
+        scales = torch.where(over, torch.where(warm, self.absolute / whole, bound / norms), 1.0)
         entering = norms * scales if self.keeps_clipped else norms
         mean = torch.where(begun, self.beta * gamma + (1 - self.beta) * entering, entering)
         updated = torch.where(warm, gamma.minimum(entering), mean)
         self._remember(torch.where(norms > 0, updated, gamma))
         ratios = torch.where(warm, math.nan, norms / gamma)
-        self.count(layout, ratios, present)
-        in_force = torch.where(warm, math.nan, whole.new_full((), self.limit))
-        return self.scale_tensors(
-            stats,
-            tensors,
-            scales,
-            over,
-            present,
-            max_stat=transfer.read(ratios.amax() if ratios.numel() else whole),
-            threshold=transfer.read(in_force),
-        )
+        limit = transfer.read(torch.where(warm, math.nan, whole.new_full((), self.limit)))
+        found = {"values": ratios, "over": over, "present": present}
+        return self.scale_tensors(layout, stats, tensors, scales, **found, threshold=limit)
 
     def _remember(self, gamma: Tensor) -> None:
         """Replace the history; of a part of the parameters, that of these."""

@@ -20,7 +20,7 @@ from runner.clip.decision import Decision, GradStats, Parts
 from runner.clip.layout import Layout, OptionError
 from runner.clip.mode import ClipMode, scale, scale_each
 from runner.clip.nested import NestedMode, bind
-from runner.clip.tensors import TensorMode, TensorNorms
+from runner.clip.per_parameter import TensorMode, TensorNorms
 from runner.clip.transfer import Number
 from runner.config.modes import Chain
 

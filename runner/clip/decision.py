@@ -25,9 +25,8 @@ from runner.clip.norms import (
 )
 from runner.clip.transfer import Number
 
+# Elements that a CPU multiplies together: they and their copies in float64 stay in a cache.
 BLOCK = 2**16
-"""Elements that a CPU multiplies together: they and their copies in float64 stay in a cache."""
-
 _IF_SKIPPED: dict[str, Any] = {
     "norm_clipped": math.nan,
     "coef": math.nan,

@@ -23,8 +23,7 @@ from runner.clip.norms import Powers, combine_norms, local_powers
 from runner.clip.transfer import Number
 from runner.config.modes import ByGroups
 
-REST = "rest"
-"""Name of the parameters that no pattern matches."""
+REST = "rest"  # name of the parameters that no pattern matches
 
 
 class _Group(NamedTuple):

@@ -24,12 +24,8 @@ from runner.clip.transfer import Number
 from runner.config.modes import NAMES, Mode
 from runner.config.problem import or_list
 
-NEVER = 1e30
-"""A finite float32 threshold that no gradient reaches."""
-
-TINY = 1e-30
-"""A coefficient below this one is applied in float64."""
-
+NEVER = 1e30  # A finite float32 threshold that no gradient reaches
+TINY = 1e-30  # A coefficient below this one is applied in float64
 _DTYPE = attrgetter("dtype")
 
 

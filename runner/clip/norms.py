@@ -27,20 +27,15 @@ from runner.clip.transfer import Number
 
 _REPLICAS = attrgetter("num_replicas")
 
-ROW = 2_048
-"""Elements whose powers are summed in float32."""
-
+ROW = 2_048  # elements whose powers are summed in float32
+# Elements that are measured together. Of 4 MiB most are still in a cache for a second look.
 BLOCK = 2**20
-"""Elements that are measured together. Of 4 MiB most are still in a cache for a second look."""
-
+# Largest number of elements that are summed in float64, where that costs less than it saves.
 EXACT = 131_072
-"""Largest number of elements that are summed in float64, where that costs less than it saves."""
-
+# Largest number of elements of a gradient that is copied into one buffer with other such ones.
 SMALL = 32_768
-"""Largest number of elements of a gradient that is copied into one buffer with other such ones."""
-
+# Outside of these bounds a sum of powers may have lost elements that float32 does not hold.
 VANISHES, OVERFLOWS = 1e-20, 1e30
-"""Outside of these bounds a sum of powers may have lost elements that float32 does not hold."""
 
 
 class Powers(NamedTuple):

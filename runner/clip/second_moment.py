@@ -24,11 +24,10 @@ from runner.clip.shard import ParamShard, local
 from runner.clip.transfer import Number
 
 ADAMS = (Adam, AdamW, NAdam, RAdam)
+# Name of the second moment in the state of an optimizer. A subclass may change its value.
 NAMES = {**dict.fromkeys(ADAMS, "exp_avg_sq"), RMSprop: "square_avg"}
-"""Name of the second moment in the state of an optimizer. A subclass may change its value."""
-
+# Elements for which a CPU computes together, in a cache, and an accelerator, within its memory.
 BLOCK, CHUNK = 2**16, 2**26
-"""Elements for which a CPU computes together, in a cache, and an accelerator, within its memory."""
 
 
 class OptimizerMisfit(ValueError):

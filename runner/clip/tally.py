@@ -15,11 +15,9 @@ from runner.clip import transfer
 from runner.clip.layout import Layout
 from runner.clip.transfer import Number
 
+# Decimal exponents of the bounds of the bins, and its bins of one decade, 6 % wide.
 LOWEST, HIGHEST, PER_DECADE = -16, 12, 40
-"""Decimal exponents of the bounds of the bins, and its bins of one decade, 6 % wide."""
-
-CHUNK = 2**24
-"""Elements that a float32 bin can count one by one."""
+CHUNK = 2**24  # elements that a float32 bin can count one by one
 
 
 class Tally:

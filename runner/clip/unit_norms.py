@@ -28,14 +28,10 @@ from runner.clip import transfer
 from runner.clip.norms import ROW, SMALL, flatten, gathered
 from runner.clip.shard import ParamShard, local
 
-LONG = 8_192
-"""Longest unit that is summed in float32 at once."""
-
-CACHED = 2**16
-"""Elements of a block that is read several times while it is in the cache."""
-
+LONG = 8_192  # longest unit that is summed in float32 at once
+CACHED = 2**16  # elements of a block that is read several times while it is in the cache
+# Where less than one of so many units of a large tensor is clipped, only these are written.
 SPARSE = 4
-"""Where less than one of so many units of a large tensor is clipped, only these are written."""
 
 
 class Place(NamedTuple):

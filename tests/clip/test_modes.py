@@ -187,13 +187,10 @@ def test_the_head_is_left_out_by_default_and_globs_say_otherwise(caplog):
     assert len([r for r in caplog.records if "2.weight" in r.getMessage()]) <= 1
 
 
-@pytest.mark.parametrize(("groups", "kernel"), [(1, 3), (2, 3), (3, 1)])
-@pytest.mark.parametrize(
-    "kind", [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d], ids=lambda k: k.__name__
-)
-def test_a_unit_of_a_transposed_convolution_is_an_output_channel(kind, groups, kernel):
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_a_unit_of_a_transposed_convolution_is_an_output_channel(groups):
     torch.manual_seed(0)
-    layer = kind(6, 12, kernel, groups=groups)
+    layer = nn.ConvTranspose2d(6, 12, 3, groups=groups)
     weight = layer.weight
     weight.grad, layer.bias.grad = torch.randn_like(weight), torch.zeros_like(layer.bias)
     # Output channel o of group g is fed by the inputs of its group alone.

@@ -1,6 +1,5 @@
 """Start the ranks of a run on this machine by torch's elastic agent.
 
-The ranks are forked from a server that has torch imported, so that further runs start at once.
 This process trains nothing. It follows the rows that the first rank appends to ``metrics.jsonl``,
 so a rank that is killed takes none of the record with it.
 """

@@ -1,9 +1,4 @@
-"""Reasons why a run does not finish: a failed rank, or a signal; and which rank is to blame.
-
-A rank that fails writes why into the folder of the run, and one that lost a connection writes that.
-A rank that wrote neither hangs or was killed; if it hangs, its stack is in a file too. No process
-has to be able to reach another one for that, only the folder.
-"""
+"""Why a run does not finish: a signal, or a rank that failed, hangs or was killed (see README)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Train as one of several ranks: one that this program started, or torchrun or Slurm.
-
-The fork server of local ranks preloads this module, torch included.
-"""
+"""Train as one of several ranks, which this program or torchrun started."""
 
 from __future__ import annotations
 

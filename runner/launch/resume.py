@@ -1,7 +1,4 @@
-"""Decide where a run starts: at its first step, or from a checkpoint.
-
-The process that the user started decides, before any rank starts. Nothing is written.
-"""
+"""Decide where a run starts, before any rank does: at its first step, or from a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Signals that ask a run to stop: SIGTERM, SIGINT, SIGHUP, and SIGUSR1 (Slurm's pre-emption).
 
-The first one is a request. A training that polls :mod:`runner.train.stop` ends after its step;
-anything else ends at once, by an exception in the main thread. A second signal, or the end of
-``shutdown.timeout``, ends the process as it is: a thread does that, which is told of signals even
+A thread ends the process at a second one, or when its time is over: it is told of signals even
 while the main thread waits in C++.
 """
 

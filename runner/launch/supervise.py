@@ -1,8 +1,4 @@
-"""Train in this process, on local ranks, or on ranks that torchrun or Slurm started.
-
-The process that the user started keeps the record of the run: it owns the status in the run's
-folder, the terminal and wandb, and closes them however the run ends.
-"""
+"""Run one job in the process that the user started, which keeps the record and closes it."""
 
 from __future__ import annotations
 

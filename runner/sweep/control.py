@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import logging
 import os
 import subprocess
 import sys
@@ -12,22 +16,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from signal import SIGINT
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from runner.compose.jobs import Job, Sweep, Where
 from runner.compose.request import Request
 from runner.config.problem import Interrupted, Problem, RequestError
+from runner.config.schema import RunConfig
+from runner.config.secrets import masked_words
 from runner.launch import signals
 from runner.launch.supervise import write_page
 from runner.run_folder.status import now
 from runner.run_folder.sweep_record import Entry, SweepRecord, changed
 from runner.sweep import live
-from runner.sweep.job import run_job
+from runner.sweep.job import grouped, run_job
 from runner.sweep.resume import archive, continues, load_status, plan_runs, require_same
-from runner.sweep.summary_run import record_sweep
 from runner.telemetry.sinks.console import print_line
+from runner.telemetry.sinks.wandb_sink import SWEEP_JOB_TYPE, WandbSink, records
 from runner.train import stop
+
+log = logging.getLogger("runner.wandb")
 
 _RELEASED = 8  # seconds to wait until the processes of a killed sweep release its folder
 # Seconds that runs have longer than `shutdown.timeout`, until the sweep ends without them
@@ -83,7 +92,7 @@ def run_sweep(
                 print_line(live.interruption(record, search), sys.stderr)
             failed = _show(sweep.folder, record)
             if record.state != "interrupted":
-                record_sweep(sweep.folder, request.jobs[0].config)
+                _record_in_wandb(sweep.folder, request.jobs[0].config)
         return max(code, failed)
 
 
@@ -253,3 +262,63 @@ def _show(folder: Path, record: SweepRecord) -> int:
     print_line(live.table(record))
     print_line(str(page or folder))
     return int(any(entry.state == "failed" for entry in record.entries))
+
+
+def _record_in_wandb(folder: Path, config: RunConfig) -> None:
+    """Record a sweep with wandb if its runs are recorded there and have figures."""
+    if not config.tracker.uses("wandb") or not records(config.tracker.mode):
+        return
+    try:
+        _draw(folder, config)
+    except Exception as error:
+        log.warning("wandb records nothing of the sweep: %r", error)
+
+
+def _draw(folder: Path, config: RunConfig) -> None:
+    from runner import report
+    from runner.report.charts import sections
+    from runner.report.findings import find
+
+    found, record = find(report.read(folder)), SweepRecord.read(folder)
+    figures = {
+        f"sweep/{one.key}": _readable(json.loads(one.figure.to_json()))
+        for _, charts, _ in sections(found)
+        for one in charts
+    }
+    if not figures:
+        return
+    summary: dict[str, Any] = {"runs": len(found.sweep.runs)}
+    if found.best is not None:
+        summary["best"] = {"setting": found.best.label, found.metric: found.mean(found.best)[0]}
+    tracker = config.tracker.model_dump(exclude={"name", "also"})
+    sink = WandbSink(
+        folder,
+        **grouped({"tracker": tracker}, record.name)["tracker"] | {"job_type": SWEEP_JOB_TYPE},
+        name=record.name,
+        # The same when more of its runs are done.
+        run_id=hashlib.sha256(f"{record.name} {record.started}".encode()).hexdigest()[:16],
+        config={"command": masked_words(record.words), "keys": record.keys},
+        resumes=True,
+        time_left=signals.time_left,
+    )
+    sink.draw(figures)
+    sink.close(summary, int(record.state != "finished"))
+
+
+def _readable(value: Any) -> Any:
+    """Return a figure with lists for plotly's bytes, which only its latest versions read."""
+    import numpy as np
+
+    match value:
+        case {"dtype": dtype, "bdata": data}:
+            flat = np.frombuffer(base64.b64decode(data), dtype)
+            numbers = flat.astype(object)
+            numbers[~np.isfinite(flat)] = None
+            sizes = value.get("shape", str(len(flat))).split(",")
+            return numbers.reshape([int(size) for size in sizes]).tolist()
+        case dict():
+            return {key: _readable(inner) for key, inner in value.items()}
+        case list():
+            return [_readable(inner) for inner in value]
+        case _:
+            return value

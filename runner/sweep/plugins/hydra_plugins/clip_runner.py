@@ -1,8 +1,4 @@
-"""Sweeper of Hydra that runs the jobs of a sweep that are not finished.
-
-Hydra's own sweeper can neither leave out jobs that are done nor advance two lists together. The
-command chooses this one: ``hydra/sweeper=clip_runner``.
-"""
+"""Sweeper of Hydra that leaves out jobs that are done: ``hydra/sweeper=clip_runner``."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ MODES = {
     "per_parameter": (0.05, {}),
     "adagc": (1.02, {"warmup_steps": 2, "absolute": 0.2, "beta": 0.9}),
     "update": (0.9, {}),
-    "spike": (2.0, {"min_steps": 1}),
 }
 """Threshold and options of each mode that decides tensor by tensor."""
 
@@ -175,15 +174,6 @@ class Plain:
             found.append([self.rms[name] > self.limit * (1 + 1e-6)])
             if not found[-1][0]:
                 self.rms[name] = 0.0
-        return found
-
-    def spike(self, named, before):
-        found = []
-        for name, v, _, steps, _ in self._moments(named):
-            g = named[name].grad
-            over = (g.square() > self.limit * v) & (v > 0) & (steps >= 1)
-            found.append(over.flatten().tolist())
-            g.copy_(torch.where(over, g.sign() * (self.limit * v).sqrt(), g))
         return found
 
 

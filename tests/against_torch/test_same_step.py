@@ -15,13 +15,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
-from runner import GradientClipping, Trainer, apply_gradient_clipping
+from runner import apply_gradient_clipping
 from runner.booster import Booster, LossScale
 from runner.clip import build
-from runner.data.dataset import TensorPairs
 from tests.against_torch.conditions import (
     CONDITIONS,
     INPUTS,
@@ -30,14 +28,12 @@ from tests.against_torch.conditions import (
     PLUGINS,
     SOME,
     UNITS,
-    Condition,
     Learned,
     network,
-    sgd,
 )
 from tests.ranks import run_ranks
 
-STEPS, MICROS, SAMPLES, IGNORE = 10, 2, 8, -7
+STEPS, MICROS, SAMPLES = 10, 2, 8
 
 
 def data(condition, step, micro):
@@ -282,43 +278,6 @@ def train(booster, model, optimizer, condition, criterion, mode, average):
     return found
 
 
-def classes():
-    """Samples of which the second half of each batch has few classes that count."""
-    generator = torch.Generator().manual_seed(9)
-    inputs = torch.randn(STEPS * MICROS * SAMPLES, 4, dtype=torch.float64, generator=generator)
-    targets = torch.randint(6, (len(inputs),), generator=generator)
-    ignored = torch.rand(len(inputs), generator=generator) < torch.linspace(0, 0.9, 8).repeat(20)
-    return TensorPairs(inputs, targets.where(~ignored, IGNORE))
-
-
-def ignoring(name):
-    """Weights after steps of the trainer whose ranks have different numbers of items."""
-    plugin, net = PLUGINS[name].make(), network(name)
-    trainer = Trainer(
-        net,
-        plugin.prepare_dataloader(classes(), SAMPLES // plugin.data_size),
-        f"{STEPS}ba",
-        GradientClipping("norm", LIMITS["norm"]),
-        optimizers=sgd(net),
-        criterion=nn.CrossEntropyLoss(ignore_index=IGNORE),
-        booster=Booster(plugin=plugin),
-        accumulation_steps=MICROS,
-    )
-    trainer.fit()
-    return {"weights": trainer.booster.state_dict(trainer.model)}
-
-
-def ignoring_in_plain_pytorch(name):
-    net, pairs = network(name), classes()
-    optimizer = sgd(net)
-    for x, y in zip(pairs.inputs.chunk(STEPS), pairs.targets.chunk(STEPS), strict=True):
-        F.cross_entropy(net(x), y, ignore_index=IGNORE).backward()
-        clip(net, "norm")
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"weights": net.state_dict(), "found": []}
-
-
 @contextmanager
 def exact_muon():
     """Muon's own cast to bfloat16 rounds away what is compared here."""
@@ -337,19 +296,18 @@ def table(name):
             torch._dynamo.reset()
             with exact_muon():
                 found[title] = same_step(name, title)
-    return found | ({"ignore_index": ignoring(name)} if name in PLUGINS else {})
+    return found
 
 
 def compare(name, title, results):
     """Describe what is wrong with the results of all ranks for one condition."""
-    condition = CONDITIONS.get(title, Condition())
+    condition = CONDITIONS[title]
     pattern = condition.message(name)
     if pattern is not None or any(isinstance(result, str) for result in results):
         right = [isinstance(r, str) and re.search(pattern or "$^", r) for r in results]
         return [] if all(right) else [f"{title}: {results!r:.300}"]
     with exact_muon():
-        ignores = title == "ignore_index"
-        wanted = ignoring_in_plain_pytorch(name) if ignores else in_plain_pytorch(name, title)
+        wanted = in_plain_pytorch(name, title)
     off = []
     for key, tensor in wanted["weights"].items():
         got = next((r["weights"][key] for r in results if key in r["weights"]), tensor.new_zeros(0))

@@ -120,15 +120,6 @@ def test_in_one_process_parts_can_be_clipped():
         apply_gradient_clipping([], "norm", 1.0)
 
 
-def test_two_parameters_that_share_a_gradient_are_clipped_once_each():
-    first, second = (nn.Parameter(torch.ones(3, 4) * size) for size in (1.0, 2.0))
-    torch.stack([first, second]).sum(0).square().sum().backward()
-    assert first.grad.data_ptr() == second.grad.data_ptr()
-    apply_gradient_clipping([first, second], "norm", 0.3)
-    norm = torch.cat([first.grad.flatten(), second.grad.flatten()]).norm()
-    assert float(norm) == pytest.approx(0.3)
-
-
 def test_parameters_that_a_model_returns_keep_no_hooks():
     returning = Tried("single")
     returning.raw.forward = lambda inputs: returning.raw[0].weight

@@ -24,7 +24,7 @@ WAYS = [(mode, True, 1) for mode in MODES]
 WAYS += [(mode, False, 2) for mode in MODES if mode != "update"]
 """Mode, whether the optimizer steps in the backward pass, and microbatches of a step."""
 
-FEW = [("value", True, 1), ("adaptive", False, 2), ("adagc", True, 1), ("spike", True, 1)]
+FEW = [("value", True, 1), ("adaptive", False, 2), ("adagc", True, 1)]
 
 
 def train(plugin, mode, step, micros):

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -23,24 +23,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from runner.booster.fused import match_strides
-from runner.booster.nonfinite import StepOrderError
 from runner.booster.optimizers import AT_ONCE, computes_from_all
+from runner.booster.step_order import StepOrder, StepOrderError
 from runner.clip import ClipMode, Decision, Layout, Number, transfer
 from runner.clip.decision import Parts
 from runner.clip.norms import Powers, combine
 from runner.config.schema import refusals
-from runner.parallel.final_gradients import Final
-
-Watch = Callable[[Final], None]
-"""See ``watch_final`` of :class:`runner.booster.plugin.ParallelModel`."""
-
-
-class Stepper(Protocol):
-    """What this reads of an :class:`~runner.booster.optimizer.OptimizerWrapper`."""
-
-    layout: Layout
-    optimizers: list[Optimizer]
-    accumulating: bool
 
 
 class InBackward:
@@ -51,11 +39,18 @@ class InBackward:
         powers: see :func:`runner.clip.norms.measure`; of the step that was finished last.
     """
 
-    def __init__(self, of: Stepper, mode: ClipMode, *, steps: bool, each: bool) -> None:
-        self.mode, self.steps = mode, steps
-        self._layout, self._optimizers = of.layout, of.optimizers
-        self._of, self._each = ref(of), each
-        self._names = {id(shard.param): shard.name for shard in of.layout.shards}
+    def __init__(
+        self,
+        order: StepOrder,
+        optimizers: Sequence[Optimizer],
+        mode: ClipMode,
+        *,
+        steps: bool,
+        each: bool,
+    ) -> None:
+        self.mode, self.steps, self._each = mode, steps, each
+        self._layout, self._optimizers, self._order = order.layout, optimizers, ref(order)
+        self._names = {id(shard.param): shard.name for shard in order.layout.shards}
         self._known: dict[tuple[str, ...], tuple[Layout, ClipMode]] = {}
         self.powers: Powers | None = None
         self.begin_step()
@@ -70,11 +65,12 @@ class InBackward:
 
     def callback(self) -> Callable[[Sequence[Tensor]], None]:
         """Return a function for hooks, which live as long as their parameters."""
-        weak, of = ref(self), self._of
+        weak = ref(self)
 
         def final(parameters: Sequence[Tensor]) -> None:
-            found, optimizer = weak(), of()
-            if found is not None and optimizer is not None and not optimizer.accumulating:
+            found = weak()
+            order = None if found is None else found._order()
+            if found is not None and order is not None and not order.accumulating:
                 found.clip(parameters)
 
         return final
@@ -200,19 +196,13 @@ class InBackward:
 
 
 def require_possible(
-    mode: ClipMode, optimizers: Sequence[Optimizer], watch: Watch | None, options: Mapping[str, Any]
-) -> Watch:
-    """Check that gradients can be clipped in the backward pass; return ``watch``."""
-    if watch is None:
-        raise ValueError(
-            "clipping in the backward pass works with SinglePlugin, TorchDDPPlugin and "
-            "TorchFSDPPlugin: the gradients of other plugins become final after the backward pass"
-        )
+    mode: ClipMode, optimizers: Sequence[Optimizer], options: Mapping[str, Any]
+) -> None:
+    """Check that gradients can be clipped in the backward pass."""
     found = [f"{key}: {why}" for key, why in refusals(type(mode), vars(mode), **options)]
     found += filter(None, map(why_not_in_parts, optimizers if options["step"] else ()))
     if found:
         raise ValueError(f"clipping in the backward pass: {found[0]}")
-    return watch
 
 
 def why_not_in_parts(optimizer: Optimizer) -> str:

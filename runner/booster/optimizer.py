@@ -117,14 +117,21 @@ class OptimizerWrapper(StepOrder):
             step: whether each parameter is stepped beside its gradient, which is then freed.
             each: whether the share of each gradient in the norm is wanted in ``powers``.
         """
+        watch = self._made.watch_final
         if self.in_backward is not None:
             raise ValueError("gradients are clipped in the backward pass already")
+        if watch is None:
+            raise ValueError(
+                "clipping in the backward pass works with SinglePlugin, TorchDDPPlugin and "
+                "TorchFSDPPlugin: under others gradients become final after the backward pass"
+            )
         fp16, skip = self.loss_scale is not None, self.skip is not None
         options = {"step": step, "nonfinite": self.nonfinite, "fp16": fp16, "skip": skip}
-        watch = require_possible(mode, self.optimizers, self._made.watch_final, options)
+        require_possible(mode, self.optimizers, options)
         self.bind(mode)
-        self.in_backward = InBackward(self, mode, steps=step, each=each)
-        watch(self.in_backward.callback())
+        early = InBackward(self, self.optimizers, mode, steps=step, each=each)
+        watch(early.callback())
+        self.in_backward = early
 
     @property
     def steps_in_backward(self) -> bool:

@@ -1,32 +1,103 @@
-"""Sentences on the keys that a sweep varied, the remarks of its runs, and rules of thumb.
+"""Sentences on the keys that a sweep varied, and the remarks of its runs.
 
 Only results judge a key that the sweep varied: remarks that are rules of thumb about it are left
-out. A remark that several settings share is shown once, with their names. Rules of thumb follow
-only where results decide nothing. Each sentence comes with the rows of the table that it rests on.
+out. A remark that several settings share is shown once, with their names. Each sentence comes with
+the rows of the table that it rests on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from runner.config.notation import first_few
-from runner.report.evidence import (
-    RATE,
-    THRESHOLD,
-    Advice,
-    along,
-    apart,
-    constant,
-    remarks_of,
-    row,
-    topics_of,
-    value_of,
-    varied,
-)
-from runner.report.findings import Findings
-from runner.report.groups import Group, choice
-from runner.report.notation import rounded, typed
-from runner.report.rules import rules_of_thumb, unstable
+from runner.report.findings import Findings, Group, choice
+from runner.report.look import rounded, typed
+from runner.report.run import drawn
+
+THRESHOLD, RATE = "clip.threshold", "optimizer.lr"
+
+ALIKE = 0.05
+"""Relative difference up to which the results of single runs count as equal."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One sentence and what it rests on."""
+
+    text: str
+    because: tuple[tuple[str, Group], ...]
+
+
+def row(found: Findings, *groups: Group) -> tuple[tuple[str, Group], ...]:
+    """Return what the rows of settings say, of three at most."""
+    facts = []
+    for group in groups[:3]:
+        mean = found.mean(group)[0]
+        parts = [f"{found.metric} {rounded(mean)}"] if found.scores(group) else []
+        clipped = found.clipped(group)
+        parts += [f"clipped {clipped}"] if clipped else []
+        facts.append((f"{group.label}: {', '.join(parts) or 'no result'}", group))
+    return tuple(facts)
+
+
+def varied(found: Findings, key: str) -> bool:
+    """Return whether settings that are otherwise equal differ in ``key``."""
+    return any(len(along(found, group, key)) > 1 for group in found.groups)
+
+
+def apart(found: Findings, groups: Sequence[Group]) -> bool:
+    """Return whether the results of some of ``groups`` clearly differ."""
+    if all(len(found.seeds(group)) > 1 for group in groups):
+        return found.differ(groups)
+    means = [found.mean(group)[0] for group in groups]
+    if not all(map(math.isfinite, means)):
+        return True
+    if found.higher_is_better and all(0 <= mean <= 1 for mean in means):
+        means = [1 - mean for mean in means]  # of accuracies, the shares of errors
+    return max(means) - min(means) > ALIKE * max(abs(min(means)), abs(max(means)))
+
+
+def along(found: Findings, group: Group, key: str) -> dict[float, Group]:
+    """Return the settings that equal ``group`` in all but ``key``, by rising value of ``key``."""
+    others = [column for column in found.columns if column not in ("seed", key)]
+    members = {
+        value: one
+        for one in found.groups
+        if one.mode == group.mode
+        and all(choice(one.runs[0], c) == choice(group.runs[0], c) for c in others)
+        and (value := value_of(one, key)) is not None
+    }
+    return dict(sorted(members.items()))
+
+
+def value_of(group: Group, key: str) -> float | None:
+    """Return the value of ``key`` in a setting if it is a number above 0."""
+    if key == THRESHOLD:
+        return group.threshold
+    value = drawn(group.runs[0].config.get(key))
+    return value if value is not None and 0 < value < math.inf else None
+
+
+def topics_of(group: Group) -> dict[str, str]:
+    """Return the topics of the remarks of most runs of a setting, and the optimizer they name."""
+    optimizers: dict[str, list[str]] = {}
+    for run in group.runs:
+        for remark in remarks_of(run.summary):
+            named = optimizers.setdefault(str(remark["topic"]), [])
+            named.append(str(remark.get("optimizer", "")))
+    return {
+        topic: named[0] for topic, named in optimizers.items() if 2 * len(named) > len(group.runs)
+    }
+
+
+def remarks_of(summary: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """Return the remarks in the summary of a run."""
+    found = summary.get("remarks")
+    listed = found if isinstance(found, list) else []
+    return [one for one in listed if isinstance(one, dict) and "topic" in one]
+
 
 FULLY = 0.95
 """Share of clipped steps from which a lower threshold clips hardly any further steps."""
@@ -52,14 +123,11 @@ _ABOUT = {"limits": (RATE, THRESHOLD), "cancels": (THRESHOLD,)}
 
 
 def advice(found: Findings) -> list[Advice]:
-    """Return what the sweep shows, the remarks of its runs, and rules of thumb for what is open."""
+    """Return what the sweep shows, and the remarks of its runs."""
     if few := _few(found):
         return [*_own(found, ("nonfinite", "spikes")), few]
     edges = [one for key in (THRESHOLD, RATE) if (one := edge(found, key))]
-    measured = [*edges, *_best_rates(found), *_joint(found), *_alike(found)]
-    measured += unstable(found)
-    rules = [] if measured else rules_of_thumb(found)
-    return [*measured, *_own(found, tuple(_SHARED)), *rules]
+    return [*edges, *_best_rates(found), *_alike(found), *_own(found, tuple(_SHARED))]
 
 
 def edge(found: Findings, key: str) -> Advice | None:
@@ -80,8 +148,7 @@ def edge(found: Findings, key: str) -> Advice | None:
         end, value, beyond = "lowest", values[0], "a lower one"
         tries = f"{typed(value / 2)} and {typed(value / 4)}"
     elif key == THRESHOLD:
-        # No clipping lies beyond the highest threshold. There is nothing more to try if the sweep
-        # tried it, or if this threshold clipped nothing.
+        # Nothing is left to try if the sweep tried no clipping, or if this threshold clips nothing.
         unclipped = any(not group.clips and found.scores(group) for group in found.groups)
         if unclipped or not found.ratio(best):
             return None
@@ -114,39 +181,23 @@ def _best_rates(found: Findings) -> list[Advice]:
     return [Advice(text, row(found, *best.values()))]
 
 
-def _joint(found: Findings) -> list[Advice]:
-    """Return a sentence if learning rate and threshold act together, but only one was varied."""
-    if found.best is None or "limits" not in topics_of(found.best):
-        return []
-    keys = [key for key in (THRESHOLD, RATE) if varied(found, key)]
-    other = RATE if keys == [THRESHOLD] else THRESHOLD
-    if len(keys) != 1 or not constant([group for group in found.groups if group.clips], other):
-        return []
-    text = (
-        f"The best setting clipped {found.clipped(found.best)}. There {THRESHOLD} and {RATE} act "
-        f"together, and this sweep varied only {keys[0]}: vary {other} as well."
-    )
-    return [Advice(text, row(found, found.best))]
-
-
 def _alike(found: Findings) -> list[Advice]:
     """Return a sentence if thresholds train alike because the optimizer normalizes gradients."""
+
+    def cancels(group: Group) -> bool:
+        clips_whole = group.info.parts is None and (found.ratio(group) or 0.0) > FULLY
+        return clips_whole and "cancels" in topics_of(group)
+
     for group in found.groups:
-        members = [g for g in along(found, group, THRESHOLD).values() if _scale_cancels(found, g)]
-        if group in members[:1] and _train_alike(found, members):
-            optimizer = topics_of(group)["cancels"]
+        members = [one for one in along(found, group, THRESHOLD).values() if cancels(one)]
+        if group in members[:1] and len(members) > 1 and not apart(found, members):
             text = (
-                f"{_who(found, members)}: nearly every step was clipped, and {optimizer} divides "
-                "by the size of the gradients, so these thresholds train nearly alike."
+                f"{_who(found, members)}: nearly every step was clipped, and "
+                f"{topics_of(group)['cancels']} divides by the size of the gradients, so these "
+                "thresholds train nearly alike."
             )
             return [Advice(text, row(found, *members))]
     return []
-
-
-def _train_alike(found: Findings, groups: Sequence[Group]) -> bool:
-    """Return whether the optimizer cancels the clipping of all ``groups``, with equal results."""
-    cancels = all(_scale_cancels(found, group) for group in groups)
-    return len(groups) > 1 and cancels and not apart(found, groups)
 
 
 def _few(found: Findings) -> Advice | None:
@@ -192,19 +243,13 @@ def _texts(group: Group) -> dict[str, str]:
     return texts
 
 
-def _scale_cancels(found: Findings, group: Group) -> bool:
-    """Return whether nearly every step was clipped under an optimizer that cancels the clipping."""
-    clips_whole = group.info.parts is None and (found.ratio(group) or 0.0) > FULLY
-    return clips_whole and "cancels" in topics_of(group)
-
-
 def _named(found: Findings, best: Group, key: str) -> str:
     """Return the subject of a sentence on the best value of ``key``, and its other keys."""
     modes = {group.mode for group in found.groups if group.clips}
     name = "threshold" if key == THRESHOLD else key
     if key == THRESHOLD and len(modes) > 1:
         name = f"threshold of clip={best.mode}"
-    others = [c for c in found.differences.columns if c not in ("seed", "clip.mode", key)]
+    others = [c for c in found.columns if c not in ("seed", "clip.mode", key)]
     where = [f"{column}={choice(best.runs[0], column)}" for column in others]
     return f"With {', '.join(where)} the best {name}" if where else f"The best {name}"
 

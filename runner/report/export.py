@@ -13,46 +13,46 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from runner.report.compared import difference
-from runner.report.findings import Findings, find
-from runner.report.groups import choice
-from runner.report.notation import rounded
-from runner.report.run import Run
-from runner.report.run_metrics import PERCENTILES
+from runner.report.findings import Findings, choice, find
+from runner.report.look import rounded
+from runner.report.run import PERCENTILES, Run
 from runner.report.sweep import read
+from runner.report.table import difference
 from runner.report.verdict import verdict
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import encode
 
-# Texts of LaTeX for single signs.
-_SPECIAL = {
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "\\": r"\textbackslash{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    "[": "{[}",
-    '"': r"\textquotedbl{}",
-    "−": "$-$",
-    "±": r"$\pm$",
-    "–": "--",
-    "∞": r"$\infty$",
-    "Δ": r"$\Delta$",
-    "…": r"\ldots{}",
-    "λ": r"$\lambda$",
-    "‖": r"$\Vert$",
-    "\n": " ",
-    "\u00a0": "~",
-}
+_SPECIAL = str.maketrans(
+    {
+        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "\\": r"\textbackslash{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        "[": "{[}",
+        '"': r"\textquotedbl{}",
+        "−": "$-$",
+        "±": r"$\pm$",
+        "–": "--",
+        "∞": r"$\infty$",
+        "Δ": r"$\Delta$",
+        "…": r"\ldots{}",
+        "λ": r"$\lambda$",
+        "‖": r"$\Vert$",
+        "\n": " ",
+        "\u00a0": "~",
+    }
+)
+"""Texts of LaTeX for single signs."""
 
 
 def records(
     found: Findings, otherwise: Callable[[Run, str], str | None] = choice
 ) -> list[dict[str, Any]]:
     """Return one row a run, in the order of the settings; None where a run recorded nothing."""
-    columns, rows = found.differences.columns, []
+    columns, rows = found.columns, []
     for group, run in ((of, run) for of in found.groups for run in of.runs):
         of = found.measured[run.number]
         row: dict[str, Any] = {"run": run.number, "setting": group.label, "state": run.state}
@@ -119,7 +119,7 @@ def as_json(found: Findings) -> str:
 
 def as_latex(found: Findings) -> str:
     """Return a table for LaTeX with the package booktabs: one row a setting."""
-    columns = [key for key in found.differences.columns if key != "seed"]
+    columns = [key for key in found.columns if key != "seed"]
     other = found.compared_with
     names = [*columns, "seeds", f"best {found.metric or 'metric'}"]
     names += [f"Δ to {other.label}", "p"] if other and found.comparisons else []
@@ -137,8 +137,7 @@ def as_latex(found: Findings) -> str:
                 rounded(one.corrected if one else None, 2),
             ]
         rows.append(cells)
-    special = str.maketrans(_SPECIAL)
-    written = [[cell.translate(special) for cell in cells] for cells in [names, *rows]]
+    written = [[cell.translate(_SPECIAL) for cell in cells] for cells in [names, *rows]]
     head, *body = (" & ".join(cells) + r" \\" for cells in written)
     alignment = "l" * len(columns) + "r" * (len(names) - len(columns))
     lines = [

@@ -11,18 +11,13 @@ from importlib import resources
 from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
-from runner.report.compared import baselines
-from runner.report.findings import Findings, find
-from runner.report.groups import Group
-from runner.report.markup import Child, Markup, join, tag
-from runner.report.notation import plural
-from runner.report.origin import origin
-from runner.report.palette import on_dark
-from runner.report.run import unreadable
-from runner.report.sweep import SweepRuns, read
-from runner.report.table import omitted, table
-from runner.report.thin import SMOOTHING
+from runner.report.findings import Findings, Group, choice, find
+from runner.report.look import SMOOTHING, Child, Markup, join, on_dark, plural, tag
+from runner.report.run import Run
+from runner.report.sweep import SweepRuns, command_of, from_here, read
+from runner.report.table import baselines, omitted, table
 from runner.report.verdict import remarks, verdict
 from runner.run_folder import files
 from runner.run_folder.strict_json import write_text
@@ -41,13 +36,9 @@ def write(folder: Path, left: int = 0, baseline: str | None = None) -> Path:
 
 def write_page(sweep: SweepRuns, left: int = 0) -> Path:
     """Write the page of runs that were read before, see :func:`write`."""
-    try:
-        page = html(sweep, left)
-    except Exception:  # one run that cannot be shown must not take the page of the others
-        page = html(_readable(sweep), left)
     target = sweep.folder / files.PAGE
     # An override may hold bytes that are no UTF-8; the page shows a question mark for each.
-    write_text(target, page.encode("utf-8", "replace").decode("utf-8"))
+    write_text(target, html(sweep, left).encode("utf-8", "replace").decode("utf-8"))
     return target
 
 
@@ -78,18 +69,6 @@ def html(sweep: SweepRuns, left: int = 0) -> str:
         Markup(f"<style>{style}{_asset('page.css')}</style>"),
     )
     return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
-
-
-def _readable(sweep: SweepRuns) -> SweepRuns:
-    """Return a sweep with an empty run in place of each that alone cannot be shown."""
-    runs = []
-    for run in sweep.runs:
-        try:
-            html(replace(sweep, runs=(run,)))
-            runs.append(run)
-        except Exception as error:
-            runs.append(unreadable(run.folder, run.number, error))
-    return replace(sweep, runs=tuple(runs))
 
 
 def _sections(found: Findings) -> list[Child]:
@@ -196,3 +175,87 @@ def _policy(scripts: Sequence[str]) -> str:
 
 def _asset(name: str) -> str:
     return resources.files("runner.report").joinpath(name).read_text(encoding="utf-8")
+
+
+_FILES = (files.ROWS, files.SUMMARY, files.CONFIG, files.STATUS, files.LOG, files.PAGE)
+# Recorded facts about the machine and the code, in the order they are shown.
+_FACTS = ("git", "versions", "device", "world_size", "parameters", "host")
+
+
+def origin(sweep: SweepRuns) -> Markup:
+    """Return commands, versions, the shared configuration, and links to the files."""
+    return join(
+        [
+            tag("p", "Made by"),
+            tag("pre", sweep.command) if sweep.command else tag("p", "a command not recorded."),
+            tag("p", "This page again"),
+            tag("pre", command_of(["report", from_here(sweep.folder)])),
+            _facts(sweep.runs),
+            _shared(sweep.runs),
+            _runs(sweep) if sweep.runs else None,
+        ]
+    )
+
+
+def _facts(runs: tuple[Run, ...]) -> Markup | None:
+    """Return each fact with all values that runs recorded; usually there is one."""
+    parts: list[Markup] = []
+    for key in (*_FACTS, "started", "ended") if len(runs) == 1 else _FACTS:
+        values = (run.status.get(key, run.summary.get(key)) for run in runs)
+        known = dict.fromkeys(str(value) for value in values if value not in (None, ""))
+        if known:
+            parts += [tag("dt", key.replace("_", " ")), tag("dd", "; ".join(known))]
+    return tag("dl", *parts) if parts else None
+
+
+def _shared(runs: tuple[Run, ...]) -> Markup | None:
+    """Return the configuration keys with the same value in all runs."""
+    known = [run for run in runs if run.config]
+    if not known:
+        return None
+    first, *others = (run.config for run in known)
+    same = [k for k in first if all(k in one and one[k] == first[k] for one in others)]
+    lines = "\n".join(f"{key}={choice(known[0], key)}" for key in same)
+    title = "Configuration" if len(known) == 1 else "Configuration that all runs share"
+    return tag("details", tag("summary", f"{title} ({len(same)} keys)"), tag("pre", lines))
+
+
+def _runs(sweep: SweepRuns) -> Markup:
+    """Return a table of the runs with their commands, errors and files."""
+    headings = [tag("th", name, scope="col") for name in ("run", "command, error", "files")]
+    caption = tag("caption", "The files of each run, relative to this page.", class_="aside")
+    body = tag("tbody", *(_run(sweep, run) for run in sweep.runs))
+    listing = tag("table", caption, tag("thead", tag("tr", *headings)), body, id="files")
+    inner = tag("div", listing, class_="wide", tabindex=0, role="region", aria_label="Files")
+    title = tag("summary", "Runs, their commands and files")
+    return tag("details", title, inner, open=len(sweep.runs) < 2)
+
+
+def _run(sweep: SweepRuns, run: Run) -> Markup:
+    hash_ = run.status.get("config_hash")
+    tracked = run.status.get("wandb_run_id")
+    facts = [f"config {hash_}" if hash_ else "", f"wandb {tracked}" if tracked else ""]
+    return tag(
+        "tr",
+        tag("th", run.number, scope="row"),
+        tag(
+            "td",
+            tag("code", sweep.command_of(run)),
+            tag("div", " · ".join(fact for fact in facts if fact), class_="aside"),
+            tag("pre", run.error, class_="error") if run.error else None,
+        ),
+        tag("td", *_links(sweep, run)),
+        id=f"run-{run.number}",
+    )
+
+
+def _links(sweep: SweepRuns, run: Run) -> list[Child]:
+    if run.folder is None:
+        return ["never started"]
+    base = "" if sweep.single else f"{quote(run.folder.name)}/"
+    links: list[Child] = []
+    for name in _FILES:
+        # The page of a run does not link to itself.
+        if (run.folder / name).exists() and not (sweep.single and name == files.PAGE):
+            links += [tag("a", name, href=base + quote(name)), " "]
+    return links

@@ -1,20 +1,25 @@
-"""What all charts have in common: their frame, their axes, and arrays that travel as bytes."""
+"""What all charts have in common: frame, axes, traces, and curves with fewer points.
+
+A curve of 10,000 steps that is 500 pixels wide shows the range of about 20 steps in each column of
+pixels. Buckets that keep their lowest and highest value draw the same range with two points each; a
+mean, or every n-th point, would lose the single steps at which a norm spikes.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike, NDArray
 
-from runner.report.groups import Group
-from runner.report.notation import rounded
-from runner.report.palette import INK, NEUTRAL, PAPER, RULE
-from runner.report.series import Floats
+from runner.report.findings import Group
+from runner.report.look import INK, NEUTRAL, PAPER, RULE
+from runner.report.run import Floats
 
 Trace = dict[str, Any]
 
@@ -195,25 +200,57 @@ def labels(x: Sequence[Any], y: Sequence[Any], texts: Sequence[str], **more: Any
     }
 
 
-def published(marks: Iterable[tuple[float, str]], ends: tuple[float, float]) -> tuple[Trace, str]:
-    """Return triangles at published thresholds inside ``ends``, and a sentence that lists them."""
-    inside = [(value, who) for value, who in marks if ends[0] < value < ends[1]]
-    told = "; ".join(f"{rounded(value)} {who}" for value, who in inside)
-    trace = {
-        **labels([value for value, _ in inside], [1.0] * len(inside), []),
-        "mode": "markers",
-        "yaxis": "y2",
-        "name": "published",
-        "marker": {"symbol": "triangle-down", "size": 9, "color": NEUTRAL},
-        "hovertext": [f"{rounded(value)}: {who}" for value, who in inside],
-        "hoverinfo": "text",
-    }
-    note = f"▾ Published settings, of other models and losses: {told}. " if told else ""
-    return trace, note
-
-
 def _of(group: Group | None, run: str | None) -> Trace:
     """Return what tells the page which setting and which run a trace shows."""
     if group is None:
         return {}
     return {"legendgroup": str(group.index), "meta": {"group": group.index, "run": run}}
+
+
+def kept(values: Floats, buckets: int) -> NDArray[np.intp]:
+    """Return the indices of the points to draw."""
+    n = len(values)
+    if n <= 2 * buckets:
+        return np.arange(n)
+    finite = np.isfinite(values)
+    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
+    chosen = {0, n - 1}
+    for start, end in pairwise(np.linspace(0, n, buckets + 1).astype(int)):
+        at = slice(start, end)
+        chosen |= {start + low[at].argmin(), start + high[at].argmax()}
+        if not finite[at].all():
+            chosen.add(start + finite[at].argmin())
+    return np.asarray(sorted(chosen), dtype=np.intp)
+
+
+def means(
+    steps: Floats, values: Floats, buckets: int, log: bool = False
+) -> tuple[Floats, Floats, Floats]:
+    """Return the middle step, the mean and the highest value of each of at most ``buckets``
+    ranges.
+    """
+    n = len(values)
+    starts = np.linspace(0, n, min(n, buckets), endpoint=False).astype(np.intp)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        of = np.log(values) if log else values
+        finite = np.isfinite(of)
+        counts = np.add.reduceat(finite.astype(float), starts)
+        mean = np.add.reduceat(np.where(finite, of, 0.0), starts) / counts
+        highest = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)
+    middle = (starts + np.append(starts[1:], n) - 1) // 2
+    return steps[middle], np.exp(mean) if log else mean, highest
+
+
+def rolling_mean(values: Floats, width: int, log: bool = False) -> Floats:
+    """Return the mean of the finite values among the ``width`` around each; NaN at gaps."""
+    if width <= 1 or not len(values):
+        return values
+    with np.errstate(invalid="ignore", divide="ignore"):
+        of = np.log(values) if log else values
+    finite = np.isfinite(of)
+    held = slice(width // 2, width // 2 + len(values))  # windows around the middle of each value
+    sums = np.convolve(np.where(finite, of, 0.0), np.ones(width))[held]
+    counts = np.convolve(finite, np.ones(width))[held]
+    # A value that is not finite stays a gap in the curve.
+    mean = np.where(finite, sums / np.maximum(counts, 1), np.nan)
+    return np.exp(mean) if log else mean

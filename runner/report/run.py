@@ -1,25 +1,61 @@
-"""Read the folder of one run."""
+"""Read the folder of one run: its record, its rows as one series a key, and its metrics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from runner.config.modes import ModeInfo, info_of
-from runner.report.series import EMPTY, Series, drawn, read_series
+from runner.config.objective import higher_is_better
 from runner.run_folder import files, keys
+from runner.run_folder.rows import read_rows
 from runner.run_folder.status import elapsed, state_of
-from runner.run_folder.strict_json import read_object
+from runner.run_folder.strict_json import number, read_object
+
+Floats = NDArray[np.float64]
+
+# Keys that the page shows, besides those with a prefix; the others are not kept.
+KEYS = frozenset(
+    {
+        *(keys.TRAIN_LOSS, keys.EVAL_LOSS, keys.EVAL_ACCURACY),
+        *(keys.GRAD_NORM, keys.GRAD_NORM_MAX, keys.GRAD_NORM_SCALED, keys.GRAD_NONFINITE),
+        *(keys.CLIP_SKIPPED, keys.CLIP_THRESHOLD, keys.CLIP_COEF, keys.CLIP_CLIPPED),
+        *(keys.CLIP_FRACTION, keys.CLIP_RATIO, keys.CLIP_RATIO_TOTAL),
+        *map(keys.noise_scale, (keys.NOISE_MICROBATCHES, keys.NOISE_RANKS)),
+    }
+)
+PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
 class NoRunError(Exception):
     """A folder is missing, or holds neither a run nor a sweep."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values of one metric over steps."""
+
+    steps: Floats
+    values: Floats
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def finite(self) -> Floats:
+        """Finite values."""
+        return self.values[np.isfinite(self.values)]
+
+
+EMPTY = Series(np.empty(0), np.empty(0))
 
 
 @dataclass(frozen=True)
@@ -51,9 +87,8 @@ class Run:
     @property
     def mode(self) -> str:
         """Clipping mode; empty if neither configuration nor overrides give it."""
-        if self.config:
-            return str(self.config.get("clip.mode") or "")
-        return self.typed.get("clip", "")
+        given = self.config.get("clip.mode") if self.config else self.typed.get("clip")
+        return str(given or "")
 
     @cached_property
     def info(self) -> ModeInfo:
@@ -68,7 +103,7 @@ class Run:
             return None
         try:
             threshold = drawn(float((self.config or self.typed).get("clip.threshold")))  # type: ignore[arg-type]
-        except (TypeError, ValueError, OverflowError):
+        except (TypeError, ValueError):
             return None
         return threshold if threshold and 0 < threshold < math.inf else None
 
@@ -77,10 +112,23 @@ class Run:
         return self.series.get(key, EMPTY)
 
     @cached_property
+    def layers(self) -> dict[str, Series]:
+        """Gradient norm of each parameter, in recorded order."""
+        return self._by_suffix(keys.LAYER_NORM)
+
+    @cached_property
+    def what_if(self) -> dict[float, float]:
+        """Last recorded share of steps that each threshold would have clipped, rising."""
+        found = self._by_suffix(keys.WHAT_IF).items()
+        return dict(
+            sorted((float(key), float(one.finite[-1])) for key, one in found if len(one.finite))
+        )
+
+    @cached_property
     def steps(self) -> int:
         """Optimizer steps taken, as far as they were recorded."""
         known = [drawn(self.summary.get("steps")), drawn(self.status.get("step"))]
-        known += [float(one.steps[-1]) for one in self.series.values() if len(one)][:1]
+        known += [float(one.steps[-1]) for one in self.series.values()][:1]
         return int(max((value for value in known if value and math.isfinite(value)), default=0))
 
     @cached_property
@@ -89,11 +137,116 @@ class Run:
         wall = drawn(self.summary.get(keys.WALL_SECONDS))
         return elapsed(self.status) if wall is None else wall
 
+    @cached_property
+    def diverged_at(self) -> int | None:
+        """Step from which the loss stayed lost until the end: not finite, or twice its start."""
+        loss = self.of(keys.TRAIN_LOSS)
+        if not len(loss):
+            return None
+        beginning = loss.finite[:10]
+        ceiling = 2 * float(np.median(beginning)) if len(beginning) else math.inf
+        lost = ~np.isfinite(loss.values)
+        if ceiling > 0:
+            lost |= loss.values > ceiling
+        # A run that finished may have lost the batch of its last step alone.
+        alone = self.state == "finished" and len(lost) > 10 and not lost[-2]
+        if not lost[-1] or alone:
+            return None
+        return int(loss.steps[int(np.flatnonzero(~lost)[-1]) + 1 if not lost.all() else 0])
 
-def unreadable(folder: Path | None, number: str, error: Exception) -> Run:
+    def _by_suffix(self, prefix: str) -> dict[str, Series]:
+        return {k[len(prefix) :]: one for k, one in self.series.items() if k.startswith(prefix)}
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """Metrics of one run; None where the run recorded nothing.
+
+    ``summary.json`` covers every step and is used if it is there. A run that was killed never wrote
+    it; its metrics are computed from its rows.
+    """
+
+    final: dict[str, float]
+    best: dict[str, float]
+    ratio: float | None
+    norm: dict[str, float]
+    coef: float | None
+    skipped: int | None
+    diverged_at: int | None
+    fraction: float | None = None
+    spikes: int | None = None
+
+
+def measure(
+    run: Run, metrics: Sequence[str], maximized: Mapping[str | None, bool] | None = None
+) -> RunMetrics:
+    """Return the metrics of a run."""
+    ratio = _recorded(run, run.summary, keys.CLIP_RATIO_TOTAL)
+    coef, clipped = run.of(keys.CLIP_COEF).finite, run.of(keys.CLIP_CLIPPED).finite
+    if ratio is None and len(clipped):
+        ratio = float(clipped.mean())
+    higher = {key: higher_is_better(key) for key in metrics} | dict(maximized or {})
+    final = {key: _recorded(run, run.summary.get("final"), key) for key in metrics}
+    best = {key: _best(run, key, higher[key], final[key]) for key in metrics}
+    return RunMetrics(
+        final={key: value for key, value in final.items() if value is not None},
+        best={key: value for key, value in best.items() if value is not None},
+        ratio=ratio,
+        fraction=drawn(run.summary.get(keys.CLIP_FRACTION)),
+        norm=_norm(run),
+        coef=float(coef.mean()) if len(coef) else None,
+        skipped=_count(run, keys.GRAD_NONFINITE),
+        diverged_at=run.diverged_at,
+        spikes=_count(run, keys.CLIP_SKIPPED),
+    )
+
+
+def _best(run: Run, key: str, higher: bool, final: float | None) -> float | None:
+    # The summary keeps the best value of the metric's usual direction.
+    recorded = run.summary.get("best") if higher == higher_is_better(key) else None
+    best = drawn(recorded.get(key)) if isinstance(recorded, dict) else None
+    if best is not None:
+        return best
+    finite = run.of(key).finite
+    if len(finite):
+        return float(finite.max() if higher else finite.min())
+    return math.nan if len(run.of(key)) or (final is not None and math.isnan(final)) else None
+
+
+def _count(run: Run, key: str) -> int | None:
+    total = _recorded(run, run.summary, key)
+    return None if total is None or not math.isfinite(total) else int(total)
+
+
+def _recorded(run: Run, record: object, key: str) -> float | None:
+    """Return the number of a record if it has one, else the last one of the rows."""
+    value = drawn(record.get(key)) if isinstance(record, Mapping) else None
+    rows = run.of(key).values
+    return float(rows[-1]) if value is None and len(rows) else value
+
+
+def _norm(run: Run) -> dict[str, float]:
+    recorded = run.summary.get(keys.GRAD_NORM)
+    if isinstance(recorded, dict) and recorded:
+        spread = {key: drawn(recorded.get(key)) for key in PERCENTILES}
+        return {key: value for key, value in spread.items() if value is not None}
+    norms = run.of(keys.GRAD_NORM).finite
+    if not len(norms):
+        return {}
+    points = np.percentile(norms, list(PERCENTILES.values()))
+    return dict(zip(PERCENTILES, map(float, points), strict=True))
+
+
+def drawn(value: object) -> float | None:
+    """Return a number of a record as a chart or a mean can use it; None if it is none."""
+    found = number(value)
+    return None if found is None else float(_drawn([found])[0])
+
+
+def unreadable(folder: Path | None, name: str, error: Exception) -> Run:
     """Return what is shown in place of a run whose files hold something that nobody foresaw."""
     cause = f"its files cannot be read: {type(error).__name__}: {error}"
-    return Run(folder=folder, number=number, state="unreadable", error=cause)
+    return Run(folder=folder, number=name, state="unreadable", error=cause)
 
 
 def is_run(folder: Path) -> bool:
@@ -143,3 +296,44 @@ def flat(record: object, prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         found |= flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
     return found
+
+
+def read_series(path: Path, extra: Iterable[str] = ()) -> dict[str, Series]:
+    """Read all series of a file of rows; empty if the file is missing."""
+    wanted = KEYS.union(extra)
+    columns: dict[str, tuple[list[float], list[float]] | None] = {}
+    for row in read_rows(path):
+        step = row.get(keys.TRAIN_STEP, math.nan)
+        if not _is_number(step) or not math.isfinite(step):
+            continue
+        for key, value in row.items():
+            if key not in columns:
+                shown = key in wanted or key.startswith((keys.WHAT_IF, keys.LAYER_NORM))
+                columns[key] = ([], []) if shown else None
+            column = columns[key]
+            if column is not None and _is_number(value):
+                column[0].append(step)
+                column[1].append(value)
+    return {key: _series(*column) for key, column in columns.items() if column and column[0]}
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is float or type(value) is int
+
+
+def _series(steps: list[float], values: list[float]) -> Series:
+    at, of = _drawn(steps), _drawn(values)
+    if np.all(np.diff(at) > 0):
+        return Series(at, of)
+    # np.unique keeps the first of equal steps: in reversed order, the row written last.
+    unique, first = np.unique(at[::-1], return_index=True)
+    return Series(unique, of[::-1][first])
+
+
+def _drawn(values: list[float]) -> Floats:
+    """Return numbers without those whose square or ratio leaves the range of a float."""
+    array = np.asarray(values, dtype=np.float64)
+    size = np.abs(array)
+    array[size > 1e150] *= np.inf
+    array[size < 1e-150] *= 0.0
+    return array

@@ -1,25 +1,16 @@
 """Differences between the settings of a sweep, and what they are worth.
 
 **Pairs.** Runs of equal seed read the same samples in the same order and start from the same
-weights. A setting is therefore compared with the reference seed by seed: by the paired t test, and
-beside it by the sign-flip test, which assumes nothing of the distribution (exact: all 2^n signs of
-n differences; its smallest possible p is 2^(1 - n)). Seeds that one of the two lacks are left out.
-Settings that share fewer than two seeds are compared by Welch's unpaired t test.
+weights, so a setting is compared with the reference seed by seed: by the paired t test, and beside
+it by the exact sign-flip test, which assumes nothing of the distribution. Settings that share fewer
+than two seeds are compared by Welch's unpaired t test.
 
-**Choice of the best.** If the reference is the setting with the best mean of the same runs, luck
-made it look better than it is, and ordinary intervals hold the truth too seldom (88 % instead of
-95 % of them for eight equal settings with ten seeds). Two corrections answer for that:
-
-* Intervals. The K - 1 intervals shown were selected among the K (K - 1) / 2 pairs of settings, so
-  each has the level 1 - 0.05 · 2 / K. Then at least 95 % of the intervals on such pages hold the
-  true difference (Benjamini and Yekutieli, False Discovery Rate-Adjusted Multiple Confidence
-  Intervals, 2005, section 4). Against a baseline that was named beforehand nothing was selected,
-  and the level is 0.95.
-* p. Holm's method (1979), for all K (K - 1) / 2 pairs: if no setting differs from another, at most
-  one page in twenty shows a corrected p of 0.05 or less. Against a baseline it counts K - 1.
-
-A setting is called the winner only if all its intervals lie on one side of 0. A wrong winner would
-have to beat the truly best setting too, so there is one on at most one page in twenty.
+**Choice of the best.** If the reference is the best of the same runs, luck made it look better than
+it is. The K - 1 intervals shown were selected among K (K - 1) / 2 pairs, so each has the level
+1 - 0.05 · 2 / K: then at least 95 % of the intervals on such pages hold the true difference
+(Benjamini and Yekutieli 2005, section 4). p is corrected by Holm's method (1979) for all pairs.
+Against a baseline that was named beforehand nothing was selected: the level is 0.95, and Holm's
+method counts K - 1. A setting is called the winner only if all its intervals lie on one side of 0.
 """
 
 from __future__ import annotations

@@ -39,9 +39,8 @@ class SweepRuns:
         if not kept:
             return None
         swept = [] if "-m" in kept or "--multirun" in kept else ["-m"]
-        return command_of(
-            [*swept, *kept, f"seed={','.join(map(str, seeds))}", f"sweep.name={self.name}"]
-        )
+        seeded = f"seed={','.join(map(str, seeds))}"
+        return command_of([*swept, *kept, seeded, f"sweep.name={self.name}"])
 
     def command_of(self, run: Run) -> str:
         """Return the command that runs one of the runs."""
@@ -74,14 +73,15 @@ def read_sweep(folder: Path) -> SweepRuns:
     with suppress(OSError, ValueError):  # a damaged record is like none
         record = SweepRecord.find(folder)
     planned = {str(entry.number): entry for entry in record.entries} if record else {}
-    runs = [_completed(_read(one), planned.pop(one.name, None)) for one in found]
-    runs += [_planned(entry) for entry in planned.values()]
+    runs = [_read(one, planned.pop(one.name, None)) for one in found]
+    for entry in planned.values():
+        state = entry.state if entry.state in ("failed", "interrupted") else "not started"
+        words = tuple(entry.words)
+        runs.append(Run(None, str(entry.number), state, entry.error, overrides=words))
     runs.sort(key=lambda run: int(run.number))
-    composed = read_yaml(folder / files.MULTIRUN)
-    flags = _flags(composed)
+    flags = _flags(read_yaml(folder / files.MULTIRUN))
     if record is None:
-        command = _composed_command(composed, flags)
-        return SweepRuns(folder, folder.name, tuple(runs), command=command, flags=flags)
+        return SweepRuns(folder, folder.name, tuple(runs), flags=flags)
     words, command = tuple(record.words), command_of(record.words)
     return SweepRuns(folder, record.name, tuple(runs), False, command, flags, words)
 
@@ -91,42 +91,24 @@ def command_of(overrides: Iterable[object]) -> str:
     return shlex.join(["python", "-m", "runner", *map(str, overrides)])
 
 
-def _read(folder: Path) -> Run:
-    """Read a run of a sweep; one that cannot be read must not take the page of the others."""
+def from_here(folder: Path) -> Path:
+    """Return a folder as a command here names it."""
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder
+
+
+def _read(folder: Path, entry: Entry | None) -> Run:
+    """Read a run of a sweep, with what the sweep recorded where its own record is incomplete."""
     try:
-        return read_run(folder)
-    except Exception as error:
+        run = read_run(folder)
+    except Exception as error:  # it must not take the page of the others
         return unreadable(folder, folder.name, error)
-
-
-def _completed(run: Run, entry: Entry | None) -> Run:
-    """Add what the sweep recorded about a run whose own record is incomplete."""
-    if entry is None:
-        return run
-    if not run.overrides:
+    if entry is not None and not run.overrides:
         run = replace(run, overrides=tuple(entry.words))
-    if run.state == "unknown":
+    if entry is not None and run.state == "unknown":
         # The sweep alone records the cause if a process ended before it wrote anything.
         run = replace(run, state=entry.state, error=entry.error)
     return run
-
-
-def _planned(entry: Entry) -> Run:
-    return Run(
-        folder=None,
-        number=str(entry.number),
-        state=entry.state if entry.state in ("failed", "interrupted") else "not started",
-        error=entry.error,
-        overrides=tuple(entry.words),
-    )
-
-
-def _composed_command(composed: Any, flags: Iterable[str]) -> str | None:
-    """Return the command of a sweep from what Hydra wrote; None if it wrote nothing."""
-    try:
-        return command_of(["-m", *flags, *composed["hydra"]["overrides"]["task"]])
-    except (KeyError, TypeError):
-        return None
 
 
 def _flags(composed: Any) -> tuple[str, ...]:
@@ -144,9 +126,3 @@ def _flags(composed: Any) -> tuple[str, ...]:
         "--config-dir": added and from_here(added),
     }
     return tuple(str(word) for pair in given.items() if pair[1] for word in pair)
-
-
-def from_here(folder: Path) -> Path:
-    """Return a folder as a command here names it."""
-    here = Path.cwd()
-    return folder.relative_to(here) if folder.is_relative_to(here) else folder

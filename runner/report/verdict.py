@@ -8,10 +8,8 @@ from itertools import islice
 
 from runner.config.notation import first_few
 from runner.report.advice import advice
-from runner.report.findings import Findings
-from runner.report.groups import Group, clipping_modes
-from runner.report.markup import Child, Markup, join, tag
-from runner.report.notation import plural, rounded, signed
+from runner.report.findings import Findings, Group, clipping_modes
+from runner.report.look import Child, Markup, join, plural, rounded, signed, tag
 from runner.report.run import Run
 from runner.report.statistics import MOST_SEEDS, Difference
 

@@ -1,6 +1,6 @@
 """What the page of a sweep says above its table: each situation and all that is said in it."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pytest
@@ -35,8 +35,6 @@ class Trial:
     nonfinite: int = 0
     steps: int = 300
     diverges_at: int | None = None
-    tokens: bool = False
-    warm_up: float | None = None
 
 
 def page(folder, *trials):
@@ -44,9 +42,8 @@ def page(folder, *trials):
     for number, one in enumerate(trials):
         taken = 20 if one.diverges_at is None else one.steps
         made = rows(one.mode, one.threshold, taken, evaluations=0, diverges_at=one.diverges_at)
-        made[-1] |= {"eval/loss": one.loss} | ({"train/tokens": 9} if one.tokens else {})
+        made[-1] |= {"eval/loss": one.loss}
         keys = {"clip__mode": one.mode, "clip__threshold": one.threshold, "optimizer__lr": one.lr}
-        keys |= {} if one.warm_up is None else {"scheduler__warmup_fraction": one.warm_up}
         of = config(**keys, seed=one.seed)
         write_run(folder / str(number), made, of, overrides=(f"optimizer.lr={one.lr}",))
         file = folder / str(number) / "summary.json"
@@ -82,9 +79,6 @@ def seeds(settings, noise=0.05, of_seed=0.0, **options):
     return made
 
 
-P90 = np.percentile([row["grad/norm"] for row in rows(steps=20)], 90)
-PROBE = "one rate. Probe … twice the rate … optimizer.lr=0.2 train.max_duration=500ba"
-TYPICAL = f"the typical gradient norm, and made no difference … clip.threshold={P90:.2g}"
 LOWEST = "best threshold, 0.1, is the lowest tried … try 0.05 and 0.025"
 HIGHEST = "best threshold, 2, is the highest tried … or none, … try 4 and clip=none"
 RATE = "best optimizer.lr, 0.5, is the highest tried … try 1 and 2"
@@ -92,22 +86,16 @@ BOTH = [
     "With optimizer.lr=0.5 the best threshold, 0.25, is the lowest tried … try 0.125 and 0.0625",
     f"With clip.threshold=0.25 the {RATE}",
 ]
-JOINT = "clipped 98\u00a0% of its steps … act together, … varied only {}: vary {} as well"
 FEW = "All settings: fewer than 50 steps"
 ALIKE = "All settings: nearly every step was clipped … AdamW divides … train nearly alike"
 NOTHING = "no step was clipped, so the threshold changed nothing"
 LOST = "some gradients were NaN or inf … check the loss"
-WARM = "diverged early … compare scheduler=linear_warmup_cosine scheduler.warmup_fraction=0.1 with"
-LONGER = "diverged early … compare scheduler.warmup_fraction=0.04 with a lower threshold"
 SPIKES = "clipped 98 % … raise clip.threshold to about 1.25 … lower optimizer.lr if"
 UNITS = "best threshold of clip=adaptive, 0.1, is the lowest tried … try 0.05 and 0.025"
-MODELS = "Usual for language models: 1 in pre-training"
-INSTABLE = "optimizer.lr=0.5 diverged … keeps the learning rate at 0.1 … warmup_fraction=0.1"
 FULL = {"ratio": 0.98}
 SLIGHT = ((0.1, 0.30), (0.5, 0.31), (2.0, 0.32))
 LOW = ((0.01, 0.30), (0.02, 0.31))
 EARLY = Trial(8.0, 0.5, diverges_at=40)
-FAST = Trial(0.25, 0.5, lr=0.5, diverges_at=100)
 MANY = [Trial(0.1 * n, 0.3 + 0.01 * abs(n - 6), ratio=0.2 * (n == 1)) for n in range(1, 9)]
 ODD = Trial(0.25, float("nan"), lr=0.5, nonfinite=200)
 MODES = [
@@ -124,8 +112,8 @@ SITUATIONS = [
     ([*thresholds(0.3, 0.2, 0.1), Trial(None, 0.2, mode="none")], []),
     (MODES, [UNITS, f"value 0.1, value 0.5: {NOTHING}"]),
     # It clips nearly all: nothing says to raise the threshold, or to lower the rate.
-    (thresholds(0.1, 0.2, 0.3, **FULL), [LOWEST, JOINT.format("clip.threshold", "optimizer.lr")]),
-    (rates(0.3, 0.2, 0.1, **FULL), [RATE, JOINT.format("optimizer.lr", "clip.threshold")]),
+    (thresholds(0.1, 0.2, 0.3, **FULL), [LOWEST]),
+    (rates(0.3, 0.2, 0.1, **FULL), [RATE]),
     ([*rates(0.3, 0.2, 0.1, **FULL), *rates(0.5, 0.4, 0.3, threshold=1.0, **FULL)], BOTH),
     (
         [*rates(0.7, 0.2, 0.04), *rates(0.3, 0.05, 0.1, threshold=1.0)],
@@ -133,18 +121,12 @@ SITUATIONS = [
     ),
     ([Trial(0.1, 0.1 + seed / 10, seed=seed, **FULL) for seed in range(3)], [SPIKES]),
     # Thresholds differ by less than their seeds, by more, or by as much in each seed.
-    (seeds(SLIGHT), [PROBE]),
+    (seeds(SLIGHT), []),
     (seeds(SLIGHT, noise=0.0001, of_seed=0.05), [LOWEST]),
-    (seeds(((0.5, 0.30), (2.0, 0.31), (None, 0.32))), [PROBE]),
-    (seeds(LOW), [f"lie below {TYPICAL}", PROBE]),
-    (seeds(LOW, tokens=True), [f"lie below {TYPICAL} … {MODELS}", PROBE]),
-    (seeds(((50.0, 0.30), (90.0, 0.31))), [f"lie above {TYPICAL}", PROBE]),
+    (seeds(((0.5, 0.30), (2.0, 0.31), (None, 0.32))), []),
     (seeds(LOW, effect=ADAM, **FULL), [ALIKE]),
     # Runs diverged.
-    ([*rates(0.3, 0.1), FAST], [INSTABLE]),
-    ([*thresholds(0.2, 0.1), EARLY], [WARM]),
-    ([replace(EARLY, warm_up=w, diverges_at=40 if w < 0.1 else None) for w in (0.01, 0.1)], []),
-    ([*thresholds(0.2, 0.1, warm_up=0.02), replace(EARLY, warm_up=0.02)], [LONGER]),
+    ([*thresholds(0.2, 0.1), EARLY], []),
     ([*rates(0.3, 0.1), ODD], [f"norm 0.25, lr=0.5: {LOST}"]),
     # What the optimizer makes of it, few steps, and a remark of many settings.
     (thresholds(0.200, 0.201, 0.202, effect=ADAM, **FULL), [ALIKE]),

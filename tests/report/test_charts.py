@@ -8,7 +8,7 @@ import pytest
 
 from runner.report import figures, read, write
 from runner.report.findings import find
-from runner.report.predicted import predict
+from runner.report.norms import predict
 from tests.report.examples import LAYERS, MIXED, config, rates, rows, sweep, troubled, write_run
 
 
@@ -88,15 +88,6 @@ def test_the_map_has_the_mean_of_the_seeds_and_marks_the_highest_stable_rate(tmp
     bands = {trace.name: trace for trace in made["metric-norm"].data if trace.fill == "toself"}
     assert set(bands) == {f"lr={rate}" for rate in heat.y}
     assert {each[0, 0].min(), each[0, 0].max()} <= set(bands["lr=0.02"].y)
-    assert "parallel" not in made
-    folder = rates(tmp_path / "three", seeds=(0,), momenta=(0.0, 0.9))
-    one = figures(folder)["parallel"]
-    names = ["clip.threshold", "optimizer.lr", "optimizer.momentum", "best eval/loss"]
-    assert list(one.layout.xaxis.ticktext) == names
-    heights = {trace.name: trace.y[-1] for trace in one.data}
-    assert len(heights) == 20  # 24 settings, of which 4 diverged
-    order = [group.label for group in find(read(folder)).ranked]
-    assert sorted(heights, key=lambda name: heights[name]) == order
 
 
 def test_the_share_that_a_threshold_would_clip_is_predicted(tmp_path):

@@ -1,20 +1,31 @@
-"""Charts for choosing a threshold: the norms, and the share of steps that each threshold clips."""
+"""Charts of gradient norms: what each threshold would clip, and each parameter's over time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from runner.config.modes import info_of
-from runner.report.findings import Findings, norms, scaled_note
-from runner.report.groups import Facet, Group, facets
-from runner.report.notation import percent, rounded
-from runner.report.palette import NEUTRAL
-from runner.report.plotting import FRAME, Chart, axis, chart, floats, labels, limits, line, points
-from runner.report.series import Floats, what_if
+from runner.report.findings import Facet, Findings, Group, facets, norms, scaled_note
+from runner.report.look import NEUTRAL, percent, rounded
+from runner.report.plotting import (
+    FRAME,
+    Chart,
+    Trace,
+    axis,
+    chart,
+    floats,
+    labels,
+    limits,
+    line,
+    points,
+    whole,
+)
+from runner.report.run import Floats, Run, Series
+from runner.run_folder import files
 
 _BINS = 60
 # Rows for the labels of thresholds, and the width of one label as a part of the axis.
@@ -113,7 +124,7 @@ def predict(found: Findings, mode: str) -> Prediction:
         (found.ratio(group) or 0.0, run.number, shares)
         for group in found.groups
         for run in group.runs
-        if group.mode == mode and (shares := what_if(run.series))
+        if group.mode == mode and (shares := run.what_if)
     ]
     # The run that clipping changed least.
     _, number, shares = min(recorded, key=lambda entry: entry[:2], default=(0.0, "", {}))
@@ -147,3 +158,83 @@ def _ratios(found: Findings, facet: Facet) -> Chart:
     x_axis = axis("threshold", ends, log=True, showgrid=False)
     y_axis = axis("share of steps clipped", (-0.03, 1.03), percent=True)
     return chart(f"predicted-{facet.mode}", title, note, traces, x_axis, y_axis)
+
+
+# Most columns and rows of a map, and most maps.
+_COLUMNS, _ROWS, _RUNS = 160, 64, 6
+
+
+def heat_maps(found: Findings) -> tuple[list[Chart], str | None]:
+    """Return maps of the first runs that recorded layers, and a note on the others."""
+    recorded = [
+        (position, group, run)
+        for group in found.groups
+        for position, run in enumerate(group.runs)
+        if run.layers
+    ]
+    # The first seed of each setting comes before the second of any.
+    recorded.sort(key=lambda entry: (entry[0], entry[1].index))
+    tables = [_table(run.layers) for *_, run in recorded[:_RUNS]]
+    every = np.concatenate([np.empty(0), *(logs[np.isfinite(logs)] for *_, logs in tables)])
+    ends = (float(every.min()), float(every.max())) if len(every) else (0.0, 1.0)
+    drawn = zip(recorded, tables, strict=False)
+    maps = [_map(group, run, *of, ends) for (_, group, run), of in drawn]
+    left = len(recorded) - len(maps)
+    note = f"{left} more runs recorded layers; their norms are in {files.ROWS}."
+    return maps, note if left else None
+
+
+def _map(
+    group: Group, run: Run, names: list[str], steps: Floats, logs: Floats, ends: tuple[float, float]
+) -> Chart:
+    ticks = np.unique(np.linspace(*ends, 5).round(1))
+    trace = {
+        "type": "heatmap",
+        "x": whole(steps),
+        "y": names,
+        "z": floats(logs),
+        "meta": {"group": group.index, "run": run.number},
+        "zmin": ends[0],
+        "zmax": ends[1],
+        "colorscale": "Viridis",
+        "colorbar": {
+            "thickness": 10,
+            "tickvals": ticks,
+            "ticktext": [f"{10**tick:.2g}" for tick in ticks],
+        },
+        "hovertemplate": "%{y}, step %{x}: 10<sup>%{z:.2f}</sup><extra></extra>",
+    }
+    note = "Highest norm in each range of steps; one logarithmic scale for all runs. Empty where "
+    note += "it was not finite or not recorded."
+    left = len(run.layers) - len(names)
+    note += f" The {left} parameters with the smallest norms are left out." if left else ""
+    title = f"Norm by parameter · {group.label} · run {run.number}"
+    x = {"title": {"text": "optimizer step", "standoff": 8}, "tickformat": ",d", "showgrid": False}
+    y: Trace = {
+        "type": "category",
+        "autorange": "reversed",
+        "tickfont": {"size": 10},
+        "tickvals": names,
+    }
+    y["ticktext"] = [name if len(name) <= 30 else f"…{name[-29:]}" for name in names]
+    size: Trace = {"height": max(240, 110 + 13 * len(names)), "margin": FRAME | {"l": 190}}
+    return chart(f"heat-{run.number}", title, note, [trace], x, y, **size)
+
+
+def _table(rows: Mapping[str, Series]) -> tuple[list[str], Floats, Floats]:
+    """Return names, the steps of each range, and log10 of the highest norm by row and range."""
+    last = max(float(one.steps[-1]) for one in rows.values())
+    first = min(float(one.steps[0]) for one in rows.values())
+    size = {key: -np.median(one.finite) if len(one.finite) else 0.0 for key, one in rows.items()}
+    largest = sorted(rows, key=size.__getitem__)[:_ROWS]
+    names = [key for key in rows if key in largest]
+    columns = min(_COLUMNS, max(map(len, rows.values())))
+    table = np.full((len(names), columns), np.nan)
+    for cells, name in zip(table, names, strict=True):
+        one = rows[name]
+        at = ((one.steps - first) / max(last - first, 1) * (columns - 1e-6)).astype(int)
+        known = np.isfinite(one.values)
+        np.fmax.at(cells, np.clip(at, 0, columns - 1)[known], one.values[known])
+    steps = np.linspace(first, last, columns).round()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return names, steps, np.log10(np.where(table > 0, table, np.nan))

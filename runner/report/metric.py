@@ -1,16 +1,16 @@
-"""Charts of the metric that each threshold led to."""
+"""Charts of the metric that thresholds and learning rates led to."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 
 import numpy as np
 
-from runner.report.findings import Findings
-from runner.report.groups import CLIP, Facet, Group, choice, facets
-from runner.report.notation import percent, rounded
-from runner.report.palette import NEUTRAL, ordered
+from runner.report.advice import RATE, THRESHOLD, value_of
+from runner.report.findings import CLIP, Facet, Findings, Group, choice, facets, natural
+from runner.report.look import NEUTRAL, ordered, percent, rounded
 from runner.report.plotting import (
     FRAME,
     Chart,
@@ -18,11 +18,11 @@ from runner.report.plotting import (
     axis,
     chart,
     crosses,
+    floats,
     labels,
     limits,
     line,
     points,
-    published,
     spans,
 )
 
@@ -42,24 +42,16 @@ def metric_charts(found: Findings) -> Iterator[Chart]:
             yield _metric_chart(found, facet, compared, every)
 
 
-def vertical(
-    found: Findings, scores: Sequence[float]
-) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the axis of the compared metric, and what the page needs to change its scale."""
-    scales = {"linear": limits([scores], False)}
-    if any(score > 0 for score in scores):
-        scales["log"] = limits([scores], True)
-    log = spans([scores], 30)
-    y = axis(f"best {found.metric}", scales["log" if log else "linear"], log=log)
-    return y, {"scales": scales}
-
-
 def _metric_chart(
     found: Findings, facet: Facet, groups: Sequence[Group], every: Sequence[float]
 ) -> Chart:
     places, ends, ticks = _places(groups)
     x = axis(f"clip.threshold, clip={facet.mode}", ends, log=True, showgrid=False) | ticks
-    y, meta = vertical(found, every)
+    scales = {"linear": limits([every], False)}
+    if any(score > 0 for score in every):
+        scales["log"] = limits([every], True)
+    log = spans([every], 30)
+    y = axis(f"best {found.metric}", scales["log" if log else "linear"], log=log)
     traces = list(_lines(found, groups, places))
     right = 16 + 6 * max((len(text) for one in traces for text in one.get("text", ())), default=0)
     unfinished = lost = False
@@ -78,14 +70,14 @@ def _metric_chart(
         style = {"symbol": "circle" if counts else "circle-open"}
         text += "" if counts else f" ({run.state})"
         traces.append(points(group, at, [score], [text], marker=style, run=run.number))
-    marks, note = published(facet.info.published, ends)
+    marks, note = _published(facet.info.published, ends)
     told = "One point a run, a line through the means, a band over the seeds; "
     told += f"{'higher' if found.higher_is_better else 'lower'} is better. "
     told += "× diverged. " if lost else ""
     told += "Hollow: did not finish, and is in no mean. " if unfinished else ""
     told += "The charts of all modes have one vertical axis. " if facet.suffix else ""
     title = f"Best {found.metric} against threshold{facet.suffix}"
-    more: Trace = {"meta": meta, "margin": FRAME | {"r": right}}
+    more: Trace = {"meta": {"scales": scales}, "margin": FRAME | {"r": right}}
     return chart(f"metric-{facet.mode}", title, told + note, [*traces, marks], x, y, **more)
 
 
@@ -113,7 +105,7 @@ def _lines(
     found: Findings, groups: Sequence[Group], places: Mapping[int, float]
 ) -> Iterator[Trace]:
     """Yield bands over seeds and lines through means, each named by what it differs in."""
-    columns = [key for key in found.differences.columns if key not in ("seed", *CLIP)]
+    columns = [key for key in found.columns if key not in ("seed", *CLIP)]
     lines: dict[tuple[str, ...], list[tuple[float, float, float, float]]] = {}
     for group in groups:
         if group in found.ranked:
@@ -135,3 +127,89 @@ def _lines(
             font = {"size": 11, "color": color}
             text = [f"  {name}"]
             yield labels(xs[-1:], ys[-1:], text, textposition="middle right", textfont=font)
+
+
+def _published(marks: Iterable[tuple[float, str]], ends: tuple[float, float]) -> tuple[Trace, str]:
+    """Return triangles at published thresholds inside ``ends``, and a sentence that lists them."""
+    inside = [(value, who) for value, who in marks if ends[0] < value < ends[1]]
+    told = "; ".join(f"{rounded(value)} {who}" for value, who in inside)
+    trace = {
+        **labels([value for value, _ in inside], [1.0] * len(inside), []),
+        "mode": "markers",
+        "yaxis": "y2",
+        "name": "published",
+        "marker": {"symbol": "triangle-down", "size": 9, "color": NEUTRAL},
+        "hovertext": [f"{rounded(value)}: {who}" for value, who in inside],
+        "hoverinfo": "text",
+    }
+    note = f"▾ Published settings, of other models and losses: {told}. " if told else ""
+    return trace, note
+
+
+def rate_charts(found: Findings) -> Iterator[Chart]:
+    """Yield a map of the metric for each mode that ran with several rates and thresholds."""
+    for facet in facets(found.groups):
+        cells: dict[tuple[float, str], list[float]] = {}
+        for group in facet.groups:
+            if (rate := value_of(group, RATE)) and found.scores(group):
+                cell = cells.setdefault((rate, choice(group.runs[0], THRESHOLD)), [])
+                cell.append(found.mean(group)[0])
+        rates = sorted({rate for rate, _ in cells})
+        thresholds = sorted({threshold for _, threshold in cells}, key=natural)
+        if len(rates) > 1 and len(thresholds) > 1:
+            yield _map(found, facet, cells, rates, thresholds)
+
+
+def _map(
+    found: Findings,
+    facet: Facet,
+    cells: Mapping[tuple[float, str], Sequence[float]],
+    rates: Sequence[float],
+    thresholds: Sequence[str],
+) -> Chart:
+    """Return the mean metric of each learning rate and threshold; NaN where a run diverged."""
+    means = {cell: fmean(values) for cell, values in cells.items()}
+    texts = {
+        cell: rounded(value) if math.isfinite(value) else "diverged"
+        for cell, value in means.items()
+    }
+    heat = {
+        "type": "heatmap",
+        "x": thresholds,
+        "y": [rounded(rate, 6) for rate in rates],
+        "z": floats([[means.get((rate, t), math.nan) for t in thresholds] for rate in rates]),
+        "text": [[texts.get((rate, t), "") for t in thresholds] for rate in rates],
+        "texttemplate": "%{text}",
+        # Black text is read well on all of it, and on the background of what diverged.
+        "colorscale": "Tealgrn_r" if found.higher_is_better else "Tealgrn",
+        "textfont": {"color": "#000"},
+        "xgap": 2,
+        "ygap": 2,
+        "hovertemplate": "threshold %{x}, learning rate %{y}: %{text}<extra></extra>",
+        "colorbar": {"title": {"text": found.metric, "side": "right"}, "thickness": 12},
+    }
+    edges = []
+    for i, threshold in enumerate(thresholds):
+        stable = [
+            j for j, r in enumerate(rates) if math.isfinite(means.get((r, threshold), math.nan))
+        ]
+        for j in stable[-1:]:
+            box = {"x0": i - 0.49, "x1": i + 0.49, "y0": j - 0.49, "y1": j + 0.49}
+            edges.append({"type": "rect", "line": {"width": 3, "color": "#e8590c"}} | box)
+    mixed = any(len(values) > 1 for values in cells.values())
+    note = f"Mean best {found.metric} of the seeds"
+    note += f"{' and of settings that differ in other keys' * mixed}. Orange: the highest learning "
+    note += "rate of the sweep at which no seed diverged, for each threshold."
+    kind = {"type": "category", "showgrid": False}
+    x = kind | {"title": {"text": f"{THRESHOLD}, clip={facet.mode}"}}
+    y = kind | {"title": {"text": RATE}}
+    more: Trace = {"shapes": edges, "plot_bgcolor": "#dde2e8"}
+    return chart(
+        f"map-{facet.mode}",
+        f"Learning rate and threshold{facet.suffix}",
+        note,
+        [heat],
+        x,
+        y,
+        **more,
+    )

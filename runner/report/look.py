@@ -1,0 +1,120 @@
+"""How things look on the page: numbers as text, HTML in which text stays text, and colours.
+
+A plain string is escaped; only the `Markup` that `tag` returns is inserted as it is. A name such as
+``<script>`` in a configuration therefore never becomes an element.
+
+Colours have an order that every reader sees: viridis, dark to bright as thresholds rise (Smith and
+van der Walt, matplotlib, CC0). Its bright end is left out on white paper, its dark end on a dark
+screen.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from runner.config import notation
+
+Attribute = str | float | bool | None
+
+
+class Markup(str):
+    """A string of HTML."""
+
+    __slots__ = ()
+
+
+Child = str | float | Markup | None
+
+# HTML's elements that are never closed.
+_VOID = frozenset({"br", "col", "hr", "img", "input", "link", "meta"})
+
+
+def join(children: Iterable[Child]) -> Markup:
+    """Join children; plain strings are escaped, None is left out."""
+    known = (child for child in children if child is not None)
+    return Markup("".join(c if isinstance(c, Markup) else html.escape(str(c)) for c in known))
+
+
+def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
+    """Return one element."""
+    written = name
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        written += f" {key.rstrip('_').replace('_', '-')}"
+        if value is not True:
+            text = round(value, 2) if isinstance(value, float) else value
+            written += f'="{html.escape(str(text))}"'
+    return Markup(f"<{written}>" if name in _VOID else f"<{written}>{join(children)}</{name}>")
+
+
+def rounded(value: float | None, digits: int = 4) -> str:
+    """Format ``value`` with so many significant digits; ``–`` for None, ``NaN``, ``∞``."""
+    if value is None:
+        return "–"
+    text = notation.rounded(value, digits)
+    return text.replace("nan", "NaN").replace("inf", "∞").replace("-", "−")
+
+
+def typed(value: float, digits: int = 4) -> str:
+    """Format a value of an override, which is copied into a command: with a plain minus sign."""
+    return notation.rounded(value, digits)
+
+
+def signed(value: float) -> str:
+    """Format a difference with its sign and three significant digits."""
+    return f"{'+' if value > 0 else ''}{rounded(value, 3)}"
+
+
+def percent(share: float | None) -> str:
+    """Format a share in 0..1 as a percentage, with a space that does not break."""
+    if share is None or not math.isfinite(share):
+        return rounded(share)
+    return notation.percent(share).replace(" ", "\u00a0")
+
+
+def plural(count: int, noun: str) -> str:
+    """Format a count of things: ``1 run``, ``1,234 runs``."""
+    return notation.plural(count, noun, ",")
+
+
+SMOOTHING = 0.05
+"""Curves are means over this share of a run until a reader chooses another one."""
+
+_VIRIDIS = np.frombuffer(
+    bytes.fromhex("440154 472d7b 3b528b 2c728e 21918c 28ae80 5ec962 addc30 fde725"), np.uint8
+).reshape(-1, 3)
+_BRIGHTEST, _DARKEST = 0.72, 0.34
+# Colours are whole multiples of this part of viridis, so that each has one counterpart.
+_LEVELS = 96
+
+INK, NEUTRAL, RULE, PAPER = "#1c2430", "#5b6470", "#e3e7ec", "#ffffff"
+"""Text, what has no place in the order of thresholds, grid lines, and background."""
+
+# Dashes of the curves of a mode, by what it clips, for charts of several modes.
+DASHES = {None: "solid", "steps": "solid", "elements": "dash", "units": "dot"}
+OTHER_DASH = "dashdot"
+
+
+def viridis(at: float) -> str:
+    """Return the colour at a place in 0..1 as ``#rrggbb``."""
+    places = np.linspace(0, 1, len(_VIRIDIS))
+    return f"#{bytes(round(np.interp(at, places, channel)) for channel in _VIRIDIS.T).hex()}"
+
+
+def ordered(count: int) -> list[str]:
+    """Return ``count`` colours from dark to bright, as far apart as possible."""
+    places = [0.3] if count == 1 else [_BRIGHTEST * i / (count - 1) for i in range(count)]
+    return [viridis(round(place * _LEVELS) / _LEVELS) for place in places]
+
+
+def on_dark() -> dict[str, str]:
+    """Return the colour that takes the place of each on a dark screen."""
+    brighter = (1 - _DARKEST) / _BRIGHTEST
+    places = [i / _LEVELS for i in range(round(_BRIGHTEST * _LEVELS) + 1)]
+    own = {INK: "#e4e8ed", NEUTRAL: "#9ba5b2", RULE: "#2c343f", PAPER: "#14181e"}
+    return own | {viridis(at): viridis(_DARKEST + at * brighter) for at in places}

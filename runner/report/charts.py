@@ -13,16 +13,18 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from runner.config.modes import ModeInfo
-from runner.report.findings import Facet, Findings, Group, facets, find, limited, scaled_note
+from runner.report.findings import Findings, Group, find, scaled_note
 from runner.report.look import SMOOTHING, rounded
 from runner.report.metric import metric_charts, rate_charts
 from runner.report.norms import heat_maps, threshold_charts
 from runner.report.plotting import (
     Chart,
+    Facet,
     Trace,
     axis,
     chart,
     crosses,
+    facets,
     floats,
     kept,
     limits,
@@ -135,9 +137,8 @@ def clip_charts(groups: Sequence[Group]) -> Iterator[Chart]:
 def norm(run: Run) -> Series:
     """Return ‖G‖ of each row, or the highest since the row before if rows skip steps."""
     spaced = run.config.get("log.interval", 1) not in (1, None)
-    highest, limits = run.of(keys.GRAD_NORM_MAX), limited(run)
-    whole = not len(run.of(keys.GRAD_NORM_SCALED))
-    return highest if spaced and whole and len(highest) else limits
+    scaled, highest = run.of(keys.GRAD_NORM_SCALED), run.of(keys.GRAD_NORM_MAX)
+    return highest if spaced and len(highest) and not len(scaled) else run.limited
 
 
 def moving(run: Run) -> Series:

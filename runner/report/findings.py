@@ -19,7 +19,7 @@ from runner.config.modes import NAMES, ModeInfo
 from runner.config.objective import higher_is_better
 from runner.config.problem import shown
 from runner.report.look import DASHES, NEUTRAL, OTHER_DASH, ordered, percent, rounded
-from runner.report.run import Floats, Run, RunMetrics, Series, measure
+from runner.report.run import Floats, Run, RunMetrics, measure
 from runner.report.statistics import Difference, compare
 from runner.report.sweep import SweepRuns
 from runner.run_folder import keys
@@ -63,35 +63,9 @@ class Group:
         return self.runs[0].threshold
 
 
-@dataclass(frozen=True)
-class Facet:
-    """Settings that one chart compares."""
-
-    mode: str
-    groups: tuple[Group, ...]
-    suffix: str
-
-    @property
-    def own(self) -> list[Group]:
-        """Settings of the mode itself."""
-        return [group for group in self.groups if group.mode == self.mode]
-
-    @property
-    def info(self) -> ModeInfo:
-        """Facts about the mode."""
-        return next((group.info for group in self.own), ModeInfo())
-
-
 def clipping_modes(groups: Iterable[Group]) -> list[str]:
     """Return the names of the modes that clip anything, sorted."""
     return sorted({group.mode for group in groups if group.mode and group.clips})
-
-
-def facets(groups: Sequence[Group]) -> list[Facet]:
-    """Return the settings by mode, because thresholds of two modes do not compare."""
-    modes = clipping_modes(groups) or ["none"]
-    compared = {m: tuple(g for g in groups if g.mode == m or not g.clips) for m in modes}
-    return [Facet(m, of, f" · clip={m}" if len(modes) > 1 else "") for m, of in compared.items()]
 
 
 def differences(runs: Sequence[Run]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -357,14 +331,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def limited(run: Run) -> Series:
-    """Return the norm of each row that λ limits: ‖G‖, without gradients that are not scaled."""
-    scaled = run.of(keys.GRAD_NORM_SCALED)
-    return scaled if len(scaled) else run.of(keys.GRAD_NORM)
-
-
 def scaled_note(groups: Iterable[Group]) -> str:
-    """Return a sentence on :func:`limited` where some runs do not scale all gradients."""
+    """Return a sentence on :attr:`Run.limited` where some runs do not scale all gradients."""
     runs = [run for group in groups for run in group.runs]
     if not any(len(run.of(keys.GRAD_NORM_SCALED)) for run in runs):
         return ""
@@ -375,8 +343,8 @@ def scaled_note(groups: Iterable[Group]) -> str:
 
 
 def norms(group: Group) -> Floats:
-    """Return all finite ‖G‖ > 0 of a setting's runs, before clipping; see :func:`limited`."""
-    found = np.concatenate([limited(run).finite for run in group.runs])
+    """Return all finite ‖G‖ > 0 of a setting's runs, before clipping; see :attr:`Run.limited`."""
+    found = np.concatenate([run.limited.finite for run in group.runs])
     return np.asarray(found[found > 0])
 
 
@@ -385,7 +353,7 @@ def find(sweep: SweepRuns) -> Findings:
     runs = sweep.runs
     columns, others = differences(runs)
     metric = _objective(runs)
-    recorded = [key for key in _METRICS if any(_records(run, key) for run in runs)]
+    recorded = [key for key in _METRICS if any(run.recorded(key) for run in runs)]
     metrics = tuple(dict.fromkeys(filter(None, (metric, *recorded))))
     asked = {run.config.get("sweep.direction") for run in runs} - {None}
     maximizes = higher_is_better(metric or "")
@@ -414,9 +382,4 @@ def _objective(runs: Sequence[Run]) -> str | None:
     """Return the configured objective if runs recorded it, else the first loss they recorded."""
     asked = [run.config.get("sweep.objective") for run in runs]
     candidates = [*(key for key in asked if isinstance(key, str)), keys.EVAL_LOSS, keys.TRAIN_LOSS]
-    return next((key for key in candidates if any(_records(run, key) for run in runs)), None)
-
-
-def _records(run: Run, key: str) -> bool:
-    final = run.summary.get("final")
-    return len(run.of(key)) > 0 or (isinstance(final, dict) and key in final)
+    return next((key for key in candidates if any(run.recorded(key) for run in runs)), None)

@@ -9,15 +9,17 @@ from statistics import fmean
 import numpy as np
 
 from runner.report.advice import RATE, THRESHOLD, value_of
-from runner.report.findings import CLIP, Facet, Findings, Group, choice, facets, natural
+from runner.report.findings import CLIP, Findings, Group, choice, natural
 from runner.report.look import NEUTRAL, ordered, percent, rounded
 from runner.report.plotting import (
     FRAME,
     Chart,
+    Facet,
     Trace,
     axis,
     chart,
     crosses,
+    facets,
     floats,
     labels,
     limits,

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from runner.config.modes import info_of
-from runner.report.findings import Facet, Findings, Group, facets, norms, scaled_note
+from runner.report.findings import Findings, Group, norms, scaled_note
 from runner.report.look import NEUTRAL, percent, rounded
 from runner.report.plotting import (
     FRAME,
     Chart,
+    Facet,
     Trace,
     axis,
     chart,
+    facets,
     floats,
     labels,
     limits,

@@ -17,7 +17,8 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike, NDArray
 
-from runner.report.findings import Group
+from runner.config.modes import ModeInfo
+from runner.report.findings import Group, clipping_modes
 from runner.report.look import INK, NEUTRAL, PAPER, RULE
 from runner.report.run import Floats
 
@@ -38,6 +39,32 @@ class Chart:
     title: str
     note: str
     figure: go.Figure
+
+
+@dataclass(frozen=True)
+class Facet:
+    """Settings that one chart compares."""
+
+    mode: str
+    groups: tuple[Group, ...]
+    suffix: str
+
+    @property
+    def own(self) -> list[Group]:
+        """Settings of the mode itself."""
+        return [group for group in self.groups if group.mode == self.mode]
+
+    @property
+    def info(self) -> ModeInfo:
+        """Facts about the mode."""
+        return next((group.info for group in self.own), ModeInfo())
+
+
+def facets(groups: Sequence[Group]) -> list[Facet]:
+    """Return the settings by mode, because thresholds of two modes do not compare."""
+    modes = clipping_modes(groups) or ["none"]
+    compared = {m: tuple(g for g in groups if g.mode == m or not g.clips) for m in modes}
+    return [Facet(m, of, f" · clip={m}" if len(modes) > 1 else "") for m, of in compared.items()]
 
 
 def chart(

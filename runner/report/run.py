@@ -111,6 +111,16 @@ class Run:
         """Return the series of a metric, which is empty if the run did not record it."""
         return self.series.get(key, EMPTY)
 
+    def recorded(self, key: str) -> bool:
+        """Return whether rows or summary hold a metric."""
+        final = self.summary.get("final")
+        return key in self.series or (isinstance(final, dict) and key in final)
+
+    @property
+    def limited(self) -> Series:
+        """Norm of each row that λ limits: ‖G‖, without gradients that are not scaled."""
+        return self.series.get(keys.GRAD_NORM_SCALED, self.of(keys.GRAD_NORM))
+
     @cached_property
     def layers(self) -> dict[str, Series]:
         """Gradient norm of each parameter, in recorded order."""

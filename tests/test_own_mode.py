@@ -50,7 +50,6 @@ SMALL += " data.max_bytes=60000 train.max_duration=5ba eval.interval=1000ba trac
 PLUGINS = {
     "single": "data.batch_size=8",
     "fsdp": "plugin=fsdp plugin.nproc=2 data.batch_size=4",
-    "pipeline": "plugin=pipeline plugin.nproc=2 data.batch_size=8",
 }
 
 

@@ -32,9 +32,9 @@ Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 class Units:
     """How a tensor is divided into units."""
 
-    dims: tuple[int, ...]
-    groups: int = 0
-    known: bool = True
+    dims: tuple[int, ...]  # reduced by a unit's norm, after groups were split off
+    groups: int = 0  # to split dimension 0 into before reducing; 0 for none
+    known: bool = True  # False where dimension 0 was assumed to index outputs
 
     @classmethod
     def of_outputs(cls, ndim: int, outputs: Iterable[int], known: bool = True) -> Units:

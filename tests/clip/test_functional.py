@@ -1,6 +1,5 @@
 """One call that clips plain, boosted and sharded models."""
 
-import copy
 import gc
 import math
 import weakref
@@ -8,15 +7,12 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from runner import apply_gradient_clipping
 from runner.booster import Booster, LossScale, StepOrderError
 from runner.booster.step_order import StepState
 from runner.clip import transfer
 from tests.clip.reference import norm_of, refused
-from tests.ranks import run_ranks
 
 
 def boosted():
@@ -107,46 +103,3 @@ def test_values_of_devices():
         vector = transfer.on_device(values, torch.device("cpu"))
         assert (vector.dtype, vector.tolist()) == (torch.float64, [float(one) for one in values])
         assert transfer.on_device(values, torch.device("meta")).device.type == "meta"
-
-
-# -- over ranks
-
-
-def loss_of(model):
-    return 100 * model(torch.arange(20.0, dtype=torch.float64).view(4, 5).sin()).square().mean()
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-
-
-def clipped(model, mode):
-    model.zero_grad()
-    loss_of(model).backward()
-    outcome = apply_gradient_clipping(model, mode, 0.1)
-    gradients = [p.grad for p in model.parameters()]
-    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
-    return tuple(map(float, outcome.metrics)), whole
-
-
-def body():
-    """A model sharded by hand, beside a whole one."""
-    alone = network()
-    sharded = copy.deepcopy(alone)
-    fully_shard(sharded[0])
-    fully_shard(sharded)
-    given = lambda: apply_gradient_clipping(sharded.parameters(), "norm", 0.1)  # noqa: E731
-    refused(TypeError, "parameters[0] is sharded", given)
-    return [
-        [clipped(each, mode) for each in (alone, sharded)] for mode in ("norm", "value", "adaptive")
-    ]
-
-
-def test_sharded_models_are_clipped_like_whole_ones():
-    for found in run_ranks(body, 2):
-        for (outcome, gradients), (sharded, whole) in found:
-            assert sharded == pytest.approx(outcome, rel=1e-12)
-            assert outcome[0] > 0.1
-            for ours, theirs in zip(whole, gradients, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)

@@ -271,6 +271,8 @@ def test_placements_say_who_holds_what():
     for placement, ranks, error in ((Partial(), 2, TypeError), (ROW, 3, LayoutError)):
         held = sharded((4, 6), [placement], [2])
         refused(error, "w is", lambda held=held, n=ranks: placed("w", held, LINEAR, n))
+    alone = sharded((4, 6), [ROW], [2])
+    refused(TypeError, "parameters[0] is sharded", lambda: Layout.of_parameters([alone]))
 
 
 def test_groups_of_a_transposed_convolution_are_not_split():

@@ -22,9 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.clip import transfer
-from runner.clip.decision import Decision, GradStats
-from runner.clip.layout import Layout
+from runner.clip import Decision, GradStats, Layout, transfer
 from runner.clip.per_parameter import TensorMode
 from runner.config.simple_modes import AdaGC
 

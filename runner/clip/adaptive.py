@@ -18,12 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runner.clip import transfer
-from runner.clip.decision import Decision, GradStats, Parts
-from runner.clip.layout import Layout
-from runner.clip.mode import ClipMode
+from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard, Parts, transfer
 from runner.clip.norms import OVERFLOWS, VANISHES, combine, local_powers
-from runner.clip.shard import ParamShard
 from runner.clip.unit_norms import UnitIndex, UnitNorms
 from runner.config.notation import first_few
 from runner.config.simple_modes import Adaptive

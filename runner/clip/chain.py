@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.clip.decision import Decision, GradStats, Parts
-from runner.clip.layout import Layout, OptionError
-from runner.clip.mode import ClipMode, scale, scale_each
+from runner.clip import ClipMode, Decision, GradStats, Layout, Number, Parts
+from runner.clip.layout import OptionError
+from runner.clip.mode import scale, scale_each
 from runner.clip.nested import NestedMode, bind
 from runner.clip.per_parameter import TensorMode, TensorNorms
-from runner.clip.transfer import Number
 from runner.config.modes import Chain
 
 

@@ -14,13 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runner.clip import transfer
-from runner.clip.decision import Decision, GradStats, Parts
-from runner.clip.layout import Layout, OptionError
-from runner.clip.mode import ClipMode, build
+from runner.clip import ClipMode, Decision, GradStats, Layout, Number, Parts, build, transfer
+from runner.clip.layout import OptionError
 from runner.clip.nested import NestedMode, bind
 from runner.clip.norms import Powers, combine_norms, local_powers
-from runner.clip.transfer import Number
 from runner.config.modes import ByGroups
 
 REST = "rest"  # name of the parameters that no pattern matches

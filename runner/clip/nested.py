@@ -9,12 +9,10 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from runner.clip import transfer
-from runner.clip.decision import Decision, Inner
-from runner.clip.layout import Layout, OptionError
-from runner.clip.mode import ClipMode, build
+from runner.clip import ClipMode, Decision, Layout, Number, build, transfer
+from runner.clip.decision import Inner
+from runner.clip.layout import OptionError
 from runner.clip.norms import combine
-from runner.clip.transfer import Number
 from runner.config.modes import Mode, arguments_of, kind_of, problems, written_out
 from runner.config.problem import NOTHING
 

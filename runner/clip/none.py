@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-from runner.clip.decision import Decision, GradStats
-from runner.clip.layout import Layout
-from runner.clip.mode import ClipMode
+from runner.clip import ClipMode, Decision, GradStats, Layout
 from runner.config.simple_modes import Unclipped
 
 

@@ -11,12 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from runner.clip import transfer
-from runner.clip.decision import Decision, GradStats
-from runner.clip.layout import Layout
-from runner.clip.mode import ClipMode
+from runner.clip import ClipMode, Decision, GradStats, Layout, Number, transfer
 from runner.clip.norms import Powers, local_powers, parameter_norms
-from runner.clip.transfer import Number
 from runner.config.simple_modes import PerParameter
 
 

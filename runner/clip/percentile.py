@@ -20,11 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.clip import transfer
-from runner.clip.decision import Decision, GradStats
-from runner.clip.layout import Layout
-from runner.clip.mode import ClipMode
-from runner.clip.norm import limit_norm
+from runner.clip import ClipMode, Decision, GradStats, Layout, limit_norm, transfer
 from runner.config.simple_modes import Percentile
 
 FEWEST = 256  # number of norms that a new buffer has room for

@@ -18,10 +18,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from runner.clip import nested
-from runner.clip.decision import Decision, GradStats
-from runner.clip.layout import Layout, OptionError
-from runner.clip.mode import ClipMode
+from runner.clip import ClipMode, Decision, GradStats, Layout, nested
+from runner.clip.layout import OptionError
 from runner.config.modes import Schedule
 
 

@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from runner.clip import transfer
-from runner.clip.layout import Layout
-from runner.clip.mode import ClipMode
-from runner.clip.shard import ParamShard, local
-from runner.clip.transfer import Number
+from runner.clip import ClipMode, Layout, Number, ParamShard, transfer
+from runner.clip.shard import local
 
 ADAMS = (Adam, AdamW, NAdam, RAdam)
 # Name of the second moment in the state of an optimizer. A subclass may change its value.

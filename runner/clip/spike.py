@@ -25,13 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runner.clip import transfer
-from runner.clip.decision import Decision, GradStats, Parts
-from runner.clip.layout import Layout
+from runner.clip import Decision, GradStats, Layout, Number, ParamShard, Parts, transfer
 from runner.clip.norms import combine, powers_of
 from runner.clip.second_moment import OptimizerMode, Stepped, pieces
-from runner.clip.shard import ParamShard
-from runner.clip.transfer import Number
 from runner.config.simple_modes import Spike
 
 

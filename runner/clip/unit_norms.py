@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runner.clip import transfer
+from runner.clip import ParamShard, transfer
 from runner.clip.norms import ROW, SMALL, flatten, gathered
-from runner.clip.shard import ParamShard, local
+from runner.clip.shard import local
 
 LONG = 8_192  # longest unit that is summed in float32 at once
 CACHED = 2**16  # elements of a block that is read several times while it is in the cache

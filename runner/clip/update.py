@@ -25,14 +25,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.clip import transfer
-from runner.clip.decision import Decision, GradStats
-from runner.clip.layout import Layout
+from runner.clip import Decision, GradStats, Layout, Number, ParamShard, transfer
 from runner.clip.norms import combine, local_powers, powers_of
 from runner.clip.per_parameter import share_of
 from runner.clip.second_moment import Moment, OptimizerMode, pieces
-from runner.clip.shard import ParamShard
-from runner.clip.transfer import Number
 from runner.config.simple_modes import Update
 
 TIE = 1e-6

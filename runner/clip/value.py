@@ -13,10 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runner.clip import transfer
-from runner.clip.decision import Decision, GradStats, Parts
-from runner.clip.layout import Layout
-from runner.clip.mode import ClipMode
+from runner.clip import ClipMode, Decision, GradStats, Layout, Number, Parts, transfer
 from runner.clip.norms import (
     OVERFLOWS,
     SMALL,
@@ -28,7 +25,6 @@ from runner.clip.norms import (
     local_powers,
     power_sum,
 )
-from runner.clip.transfer import Number
 from runner.config.simple_modes import Value
 
 # Elements that a CPU compares together: they stay in a cache from one look to the next.

@@ -24,10 +24,7 @@ from typing import ClassVar
 
 import torch
 
-from runner.clip.decision import Decision, GradStats
-from runner.clip.layout import Layout
-from runner.clip.mode import ClipMode
-from runner.clip.norm import limit_norm
+from runner.clip import ClipMode, Decision, GradStats, Layout, limit_norm
 from runner.clip.transfer import where
 from runner.config.simple_modes import ZScore
 

@@ -13,7 +13,7 @@ from runner.checkpoint import content, folder
 from runner.checkpoint.content import Training
 from runner.checkpoint.pending import Pending
 from runner.config.duration import Duration, Interval, Minutes, parse_interval
-from runner.config.objective import higher_is_better
+from runner.config.notation import higher_is_better
 from runner.parallel.collectives import is_first, on_first, several_ranks
 from runner.run_folder import keys
 

@@ -20,10 +20,8 @@ from runner.compose.jobs import Job, Where, spelled_out
 from runner.compose.request import Request, request
 from runner.config.environment import joins, started_rank
 from runner.config.folders import CONFIG_NAME
-from runner.config.importing import importing
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.schema import RunConfig
-from runner.config.scratch import missing
 from runner.config.sizes import may_grow
 from runner.launch import elastic
 from runner.run_folder.sweep_record import earlier_record
@@ -101,16 +99,12 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
     if not jobs:
         return
     here, started = where != "elsewhere", started_rank()
-    lacking = {one.key: one for job in jobs if here for one in missing(job.config)}
-    if lacking:
-        raise RequestError(lacking.values())
     if "torch" not in sys.modules:
         announce("clip-runner: importing torch, then checking model and data")
     if where == "here" and (started is None or started.world_size == 1):
         # Ranks import torch while this process does.
         elastic.prepare(*(job.config for job in jobs))
-    with importing("torch"):
-        from runner.train import build, preflight
+    from runner.train import build, preflight
 
     problems: list[Problem] = []
     seen: list[dict[str, Any]] = []
@@ -120,8 +114,7 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
             continue
         seen.append(apart)
         try:
-            with importing("torch._dynamo"):  # torch does when the first optimizer is made
-                preflight.check(job.config, compared=len(jobs) > 1, here=here)
+            preflight.check(job.config, compared=len(jobs) > 1, here=here)
         except RequestError as error:
             problems += (replace(problem, job=job.label) for problem in error.problems)
     if problems:

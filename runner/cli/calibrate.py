@@ -21,8 +21,8 @@ from runner.calibrate.table import lines
 from runner.cli import new_folder
 from runner.cli.arguments import on_ranks, single
 from runner.config.environment import joins
+from runner.config.identity import masked_words
 from runner.config.problem import Problem, RequestError
-from runner.config.secrets import masked_words
 from runner.telemetry.sinks.console import print_line
 
 FILE = "calibrate.json"

@@ -15,9 +15,9 @@ from runner.cli.export import add_run, chosen, folder_of_run
 from runner.compose.composer import Source
 from runner.compose.record import recorded
 from runner.config.environment import joins
+from runner.config.identity import masked_words
 from runner.config.notation import plural
 from runner.config.problem import Problem, RequestError
-from runner.config.secrets import masked_words
 from runner.launch.elastic import require_one_machine
 from runner.run_folder import files
 from runner.telemetry.sinks.console import print_line

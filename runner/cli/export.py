@@ -11,8 +11,7 @@ from typing import Any
 
 from runner.cli import FAILED, command_parser
 from runner.config.folders import Refusal, read_yaml
-from runner.config.notation import plural
-from runner.config.objective import higher_is_better
+from runner.config.notation import higher_is_better, plural
 from runner.config.problem import Problem, RequestError
 from runner.run_folder import files
 from runner.telemetry.sinks.console import print_line

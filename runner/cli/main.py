@@ -18,7 +18,6 @@ from importlib import import_module
 from runner.cli import FAILED, INTERRUPTED, WRONG_REQUEST
 from runner.config import disk
 from runner.config.environment import joins, started_rank
-from runner.config.importing import importing
 from runner.config.problem import Interrupted, RequestError
 from runner.launch import signals
 from runner.telemetry.sinks.console import announce, leave_unread, open_streams, print_line
@@ -114,8 +113,7 @@ def _command(arguments: list[str]) -> int:
     flags = {argument for argument in arguments if argument.startswith("-")}
     if command not in PARSED_BY_ARGPARSE and flags <= {"-m", "--multirun"}:
         announce("clip-runner: reading the configuration")
-    with importing("hydra"):
-        module = import_module(f"runner.cli.{command}")
+    module = import_module(f"runner.cli.{command}")
     if flags & {"-h", "--help"} and hasattr(module, "USAGE"):
         print(module.USAGE)
         return 0

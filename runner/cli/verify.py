@@ -22,7 +22,7 @@ from runner.cli import new_folder
 from runner.cli.arguments import on_ranks, single
 from runner.compose.jobs import key_of
 from runner.config.environment import joins
-from runner.config.secrets import masked_words
+from runner.config.identity import masked_words
 from runner.telemetry.sinks.console import print_line
 
 FILE = "verify.json"

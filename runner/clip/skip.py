@@ -16,7 +16,7 @@ from torch import Tensor
 
 from runner.clip import transfer
 from runner.clip.transfer import Number
-from runner.config.skip import SkipOptions
+from runner.config.clip_section import SkipOptions
 
 
 class Past(NamedTuple):
@@ -38,7 +38,7 @@ class Past(NamedTuple):
 
 @dataclass(eq=False)
 class SkipRule(SkipOptions):
-    """Decides which steps are skipped as spikes; see :class:`runner.config.skip.SkipOptions`.
+    """Decides which steps are skipped as spikes; its options are those of section ``clip.skip``.
 
     History holds the values of kept steps alone. A step whose gradient is not finite is no spike:
     it is left to ``nonfinite``, and neither enters the history nor ends a row of skips. A loss that

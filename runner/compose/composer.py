@@ -39,10 +39,18 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose.recipes import RecipeSource
-from runner.config.check import leaves, owned_keys
+from runner.config.check import owned_keys
 from runner.config.clip_section import modes_with
 from runner.config.folders import CONFIG_NAME, find, outputs
-from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean, or_list, unknown_key
+from runner.config.problem import (
+    NOTHING,
+    Problem,
+    RequestError,
+    did_you_mean,
+    leaves,
+    or_list,
+    unknown_key,
+)
 
 OPEN = ("model", "data", "optimizer", "scheduler", "loss")
 """Sections that pass any key to their target."""

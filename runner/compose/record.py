@@ -16,11 +16,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose.composer import Composer, Source, apply, unresolved
 from runner.compose.jobs import Job
-from runner.config.check import examine, leaves
+from runner.config.check import examine
 from runner.config.folders import Refusal, read_yaml
 from runner.config.identity import MASK, NOT_HASHED, masked, masked_words
 from runner.config.plugin_section import read_plan
-from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.problem import NOTHING, Problem, RequestError, leaves
 
 
 def resolved_and_recorded(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:

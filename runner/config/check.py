@@ -20,6 +20,7 @@ from runner.config.problem import (
     NOTHING,
     Problem,
     RequestError,
+    leaves,
     or_list,
     shown,
     unknown_key,
@@ -204,12 +205,3 @@ def _value(plain: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         node = node.get(part, MISSING) if isinstance(node, Mapping) else MISSING
     return node
-
-
-def leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each dotted key at and below ``path`` with its value; a list is one value."""
-    if not isinstance(node, Mapping) or not node:
-        yield path, node
-        return
-    for key, value in node.items():
-        yield from leaves(f"{path}.{key}" if path else str(key), value)

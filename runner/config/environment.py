@@ -78,6 +78,15 @@ def restarts() -> int:
     return _number("TORCHELASTIC_RESTART_COUNT") or 0
 
 
+def cores() -> int:
+    """Return the number of cores that this process and its ranks may use together; at least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        usable = len(os.sched_getaffinity(0))
+    else:
+        usable = os.cpu_count() or 1
+    return max(1, min(usable, _number("SLURM_CPUS_ON_NODE") or usable))
+
+
 def _number(name: str) -> int | None:
     value = os.environ.get(name)
     return int(value) if value else None

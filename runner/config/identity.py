@@ -12,9 +12,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from runner.config.check import leaves
 from runner.config.duration import Duration
-from runner.config.problem import MISSING
+from runner.config.problem import MISSING, leaves
 
 MASK = "***"
 """Stands for a secret in records."""

@@ -1,4 +1,4 @@
-"""Numbers and lists of names as text in plain ASCII, for terminals, logs and messages."""
+"""Numbers, lists of names and metrics: as text in plain ASCII, and which of two is better."""
 
 from __future__ import annotations
 
@@ -49,3 +49,15 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
 def ranks_as_text(ranks: Sequence[int]) -> str:
     """Format a list of ranks: ``rank 1``, ``ranks 0, 2``."""
     return f"rank{'' if len(ranks) == 1 else 's'} {first_few([str(rank) for rank in ranks], 8)}"
+
+
+_HIGHER = (
+    *("accuracy", "f1", "precision", "recall", "auroc", "roc_auc", "specificity", "f1_score"),
+    *("average_precision", "r2", "r2_score", "jaccard_index", "cohen_kappa", "explained_variance"),
+    *("matthews_corr_coef", "pearson_corr_coef", "spearman_corr_coef", "cosine_similarity"),
+)
+
+
+def higher_is_better(metric: str) -> bool:
+    """Return whether higher values of a metric are better: of an F1 score, not of a loss."""
+    return metric.endswith("accuracy") or metric.rpartition("/")[2] in _HIGHER

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
@@ -188,6 +188,15 @@ def _nearest_keys(key: str, keys: list[str]) -> list[str]:
     }
     best = max(scores.values(), default=0.0)
     return [other for other in keys if scores[other] == best >= 0.6][:3]
+
+
+def leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each dotted key at and below ``path`` with its value; a list is one value."""
+    if not isinstance(node, Mapping) or not node:
+        yield path, node
+        return
+    for key, value in node.items():
+        yield from leaves(f"{path}.{key}" if path else str(key), value)
 
 
 def or_list(names: Iterable[Any]) -> str:

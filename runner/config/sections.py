@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from runner.config.clip_section import Clip
 from runner.config.modes import NAMES
-from runner.config.objective import higher_is_better
+from runner.config.notation import higher_is_better
 from runner.config.plugin_section import PluginSection
 from runner.config.section import (
     Conflict,

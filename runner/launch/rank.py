@@ -20,8 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.config.cores import cores
-from runner.config.environment import started_rank
+from runner.config.environment import cores, started_rank
 from runner.config.problem import Stopped
 from runner.config.schema import RunConfig
 from runner.launch import failure, signals

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from runner.config.secrets import masked_words
+from runner.config.identity import masked_words
 from runner.run_folder import files
 from runner.run_folder.status import is_unfinished
 from runner.run_folder.strict_json import write_object

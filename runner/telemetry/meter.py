@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from runner.clip import Decision, Number, transfer
-from runner.config.objective import higher_is_better
+from runner.config.notation import higher_is_better
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
 from runner.telemetry.gauges import Gauges

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from runner.booster import ModelWrapper, Plugin
 from runner.clip.shard import local
-from runner.config.notation import plural
-from runner.config.objective import higher_is_better
+from runner.config.notation import higher_is_better, plural
 from runner.config.problem import or_list
 from runner.run_folder import keys
 from runner.telemetry.meter import StepMetrics

@@ -23,11 +23,11 @@ from runner.checkpoint.folder import manifest_of
 from runner.checkpoint.saver import CheckpointSaver
 from runner.clip import ClipMode, SkipRule
 from runner.clip import build as build_mode
-from runner.config.check import leaves
 from runner.config.duration import Duration
 from runner.config.modes import NAMES, built_in
 from runner.config.notation import plural
 from runner.config.plugin_section import PluginSection
+from runner.config.problem import leaves
 from runner.config.schema import RunConfig
 from runner.config.sizes import sizes
 from runner.data.dataset import length_of

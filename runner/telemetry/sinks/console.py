@@ -15,7 +15,6 @@ from typing import Any, TextIO
 
 from runner.config.environment import started_rank
 from runner.config.notation import clock, percent, plural, rounded
-from runner.config.secrets import hide
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
 from runner.telemetry.sinks.sink import ending
@@ -69,7 +68,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
     def format(self, record: logging.LogRecord) -> str:
         """Format the message; on a terminal it replaces a bar that is drawn there."""
-        text = hide(super().format(record).rstrip())
+        text = super().format(record).rstrip()
         if record.levelno == logging.WARNING:
             text = f"warning: {text}"
         return f"\r\x1b[K{text}" if is_watched(self.stream) else text

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from runner.config.secrets import masked_words
+from runner.config.identity import masked_words
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
 

@@ -19,7 +19,8 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.compose.composer import Composer, has, plain_word, reason
+from runner.compose.composer import Composer
+from runner.compose.values import has, plain_word, reason
 from runner.config.folders import obstacle, outputs
 from runner.config.identity import config_hash, masked_words, request_hash, sweep_name
 from runner.config.problem import NOTHING, Problem
@@ -80,20 +81,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep before it starts.
-
-    Attributes:
-        trials: number of runs that a sweeper chooses as it goes; None if the jobs are listed.
-        keys: keys whose values the sweep lists.
-        words: overrides for Hydra, the lists among them.
-    """
+    """A sweep before it starts."""
 
     name: str
     folder: Path
     identity: str
-    trials: int | None
+    trials: int | None  # runs that a sweeper chooses as it goes; None if the jobs are listed
     keys: tuple[str, ...]
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # for Hydra, with the lists of values
     where: Where = "here"
 
 
@@ -235,10 +230,6 @@ def _launcher_problems(master: DictConfig) -> Iterator[Problem]:
             if not fits and (key, value) != ("max_batch_size", None):
                 text = "must be an integer of at least 1" + (", or -1 for all" if least < 0 else "")
                 yield Problem(f"hydra.{section}.{key}", value, text)
-    for key in ("nodes", "tasks_per_node"):
-        if settings.get(key, 1) != 1:
-            text = "must be 1: a run starts its ranks itself (plugin.nproc), on one node"
-            yield Problem(f"hydra.launcher.{key}", settings[key], text)
     written: Any = OmegaConf.to_container(master.hydra.sweep, resolve=False)
     subdir = str(written["subdir"])
     if "/" in re.sub(r"\$\{[^{}]*\}", "", subdir):
@@ -256,6 +247,7 @@ def _expanded(
     zipped = [] if searches else list(map(str, _setting(master, "sweep.zip") or []))
     given = _setting(master, "sweep.max_jobs")
     most = given if type(given) is int and given > 0 else 1
+    large = "this sweep is too large: {}; list fewer values, or raise the limit"
     values: dict[str, list[str]] = {}
     problems: list[Problem] = []
     for one in overrides:
@@ -269,10 +261,11 @@ def _expanded(
             problems.append(Problem(key, one.get_value_string(), f"cannot be read: {error}"))
             continue
         if len(found) > most:
-            return [], [*problems, _too_many(f"{key} alone has more values", most)]
+            text = large.format(f"{key} alone has more values")
+            return [], [*problems, Problem("sweep.max_jobs", most, text)]
         options = composer.options(one.key_or_group)
-        if text := _refused(one, found, options, searches):
-            problems.append(Problem(key, one.get_value_string(), f"must be {text}"))
+        if instead := _refused(one, found, options, searches):
+            problems.append(Problem(key, one.get_value_string(), f"must be {instead}"))
             continue
         words = [f"{key}={value}" for value in found]
         right = [word for word in words if not options or key in zipped]
@@ -288,7 +281,8 @@ def _expanded(
     count = sum(size - 1 for size in apart) + 1 if searches else count
     if count > most:
         sizes = ", ".join(f"{key} {len(one):,}" for key, one in values.items() if len(one) > 1)
-        return [], [*problems, _too_many(f"it has {count:,} runs (values: {sizes})", most)]
+        text = large.format(f"it has {count:,} runs (values: {sizes})")
+        return [], [*problems, Problem("sweep.max_jobs", most, text)]
     if searches:
         first = {key: words[0] for key, words in values.items()}
         others = ({**first, key: word} for key, words in values.items() for word in words[1:])
@@ -357,11 +351,6 @@ def _not_together(values: Mapping[str, list[str]], zipped: Sequence[str]) -> Pro
     return None
 
 
-def _too_many(why: str, most: int) -> Problem:
-    text = f"this sweep is too large: {why}; list fewer values, or raise the limit"
-    return Problem("sweep.max_jobs", most, text)
-
-
 def _placed(
     master: DictConfig,
     fixed: Sequence[str],
@@ -391,9 +380,8 @@ def _placed(
     if not searches:
         words.append(f"hydra/sweeper={SWEEPER}")
     elif jobs[0].config.sweep.maximizes and "direction" in master.hydra.sweeper:
-        typed_keys = map(key_of, fixed)
         key = "hydra.sweeper.direction"
-        words += [] if key in typed_keys else [f"{key}=maximize"]
+        words += [] if key in map(key_of, fixed) else [f"{key}=maximize"]
     for one, word in zip(lists, typed, strict=True):
         key = one.key_or_group
         known = word.startswith("+") or key in master.hydra.runtime.choices or has(master, key)

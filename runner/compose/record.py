@@ -14,8 +14,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.compose.composer import Composer, Source, apply, unresolved
+from runner.compose.composer import Composer, Source
 from runner.compose.jobs import Job
+from runner.compose.values import apply, unresolved
 from runner.config.check import examine
 from runner.config.folders import Refusal, read_yaml
 from runner.config.identity import MASK, NOT_HASHED, masked, masked_words

@@ -21,7 +21,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.compose.composer import Composed, Composer, Source, unresolved
+from runner.compose.composer import Composed, Composer, Source
 from runner.compose.jobs import (
     SWEEP_WITHOUT_FLAG,
     Earlier,
@@ -32,6 +32,7 @@ from runner.compose.jobs import (
     sweep,
 )
 from runner.compose.record import recorded_words, resolved_and_recorded
+from runner.compose.values import unresolved
 from runner.config.check import examine
 from runner.config.folders import outputs
 from runner.config.problem import Problem, RequestError

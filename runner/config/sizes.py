@@ -8,14 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import lcm, prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from runner.config.environment import started_nodes, started_rank
 from runner.config.notation import plural
 from runner.config.problem import or_list
 
-if TYPE_CHECKING:
-    from runner.config.plugin_section import PluginSection
+
+class Asked(Protocol):
+    """The sizes of section ``plugin``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def nproc(self) -> int | None: ...
+    @property
+    def nnodes(self) -> int | None: ...
+    @property
+    def dp_size(self) -> int | None: ...
+    @property
+    def tp_size(self) -> int | None: ...
+    @property
+    def pp_size(self) -> int | None: ...
+    @property
+    def ep_size(self) -> int | None: ...
 
 
 class SizeError(ValueError):
@@ -75,7 +91,7 @@ class MeshSizes(NamedTuple):
         return cls(dp, given.get("tp_size", 1), given.get("pp_size", 1), ep)
 
 
-def sizes(plugin: PluginSection, ranks: int, *, started: bool = False) -> MeshSizes:
+def sizes(plugin: Asked, ranks: int, *, started: bool = False) -> MeshSizes:
     """Divide ``ranks`` among the axes as the section ``plugin`` asks."""
     if plugin.name == "single" and ranks != 1:
         message = f"plugin=single is one process, not {ranks} ranks; plugin=ddp spreads over ranks"
@@ -95,7 +111,7 @@ def sizes(plugin: PluginSection, ranks: int, *, started: bool = False) -> MeshSi
     return found
 
 
-def _nodes(plugin: PluginSection, started: bool) -> int:
+def _nodes(plugin: Asked, started: bool) -> int:
     """Return the number of machines of the run."""
     there, asked = started_nodes() if started else None, plugin.nnodes
     if there is None or asked is None:
@@ -112,7 +128,7 @@ def _nodes(plugin: PluginSection, started: bool) -> int:
     return asked
 
 
-def data_parallel_size(plugin: PluginSection, ranks: int) -> int:
+def data_parallel_size(plugin: Asked, ranks: int) -> int:
     """Return the data-parallel size on ``ranks`` ranks; all ranks if the sizes do not fit them."""
     try:
         return sizes(plugin, ranks).dp
@@ -120,7 +136,7 @@ def data_parallel_size(plugin: PluginSection, ranks: int) -> int:
         return ranks
 
 
-def least_ranks(plugin: PluginSection) -> int:
+def least_ranks(plugin: Asked) -> int:
     """Return the world size to start: ``nnodes`` x ``nproc``, or the product of the given sizes."""
     nodes = plugin.nnodes or 1
     if plugin.nproc is not None:
@@ -130,13 +146,13 @@ def least_ranks(plugin: PluginSection) -> int:
     return lcm(sized, nodes * (plugin.tp_size or 1)) if nodes > 1 else sized
 
 
-def may_grow(plugin: PluginSection) -> bool:
+def may_grow(plugin: Asked) -> bool:
     """Return whether more ranks than `least_ranks` fit: ``nproc`` and one of the sizes are null."""
     given = _given(plugin.dp_size, plugin.tp_size, plugin.pp_size)
     return plugin.name != "single" and plugin.nproc is None and _open_size(given) is not None
 
 
-def ranks_of(plugin: PluginSection, gpus: int = 0) -> int:
+def ranks_of(plugin: Asked, gpus: int = 0) -> int:
     """Return the world size of a run that this process starts or belongs to."""
     if (joined := joined_ranks()) is not None:
         return joined

@@ -22,9 +22,9 @@ from filelock import FileLock, Timeout
 
 from runner.compose.jobs import Job, Sweep, Where
 from runner.compose.request import Request
+from runner.config.identity import masked_words
 from runner.config.problem import Interrupted, Problem, RequestError
 from runner.config.schema import RunConfig
-from runner.config.secrets import masked_words
 from runner.launch import signals
 from runner.launch.supervise import write_page
 from runner.run_folder.status import now

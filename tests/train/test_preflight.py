@@ -28,7 +28,10 @@ WRONG = [
     ("model._target_=runner.models.cnn.DigitsCN", ["model._target_", "DigitsCN"]),
     ("optimizer._target_=tests.refusing.listed", ["optimizer._target_", "not a torch.optim.Opt"]),
     ("+model.widht=3", ["(1 problem)", "model.widht=3", "did you mean width?", "~model.widht."]),
-    ("model._target_=tests.verify.nets.Single", ["(2 problems)", "model.num_classes=10  "]),
+    (
+        "model._target_=tests.verify.nets.Single model.num_classes=10 model.width=3",
+        ["(2 problems)", "model.num_classes=10  "],
+    ),
     (f"{STEP_LR} ~scheduler.eta_min", ["scheduler._target_", "TypeError", "step_size"]),
     (f"{TEXT} data.path=5", ["data.path=5", "must be text or null"]),
     ("data.test_fraction=0", ["data._target_", "ValueError", "between 0 and 1, not 0"]),

@@ -174,7 +174,7 @@ def test_the_configuration_and_the_version_can_be_printed(outputs, capsys, monke
     assert main(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out == "plugin=tensor\n"
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    assert main(["sed=1"]) == 2
+    assert main(["hydra.rnu=1"]) == 2
     assert "Traceback" in capsys.readouterr().err
     assert not outputs.exists()
 

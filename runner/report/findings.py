@@ -16,7 +16,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from runner.config.modes import NAMES, ModeInfo
-from runner.config.objective import higher_is_better
+from runner.config.notation import higher_is_better
 from runner.config.problem import shown
 from runner.report.look import DASHES, NEUTRAL, OTHER_DASH, ordered, percent, rounded
 from runner.report.run import Floats, Run, RunMetrics, measure

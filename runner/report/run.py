@@ -14,7 +14,7 @@ import yaml
 from numpy.typing import NDArray
 
 from runner.config.modes import ModeInfo, info_of
-from runner.config.objective import higher_is_better
+from runner.config.notation import higher_is_better
 from runner.run_folder import files, keys
 from runner.run_folder.rows import read_rows
 from runner.run_folder.status import elapsed, state_of

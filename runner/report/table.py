@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from runner.config.objective import higher_is_better
+from runner.config.notation import higher_is_better
 from runner.report.findings import Findings, Group, choice, mean_and_spread, natural
 from runner.report.look import Child, Markup, percent, plural, rounded, signed, tag
 from runner.report.run import PERCENTILES, Run, RunMetrics

@@ -2,15 +2,21 @@
 
 import json
 import math
+import signal
+import subprocess
+import sys
 import threading
 from datetime import datetime
 
 import pytest
 import yaml
 
+from runner.config.problem import RequestError
 from runner.run_folder import status as module
 from runner.run_folder.status import Record
 from runner.run_folder.strict_json import write_text
+from runner.run_folder.sweep_record import earlier_record
+from tests.process import ROOT
 
 CONFIG = {"seed": 0, "clip": {"norm_type": math.inf, "exclude": ["head.*"]}, "model": None}
 
@@ -91,3 +97,40 @@ def test_an_objective_is_the_best_where_there_is_one(key, value):
     final = {"eval/loss": 0.4, "grad/norm": 3.0, "lost": "Infinity"}
     summary = {"best": {"eval/loss": 0.2}, "final": final, "steps": 9}
     assert module.objective_of(summary, key) == value
+
+
+def test_a_record_is_not_written_over(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".run.lock").touch()
+    assert earlier_record(tmp_path) is None  # it was killed before its record began
+    (tmp_path / ".run.lock").unlink()
+    for name in ("status.json", "multirun.yaml"):
+        (tmp_path / name).touch()
+        assert name in earlier_record(tmp_path)
+        assert "is not a folder" in earlier_record(tmp_path / name)
+        (tmp_path / name).unlink()
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from runner.run_folder.status import claimed
+with claimed(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()  # until the test closes it
+"""
+
+
+def test_the_second_is_refused_until_the_first_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "RELEASED", 0.1)
+    command, pipes = [sys.executable, "-c", HOLD, str(tmp_path)], {"stdin": -1, "stdout": -1}
+    holder = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RequestError, match="another run is using"), module.claimed(tmp_path):
+            raise AssertionError
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.communicate()
+    with module.claimed(tmp_path):
+        pass

@@ -37,9 +37,6 @@ Earlier: TypeAlias = Callable[[Path, str | None, Sequence[str]], str | None]
 Where: TypeAlias = Literal["here", "beside", "elsewhere"]
 """Where runs run: in the process of the command, in others of its machine, or anywhere."""
 
-SWEEPER = "clip_runner"
-"""The option of ``hydra/sweeper`` that runs the jobs of a sweep's record."""
-
 LAUNCHERS: Mapping[str, tuple[Where, str]] = {
     "JoblibLauncher": ("beside", "joblib"),
     "LocalLauncher": ("beside", "submitit"),
@@ -378,7 +375,7 @@ def _placed(
     words = [word for word in fixed if key_of(word) not in skipped]
     words += [f"hydra.sweep.dir='{path}'", "hydra.output_subdir=null"]  # its files hold secrets
     if not searches:
-        words.append(f"hydra/sweeper={SWEEPER}")
+        words.append("hydra/sweeper=clip_runner")  # runs the jobs of the record
     elif jobs[0].config.sweep.maximizes and "direction" in master.hydra.sweeper:
         key = "hydra.sweeper.direction"
         words += [] if key in map(key_of, fixed) else [f"{key}=maximize"]

@@ -1,5 +1,0 @@
-"""The former place of some names."""
-
-from runner.config.folders import Refusal
-
-__all__ = ["Refusal"]

@@ -187,6 +187,11 @@ class Composer:
         key = override.key_or_group
         return not isinstance(override.value(), dict) and bool(self.options(key))
 
+    def _is_further(self, override: Override) -> bool:
+        """Return whether an override adds a group that has no default, as ``+experiment=mine``."""
+        base = self._attempt(()) if override.is_add() else None
+        return base is not None and override.key_or_group not in base.hydra.runtime.choices
+
     def compose(self, overrides: Sequence[Override]) -> Composed:
         """Compose the overrides of one job."""
         made, texts = Composed(None), {}
@@ -197,7 +202,7 @@ class Composer:
                 made.problems.append(problem)
                 made.unsettled.add(one.key_or_group)
             elif chooses or one.is_hydra_override():
-                sign = "" if chooses else one.get_key_element().removesuffix(one.key_or_group)
+                sign = None if not chooses or self._is_further(one) else ""
                 texts[number] = plain_word(one, sign)
                 first.append(texts[number])
             else:

@@ -27,6 +27,9 @@ FILES = {
     "recipe/listed.yaml": "- a\n- b\n",
     "recipe/odd.yaml": "clip:\n  treshold: 1\n",
     "model/torn.yaml": "_target_: {",
+    "experiment/big.yaml": (
+        "# @package _global_\ndefaults:\n  - override /clip: value\nclip: {threshold: 0.3}\n"
+    ),
 }
 
 
@@ -71,6 +74,15 @@ def test_overrides_beat_the_recipe_which_beats_the_defaults(own):
     assert config.clip.threshold == 0.125
     config = job(own, "recipe=spelled")
     assert (config.recipe, config.seed, config.clip.mode) == ("spelled", 6, "value")
+
+
+def test_an_experiment_of_hydras_kind_is_added_with_a_plus(own):
+    for words, threshold in (
+        (["+experiment=big"], 0.3),
+        (["+experiment=big", "clip.threshold=2"], 2),
+    ):
+        config = job(own, *words)
+        assert (config.clip.mode, config.clip.threshold) == ("value", threshold)
 
 
 def test_recipes_are_swept_over_and_may_be_sweeps(own):

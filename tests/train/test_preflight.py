@@ -26,7 +26,10 @@ TENSOR, PIPELINE = (f"{TEXT} plugin={one} plugin.nproc=2" for one in ("tensor", 
 
 WRONG = [
     ("model._target_=runner.models.cnn.DigitsCN", ["model._target_", "DigitsCN"]),
-    ("optimizer._target_=tests.refusing.listed", ["optimizer._target_", "not a torch.optim.Opt"]),
+    (
+        "optimizer._target_=tests.refusing.listed optimizer.lr=1",
+        ["optimizer._target_", "not a torch.optim.Opt"],
+    ),
     ("+model.widht=3", ["(1 problem)", "model.widht=3", "did you mean width?", "~model.widht."]),
     (
         "model._target_=tests.verify.nets.Single model.num_classes=10 model.width=3",

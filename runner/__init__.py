@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from runner.telemetry.gauges import Measurements
     from runner.telemetry.monitor import GradientMonitor
     from runner.telemetry.transformers_callback import ClippingCallback
-    from runner.train.evaluation import Evaluate
+    from runner.train.options import Evaluate, InBackward, Log
     from runner.train.skipped_steps import SkippedSteps
-    from runner.train.trainer import InBackward, Log, Trainer
+    from runner.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -45,13 +45,13 @@ _HOME = {
     "ClippingCallback": "runner.telemetry.transformers_callback",
     "CosineAnnealingLR": "runner.optim.schedulers",
     "DistCoordinator": "runner.launch.process_group",
-    "Evaluate": "runner.train.evaluation",
+    "Evaluate": "runner.train.options",
     "GradientClipping": "runner.clip",
     "GradientMonitor": "runner.telemetry.monitor",
     "HybridParallelPlugin": "runner.booster",
     "LinearWarmupLR": "runner.optim.schedulers",
-    "InBackward": "runner.train.trainer",
-    "Log": "runner.train.trainer",
+    "InBackward": "runner.train.options",
+    "Log": "runner.train.options",
     "LowLevelZeroPlugin": "runner.booster",
     "Measurements": "runner.telemetry.gauges",
     "MoeHybridParallelPlugin": "runner.booster",

@@ -31,7 +31,8 @@ from runner.run_folder.rows import JsonlSink
 from runner.run_folder.rows import Row as Metrics
 from runner.telemetry.sinks.sink import Sink
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
-from runner.train.trainer import Log, Trainer
+from runner.train.options import Log
+from runner.train.trainer import Trainer
 
 TITLE = (
     "a training loop with clipping and its record, one thread\n"

@@ -1,94 +1,134 @@
-"""What a checkpoint holds, and how all ranks write and read it together."""
+"""What a checkpoint holds, and how all ranks write and read it together.
+
+Tensors lie in safetensors files of :mod:`torch.distributed.checkpoint`, under their names in the
+whole model, so that any layout of ranks can read them. The rest of the state is ``state.pt``.
+"""
 
 from __future__ import annotations
 
+import shutil
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner.booster import ModelWrapper, OptimizerWrapper, Plugin, saved
 from runner.booster.joint import CRITERION
+from runner.booster.saved import OPTIMIZER
 from runner.checkpoint import folder
 from runner.checkpoint.folder import DamagedCheckpoint
-from runner.checkpoint.pending import Pending
-from runner.checkpoint.space import explained, require_space
-from runner.parallel.collectives import on_first, several_ranks
-from runner.parallel.sharded_files import Folder, fill, write, write_later
+from runner.parallel.collectives import is_first, on_first, several_ranks
+from runner.parallel.sharded_files import Folder, fill, one_error, write, write_later
 from runner.run_folder import files
+from runner.run_folder.strict_json import replacing
 
 STATE_KEYS = {"progress", "meter", "clip", "schedulers", "microbatch", "random", "optimizers"}
 """What the state of a training holds besides tensors."""
 
 
-class Stateful(Protocol):
-    """The training state besides model and optimizers."""
-
-    def state_dict(self, with_optimizers: bool = True) -> dict[str, Any]:
-        """Return the state; see :class:`runner.train.state.TrainState`."""
-
-    def require(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError if the training cannot continue from a state."""
-
-    def load_state_dict(self, state: Mapping[str, Any], keep: Collection[str] = ()) -> None:
-        """Continue from a state."""
-
-
 class Training(Protocol):
-    """What is saved: :class:`runner.Trainer` is one."""
+    """What is saved: :class:`runner.Trainer` is one. Its state is that of runner/train/state.py."""
 
     model: ModelWrapper
     optimizer: OptimizerWrapper
     criterion: Any
     plugin: Plugin
     device: torch.device
-
-    @property
-    def state(self) -> Stateful:
-        """The rest of the state."""
+    state: Any
 
 
 def save(training: Training, checkpoints: Path, step: int, about: Mapping[str, Any]) -> Path:
     """Save a training between two steps; every rank has to call this."""
     tensors, rest = _content(training)
+    return _write(training, checkpoints, step, tensors, rest, about)
+
+
+def save_weights(training: Training, checkpoints: Path, about: Mapping[str, Any]) -> Path:
+    """Save the weights alone as the checkpoint ``final``; every rank has to call this."""
+    return _write(training, checkpoints, None, _model(training), None, about)
+
+
+def _write(
+    training: Training,
+    checkpoints: Path,
+    step: int | None,
+    tensors: dict[str, Tensor],
+    rest: bytes | None,
+    about: Mapping[str, Any],
+) -> Path:
     content = {"step": step, **_names(training), **about}
-    part = _begin(checkpoints, step, tensors)
-    with explained(part):
+    part = on_first(lambda: folder.begin(checkpoints, step))
+    with _removed_on_error(part):
         write(tensors, part)
         return on_first(lambda: _complete(part, rest, content))
 
 
-def save_later(
-    training: Training,
-    checkpoints: Path,
-    step: int,
-    about: Mapping[str, Any],
-    group: dist.ProcessGroup | None,
-    after: Callable[[], None],
-) -> Pending:
-    """Copy a training to host memory and save it while the training goes on; see :func:`save`."""
-    tensors, rest = _content(training)
-    content = {"step": step, **_names(training), **about}
-    part = _begin(checkpoints, step, tensors)
+class Writing:
+    """A checkpoint that threads write while the training goes on; see :func:`save`.
 
-    def complete() -> None:
-        _complete(part, rest, content)
-        after()
+    Its tensors were copied to host memory. ``group`` is for the collectives of the thread, and
+    ``after`` is called on the first rank when the checkpoint is complete.
+    """
 
-    return Pending(part, write_later(tensors, part, group), complete)
+    def __init__(
+        self,
+        training: Training,
+        checkpoints: Path,
+        step: int,
+        about: Mapping[str, Any],
+        group: dist.ProcessGroup | None,
+        after: Callable[[], None],
+    ) -> None:
+        tensors, rest = _content(training)
+        content = {"step": step, **_names(training), **about}
+        part = self._part = on_first(lambda: folder.begin(checkpoints, step))
+        written = write_later(tensors, part, group)
+
+        def finish() -> None:
+            with one_error():
+                written.result()
+            if is_first():
+                _complete(part, rest, content)
+                after()
+
+        executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._finished: Future[None] = executor.submit(finish)
+        executor.shutdown(wait=False)
+
+    def failed(self) -> bool:
+        """Return whether this rank knows that the checkpoint could not be written."""
+        return self._finished.done() and self._finished.exception() is not None
+
+    def wait(self) -> None:
+        """Wait for the checkpoint; every rank has to call this."""
+        wait([self._finished])
+        with _removed_on_error(self._part):
+            on_first(self._finished.result)
 
 
-def save_weights(training: Training, checkpoints: Path, about: Mapping[str, Any]) -> Path:
-    """Save the weights alone as the checkpoint ``final``; see :func:`save`."""
-    tensors, content = _model(training), {**_names(training), **about}
-    part = _begin(checkpoints, None, tensors)
-    with explained(part):
-        write(tensors, part)
-        return on_first(lambda: folder.complete(part, content))
+@contextmanager
+def _removed_on_error(part: Path) -> Iterator[None]:
+    """Remove an unfinished checkpoint after an error, which all ranks have; say where it was."""
+    try:
+        yield
+    except OSError as error:
+        on_first(lambda: shutil.rmtree(part, ignore_errors=True))
+        reason = error.strerror or str(error)
+        message = f"no checkpoint can be written to {part.parent}: {reason}"
+        raise OSError(error.errno, message) from error
+
+
+def _complete(part: Path, rest: bytes | None, about: dict[str, Any]) -> Path:
+    if rest is not None:
+        (part / files.STATE).write_bytes(rest)
+    return folder.complete(part, about)
 
 
 def load(
@@ -147,7 +187,10 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
 def _content(training: Training) -> tuple[dict[str, Tensor], bytes]:
     """Return the tensors of this rank, and the rest of the state as a file on the first rank."""
     rest = _values(training)
-    rest["random"] = _joined(rest["random"])
+    if several_ranks():
+        parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(parts, rest["random"])
+        rest["random"] = {key: value for part in parts for key, value in part.items()}
     content = bytearray()
     on_first(lambda: content.extend(saved.packed(rest)))
     return _model(training) | saved.optimizer_tensors(training.optimizer), bytes(content)
@@ -155,32 +198,11 @@ def _content(training: Training) -> tuple[dict[str, Tensor], bytes]:
 
 def _values(training: Training) -> dict[str, Any]:
     """Return the state of a training besides its tensors, with the random states of this rank."""
-    rest = training.state.state_dict(with_optimizers=False)
+    rest: dict[str, Any] = training.state.state_dict(with_optimizers=False)
     return rest | {"optimizers": saved.optimizer_values(training.optimizer)}
 
 
-def _begin(checkpoints: Path, step: int | None, tensors: Mapping[str, Tensor]) -> Path:
-    """Make the folder that a checkpoint is written to, if the disk has space for it."""
-
-    def work() -> Path:
-        part = folder.begin(checkpoints, step)
-        try:
-            require_space(part, tensors)
-        except OSError:
-            part.rmdir()
-            raise
-        return part
-
-    return on_first(work)
-
-
-def _complete(part: Path, rest: bytes, about: dict[str, Any]) -> Path:
-    (part / files.STATE).write_bytes(rest)
-    return folder.complete(part, about)
-
-
 def _names(training: Training) -> dict[str, Any]:
-    """Return what an export needs to know besides the tensors."""
     names = training.model.names.items()
     return {
         "tied": {name: first for name, first in names if name != first},
@@ -189,27 +211,50 @@ def _names(training: Training) -> dict[str, Any]:
 
 
 def _model(training: Training) -> dict[str, Tensor]:
-    """Return the parameters and buffers of model and criterion."""
     first = training.plugin.data_rank == 0
     return saved.model_tensors(training.model, with_buffers=first) | _criterion(training)
 
 
 def _model_slots(training: Training) -> dict[str, list[Tensor]]:
-    """Return the tensors of model and criterion to fill, by name."""
     criterion = {name: [tensor] for name, tensor in _criterion(training).items()}
     return saved.model_slots(training.model) | criterion
 
 
 def _criterion(training: Training) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a criterion that is a module."""
     held = training.criterion.state_dict() if isinstance(training.criterion, nn.Module) else {}
     return {CRITERION + name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
 
 
-def _joined(mine: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of all ranks in one dict."""
-    if not several_ranks():
-        return mine
-    parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, mine)
-    return {key: value for part in parts for key, value in part.items()}
+def whole_model(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+    source, others = Folder(checkpoint), set(manifest.get("criterion", ()))
+    model: dict[str, Tensor] = {
+        name: torch.empty(one.shape, dtype=one.dtype)
+        for name, one in source.stored.items()
+        if not name.startswith(OPTIMIZER) and name not in others
+    }
+    source.read({name: [tensor] for name, tensor in model.items()})
+    return model | {name: model[first] for name, first in manifest.get("tied", {}).items()}
+
+
+def write_model(
+    model: Mapping[str, Tensor], file: Path, form: str, metadata: Mapping[str, str]
+) -> None:
+    """Write a state dict as ``safetensors`` or ``torch``; the file gets its name when complete."""
+    with replacing(file) as part:
+        try:
+            if form == "torch":
+                torch.save(dict(model), part)
+            else:
+                safetensors.torch.save_file(_apart(model), part, {"format": "pt", **metadata})
+        except (RuntimeError, safetensors.SafetensorError) as error:  # a full disk, for example
+            raise OSError(str(error)) from error
+
+
+def _apart(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tied tensors: safetensors has none, and refuses to write shared memory."""
+    known: set[int] = set()
+    own: dict[str, Tensor] = {}
+    for name, tensor in model.items():
+        own[name] = tensor.clone() if id(tensor) in known else tensor
+        known.add(id(tensor))
+    return own

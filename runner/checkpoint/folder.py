@@ -1,4 +1,4 @@
-"""Folders of checkpoints: written beside and renamed, with a manifest of sizes and checksums.
+"""Folders of checkpoints: written beside and renamed, with a manifest of checksums.
 
 A checkpoint is a folder ``step_000000037``. Its manifest is written last, and then the folder gets
 its name, so that a run that is killed while it saves leaves the checkpoints before it as they are.
@@ -6,7 +6,6 @@ its name, so that a run that is killed while it saves leaves the checkpoints bef
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
 import os
@@ -22,7 +21,7 @@ from runner.run_folder.strict_json import decode, encode, number
 VERSION = 1
 """Version of the format; a checkpoint of a later one is refused."""
 
-_PREFIX, _PART, _FORMER = "step_", ".part", ".former"
+_PREFIX, _PART = "step_", ".part"
 
 
 class DamagedCheckpoint(ValueError):
@@ -46,34 +45,25 @@ def complete(part: Path, about: dict[str, Any]) -> Path:
     for path in (*part.iterdir(), part):
         _flush(path)
     final = part.with_name(part.name.removeprefix(".").removesuffix(_PART))
-    former = part
-    if not final.exists():
-        part.rename(final)
-    elif not _exchange(part, final):
-        former = final.with_name(f".{final.name}{_FORMER}{_PART}")
-        final.rename(former)
-        part.rename(final)
+    if final.exists():  # a folder that is not empty cannot be replaced at one moment
+        _remove(final)
+    part.rename(final)
     _flush(final.parent)
-    shutil.rmtree(former, ignore_errors=True)
     return final
 
 
 def found(folder: Path) -> list[Path]:
     """Return the checkpoints in ``folder``, newest step first; none where there is no folder."""
-    if not folder.is_dir():
-        return []
     named = [one for one in folder.glob(f"{_PREFIX}*") if one.is_dir()]
     named = [one for one in named if one.name.removeprefix(_PREFIX).isdecimal()]
     return sorted(named, key=lambda one: one.name, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of optimizer steps in the name of a checkpoint."""
     return int(checkpoint.name.removeprefix(_PREFIX))
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint."""
     path = checkpoint / files.MANIFEST
     try:
         manifest = decode(path.read_bytes())
@@ -106,51 +96,72 @@ def require_whole(checkpoint: Path) -> dict[str, Any]:
     for name, wanted in manifest["files"].items():
         path = checkpoint / name
         try:
-            held = _entry(path)
+            entry = _entry(path)
         except OSError as error:
             raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
-        for what, value in held.items():
-            if not isinstance(wanted, dict) or wanted.get(what) != value:
-                raise DamagedCheckpoint(
-                    f"{path} is damaged: its {what} is not that of the manifest"
-                )
+        if not isinstance(wanted, dict) or wanted.get("sha256") != entry["sha256"]:
+            raise DamagedCheckpoint(f"{path} is damaged: its sha256 is not that of the manifest")
     return manifest
 
 
 def whole(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the checkpoints of a folder that are whole, newest first, each with its manifest."""
     for checkpoint in found(folder):
-        try:
+        with suppress(DamagedCheckpoint):
             yield checkpoint, require_whole(checkpoint)
-        except DamagedCheckpoint:
-            continue
+
+
+class NoCheckpoint(ValueError):
+    """A run has no checkpoint, or not the one that is asked for; the message lists what it has."""
+
+
+def choose(
+    run: Path, which: str | None, objective: str, maximizes: bool
+) -> tuple[Path, dict[str, Any]]:
+    """Find a checkpoint of a run, and check that it is whole."""
+    saved = run / files.CHECKPOINTS
+    final, listed = saved / files.FINAL, found(saved)
+    chosen: Path | None
+    if which == files.FINAL or (which is None and final.is_dir()):
+        chosen = final if final.is_dir() else None
+    elif which is None or which == "last":
+        for checkpoint, manifest in whole(saved):
+            return checkpoint, manifest
+        chosen = listed[0] if listed else None
+    elif which == "best":
+        chosen = best_of(listed, objective, maximizes)
+    else:
+        chosen = next((one for one in listed if step_of(one) == int(which)), None)
+    if chosen is None:
+        raise NoCheckpoint(_absent(which, listed, final, objective))
+    return chosen, require_whole(chosen)
+
+
+def _absent(which: str | None, listed: list[Path], final: Path, objective: str) -> str:
+    held = [str(step_of(one)) for one in reversed(listed)]
+    held += [files.FINAL] if final.is_dir() else []
+    if not held:
+        return f"holds no checkpoint ({final.parent.name}/)"
+    of = f" with {objective}" if which == "best" else ""
+    return f"has no checkpoint {which}{of}  (there are: {', '.join(held)})"
 
 
 def prune(
     folder: Path, keep: int, best: str | None, maximizes: bool, newest: int | None = None
 ) -> None:
-    """Remove all but the newest checkpoints, and what unfinished writes have left."""
+    """Remove all but the newest checkpoints and the best, and what unfinished writes have left.
+
+    Checkpoints after the step ``newest`` are those of another course of the training.
+    """
     listed = found(folder)
     current = [one for one in listed if newest is None or one.name <= _name(newest)]
     kept = set(current[:keep])
     if best is not None and (leader := best_of(current, best, maximizes)):
         kept.add(leader)
     for one in set(listed) - kept:
-        # Its name goes at once: what a kill leaves of it is not taken for a checkpoint.
         with suppress(OSError):
-            one.rename(one.with_name(f".{one.name}.old{_PART}"))
+            _remove(one)
     _tidy(folder)
-
-
-def _tidy(folder: Path) -> None:
-    """Remove what unfinished writes have left, and name a checkpoint that was being replaced."""
-    for one in folder.glob(f".*{_PART}"):
-        name = one.name.removeprefix(".").removesuffix(_PART)
-        former = one.with_name(name.removesuffix(_FORMER))
-        if name.endswith(_FORMER) and not former.exists():
-            one.rename(former)
-        else:
-            shutil.rmtree(one, ignore_errors=True)
 
 
 def best_of(checkpoints: list[Path], metric: str, maximizes: bool) -> Path | None:
@@ -167,25 +178,26 @@ def best_of(checkpoints: list[Path], metric: str, maximizes: bool) -> Path | Non
     return min(scored)[1] if scored else None
 
 
+def _tidy(folder: Path) -> None:
+    for one in folder.glob(f".*{_PART}"):
+        shutil.rmtree(one, ignore_errors=True)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint. Its name goes at once: what a kill leaves of it is taken for none."""
+    old = checkpoint.with_name(f".{checkpoint.name}.old{_PART}")
+    checkpoint.rename(old)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def _name(step: int) -> str:
     return f"{_PREFIX}{step:09d}"
 
 
 def _entry(file: Path) -> dict[str, Any]:
     with file.open("rb") as content:
-        return {
-            "size": os.fstat(content.fileno()).st_size,
-            "sha256": hashlib.file_digest(content, "sha256").hexdigest(),
-        }
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders at one moment; return False where the system cannot."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux; not every network disk
-    here = -100  # AT_FDCWD: relative paths are those of this process
-    names = os.fsencode(one), os.fsencode(other)
-    swap = ctypes.c_uint(2)  # RENAME_EXCHANGE
-    return rename is not None and rename(here, names[0], here, names[1], swap) == 0
+        size = os.fstat(content.fileno()).st_size
+        return {"size": size, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
 
 
 def _flush(path: Path) -> None:

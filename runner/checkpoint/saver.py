@@ -10,8 +10,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from runner.checkpoint import content, folder
-from runner.checkpoint.content import Training
-from runner.checkpoint.pending import Pending
+from runner.checkpoint.content import Training, Writing
 from runner.config.duration import Duration, Interval, Minutes, parse_interval
 from runner.config.notation import higher_is_better
 from runner.parallel.collectives import is_first, on_first, several_ranks
@@ -62,7 +61,7 @@ class CheckpointSaver:
         self._maximizes = higher_is_better(best or "") if maximizes is None else maximizes
         self._asynchronous = asynchronous
         self._about = dict(about or {})
-        self._pending: Pending | None = None
+        self._writing: Writing | None = None
         self._group: dist.ProcessGroup | None = None
         self._saved = time.monotonic()
 
@@ -73,10 +72,6 @@ class CheckpointSaver:
 
     def begin(self, training: Training, step: int) -> None:
         """Check before the first step that checkpoints can be saved; every rank has to call this.
-
-        Args:
-            training: the training.
-            step: number of optimizer steps taken.
 
         Raises:
             ValueError: the folder holds checkpoints of another training, which would be removed;
@@ -98,9 +93,13 @@ class CheckpointSaver:
         """Return whether this rank asks for a checkpoint: the first one by its clock, and any rank
         that knows that the last one could not be written, which :meth:`save` then raises.
         """
-        if self._pending is not None and self._pending.failed():
-            return True
-        if not isinstance(self.interval, Minutes) or not self.keep or not is_first():
+        return (is_first() and self.overdue()) or (
+            self._writing is not None and self._writing.failed()
+        )
+
+    def overdue(self) -> bool:
+        """Return whether the minutes of the interval have passed, by the clock of this rank."""
+        if not isinstance(self.interval, Minutes) or not self.keep:
             return False
         return time.monotonic() - self._saved >= self.interval.seconds
 
@@ -118,18 +117,19 @@ class CheckpointSaver:
         self.wait()
         if not self.keep:
             return
-        about = self._said(training, metrics)
-        if self._in_background(training):
-            if self._group is None and several_ranks():
-                # Its collectives run in a thread beside those of the training.
-                self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-            self._pending = content.save_later(
-                training, self.folder, step, about, self._group, lambda: self._prune(step)
-            )
-        else:
+        about = self._described(training, metrics)
+        on_cpu = training.device.type == "cpu"
+        if on_cpu if self._asynchronous is None else not self._asynchronous:
             content.save(training, self.folder, step, about)
             if is_first():
                 self._prune(step)
+        else:
+            if self._group is None and several_ranks():
+                # Its collectives run in a thread beside those of the training.
+                self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+            self._writing = Writing(
+                training, self.folder, step, about, self._group, lambda: self._prune(step)
+            )
         self._saved = time.monotonic()
 
     def wait(self) -> None:
@@ -138,9 +138,9 @@ class CheckpointSaver:
         Raises:
             OSError: it could not be written, on every rank.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.wait()
 
     def finish(self, training: Training, step: int, metrics: Mapping[str, Any]) -> None:
         """Complete the last checkpoint, and save the final weights; every rank has to call this.
@@ -150,18 +150,12 @@ class CheckpointSaver:
         """
         self.wait()
         if self.save_final:
-            about = {"step": step, **self._said(training, metrics)}
+            about = {"step": step, **self._described(training, metrics)}
             content.save_weights(training, self.folder, about)
 
-    def _said(self, training: Training, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a manifest says."""
+    def _described(self, training: Training, metrics: Mapping[str, Any]) -> dict[str, Any]:
         kept = {k: v for k, v in metrics.items() if k.startswith(keys.EVAL) or k == self.best}
         return {**self._about, "metrics": kept, "world_size": training.plugin.world_size}
-
-    def _in_background(self, training: Training) -> bool:
-        if self._asynchronous is None:
-            return training.device.type != "cpu"
-        return self._asynchronous
 
     def _prune(self, step: int) -> None:
         folder.prune(self.folder, self.keep, self.best, self._maximizes, newest=step)

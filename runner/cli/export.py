@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> int:
         message = "exists; --force replaces it"
     if message is not None:
         raise RequestError([Problem("--output", str(file), message)])
-    from runner.checkpoint.export import whole_model, write
+    from runner.checkpoint.content import whole_model, write_model
     from runner.checkpoint.folder import DamagedCheckpoint
 
     try:
@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
         model = whole_model(checkpoint, manifest)
         keys = {"step": "step", "config": "config_hash"}
         about = {key: str(manifest[of]) for key, of in keys.items() if manifest.get(of) is not None}
-        write(model, file, form, {"run": run.name, **about})
+        write_model(model, file, form, {"run": run.name, **about})
     except DamagedCheckpoint as error:
         print_line(f"clip-runner: {error}", sys.stderr)
         return FAILED
@@ -95,8 +95,8 @@ def folder_of_run(given: Path) -> Path:
 
 
 def chosen(run: Path, name: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return a whole checkpoint of a run and its manifest, see :func:`export.choose`."""
-    from runner.checkpoint.export import NoCheckpoint, choose
+    """Return a whole checkpoint of a run and its manifest, see :func:`folder.choose`."""
+    from runner.checkpoint.folder import NoCheckpoint, choose
 
     objective, maximizes = "", False
     try:

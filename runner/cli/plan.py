@@ -16,8 +16,6 @@ from runner.compose.request import Request
 from runner.config.notation import plural
 from runner.sweep import live
 from runner.sweep.resume import plan_runs
-from runner.train.known_length import known_length
-from runner.train.progress import steps_of
 
 USAGE = __doc__
 
@@ -26,10 +24,9 @@ def main(words: Sequence[str]) -> int:
     """Print what the arguments ``words`` would run."""
     wanted = checked(read(words, "a plan"))
     note(wanted.notes)
-    samples = [known_length(job.config) for job in wanted.jobs]
-    check_jobs([job for job, known in zip(wanted.jobs, samples, strict=True) if known is None])
+    check_jobs(wanted.jobs)
     states = _states(wanted)
-    steps = [_steps(job, known) for job, known in zip(wanted.jobs, samples, strict=True)]
+    steps = [_steps(job) for job in wanted.jobs]
     listed = [
         (number, job.label, "unknown" if count is None else str(count), state)
         for (number, state), job, count in zip(states, wanted.jobs, steps, strict=True)
@@ -53,10 +50,8 @@ def _states(wanted: Request) -> list[tuple[str, str]]:
     return found
 
 
-def _steps(job: Job, samples: int | None) -> int | None:
+def _steps(job: Job) -> int | None:
     """Return the optimizer steps of a run; None if its duration and data do not give them."""
-    if samples is not None:
-        return steps_of(job.config, samples, data_size=1)
     from runner.train import build
 
     return build.steps_of(job.config, build.make_data(job.config.data))

@@ -34,9 +34,6 @@ from runner.optim.muon import NoHiddenMatrix
 from runner.train import progress
 from runner.train.callbacks import EarlyStopping
 
-_EXTRAS = {"timm": "clip-runner[optim]"}
-"""Packages of the options of ``optimizer``, and the extra that installs each."""
-
 
 class TargetError(ValueError):
     """A ``_target_`` that does not exist, or that rejects its arguments."""
@@ -57,20 +54,13 @@ def maker(target: Target) -> partial[Any]:
         made = instantiate(target.mapping(), _partial_=True, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
-        if needed := _extra_of(cause):
-            raise TargetError(f"{target.target} {needed}") from error
         reason = " ".join(str(cause).split()) or type(cause).__name__
+        absent = cause.__cause__
+        if isinstance(absent, ModuleNotFoundError) and absent.name == "timm":
+            reason = 'needs timm, which is not installed: pip install "clip-runner[optim]"'
         raise TargetError(f"{target.target}: {reason}") from error
     assert isinstance(made, partial)
     return made
-
-
-def _extra_of(cause: BaseException) -> str | None:
-    """Return what to install, if ``cause`` is that the package of an extra is missing."""
-    absent = cause.__cause__
-    if not isinstance(absent, ModuleNotFoundError) or absent.name not in _EXTRAS:
-        return None
-    return f'needs {absent.name}, which is not installed: pip install "{_EXTRAS[absent.name]}"'
 
 
 def make_data(config: DataSection) -> Data:
@@ -81,11 +71,20 @@ def make_data(config: DataSection) -> Data:
 @lru_cache(maxsize=2)
 def _data(section: str) -> Data:
     config = DataSection.model_validate_json(section)
-    target = config.target
-    parts = {name: _part(name, part) for name, part in config.parts.items()}
+    parts = {}
+    for name, part in config.parts.items():
+        try:
+            parts[name] = maker(part)()
+        except DataUnavailable:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            message = f"data.{name}: {part.target} cannot be made: {reason}"
+            raise DataUnavailable(message) from error
     made = maker(config)(**parts)
     if not isinstance(made, Data):
-        raise TargetError(f"{target} returned {type(made).__name__}, not a runner.data.Data")
+        kind = type(made).__name__
+        raise TargetError(f"{config.target} returned {kind}, not a runner.data.Data")
     return made
 
 
@@ -102,16 +101,6 @@ def make_criterion(config: LossSection) -> Criterion | None:
             f"{config.target} is no criterion, which is called with (outputs, targets): {error}"
         ) from error
     return criterion
-
-
-def _part(name: str, target: Target) -> Any:
-    try:
-        return maker(target)()
-    except DataUnavailable:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataUnavailable(f"data.{name}: {target.target} cannot be made: {reason}") from error
 
 
 def make_optimizers(
@@ -161,7 +150,6 @@ def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> A
 
 
 def _takes(make: partial[Any], argument: str) -> bool:
-    """Return whether ``make`` has a parameter called ``argument`` that is not bound yet."""
     return argument in _parameters(make) - make.keywords.keys()
 
 
@@ -173,12 +161,8 @@ def _parameters(make: partial[Any]) -> set[str]:
 
 
 def make_callbacks(config: RunConfig) -> list[object]:
-    """Make the callbacks of a run: early stopping, if it is on, and the user's own."""
-    stopping = config.early_stopping
-    made: list[object] = [maker(target)() for target in config.callbacks]
-    if stopping.patience is None:
-        return made
-    return [EarlyStopping(**stopping.model_dump()), *made]
+    stopping, made = config.early_stopping, [maker(target)() for target in config.callbacks]
+    return made if stopping.patience is None else [EarlyStopping(**stopping.model_dump()), *made]
 
 
 def make_plugin(config: RunConfig) -> Plugin:
@@ -188,7 +172,6 @@ def make_plugin(config: RunConfig) -> Plugin:
 
 
 def plugin_of(config: RunConfig) -> tuple[type[Plugin], dict[str, Any]]:
-    """Return the class of the plugin, and the arguments of its constructor."""
     kind = PLUGINS[config.plugin.name]
     known = {key for each in kind.mro() for key in inspect.signature(each).parameters}
     return kind, {key: value for key, value in vars(config.plugin).items() if key in known}
@@ -201,12 +184,15 @@ def steps_of(
     duration: Duration | None = None,
 ) -> int | None:
     """Return the number of optimizer steps of the run; None if it cannot be known."""
-    return progress.steps_of(
-        config,
-        length_of(data.train),
-        data_size or data_parts(config),
-        tokens_per_sample=data.tokens_per_sample,
-        duration=duration,
+    samples, microbatch = length_of(data.train), config.data.batch_size
+    microbatch *= data_size or data_parts(config)
+    if config.data.drop_last and samples is not None:
+        samples -= samples % microbatch
+    return progress.total_steps(
+        duration or config.train.max_duration,
+        None if samples is None else max(samples, 1),
+        microbatch * config.accumulation.steps,
+        data.tokens_per_sample,
     )
 
 

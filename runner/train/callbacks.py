@@ -61,7 +61,10 @@ HOOKS = ("on_start", "on_microbatch", "on_step", "on_evaluate", "on_end")
 
 
 class Callbacks:
-    """Calls callbacks one after the other, and agrees with the other ranks whether to end."""
+    """Calls callbacks one after the other, and agrees with the other ranks whether to end.
+
+    ``ended`` is why the training ends early, the same on all ranks.
+    """
 
     def __init__(self, callbacks: Sequence[object], plugin: Plugin) -> None:
         self._plugin = plugin
@@ -85,11 +88,9 @@ class Callbacks:
                     self._hooks[hook][numbered] = method
 
     def ask(self, reason: str) -> None:
-        """Ask for the end of the training, on this rank."""
         self._asked = self._asked or reason
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call one method of all callbacks."""
         for name, method in self._hooks[hook].items():
             try:
                 method(*args)
@@ -101,7 +102,6 @@ class Callbacks:
             self._agree()
 
     def _agree(self) -> None:
-        """End if some rank asked for it, for the reason of the first one that did."""
         ranks = self._plugin.world_size
         if ranks > 1 and any(self._plugin.sum_over_ranks([float(self._asked is not None)])):
             reasons: list[str | None] = [None] * ranks
@@ -112,7 +112,6 @@ class Callbacks:
             log.info("the training ends early: %s", self.ended)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each callback that has one, by its class."""
         return {
             name: each.state_dict()
             for name, each in self._named.items()
@@ -120,7 +119,6 @@ class Callbacks:
         }
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Load the states of the callbacks that this run has too."""
         for name, each in self._named.items():
             if name in states and hasattr(each, "load_state_dict"):
                 each.load_state_dict(states[name])
@@ -133,7 +131,6 @@ class Probe(Callback):
         self._elements, self._say = elements, say
 
     def on_microbatch(self, trainer: Training, number: int, of: int) -> None:
-        """Print elements of the first parameter, on the first rank."""
         if trainer.plugin.rank:
             return
         step = trainer.state.progress.step + 1
@@ -169,11 +166,9 @@ class EarlyStopping(Callback):
         self.best, self.best_step, self.waited = math.nan, 0, 0
 
     def on_start(self, trainer: Training) -> None:
-        """End a run at once that continues after it was to end."""
-        self._end_if_due(trainer)
+        self._end_if_due(trainer)  # a run that continues after it was to end
 
     def on_evaluate(self, trainer: Training, metrics: Mapping[str, float]) -> None:
-        """Compare the metric with its best value."""
         if self.metric not in metrics:
             raise ValueError(f"there is no {self.metric}; evaluations have {or_list(metrics)}")
         value = metrics[self.metric]
@@ -186,11 +181,9 @@ class EarlyStopping(Callback):
         self._end_if_due(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, its step, and how many evaluations came since."""
         return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
         self.best, self.best_step = state["best"], state["best_step"]
         self.waited = state["waited"]
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,13 +27,12 @@ from torch import Tensor
 from runner.booster import Plugin
 from runner.booster.loss import WindowLoss
 from runner.clip import Number, transfer
-from runner.config.duration import Duration
 from runner.config.section import Target
 from runner.run_folder import keys
 from runner.train.beat import beat
 from runner.train.build import maker
 from runner.train.passes import Passes
-from runner.train.windows import held_out
+from runner.train.state import held_out
 
 MISSING = (
     'needs torchmetrics, which is not installed: pip install "clip-runner[metrics]"; '
@@ -59,25 +57,6 @@ _USUAL = {
 _COMPARED = {"classes": "classes", "labels": "labels of 0 and 1", "numbers": "numbers"}
 
 
-@dataclass(frozen=True)
-class Evaluate:
-    """Held-out data of a :class:`runner.Trainer`, and how it is evaluated.
-
-    Args:
-        dataloader: the held-out data, see ``train_dataloader`` of the Trainer; None for none.
-        metrics: further metrics, see :mod:`runner.train.evaluation`: ``["f1"]``, or mappings with a
-            ``_target_``.
-        interval: a duration between evaluations; there is always one at the end.
-        objective: metric that runs are compared by. If it begins with ``eval/``, an evaluation that
-            lacks it raises a ValueError on every rank.
-    """
-
-    dataloader: Iterable[Any] | None
-    metrics: Sequence[str | Mapping[str, Any]] = ()
-    interval: str | Duration = "1ep"
-    objective: str = ""
-
-
 class MetricError(ValueError):
     """A metric does not exist, or does not fit what the model and the data give."""
 
@@ -87,8 +66,6 @@ class MetricError(ValueError):
 
 
 class Evaluation:
-    """Evaluates a model on held-out data."""
-
     def __init__(self, passes: Passes, metrics: Sequence[str | Mapping[str, Any]] = ()) -> None:
         self._passes, self._metrics = passes, EvalMetrics(metrics, passes.loss)
 
@@ -128,8 +105,6 @@ class Evaluation:
 
 
 class _Compared(NamedTuple):
-    """What metrics of a run compare."""
-
     kind: str
     size: int
 
@@ -191,7 +166,6 @@ class EvalMetrics:
         return {name: metric.higher_is_better for name, metric in self._made.items()}
 
     def _pair(self, outputs: Any, batch: Any) -> tuple[_Compared, Tensor, Tensor]:
-        """Return what is compared, predictions and targets."""
         if (classified := self._loss.classified(outputs, batch)) is not None:
             logits, classes = (classified[0].flatten(0, -2), classified[1].flatten())
             counted = classes != self._loss.ignored
@@ -212,7 +186,7 @@ class EvalMetrics:
     def _make(self, compared: _Compared, device: torch.device) -> dict[str, Any]:
         """Make the metrics by their names; the accuracy of classes, always logged, is left out."""
         return {
-            name: (_named(one, compared) if isinstance(one, str) else _own(one)).to(device)
+            name: _metric(one, compared).to(device)
             for name, one in self._asked.items()
             if not (one == "accuracy" and compared.kind == "classes")
         }
@@ -246,8 +220,6 @@ def _naming(asked: str | Mapping[str, Any], compared: _Compared) -> Iterator[Non
     """Turn the error of a metric into one that names the metric."""
     try:
         yield
-    except MetricError:
-        raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         message = f"does not fit {_COMPARED[compared.kind]}: {lines[0]}"
@@ -258,19 +230,33 @@ def name_of(asked: str | Mapping[str, Any]) -> str:
     """Return the name of a metric: as given, or that of its class in small letters."""
     if isinstance(asked, str):
         return asked
-    given = asked.get("name")
-    if isinstance(given, str):
-        return given
     kind = str(asked["_target_"]).rpartition(".")[2]
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
+    return str(asked.get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower())
+
+
+def _metric(asked: str | Mapping[str, Any], compared: _Compared) -> Any:
+    """Make the metric of torchmetrics that is asked for by its name or a ``_target_``."""
+    try:
+        from torchmetrics import Metric
+    except ImportError:
+        raise MetricError(asked, MISSING) from None
+    if isinstance(asked, str):
+        return _named(asked, compared)
+    arguments = {key: value for key, value in asked.items() if key not in ("_target_", "name")}
+    try:
+        made = maker(Target.of(asked["_target_"], arguments))()
+    except Exception as error:
+        raise MetricError(asked, f"cannot be made: {error}") from error
+    if not isinstance(made, Metric):
+        raise MetricError(asked, f"makes a {type(made).__name__}, not a torchmetrics.Metric")
+    return made
 
 
 def _named(name: str, compared: _Compared) -> Any:
-    """Make the metric of torchmetrics that a name stands for."""
     kind, size = compared
     make = _class(name, kind, size)
     if make is None:
-        others = [_COMPARED[one] for one in _COMPARED if one != kind and _class(name, one, 2)]
+        others = [_COMPARED[one] for one in _COMPARED if _class(name, one, 2)]
         message = "is no metric of torchmetrics"
         if others:
             message = f"compares {' or '.join(others)}, and the targets here are {_COMPARED[kind]}"
@@ -285,30 +271,9 @@ def _named(name: str, compared: _Compared) -> Any:
 
 def _class(name: str, kind: str, size: int) -> Any:
     """Return the class of torchmetrics for a name; None if there is none for what is compared."""
-    try:
-        from torchmetrics import classification, regression
-    except ImportError:
-        raise MetricError(name, MISSING) from None
+    from torchmetrics import classification, regression
+
     full = _FULL.get(name) or "".join(part.capitalize() for part in name.split("_"))
     several = "Binary" if size == 1 else "Multilabel"
     prefix = {"classes": "Multiclass", "labels": several, "numbers": ""}[kind]
-    found = getattr(regression if kind == "numbers" else classification, prefix + full, None)
-    return found if isinstance(found, type) else None
-
-
-def _own(asked: Mapping[str, Any]) -> Any:
-    """Make a metric of a ``_target_``."""
-    arguments = {key: value for key, value in asked.items() if key not in ("_target_", "name")}
-    try:
-        from torchmetrics import Metric
-    except ImportError:
-        raise MetricError(asked, MISSING) from None
-    try:
-        made = maker(Target.of(asked["_target_"], arguments))()
-    except Exception as error:
-        raise MetricError(asked, f"cannot be made: {error}") from error
-    if not isinstance(made, Metric):
-        kind = type(made).__name__
-        message = f"makes a {kind}, not a torchmetrics.Metric, whose states are summed over ranks"
-        raise MetricError(asked, message)
-    return made
+    return getattr(regression if kind == "numbers" else classification, prefix + full, None)

@@ -7,7 +7,7 @@ import math
 import platform
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from runner.clip import build as build_mode
 from runner.config.duration import Duration
 from runner.config.modes import NAMES, built_in
 from runner.config.notation import plural
-from runner.config.plugin_section import PluginSection
 from runner.config.problem import leaves
 from runner.config.schema import RunConfig
 from runner.config.sizes import sizes
@@ -42,9 +41,9 @@ from runner.telemetry.sinks.console import print_line
 from runner.telemetry.sinks.sink import Sink
 from runner.train import build
 from runner.train.callbacks import Probe
-from runner.train.evaluation import Evaluate
+from runner.train.options import Evaluate, InBackward, Log
 from runner.train.skipped_steps import SkippedSteps
-from runner.train.trainer import InBackward, Log, Trainer
+from runner.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,6 @@ _OF_SCHEDULE = ("scheduler.", "train.max_duration", "data.", "accumulation.")
 
 
 def _say(text: str) -> None:
-    """Print to the terminal and to the run's log."""
     print_line(text)
     logging.getLogger("runner.probe").info(text)
 
@@ -75,10 +73,10 @@ def execute(
     if trainer.plugin.rank == 0:
         _log_setup(config, trainer)
     if resume is not None:
-        changed = _changed(manifest_of(resume).get("config"), recorded)
-        trainer.load(resume, verify=False, keep=changed)
+        saved = manifest_of(resume)
+        trainer.load(resume, verify=False, keep=_changed(saved.get("config"), recorded))
         if trainer.plugin.rank == 0:
-            _warn_of_another_layout(config, trainer, resume)
+            _warn_of_another_layout(saved, recorded, trainer.plugin.world_size)
     summary = trainer.fit()
     clip = config.clip
     mode, layout = trainer.state.mode, trainer.optimizer.layout
@@ -142,7 +140,6 @@ def _changed(saved: object, recorded: dict[str, Any] | None) -> set[str]:
 def _savers(
     config: RunConfig, folder: Path | None, recorded: dict[str, Any] | None
 ) -> list[CheckpointSaver]:
-    """Return what saves the checkpoints of the run, if it saves any."""
     section = config.checkpoint
     if folder is None or not (section.keep or section.save_final):
         return []
@@ -168,41 +165,34 @@ def _savers(
 
 def _log_setup(config: RunConfig, trainer: Trainer) -> None:
     """Log the layout of ranks, the device, the precision and the number of parameters."""
-    device = trainer.device
+    device, ranks = trainer.device, trainer.plugin.world_size
+    kind = f"{plural(torch.get_num_threads(), 'thread')} on {platform.machine()}"
     if device.type == "cuda":
         kind = torch.cuda.get_device_name(device)
-    else:
-        kind = f"{plural(torch.get_num_threads(), 'thread')} on {platform.machine()}"
-    log.info("layout: %s", _layout(config.plugin, trainer.plugin.world_size))
+    axes = sizes(config.plugin, ranks)._asdict() if ranks > 1 else {}
+    spread = f" ({', '.join(f'{axis}_size={size}' for axis, size in axes.items())})" if axes else ""
+    log.info("layout: plugin=%s on %s%s", config.plugin.name, plural(ranks, "rank"), spread)
     log.info("device: %s (device=%s; %s)", device, config.device, kind)
     log.info("precision: %s", config.precision.name)
     log.info("parameters: %s", f"{trainer.parameters:,}")
 
 
-def _layout(plugin: PluginSection, ranks: int) -> str:
-    layout = f"plugin={plugin.name} on {plural(ranks, 'rank')}"
-    if ranks > 1:
-        axes = sizes(plugin, ranks)._asdict()
-        layout += f" ({', '.join(f'{axis}_size={size}' for axis, size in axes.items())})"
-    return layout
-
-
-def _warn_of_another_layout(config: RunConfig, trainer: Trainer, checkpoint: Path) -> None:
+def _warn_of_another_layout(
+    saved: Mapping[str, Any], recorded: Mapping[str, Any] | None, ranks: int
+) -> None:
     """Log what is not bit for bit in a run that continues under another layout of ranks."""
-    manifest = manifest_of(checkpoint)
-    try:
-        saved = PluginSection.model_validate(manifest["config"]["plugin"])
-        before = _layout(saved, manifest["world_size"])
-    except (KeyError, TypeError, ValueError):
+    if not saved.get("config") or recorded is None:
         return  # a checkpoint of the library, which does not tell
-    now = _layout(config.plugin, trainer.plugin.world_size)
-    if before != now:
+    before, now = saved["config"]["plugin"], recorded["plugin"]
+    if (before, saved["world_size"]) != (now, ranks):
         log.warning(
-            "the checkpoint was saved under %s, and this run is %s: weights, optimizer state and "
-            "samples are the same; sums are rounded in another order, and dropout draws other "
-            "numbers",
-            before,
-            now,
+            "the checkpoint was saved under plugin=%s on %s, and this run is plugin=%s on %s: "
+            "weights, optimizer state and samples are the same; sums are rounded in another order, "
+            "and dropout draws other numbers",
+            before.get("name"),
+            plural(saved["world_size"], "rank"),
+            now.get("name"),
+            plural(ranks, "rank"),
         )
 
 
@@ -215,7 +205,6 @@ def make_trainer(
     evaluates: bool = True,
     callbacks: Sequence[object] = (),
 ) -> Trainer:
-    """Make the trainer of a run."""
     device = build.device_of(config.device)
     plugin = build.make_plugin(config)
     data = build.make_data(config.data)

@@ -1,10 +1,12 @@
-"""Forward and backward passes of a boosted model over the microbatches of a window."""
+"""Passes of a boosted model over the microbatches of a window, their items and gradient norms."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -12,27 +14,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
+from torch.utils.hooks import RemovableHandle
 
 from runner.booster import Booster, ModelWrapper, OptimizerWrapper, Plugin
 from runner.booster.batch import mapped
 from runner.booster.loss import Count, WindowLoss
 from runner.clip import Number, transfer
+from runner.clip.norms import local_power, power_sum
+from runner.clip.shard import local
 from runner.data.order import PartitionedBatches
 from runner.data.stream import StreamLoader, checksum
+from runner.parallel.hooks import computed_with
+from runner.telemetry.statistics import NoiseShare
 from runner.train.beat import beat
-from runner.train.windows import Window, Windows
+from runner.train.state import Window, Windows, has_no_sample
 
 SHARD_BY_HAND = (
     "let its __iter__ yield this rank's samples alone, itertools.islice(samples, plugin.data_rank, "
-    "None, plugin.data_size), equally many on each rank (with num_workers, each worker yields its "
-    "part of them), and hand it to torch.utils.data.DataLoader; or leave that to "
-    "plugin.prepare_dataloader"
+    "None, plugin.data_size), equally many on each rank, or leave that to plugin.prepare_dataloader"
 )
 SAME_STREAM = (
     "the stream yields other samples on each rank, and every rank keeps its part of them, so that "
     "samples are lost: if it divides itself over ranks, set shards_itself = True in its class; "
-    "else let it yield the same samples everywhere (draw random numbers from the generators of "
-    "Python, NumPy or torch that are seeded for it)"
+    "else let it yield the same samples everywhere"
 )
 
 
@@ -52,74 +56,45 @@ class Asked(NamedTuple):
         return Asked(stop, ranks_that_save > 0)
 
 
-class WindowCount:
-    """What one window holds, here and on all ranks.
-
-    Attributes:
-        items: items of each microbatch of this rank; None for one that it has no sample of.
-        last: whether the window is the last one of the epoch; known after :meth:`sums`.
-    """
-
-    def __init__(
-        self,
-        items: list[float | None],
-        last: bool,
-        wait: Callable[[], tuple[Count, Asked, bool]],
-    ) -> None:
-        self.items = items
-        self.last = last
-        self._wait = wait
-        self._sums: tuple[Count, Asked] | None = None
-
-    def sums(self) -> tuple[Count, Asked]:
-        """Return the counts over all ranks, and what some rank asks of all; waits once."""
-        if self._sums is None:
-            counts, asked, self.last = self._wait()
-            self._sums = counts, asked
-        return self._sums
-
-    def total_items(self) -> float:
-        """Return the number of items of the window over all ranks."""
-        return self.sums()[0].items
+Sums = tuple[Count, Asked, bool]
+"""Counts of a window over all ranks, what some rank asks for, whether it is the epoch's last."""
 
 
 def count(
     window: Window, windows: Windows, loss: WindowLoss, plugin: Plugin, first: bool, asked: Asked
-) -> WindowCount:
+) -> tuple[list[float | None], Callable[[], Sums]]:
     """Count a window on the host, and start to sum the counts over all data-parallel ranks.
 
-    What ranks ask of each other travels with the counts, so that it costs no collective of its own.
+    Returns the items of each microbatch of this rank, None for one that it has no sample of, and
+    what waits for the sums. What ranks ask of each other travels with the counts, so that it costs
+    no collective of its own.
     """
-    items: list[float | None] = []
-    total, samples, tokens = 0.0, 0, 0
-    for number, batch in enumerate(window.batches, window.first):
-        if windows.weightless(number):
-            items.append(None)
-            continue
-        here, read, seen = loss.items(batch)
-        items.append(here)
-        total, samples, tokens = total + here, samples + read, tokens + seen
-    own, size, length = Count(total, samples, tokens), plugin.data_size, len(window.batches)
+    numbered, loader = enumerate(window.batches, window.first), windows.loader
+    held = [None if has_no_sample(loader, at) else loss.items(batch) for at, batch in numbered]
+    items = [None if one is None else one.items for one in held]
+    here = [one for one in held if one is not None]
+    own = Count(*(sum(values) for values in zip((0.0, 0, 0), *here, strict=True)))
+    size, length, last = plugin.data_size, len(window.batches), window.last
     flags = [float(asked.stop > 0), float(asked.save)]
     if plugin.world_size == 1:
-        return WindowCount(items, window.last, lambda: (own, asked, window.last))
+        return items, lambda: (own, asked, last)
     if size == 1:
         asking = plugin.start_sum_over_ranks(flags)
-        return WindowCount(items, window.last, lambda: (own, asked.of_all(*asking()), window.last))
+        return items, cache(lambda: (own, asked.of_all(*asking()), last))
     alike = isinstance(windows.loader, StreamLoader) and windows.loader.mark
     mark = 0
     if first:
         mark = alike or (0 if _is_partitioned(windows.loader) else checksum(window.batches[0]))
-    mine = [*own, window.last, length, length**2, mark, mark**2]
+    mine = [*own, last, length, length**2, mark, mark**2]
     # Every rank may ask, also one whose samples another rank counts.
-    summing = plugin.start_sum_over_ranks(
-        [*(mine if plugin.reports_metrics else [0.0] * len(mine)), *flags]
-    )
+    counted = mine if plugin.reports_metrics else [0.0] * len(mine)
+    summing = plugin.start_sum_over_ranks([*counted, *flags])
 
-    def wait() -> tuple[Count, Asked, bool]:
+    def wait() -> Sums:
         all_items, *others = summing()
-        all_samples, all_tokens, ended, *checks, stop, save = map(int, others)
-        lengths, squared_lengths, marks, squared_marks = checks
+        all_samples, all_tokens, ended, lengths, squares, marks, squared_marks, *flagged = map(
+            int, others
+        )
         same = squared_marks * size == marks**2
         if mark and alike and not same:
             raise ValueError(SAME_STREAM)
@@ -131,16 +106,16 @@ def count(
             )
         # A last window can have fewer batches here than on another rank.
         some = 0 < ended < size and not windows.uneven
-        if some or squared_lengths * size != lengths**2:
+        if some or squares * size != lengths**2:
             raise ValueError(
                 f"the data of some of the {size} data-parallel ranks has ended before that of the "
                 "others: make the loader by plugin.prepare_dataloader, or let an "
                 "IterableDataset yield the same number of batches on each rank"
             )
         totals = Count(all_items, all_samples, all_tokens)
-        return totals, asked.of_all(stop, save), ended == size
+        return totals, asked.of_all(*flagged), ended == size
 
-    return WindowCount(items, window.last, wait)
+    return items, cache(wait)
 
 
 def _is_partitioned(loader: Any) -> bool:
@@ -227,9 +202,98 @@ class Passes:
         return self.loss.forward(self._module, batch)
 
     def to_device(self, batch: Any) -> Any:
-        """Move a batch to the device."""
         if self.device.type == "cpu":
             return batch
         if not isinstance(batch, Tensor) and callable(move := getattr(batch, "to", None)):
             return move(self.device)
         return mapped(batch, lambda t: t.to(self.device, non_blocking=True))
+
+
+class MicrobatchNorms:
+    """Measures the gradient of each microbatch on this rank, before ranks combine theirs: what the
+    estimates of the gradient noise scale need of a step.
+    """
+
+    def __init__(self, plugin: Plugin, optimizer: OptimizerWrapper, passes: Passes) -> None:
+        experts = getattr(getattr(plugin, "sizes", None), "ep", 1)
+        if plugin.data_size != plugin.world_size or experts > 1:
+            raise ValueError(
+                "the gradient noise scale needs ranks that have the whole gradient of their "
+                "samples: no tensor, pipeline or expert parallelism"
+            )
+        self._plugin, self._optimizer, self._passes = plugin, optimizer, passes
+        self._hooks: list[RemovableHandle] = []
+        self._powers: list[list[Number]] = []  # of each microbatch, of each gradient
+        self._sums: dict[int, Tensor] = {}  # of the gradients of several microbatches
+        self._summed: list[Number] = []  # their powers, once they are complete
+
+    def begin(self, microbatches: int) -> None:
+        """Measure the backward passes of a step of so many microbatches."""
+        self.stop()
+        self._powers = [[] for _ in range(microbatches)]
+        for number, shard in enumerate(self._optimizer.layout.shards):
+            parameter = computed_with(shard.param)
+            if parameter.requires_grad:
+                hook = partial(self._note, number)
+                self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def end(self, items: Sequence[float | None], total: Count, norm_type: float) -> NoiseShare:
+        """Return this rank's share after the backward passes, before gradients are clipped."""
+        size, layout, loss_scale = self._plugin.data_size, self._optimizer.layout, 1.0
+        if self._optimizer.loss_scale is not None:
+            loss_scale = self._optimizer.loss_scale.scale
+        # Each gradient of a rank is ``size`` times its part of the mean over ranks. So is its part
+        # of a sum over ranks, which is a mean of what is returned.
+        unit = total.items / (size * loss_scale**2)
+        parts = [(n, powers) for n, powers in zip(items, self._powers, strict=True) if n]
+        each = [_total(powers) * (unit / n) for n, powers in parts]
+        rank: Number = math.nan  # where it is not measured, it is that of the step
+        if len(parts) <= 1:
+            rank = each[0] if each else 0.0
+        elif size > 1:
+            left = [_power(gradient) for gradient in self._sums.values()]
+            rank = _total([*self._summed, *left]) * (unit / sum(n for n, _ in parts))
+        self.stop()
+        whole: Number = math.nan  # the norm that clipping measures
+        if norm_type != 2.0:
+            self._optimizer.begin_clip()
+            # Where a rank holds the whole gradient, each of them has the same one.
+            whole = local_power(layout, 2.0) * (1.0 if layout.group is None else size)
+        counts = (float(size * len(parts)), float(size * bool(parts)), float(total.samples))
+        return NoiseShare(_total(each), rank, whole, *counts)
+
+    @torch.no_grad()
+    def _note(self, number: int, gradient: Tensor) -> None:
+        """Measure the gradient of parameter ``number`` in one microbatch."""
+        here = local(gradient.detach())
+        if here.layout is not torch.strided or not here.numel():
+            return
+        at, count = self._passes.microbatch, len(self._powers)
+        self._powers[at - 1].append(_power(here))
+        if count == 1 or self._plugin.data_size == 1:
+            return
+        before = self._sums.pop(number, None)
+        if at == count:
+            self._summed.append(_power(here if before is None else before.add_(here)))
+        else:
+            # A copy, because autograd may add further microbatches to this one in place.
+            self._sums[number] = here.clone() if before is None else before.add_(here)
+
+    def stop(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._powers, self._sums, self._summed = [], {}, []
+
+
+def _power(gradient: Tensor) -> Number:
+    if transfer.can_read(gradient.device):
+        return power_sum([gradient])
+    wide = transfer.widest(gradient.device)
+    power: Tensor = torch.linalg.vector_norm(gradient, dtype=wide).square()
+    return power
+
+
+def _total(values: Sequence[Number]) -> Number:
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return torch.stack(tensors).sum() if tensors else float(sum(values))

@@ -1,14 +1,15 @@
 """Check a configuration with torch before its run creates anything.
 
 A run starts only if the device supports the precision, the ranks fit on the machine, every
-``_target_`` exists and takes its arguments, and the data exists and goes through the model. The
-model is made on torch's meta device, where it takes no memory.
+``_target_`` can be made, and two samples of the data go through the model. The model is made on
+torch's meta device, where it takes no memory.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -20,52 +21,61 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from runner.booster import SinglePlugin
+from runner.booster.batch import BatchError, mapped, targets_of, tensors
 from runner.booster.in_backward import why_not_in_parts
-from runner.clip import Layout
+from runner.booster.loss import WindowLoss, logits_of, returned_loss
+from runner.clip import Decision, Layout
 from runner.clip import build as build_mode
 from runner.clip.layout import OptionError
 from runner.clip.second_moment import OptimizerMisfit
-from runner.config.clip_section import Clip
-from runner.config.problem import NOTHING, Problem, RequestError
-from runner.config.schema import OWN_DATA, DataSection, LossSection, RunConfig
+from runner.config.problem import (
+    NOTHING,
+    DataMismatch,
+    Problem,
+    RequestError,
+    did_you_mean,
+    nearest_name,
+    or_list,
+)
+from runner.config.schema import OWN_DATA, DataSection, RunConfig
 from runner.config.section import Target
 from runner.config.sizes import SizeError, joined_ranks, sizes
-from runner.data import Data
-from runner.data.dataset import length_of
+from runner.data import Data, DataUnavailable, collate_pairs
+from runner.data.dataset import first_sample, length_of
+from runner.run_folder import keys
+from runner.telemetry.gauges import Measurements
+from runner.telemetry.meter import Meter, StepMetrics
 from runner.telemetry.sinks import tensorboard_sink
-from runner.train import build, fit
+from runner.telemetry.statistics import Statistics
+from runner.train import build
 from runner.train.callbacks import Callbacks
-from runner.train.refused import first_line, refused, unknown, wrong_kinds
+from runner.train.evaluation import EvalMetrics, MetricError, name_of
 
 T = TypeVar("T")
 
 
 def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> None:
-    """Check whether data, model and clipping mode can be made and fit; what is made is dropped."""
+    """Raise a RequestError that names everything that is wrong; what is made is dropped.
+
+    ``compared``: the run is one of a sweep; ``here``: it runs on this machine.
+    """
     problems = list(_machine(config)) if here else []
-    of_parts = [*_of_parts(config.data)]
-    problems += of_parts
-    data = None if of_parts else _made("data", config.data, _make_data, problems)
+    if config.data.target == OWN_DATA and "train" not in config.data.parts:
+        needed = "must be the full name of a class or function that makes the data set"
+        problems.append(Problem("data.train._target_", None, f"{needed}, such as mine.Points"))
+        data = None
+    else:
+        data = _made("data", config.data, _make_data, problems)
     model = _made("model", config.model, _make_model, problems)
-    known_loss = config.loss.target is None or (
-        _made("loss", config.loss, _make_criterion, problems) is not None
-    )
+    criterion = _made("loss", config.loss, build.make_criterion, problems)
     if data is not None:
         problems += _durations(config, data)
     if model is not None:
-        kind, options = build.plugin_of(config)
-        layers = (module for module in model.modules() if isinstance(module, _BatchNorm))
-        if config.plugin.sync_batchnorm and next(layers, None) is None:
-            none = f"{type(model).__name__} has no batch norm layer to synchronise; use false"
-            problems.append(Problem("plugin.sync_batchnorm", True, none))
-        if data is not None:
-            problems += _sequence(config, data)
-        if _misfit(config) is None:
-            for key, value, message in kind.problems(model, build.ranks_of(config), options):
-                problems.append(Problem(f"plugin.{key}", value, message))
-        if data is not None and known_loss:
-            problems += fit.check(config, model, data, compared)
-        problems += _mode(config.clip, model)
+        tokens = None if data is None else data.tokens_per_sample
+        problems += _plugin(config, model, tokens)
+        if data is not None and (criterion is not None or config.loss.target is None):
+            problems += _fit(config, model, data, criterion, compared)
+        problems += _mode(config, model)
     _optimizer_and_scheduler(config, data, model, problems)
     for target in config.callbacks:
         _made("callbacks", target, _make_callback, problems)
@@ -73,17 +83,20 @@ def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> Non
         raise RequestError(problems)
 
 
-def _mode(clip: Clip, model: nn.Module) -> Iterator[Problem]:
-    """Check that the options of the clipping mode fit the model."""
+def _made(section: str, target: Any, make: Callable[[Any], T], problems: list[Problem]) -> T | None:
+    """Return ``make(target)``; None if that fails, with the reason added to ``problems``."""
     try:
-        build_mode(clip.kind, **clip.options).bind(Layout.of_model(model))
-    except OptionError as error:
-        value = getattr(clip, error.option) if error.value is NOTHING else error.value
-        yield Problem(f"clip.{error.option}", value, str(error))
+        return make(target)
     except Exception as error:
-        if clip.own_target is None:
-            raise
-        yield Problem("clip._target_", clip.own_target, f"cannot be used: {first_line(error)}")
+        explains = isinstance(error, build.TargetError | DataUnavailable)
+        message = str(error) if explains else f"refused its arguments: {_first_line(error)}"
+        problems.append(Problem(f"{section}._target_", target.target, message))
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _machine(config: RunConfig) -> Iterator[Problem]:
@@ -116,70 +129,27 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
 
 
 def _misfit(config: RunConfig) -> SizeError | None:
-    """Return why the ranks that were started do not fit the sizes; None if they fit."""
     joined = joined_ranks()
-    if joined is None or config.plugin.name == "single":
-        return None
-    try:
-        sizes(config.plugin, joined, started=True)
-    except SizeError as error:
-        return error
+    if joined is not None and config.plugin.name != "single":
+        try:
+            sizes(config.plugin, joined, started=True)
+        except SizeError as error:
+            return error
     return None
 
 
-def _of_parts(data: DataSection) -> Iterator[Problem]:
-    """Check that ``data.train`` and ``data.eval`` name classes that take their arguments."""
-    if data.target == OWN_DATA and "train" not in data.parts:
-        needed = "must be the full name of a class or function that makes the data set"
-        yield Problem("data.train._target_", None, f"{needed}, such as mine.Points")
-    for name, part in data.parts.items():
-        try:
-            build.maker(part)
-        except build.TargetError as error:
-            yield Problem(f"data.{name}._target_", part.target, str(error))
-        else:
-            yield from unknown(f"data.{name}", part) + wrong_kinds(f"data.{name}", part)
+def _make_callback(target: Target) -> Callbacks:
+    return Callbacks([build.maker(target)()], SinglePlugin())
 
 
-def _made(
-    section: str, target: Target, make: Callable[[Target], T], problems: list[Problem]
-) -> T | None:
-    """Return ``make(target)``; None if that fails, with its reasons added to ``problems``."""
-    try:
-        if wrong := unknown(section, target) + wrong_kinds(section, target):
-            problems += wrong
-            return None
-        return make(target)
-    except Exception as error:
-        problems.append(refused(section, target, error))
-        return None
-
-
-def _make_criterion(target: Target) -> Any:
-    assert isinstance(target, LossSection)
-    return build.make_criterion(target)
-
-
-def _make_data(target: Target) -> Data:
-    assert isinstance(target, DataSection)
-    data = build.make_data(target)
-    for part in ("train", "test"):
-        dataset = getattr(data, part)
-        if isinstance(dataset, IterableDataset) or (part == "test" and dataset is None):
-            continue
-        if not hasattr(dataset, "__len__"):
+def _make_data(section: DataSection) -> Data:
+    data = build.make_data(section)
+    for part, dataset in (("train", data.train), ("test", data.test)):
+        known = isinstance(dataset, IterableDataset) or hasattr(dataset, "__len__")
+        if not known and (part, dataset) != ("test", None):
             needed = f"its {part} data has no length, and is no IterableDataset"
-            raise build.TargetError(f"{target.target}: {needed}")
+            raise build.TargetError(f"{section.target}: {needed}")
     return data
-
-
-def _make_callback(target: Target) -> None:
-    try:
-        Callbacks([build.maker(target)()], SinglePlugin())
-    except TypeError as error:
-        if "is no callback" not in str(error):
-            raise
-        raise build.TargetError(str(error)) from error
 
 
 def _make_model(target: Target) -> nn.Module | None:
@@ -189,44 +159,64 @@ def _make_model(target: Target) -> nn.Module | None:
             warnings.simplefilter("ignore")  # the run itself shows them
             model = build.maker(target)()
     except Exception as error:
-        if fit.about_meta(error):
+        if _about_meta(error):
             return None
         raise
-    if model is None or isinstance(model, nn.Module):
-        return model
-    raise build.TargetError(f"makes a {type(model).__name__}, not a torch.nn.Module")
+    if not isinstance(model, nn.Module):
+        raise build.TargetError(f"makes a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _about_meta(error: Exception) -> bool:
+    """Return whether an error comes from the meta device, which lacks some operations."""
+    # Only some are of a type of their own: item() raises a RuntimeError, numpy() a TypeError.
+    return isinstance(error, NotImplementedError) or bool(re.search(r"\bmeta\b", str(error), re.I))
 
 
 def _durations(config: RunConfig, data: Data) -> Iterator[Problem]:
     """Check that the data has what durations count, and one whole microbatch."""
-    if data.tokens_per_sample is None:
-        asked = {
-            "train.max_duration": config.train.max_duration,
-            "eval.interval": config.eval.interval,
-        }
-        for key, duration in asked.items():
-            if duration.unit == "tok":
-                message = f"{config.data.target} has no tokens; give it in ep, ba or sp"
-                yield Problem(key, str(duration), message)
+    ends = {"train.max_duration": config.train.max_duration, "eval.interval": config.eval.interval}
+    for key, duration in ends.items():
+        if data.tokens_per_sample is None and duration.unit == "tok":
+            message = f"{config.data.target} has no tokens; give it in ep, ba or sp"
+            yield Problem(key, str(duration), message)
     samples = length_of(data.train)
-    if samples is None:
-        return
     needed = config.data.batch_size * build.data_parts(config)
-    if samples == 0 or (config.data.drop_last and samples < needed):
+    if samples == 0 or (samples is not None and config.data.drop_last and samples < needed):
         message = f"with drop_last a microbatch of all ranks is {needed} of only {samples} samples"
         yield Problem("data.batch_size", config.data.batch_size, message)
 
 
-def _sequence(config: RunConfig, data: Data) -> Iterator[Problem]:
-    """Check that sequences can be split evenly over tensor-parallel ranks, if they are split."""
-    length, ranks = data.tokens_per_sample, build.ranks_of(config)
+def _plugin(config: RunConfig, model: nn.Module, tokens: int | None) -> Iterator[Problem]:
+    kind, options = build.plugin_of(config)
+    layers = any(isinstance(module, _BatchNorm) for module in model.modules())
+    if config.plugin.sync_batchnorm and not layers:
+        none = f"{type(model).__name__} has no batch norm layer to synchronise; use false"
+        yield Problem("plugin.sync_batchnorm", True, none)
+    if _misfit(config) is None:
+        for key, value, message in kind.problems(model, build.ranks_of(config), options):
+            yield Problem(f"plugin.{key}", value, message)
+    if config.plugin.sequence_parallel and tokens is not None:
+        try:
+            parts = sizes(config.plugin, build.ranks_of(config)).tp
+        except SizeError:
+            return  # _misfit or the plugin reports it
+        if tokens % parts:
+            message = f"cannot split sequences of {tokens} evenly over {parts} ranks"
+            yield Problem("plugin.sequence_parallel", True, f"{message} (plugin.tp_size)")
+
+
+def _mode(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
+    clip = config.clip
     try:
-        parts = sizes(config.plugin, ranks).tp if config.plugin.sequence_parallel else 1
-    except SizeError:
-        return  # _misfit or the plugin reports it
-    if length is not None and length % parts:
-        message = f"cannot split sequences of {length} evenly over {parts} ranks (plugin.tp_size)"
-        yield Problem("plugin.sequence_parallel", True, message)
+        build_mode(clip.kind, **clip.options).bind(Layout.of_model(model))
+    except OptionError as error:
+        value = getattr(clip, error.option) if error.value is NOTHING else error.value
+        yield Problem(f"clip.{error.option}", value, str(error))
+    except Exception as error:
+        if clip.own_target is None:
+            raise
+        yield Problem("clip._target_", clip.own_target, f"cannot be used: {_first_line(error)}")
 
 
 def _optimizer_and_scheduler(
@@ -245,36 +235,140 @@ def _optimizer_and_scheduler(
             _require_plain_step(target, each)
             if config.clip.step_in_backward and (why := why_not_in_parts(each)):
                 raise build.TargetError(why)
+        if config.clip.described.info.needs_optimizer and config.clip.own_target is None:
+            try:
+                build_mode(config.clip.kind, **config.clip.options).require_optimizers(made[:1])
+            except OptimizerMisfit as error:
+                raise build.TargetError(str(error)) from error
         return made[0]
 
     def make_scheduler(target: Target) -> None:
         _require_plain_step(target, build.make_scheduler(target, optimizer, steps))
 
     made = _made("optimizer", config.optimizer, make_optimizer, problems)
-    if made is not None:
-        problems += _optimizer_of_mode(config, made)
     optimizer = made or torch.optim.SGD([parameter], lr=0.1)
     _made("scheduler", config.scheduler, make_scheduler, problems)
 
 
-def _optimizer_of_mode(config: RunConfig, optimizer: Optimizer) -> Iterator[Problem]:
-    """Check that the clipping mode is defined on the optimizer."""
-    if not config.clip.described.info.needs_optimizer:
-        return
-    try:
-        build_mode(config.clip.kind, **config.clip.options).require_optimizers([optimizer])
-    except OptimizerMisfit as error:
-        yield Problem("optimizer._target_", config.optimizer.target, str(error))
-    except Exception:
-        if config.clip.own_target is None:  # that of a user is reported by _mode
-            raise
-
-
 def _require_plain_step(target: Target, made: Any) -> None:
-    """Raise a TargetError if ``step`` needs an argument, which the training loop does not have."""
     for name, parameter in inspect.signature(made.step).parameters.items():
-        if (
-            parameter.default is parameter.empty
-            and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        ):
+        needed = parameter.default is parameter.empty
+        if needed and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             raise build.TargetError(f"{target.target} cannot be used: its step asks for {name}")
+
+
+# -- the model takes the data, and the run logs what it is compared by
+
+
+def _fit(
+    config: RunConfig, model: nn.Module, data: Data, criterion: Any, compared: bool
+) -> list[Problem]:
+    if length_of(data.train) == 0:
+        return []
+    outputs = graded = samples = None
+    try:
+        sample = first_sample(data.train)
+        samples = collate_pairs([sample, sample])
+        loss = WindowLoss(model, criterion)
+        loss.items(samples)
+        batch = mapped(samples, lambda t: t.to("meta"))
+        if isinstance(criterion, nn.Module):
+            criterion.to("meta")
+        with torch.device("meta"), torch.no_grad():
+            outputs = loss.forward(model, batch)
+            if problem := _numbers(config, loss, outputs, samples):
+                return [problem]
+            loss.sum(outputs, batch, items=1)
+        graded = loss.classified(outputs, samples) is not None
+        if problem := _metrics(config, loss, outputs, samples):
+            return [problem]
+    except (BatchError, DataUnavailable) as error:
+        return [Problem("data._target_", config.data.target, str(error))]
+    except Exception as error:
+        if not _about_meta(error):
+            if outputs is not None and config.loss.target is not None:
+                got = f"outputs {_sizes(outputs)} and targets {_sizes(targets_of(samples))}"
+                message = f"does not take {got}: {_first_line(error)}"
+                return [Problem("loss._target_", config.loss.target, message)]
+            message = f"does not take a sample of {config.data.target} ({_sizes(samples)}): "
+            message += _first_line(error)
+            return [DataMismatch("model._target_", config.model.target, message)]
+    return [*_logged_keys(config, model, data, graded, compared)]
+
+
+def _numbers(
+    config: RunConfig, loss: WindowLoss, outputs: object, samples: object
+) -> Problem | None:
+    targets = targets_of(samples)
+    if config.loss.target is not None or loss.takes_batch or returned_loss(outputs) is not None:
+        return None
+    if targets is None or not targets.is_floating_point():
+        return None
+    sums = targets.sum(-1)
+    if targets.shape[-1] > 1 and bool((targets >= 0).all() and (sums - 1).abs().max() < 1e-3):
+        return None
+    message = (
+        "must name a criterion, such as torch.nn.MSELoss: the targets are numbers, and cross "
+        "entropy takes classes or their probabilities"
+    )
+    return Problem("loss._target_", None, message)
+
+
+def _metrics(config: RunConfig, loss: WindowLoss, outputs: Any, samples: object) -> Problem | None:
+    """Return a problem if a further metric does not fit, or its best value is unclear."""
+    if not config.eval.metrics:
+        return None
+    try:
+        higher = EvalMetrics(config.eval.metrics, loss).try_on(logits_of(outputs), samples)
+    except MetricError as error:
+        return Problem("eval.metrics", error.asked, str(error))
+    best = higher.get(config.sweep.objective.removeprefix(keys.EVAL))
+    if config.sweep.direction is None and best not in (None, config.sweep.maximizes):
+        wanted = "maximize" if best else "minimize"
+        return Problem("sweep.direction", None, f"must be {wanted} with {config.sweep.objective}")
+    return None
+
+
+def _sizes(structure: object) -> str:
+    """Describe the shapes of tensors; B stands for the number of samples."""
+    shapes = [["B", *map(str, leaf.shape[1:])] for leaf in tensors(structure) if leaf.ndim]
+    return ", ".join(f"[{', '.join(shape)}]" for shape in shapes) or "without dimensions"
+
+
+def _logged_keys(
+    config: RunConfig, model: nn.Module, data: Data, graded: bool | None, compared: bool
+) -> Iterator[Problem]:
+    """Check that the run logs the objective of its sweep, and what early stopping watches."""
+    names = logged(config, data, graded)
+    key, watched = config.sweep.objective, config.early_stopping.metric
+    layers = [keys.layer_norm(name) for name, _ in model.named_parameters()]
+    without = data.test is None and key.startswith(keys.EVAL)
+    known = key in names or (config.telemetry.per_layer and key in layers)
+    # The objective of a single run without held-out data is the default one, which nobody chose.
+    if not known and not (without and not compared):
+        near = nearest_name(key, names)
+        mean = "" if near is None else f"; did you mean {near}?"
+        if without:
+            mean = f", which has no held-out data; use sweep.objective={keys.TRAIN_LOSS}"
+        message = f"is not logged by this run{mean} (it logs {', '.join(names)})"
+        yield Problem("sweep.objective", key, message)
+    evaluated = [name for name in names if name.startswith(keys.EVAL)]
+    if config.early_stopping.patience is not None and watched not in evaluated:
+        near_by, listed = did_you_mean(watched, evaluated), or_list(evaluated or ["none"])
+        message = f"is no metric of evaluations{near_by} (they have {listed})"
+        yield Problem("early_stopping.metric", watched, message)
+
+
+def logged(config: RunConfig, data: Data, graded: bool | None) -> list[str]:
+    """Return the metrics that a run logs, apart from norms of layers."""
+    evaluation = [keys.EVAL_LOSS] if graded is False else [keys.EVAL_LOSS, keys.EVAL_ACCURACY]
+    evaluation += [f"{keys.EVAL}{name_of(one)}" for one in config.eval.metrics]
+    evaluation = [] if data.test is None else list(dict.fromkeys(evaluation))
+    meter = Meter(what_if=config.clip.what_if)
+    measured = Measurements.of(config.telemetry)
+    meter.statistics = Statistics(measured)
+    decision = Decision.untouched(0.0, config.clip.threshold, 0.0)
+    meter.push(StepMetrics(1, 0.0, decision, 0.0, 1, data.tokens_per_sample or 0, 0.0), {})
+    further = {keys.UPDATE_RATIO: measured.update_ratio, keys.CLIP_COSINE: measured.clip_cosine}
+    logs = [*meter.summary()["final"], *(key for key, asked in further.items() if asked)]
+    return [*evaluation, *logs, keys.WALL_SECONDS]

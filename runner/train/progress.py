@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from runner.config.duration import Duration
-
-if TYPE_CHECKING:
-    from runner.config.schema import RunConfig
 
 _COUNTS = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens"}
 """The count of :class:`Progress` that a unit of durations is measured by."""
@@ -24,7 +21,6 @@ class Progress(NamedTuple):
     tokens: int = 0
 
     def after(self, batches: int, samples: int, tokens: int, end_of_epoch: bool) -> Progress:
-        """Return the counts after one more optimizer step."""
         return Progress(
             self.epoch + end_of_epoch,
             0 if end_of_epoch else self.batch + batches,
@@ -34,38 +30,15 @@ class Progress(NamedTuple):
         )
 
     def of(self, unit: str) -> int:
-        """Return the count that durations of ``unit`` are measured by."""
         count: int = getattr(self, _COUNTS[unit])
         return count
 
     def reached(self, duration: Duration) -> bool:
-        """Return whether ``duration`` has passed since the start of the run."""
         return self.of(duration.unit) >= duration.value
 
     def completed(self, interval: Duration, since: Progress) -> bool:
-        """Return whether an interval has ended after ``since``; the first begins with the run."""
         unit, length = interval.unit, interval.value
         return self.of(unit) // length > since.of(unit) // length
-
-
-def steps_of(
-    config: RunConfig,
-    samples: int | None,
-    data_size: int,
-    *,
-    tokens_per_sample: int | None = None,
-    duration: Duration | None = None,
-) -> int | None:
-    """Return the number of optimizer steps of a run; None if it cannot be known."""
-    microbatch = config.data.batch_size * data_size
-    if config.data.drop_last and samples is not None:
-        samples -= samples % microbatch
-    return total_steps(
-        duration or config.train.max_duration,
-        None if samples is None else max(samples, 1),
-        microbatch * config.accumulation.steps,
-        tokens_per_sample,
-    )
 
 
 def total_steps(

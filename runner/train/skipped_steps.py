@@ -1,9 +1,8 @@
 """Notice skipped steps: report gradients that are not finite, and end a long row of skips.
 
-On a CPU, and wherever the host decides whether a step is taken, such a step is known at once. On an
-accelerator whose fused optimizer decides for itself, the host learns of it with the next transfer
-of metrics (``log.flush`` steps at most); no step waits for that. Until then one number for each
-parameter of this rank stays on the device for each step.
+Where the host decides whether a step is taken, such a step is known at once. On an accelerator
+whose fused optimizer decides for itself, the host learns of it with the next transfer of metrics;
+no step waits for that. Until then one number for each parameter of this rank stays on the device.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from runner.config.problem import or_list
 from runner.telemetry.gauges import Gauges
 from runner.telemetry.meter import Meter, StepValues
 from runner.train.progress import Progress
-from runner.train.windows import Window, Windows
+from runner.train.state import Window, Windows
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +59,7 @@ class _RankReport(NamedTuple):
 class SkippedSteps:
     """Warns of steps that are skipped, and ends a training that skips too many of them in a row.
 
-    Every :class:`runner.Trainer` has one. Give it another one in ``callbacks``:
-
-        >>> Trainer(model, loader, callbacks=[SkippedSteps(max_skips=20)])
+    Every :class:`runner.Trainer` has one; ``callbacks=[SkippedSteps(max_skips=20)]`` gives another.
 
     Args:
         max_skips: number of skipped steps in a row after which the run fails; None for never.
@@ -95,22 +92,24 @@ class SkippedSteps:
         self, mode: ClipMode, before: Progress, window: Window, loss: Number, gauges: Gauges | None
     ) -> Decision:
         """Clip the gradients of a step, and keep what describes them if they are not finite."""
-        loss_scale = self._optimizer.loss_scale
-        scale = None if loss_scale is None else loss_scale.scale
-        microbatches = range(window.first, window.first + len(window.batches))
+        scaling = self._optimizer.loss_scale
+        scale = None if scaling is None else scaling.scale
+
+        def step() -> _Step:
+            microbatches = range(window.first, window.first + len(window.batches))
+            number, powers = before.step + 1, self._optimizer.powers
+            return _Step(number, before.epoch, microbatches, scale, powers)
+
         try:
             reads = {} if gauges is None else gauges.reads
             decision = self._optimizer.clip(mode, fold=True, **reads)
         except NonFiniteGradient as error:
-            powers = self._optimizer.powers
-            step = _Step(before.step + 1, before.epoch, microbatches, scale, powers)
-            message = f"step {step.number}: {self._describe(step, error.norm, float(loss))}"
+            found = self._describe(step(), error.norm, float(loss))
+            message = f"step {before.step + 1}: {found}"
             raise NonFiniteGradient(message, error.advice, error.norm) from None
         if decision.finite is not True:
             self._flush = decision.finite is False
-            powers = self._optimizer.powers
-            step = _Step(before.step + 1, before.epoch, microbatches, scale, powers)
-            self._steps[step.number] = step
+            self._steps[before.step + 1] = step()
         return decision
 
     def check(self, meter: Meter) -> None:
@@ -133,7 +132,6 @@ class SkippedSteps:
                 self._not_finite(step, values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts; metrics have to be flushed before."""
         return {
             "in_a_row": self.in_a_row,
             "reported": self._reported,
@@ -141,61 +139,49 @@ class SkippedSteps:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that :meth:`state_dict` returned."""
-        self.in_a_row = state["in_a_row"]
+        self.in_a_row, self.searches = state["in_a_row"], state["searches"]
         self._reported = state["reported"]
-        self.searches = state["searches"]
 
     def _spike(self, number: int, norm: float) -> None:
-        """Count a step that was skipped as a spike, and warn of the first one and of a long row."""
-        self.in_a_row += 1
         rule = self._optimizer.skip
         assert rule is not None
         found = f"the {rule.of_what} is a spike, the gradient's norm is {rounded(norm)}"
-        if self.in_a_row == self._max_skips:
-            self._failure = NonFiniteGradient(f"{self._row(number)}: {found}", self._advice(), norm)
-        elif self._plugin.rank == 0 and (self.in_a_row == WARNED or not self._reported_spike):
-            what = self._row(number) if self.in_a_row == WARNED else f"step {number} was skipped"
-            log.warning("%s: %s%s", what, found, self._ending())
-        self._reported_spike = True
+        if self._skipped(number, found, norm, self._reported_spike):
+            self._reported_spike = True
 
     def _not_finite(self, step: _Step, values: StepValues) -> None:
-        """Count a step whose gradient is not finite, and warn of it."""
-        number, norm, loss = step.number, values.norm, values.loss
-        if self._booster.nonfinite == "ignore" and step.scale is None:
-            if not self._reported:
-                what = f"step {number} was taken with a bad gradient"
-                self._warn(what, self._describe(step, norm, loss), "")
-            return
+        norm, loss = values.norm, values.loss
+        ignored = self._booster.nonfinite == "ignore" and step.scale is None
         scaled = step.scale is not None and step.scale > 1.0
         # All ranks have to agree. The loss of one that does not have it is zero.
         if scaled and self._plugin.sum_over_data([float(not math.isfinite(loss))]) == [0.0]:
             self.searches += 1  # it only shows that the loss scale is too large
-            return
+        elif not ignored:
+            told = self._reported and self.in_a_row + 1 not in (WARNED, self._max_skips)
+            found = "" if told else self._describe(step, norm, loss)
+            self._reported |= self._skipped(step.number, found, norm, self._reported)
+        elif not self._reported:
+            self._reported, found = True, self._describe(step, norm, loss)
+            if self._plugin.rank == 0:
+                log.warning("step %d was taken with a bad gradient: %s", step.number, found)
+
+    def _skipped(self, number: int, found: str, norm: float, reported: bool) -> bool:
+        """Count a skipped step; warn of the first one and of a long row; return whether it did."""
         self.in_a_row += 1
+        row = f"{self.in_a_row} steps in a row were skipped, up to step {number}"
         if self.in_a_row == self._max_skips:
-            found = self._describe(step, norm, loss)
-            self._failure = NonFiniteGradient(f"{self._row(number)}: {found}", self._advice(), norm)
-        elif self.in_a_row == WARNED or not self._reported:
-            what = self._row(number) if self.in_a_row == WARNED else f"step {number} was skipped"
-            self._warn(what, self._describe(step, norm, loss), self._ending())
-
-    def _warn(self, what: str, found: str, end: str) -> None:
-        self._reported = True
+            self._failure = NonFiniteGradient(f"{row}: {found}", self._advice(), norm)
+            return False
+        if reported and self.in_a_row != WARNED:
+            return False
+        what = row if self.in_a_row == WARNED else f"step {number} was skipped"
+        if self._max_skips is not None:
+            found += f". {self._max_skips} skipped steps in a row (clip.max_skips) end the run"
         if self._plugin.rank == 0:
-            log.warning("%s: %s%s", what, found, end)
-
-    def _row(self, number: int) -> str:
-        return f"{self.in_a_row} steps in a row were skipped, up to step {number}"
-
-    def _ending(self) -> str:
-        """Say after a warning how many skipped steps end the run."""
-        if self._max_skips is None:
-            return ""
-        return f". {self._max_skips} skipped steps in a row (clip.max_skips) end the run"
+            log.warning("%s: %s", what, found)
+        return True
 
     def _advice(self) -> str:
-        """Say what to try against steps that are all skipped."""
         rate = float(self._optimizer.param_groups[0]["lr"])
         tried = [
             f"a lower learning rate (now {rounded(rate)})",
@@ -209,9 +195,13 @@ class SkippedSteps:
 
     def _describe(self, step: _Step, norm: float, loss: float) -> str:
         """Describe the gradient of a step in one line, the same on every rank; a collective."""
-        reports = self._reports(step, loss)
-        found = {name for report in reports for name in report.bad}
-        every = self._optimizer.layout.names
+        bad = [] if step.powers is None else step.powers.not_finite()
+        mine = _RankReport(self._plugin.rank, self._plugin.data_rank, bad, not math.isfinite(loss))
+        reports = [mine]
+        if self._plugin.world_size > 1:
+            reports = [mine] * self._plugin.world_size
+            dist.all_gather_object(reports, mine)
+        found, every = {name for one in reports for name in one.bad}, self._optimizer.layout.names
         bad = [name for name in every if name in found]
         named = f"all {len(bad)} parameters" if len(bad) == len(every) > 1 else first_few(bad)
         text = f"the gradient's norm is {norm}: {named}"
@@ -231,17 +221,7 @@ class SkippedSteps:
             log.info("samples of step %d: %s", step.number, samples)
         return f"{text}. Its samples: {first_few([str(one) for one in samples], MOST_SAMPLES)}"
 
-    def _reports(self, step: _Step, loss: float) -> list[_RankReport]:
-        bad = [] if step.powers is None else step.powers.not_finite()
-        mine = _RankReport(self._plugin.rank, self._plugin.data_rank, bad, not math.isfinite(loss))
-        if self._plugin.world_size == 1:
-            return [mine]
-        every: list[Any] = [None] * self._plugin.world_size
-        dist.all_gather_object(every, mine)
-        return every
-
     def _samples(self, step: _Step, data_ranks: set[int]) -> list[int] | None:
-        """Return the samples that ``data_ranks`` read in a step; None if they are not known."""
         parts = [self._windows.indices(step.epoch, number) for number in step.microbatches]
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):

@@ -1,32 +1,196 @@
-"""Everything besides the weights of a model that a run must have to continue exactly."""
+"""Where a training stands: everything besides the weights that it must have to continue exactly."""
 
 from __future__ import annotations
 
+import copy
+import logging
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import count, islice
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import BatchSampler, DataLoader
 
-from runner.booster import OptimizerWrapper
+from runner.booster import OptimizerWrapper, Plugin
 from runner.booster.step_order import StepOrderError, StepState
 from runner.clip import ClipMode
 from runner.config.duration import Duration
 from runner.config.notation import plural
+from runner.data.order import PartitionedBatches
+from runner.data.random_state import RandomState, generators
+from runner.data.stream import StreamLoader, has_state
+from runner.data.workers import WorkerLoader
 from runner.telemetry.meter import Meter
 from runner.train.progress import Progress
-from runner.train.windows import Window, Windows
+
+log = logging.getLogger(__name__)
+
+EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed")
+"""Modules whose samplers know exactly how many samples they yield. A user's own may estimate it."""
 
 
-class Stateful(Protocol):
-    """A part of the training that has a state of its own."""
+class Window(NamedTuple):
+    """The microbatches of one optimizer step."""
+
+    first: int
+    batches: list[Any]
+    last: bool
+
+
+class Windows:
+    def __init__(self, loader: Iterable[Any], steps: int) -> None:
+        self.loader = loader
+        self._steps = steps
+        self._order = getattr(loader, "batch_sampler", None)
+        self._stream = loader if isinstance(loader, StreamLoader) else None
+        self._skips = self._stream is not None or isinstance(self._order, PartitionedBatches)
+        self._stateful: Any = loader if has_state(loader) and not self._skips else None
+        self._generators = generators(loader)
+        self._random: dict[str, RandomState] = {}
+        self._position: dict[str, Any] | None = None
+
+    @property
+    def samples(self) -> int | None:
+        """Number of samples of a microbatch over all ranks; None if the loader does not tell."""
+        order = self._order
+        if self._stream is not None:
+            return self._stream.microbatch
+        if not isinstance(order, PartitionedBatches):
+            return None
+        return order.batch_size * order.world_size
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the data may end earlier on this rank than on others, which it waits for then."""
+        return self._stream is not None and self._stream.uneven
+
+    def indices(self, epoch: int, microbatch: int) -> list[list[int]] | None:
+        """Return the indices of the samples that each data-parallel rank reads in a microbatch."""
+        if not isinstance(self._order, PartitionedBatches):
+            return None
+        order = copy.copy(self._order)
+        order.set_epoch(epoch)
+        return order.parts(microbatch)
+
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[Window]:
+        for part in (
+            self._order,
+            *(getattr(self.loader, of, None) for of in ("sampler", "dataset")),
+        ):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+        now = RandomState.now(self._generators)
+        if first:
+            # When an epoch begins, a sampler may draw its order, and a loader its workers' seeds.
+            self._random["epoch"].restore(self._generators)
+        else:
+            self._random = {"epoch": now}
+        if first and isinstance(self._order, PartitionedBatches):
+            self._order.set_start(first)
+        if first and self._stream is not None:
+            assert self._position is not None
+            self._stream.set_start(first, self._position)
+            if not any("state" in of for of in self._position["workers"].values()):
+                log.info(
+                    "the stream has no state_dict and load_state_dict: the first %d microbatches "
+                    "of epoch %d are read again and left out",
+                    first,
+                    epoch,
+                )
+        continues = first and self._stateful is not None and self._position is not None
+        if continues:
+            self._stateful.load_state_dict(self._position)
+        batches = iter(self.loader)
+        if not (continues or self._skips):
+            next(islice(batches, first, first), None)
+        length = self._length()
+        if length is None:
+            yield from self._one_ahead(batches, first, now)
+            return
+        if first:
+            now.restore(self._generators)
+        for at in range(first, length, self._steps):
+            window = list(islice(batches, self._steps))
+            yield Window(at, window, last=at + self._steps >= length)
+
+    def _one_ahead(self, batches: Iterator[Any], first: int, now: RandomState) -> Iterator[Window]:
+        """Read windows from a loader of unknown length: one ahead, to know which is the last."""
+        if first:
+            self._random["ahead"].restore(self._generators)
+        upcoming = list(islice(batches, self._steps))
+        if first:
+            now.restore(self._generators)
+        while upcoming or self.uneven:
+            self._random["ahead"] = RandomState.now(self._generators)
+            if self._stateful is not None:
+                self._position = copy.deepcopy(self._stateful.state_dict())
+            window, upcoming = upcoming, list(islice(batches, self._steps))
+            end = first + len(window)
+            if self._stream is not None:
+                self._position = self._stream.position(end)
+            if self.uneven:
+                end = first + self._steps
+                at = range(first + len(window), end)
+                window = [*window, *map(self._stand_in, at)]
+            yield Window(first, window, last=not upcoming)
+            first = end
+
+    def _stand_in(self, microbatch: int) -> Any:
+        assert self._stream is not None
+        return self._stream.stand_in(microbatch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+        """Return the random states of this process: now, and those to read an epoch again."""
+        states = {**self._random, "now": RandomState.now(self._generators)}
+        saved: dict[str, Any] = {name: state.state_dict() for name, state in states.items()}
+        return saved if self._position is None else {**saved, "stream": self._position}
+
+    def require(self, state: Mapping[str, Any]) -> None:
+        if self._stream is not None and "stream" in state:
+            self._stream.require(state["stream"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
+        """Restore the random states; :meth:`epoch` then continues where the state was taken."""
+        self._position = state.get("stream")
+        self._random = {
+            name: RandomState.of(each) for name, each in state.items() if name != "stream"
+        }
+        self._random.pop("now").restore(self._generators)
+
+    def _length(self) -> int | None:
+        """Return the number of microbatches of an epoch, None where it is not known exactly."""
+        order = self._order
+        if type(self.loader) in (DataLoader, WorkerLoader) and (
+            isinstance(order, PartitionedBatches)
+            or (type(order) is BatchSampler and type(order.sampler).__module__ in EXACT)
+        ):
+            return len(order)
+        return None
+
+
+def has_no_sample(loader: Any, microbatch: int) -> bool:
+    """Return whether this rank has no sample of a microbatch that it has read from a loader."""
+    if isinstance(loader, StreamLoader):
+        return loader.weightless(microbatch)
+    order = getattr(loader, "batch_sampler", None)
+    return isinstance(order, PartitionedBatches) and order.weightless(microbatch)
+
+
+def held_out(loader: Any, plugin: Plugin) -> Iterator[tuple[bool, Any]]:
+    """Read held-out data once; all ranks read the same number of microbatches."""
+    batches, uneven = iter(loader), isinstance(loader, StreamLoader) and loader.uneven
+    for number in count():
+        ended: list[Any] = []
+        batch = next(batches, ended)
+        if uneven:
+            reading = plugin.sum_over_ranks([float(batch is not ended)])[0]
+            if reading and batch is ended:
+                batch = loader.stand_in(number)
+        if batch is ended:
+            return
+        yield has_no_sample(loader, number), batch
 
 
 @dataclass
@@ -39,12 +203,11 @@ class TrainState:
     windows: Windows
     schedulers: list[Any] = field(default_factory=list)
     rank: int = 0
-    parts: Mapping[str, Stateful] = field(default_factory=dict)
+    parts: Mapping[str, Any] = field(default_factory=dict)  # what else has a state_dict
     progress: Progress = field(default_factory=Progress)
     _schedulers_behind: bool = False
 
     def step_taken(self) -> None:
-        """Note that the optimizer was asked for a step, which the schedulers do not know yet."""
         self._schedulers_behind = True
 
     def step_schedulers(self) -> None:
@@ -89,7 +252,6 @@ class TrainState:
         }
 
     def require(self, state: Mapping[str, Any]) -> None:
-        """Check a state that :meth:`load_state_dict` is given."""
         if (given := len(state["schedulers"])) != len(self.schedulers):
             raise ValueError(
                 f"the training state is that of {plural(given, 'scheduler')}, this run has "
@@ -122,7 +284,6 @@ class TrainState:
             torch.manual_seed(torch.initial_seed() + 1_000_003 * self.rank + self.progress.step)
 
     def _random_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the random states of this rank, or those of the first one."""
         states: dict[str, Any] = state["random"]
         own = f"rank{self.rank}"
         if own not in states and "rank0" not in states:
@@ -131,24 +292,18 @@ class TrainState:
         return found
 
     def _progress_of(self, state: Mapping[str, Any]) -> Progress:
-        """Return the counts of a state, and its position in the data of this run."""
-        progress = Progress(**state["progress"])
-        return progress._replace(batch=self._same_sample(progress.batch, state["microbatch"]))
-
-    def _same_sample(self, batch: int, microbatch: int | None) -> int:
-        """Return the number of this run's microbatches that hold the samples of ``batch``
-        others.
-        """
-        own = self.windows.samples
-        if own == microbatch or own is None or microbatch is None:
-            return batch
-        if batch * microbatch % own:
+        """Return the counts of a state, and its position in microbatches of this run."""
+        progress, theirs = Progress(**state["progress"]), state["microbatch"]
+        own, samples = self.windows.samples, progress.batch * (theirs or 0)
+        if own == theirs or own is None or theirs is None:
+            return progress
+        if samples % own:
             raise ValueError(
-                f"the training state ends after {batch * microbatch} samples of an epoch, inside a "
+                f"the training state ends after {samples} samples of an epoch, inside a "
                 f"microbatch of {own} samples over all ranks: choose data.batch_size so that a "
-                f"microbatch has {microbatch}"
+                f"microbatch has {theirs}"
             )
-        return batch * microbatch // own
+        return progress._replace(batch=samples // own)
 
 
 def _without_thresholds(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +322,6 @@ def _state_of(scheduler: Any) -> Any:
 
 
 def _advance(scheduler: Any, steps: int) -> None:
-    """Step a new scheduler until it is where one that was stepped ``steps`` times is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch advises to step the optimizer first
         for _ in range(scheduler.last_epoch, steps):

@@ -6,9 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,59 +23,21 @@ from runner.config.duration import Duration
 from runner.config.problem import Stopped, or_list
 from runner.config.schema import not_measured
 from runner.run_folder import keys
-from runner.telemetry.gauges import Gauges, Measurements
+from runner.telemetry.gauges import Gauges
 from runner.telemetry.meter import Meter, StepMetrics
-from runner.telemetry.sinks.sink import Sink
 from runner.telemetry.statistics import Statistics
 from runner.train.callbacks import Callbacks
-from runner.train.evaluation import Evaluate, Evaluation
-from runner.train.noise import MicrobatchNorms
-from runner.train.passes import Asked, Passes, count
+from runner.train.evaluation import Evaluation
+from runner.train.options import Algorithm, Evaluate, InBackward, Log
+from runner.train.passes import Asked, MicrobatchNorms, Passes, count
 from runner.train.progress import Progress
 from runner.train.skipped_steps import SkippedSteps
-from runner.train.state import TrainState
+from runner.train.state import TrainState, Window, Windows
 from runner.train.stop import requested
-from runner.train.windows import Window, Windows
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Log:
-    """What a :class:`Trainer` records, and where.
-
-    Args:
-        sinks: where rows go. Give them on the first rank only.
-        interval: steps between rows.
-        flush: steps between transfers of metrics to the host.
-        what_if: thresholds for which ``clip/what_if/<λ>`` is logged: the share of the steps so far
-            that each would have clipped, in the units of the clipping mode.
-        per_layer: also log each parameter's gradient norm.
-        measurements: what else is measured, see :class:`runner.Measurements`.
-    """
-
-    sinks: Sequence[Sink] = ()
-    interval: int = 1
-    flush: int = 50
-    what_if: Sequence[float] = ()
-    per_layer: bool = False
-    measurements: Measurements = field(default_factory=Measurements)
-
-
-@dataclass(frozen=True)
-class InBackward:
-    """Clip each gradient in the backward pass, as soon as it is final.
-
-    Args:
-        algorithm: what clips, see :meth:`runner.booster.OptimizerWrapper.clip_in_backward`.
-        step: whether the optimizer steps there too, and frees each gradient.
-    """
-
-    algorithm: GradientClipping | ClipMode
-    step: bool = False
-
-
-Algorithm = GradientClipping | ClipMode | InBackward
 
 
 class Trainer:
@@ -151,7 +112,12 @@ class Trainer:
         asked = given if isinstance(given, Evaluate) else Evaluate(given)
         self.eval_dataloader, self._objective = asked.dataloader, asked.objective
         self.eval_interval = Duration.parse(str(asked.interval))
-        _warn(model, accumulation_steps)
+        if accumulation_steps > 1 and any(isinstance(m, _BatchNorm) for m in model.modules()):
+            _logger.warning(
+                "batch norm sees one microbatch at a time: %d accumulated microbatches are not "
+                "the same as one batch of their size",
+                accumulation_steps,
+            )
         self.loss = WindowLoss(model, criterion, checked=True)
         self.model, self.optimizer, *_ = self.booster.boost(
             model, optimizers or _sgd(model, criterion), criterion
@@ -170,16 +136,22 @@ class Trainer:
         log = log or Log()
         meter = self._meter(log, mode)
         if isinstance(algorithm, InBackward):
-            self._clip_in_backward(algorithm, mode, log.measurements, accumulation_steps)
+            for name, why in not_measured(algorithm.step).items():
+                if getattr(log.measurements, name):
+                    raise ValueError(f"{name}: {why}")
+            each = self._gauges is not None and self._gauges.reads["each"]
+            self.optimizer.clip_in_backward(mode, step=algorithm.step, each=each)
         else:
             self.optimizer.bind(mode)
         self._noise: MicrobatchNorms | None = None
         if log.measurements.noise_scale:
             self._noise = MicrobatchNorms(self.plugin, self.optimizer, self.passes)
         windows = Windows(train_dataloader, accumulation_steps)
-        self.saver, skipped, others = _sorted(callbacks)
-        self.skipped_steps = skipped.of(self.booster, self.optimizer, windows)
+        self.saver, skipped = _one(CheckpointSaver, callbacks), _one(SkippedSteps, callbacks)
+        self.skipped_steps = (skipped or SkippedSteps()).of(self.booster, self.optimizer, windows)
         meter.follow = self.skipped_steps.follow
+        known = (CheckpointSaver, SkippedSteps)
+        others = [each for each in callbacks if not isinstance(each, known)]
         self.callbacks = Callbacks(others, self.plugin)
         several = isinstance(schedulers, Sequence)
         self.state = TrainState(
@@ -202,21 +174,6 @@ class Trainer:
         if self.plugin.data_size > 1 or self.model.pipeline is not None:
             meter.mean_over_data = self._mean_over_data
         return meter
-
-    def _clip_in_backward(
-        self, asked: InBackward, mode: ClipMode, measured: Measurements, accumulation_steps: int
-    ) -> None:
-        for name, why in not_measured(asked.step).items():
-            if getattr(measured, name):
-                raise ValueError(f"{name}: {why}")
-        each = self._gauges is not None and self._gauges.reads["each"]
-        self.optimizer.clip_in_backward(mode, step=asked.step, each=each)
-        if asked.step and accumulation_steps > 1:
-            _logger.warning(
-                "steps in the backward pass save no memory of gradients here: all of them are kept "
-                "until the last of %d accumulated microbatches",
-                accumulation_steps,
-            )
 
     def fit(self) -> dict[str, Any]:
         """Train until ``max_duration``, from where ``state`` stands.
@@ -268,7 +225,7 @@ class Trainer:
         state, meter, before = self.state, self.state.meter, self.state.progress
         # Prepare. The counts of all ranks travel while the first microbatch is computed.
         first, asks = before.step == 0, self._asks()
-        counts = count(window, state.windows, self.loss, self.plugin, first, asks)
+        items, sums = count(window, state.windows, self.loss, self.plugin, first, asks)
         if self.optimizer.steps_in_backward:
             state.step_schedulers()  # the backward pass steps with the rate of now
         noise = self._noise if meter.row_due(before.step + 1) else None
@@ -277,15 +234,15 @@ class Trainer:
 
         # Microbatches
         loss = self.passes.accumulate(
-            window.batches, counts.items, counts.total_items, self._after_microbatch
+            window.batches, items, lambda: sums()[0].items, self._after_microbatch
         )
-        total, asked = counts.sums()
-        at = before.after(len(window.batches), total.samples, total.tokens, counts.last)
+        total, asked, last = sums()
+        at = before.after(len(window.batches), total.samples, total.tokens, last)
         evaluates = at.completed(self.eval_interval, before) or at.reached(self.max_duration)
 
         # Clip and step
         gauges = self._gauges if evaluates or meter.row_due(at.step) else None
-        shares = None if noise is None else noise.end(counts.items, total, state.mode.norm_type)
+        shares = None if noise is None else noise.end(items, total, state.mode.norm_type)
         state.step_schedulers()  # for the step before: an accelerator tells late if it was taken
         decision = self.skipped_steps.clip(state.mode, before, window, loss, gauges)
         if gauges is not None:
@@ -315,7 +272,6 @@ class Trainer:
         self._started = time.perf_counter()
 
     def _asks(self) -> Asked:
-        """Return what this rank asks of all ranks after the step that begins."""
         return Asked(self.stop(), self.saver is not None and self.saver.due())
 
     def _save_or_stop(self, asked: Asked, before: Progress) -> None:
@@ -356,11 +312,7 @@ class Trainer:
         return metrics
 
     def end_early(self, reason: str) -> None:
-        """End the training after this step; for callbacks, see there.
-
-        Args:
-            reason: why, for the log and the record of the run.
-        """
+        """End the training after this step, for callbacks; the log and the record say why."""
         self.callbacks.ask(reason)
 
     def save(self, checkpoints: Path | str, about: Mapping[str, Any] | None = None) -> Path:
@@ -371,20 +323,12 @@ class Trainer:
             about: what the manifest says of the checkpoint.
 
         Returns:
-            The checkpoint, a folder named after the step.
+            The checkpoint, a folder named after the step. :meth:`load` continues from it.
 
         Raises:
             OSError: it cannot be written, on every rank. Earlier checkpoints are unchanged.
-
-        Example:
-            >>> trainer.fit()
-            >>> path = trainer.save("checkpoints")
-            >>> other = Trainer(same_model, same_loader, "20ep", optimizers=same_optimizer)
-            >>> other.load(path)
-            >>> other.fit()  # takes the steps that are left to 20 epochs
         """
-        step = self.state.progress.step
-        return checkpoint.save(self, Path(checkpoints), step, about or {})
+        return checkpoint.save(self, Path(checkpoints), self.state.progress.step, about or {})
 
     def load(self, path: Path | str, *, verify: bool = True, keep: Collection[str] = ()) -> None:
         """Continue from a checkpoint, whatever layout of ranks saved it; every rank calls this.
@@ -409,38 +353,22 @@ class Trainer:
 
 
 def _only(algorithms: Sequence[Algorithm] | Algorithm) -> Algorithm:
-    """Return the one algorithm; the mode ``none`` if there is none."""
     listed = [algorithms] if isinstance(algorithms, Algorithm) else algorithms
     if len(listed) > 1:
         raise ValueError(f"one clipping algorithm at most, not {len(listed)}")
     return listed[0] if listed else build("none")
 
 
-def _sorted(
-    callbacks: Sequence[object],
-) -> tuple[CheckpointSaver | None, SkippedSteps, list[object]]:
-    """Split off the callbacks that the loop knows by name."""
-    savers = [each for each in callbacks if isinstance(each, CheckpointSaver)]
-    skipped = [each for each in callbacks if isinstance(each, SkippedSteps)]
-    if len(savers) > 1 or len(skipped) > 1:
-        raise ValueError("one CheckpointSaver and one SkippedSteps at most")
-    others = [each for each in callbacks if not isinstance(each, CheckpointSaver | SkippedSteps)]
-    return next(iter(savers), None), skipped[0] if skipped else SkippedSteps(), others
+def _one(kind: type[T], callbacks: Sequence[object]) -> T | None:
+    """Return the one callback of a kind that the loop knows by name; None if there is none."""
+    found = [each for each in callbacks if isinstance(each, kind)]
+    if len(found) > 1:
+        raise ValueError(f"one {kind.__name__} at most, not {len(found)}")
+    return found[0] if found else None
 
 
 def _sgd(model: nn.Module, criterion: Criterion | None) -> Optimizer:
-    """Make the default optimizer, over the parameters of ``model`` and a trainable criterion."""
     trained = dict.fromkeys(model.parameters())
     if isinstance(criterion, nn.Module):
         trained |= dict.fromkeys(p for p in criterion.parameters() if p.requires_grad)
     return torch.optim.SGD(trained, lr=0.1)
-
-
-def _warn(model: nn.Module, accumulation_steps: int) -> None:
-    """Log that batch norm sees one microbatch at a time, if that makes a difference."""
-    if accumulation_steps > 1 and any(isinstance(m, _BatchNorm) for m in model.modules()):
-        _logger.warning(
-            "batch norm sees one microbatch at a time: %d accumulated microbatches are not "
-            "the same as one batch of their size",
-            accumulation_steps,
-        )

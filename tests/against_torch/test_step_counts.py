@@ -8,7 +8,6 @@ from runner.calibrate.measure import end_of
 from runner.cli import plan
 from runner.compose.request import request
 from runner.train import build
-from runner.train.known_length import known_length
 
 SAMPLES, BATCH, EPOCHS = 144, 8, 2
 
@@ -58,7 +57,7 @@ def test_a_plan_counts_data_parallel_ranks_alone(layout, how):
     overrides += [f"accumulation.steps={how.get('accumulation', 1)}"]
     (job,) = request(overrides, writes=False).jobs
     expected = steps_of_torch(LAYOUTS[layout], **how)
-    assert plan._steps(job, known_length(job.config)) == expected
+    assert plan._steps(job) == expected
     assert end_of(job.config).value == min(expected, job.config.calibrate.steps)
     data = build.make_data(job.config.data)
     assert build.steps_of(job.config, data, LAYOUTS[layout]) == expected

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import signal
-from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,6 @@ from runner import CheckpointSaver
 from runner.booster import SinglePlugin
 from runner.checkpoint import folder as checkpoints
 from runner.clip import build
-from runner.config import disk
 from runner.config.problem import Stopped
 from runner.data.dataset import TensorPairs, collate_pairs
 from tests.distributed.training import Rows
@@ -152,16 +150,11 @@ def test_a_full_disk_is_named_and_the_former_checkpoint_stays(tmp_path, monkeypa
     with pytest.raises(OSError, match=f"no checkpoint can be written to {tmp_path}") as caught:
         trainer(saver=saver, sinks=[rows]).fit()
     assert caught.value.errno == errno.ENOSPC
-    assert f"the disk {disk.mount_of(tmp_path)} is full" in str(caught.value)
+    assert str(caught.value).endswith("No space left on device")
     # An asynchronous write has failed by the next step, or shows at the next checkpoint.
     assert 10 <= len(rows.rows) <= (15 if asynchronous else 10)
     assert names(tmp_path) == ["step_000000005"]
     trainer().load(tmp_path / "step_000000005")
-    usage = namedtuple("usage", "total used free")(1000, 0, 1000)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(OSError, match=r"needs [\d.]+ kB, but the disk /.* has 1 kB left"):
-        trainer(saver=CheckpointSaver(tmp_path / "other", "5ba")).fit()
-    assert names(tmp_path / "other") == []
 
 
 def test_checkpoints_of_another_course(tmp_path):

@@ -136,7 +136,7 @@ def test_damage_another_model_and_no_data_end_with_one_line(single, tmp_path, ca
     shard = next((run / "checkpoints/final").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-7])
     assert main(["evaluate", str(run)]) == 1
-    assert "is damaged: its size is not that of the manifest" in capsys.readouterr().err
+    assert "is damaged: its sha256 is not that of the manifest" in capsys.readouterr().err
     assert main(["evaluate", str(run), "--checkpoint", "last"]) == 0
     shard = next((run / "checkpoints/step_000000006").glob("*.safetensors"))
     content = shard.read_bytes()

@@ -16,8 +16,7 @@ SMALL = ["model=gpt", "model.context=16", "model.width=16", "model.layers=1", "d
 SMALL += ["data.sequence_length=16", "data.max_bytes=30000", "tracker=none", "device=cpu"]
 RUN = [*SMALL, "eval.interval=1000ba", "train.max_duration=6ba", "clip.threshold=0.5"]
 ONE_RANK = [("single", name) for name in ("muon", "lion", "adafactor")]
-TWO_RANKS = [("ddp", "adafactor"), ("fsdp", "lion"), ("zero", "adafactor"), ("ddp", "muon")]
-TWO_RANKS += [("fsdp", "muon"), ("zero", "muon")]
+TWO_RANKS = [("zero", "adafactor"), ("fsdp", "muon"), ("zero", "muon")]
 
 
 def config(words):

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from runner import Trainer
 from runner.booster import LossScale, SinglePlugin
-from runner.booster.optimizer import StepOrderError
+from runner.booster.step_order import StepOrderError
 from runner.clip import build
 from runner.optim.schedulers import LinearWarmupCosineLR
 from tests.distributed.training import Rows

@@ -9,14 +9,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from runner import Booster, GradientClipping, Log, Trainer
+from runner import Booster, GradientClipping, Log, SkippedSteps, Trainer
 from runner.booster import NonFiniteGradient
 from runner.booster.batch import BatchError
 from runner.config.duration import Duration
 from runner.optim.schedulers import LinearWarmupCosineLR
 from runner.train.callbacks import Probe
 from runner.train.progress import Progress, total_steps
-from runner.train.windows import Windows
+from runner.train.state import Windows
 from tests.distributed.training import Rows
 from tests.trainers import trainer_of
 
@@ -160,6 +160,7 @@ def test_a_sampler_of_the_users_is_given_the_epoch():
         ({"max_duration": "3 epochs"}, "3 epochs"),
         ({"max_duration": "100tok"}, "no tokens"),
         ({"train_dataloader": []}, "no microbatch"),
+        ({"callbacks": [SkippedSteps(), SkippedSteps()]}, "one SkippedSteps at most, not 2"),
     ],
 )
 def test_wrong_arguments(options, message):

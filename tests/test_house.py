@@ -1,0 +1,137 @@
+"""The size of the house: lines of each room, long functions, circles, private interfaces."""
+
+import ast
+import re
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import runner
+from tests.process import ROOT
+
+HOUSE = Path(runner.__file__).parent
+LINES = {
+    ("config", "compose"): 2400,
+    ("cli",): 800,
+    ("launch",): 1200,
+    ("sweep",): 650,
+    ("telemetry",): 1300,
+    ("train",): 2100,
+    ("booster",): 2500,
+    ("parallel",): 2300,
+    ("checkpoint",): 550,
+    ("clip",): 3600,
+    ("optim",): 500,
+    ("data", "models"): 2100,
+    ("report",): 2300,
+    ("run_folder",): 600,
+    ("verify", "calibrate", "dashboard"): 1200,
+    ("bench",): 900,
+}
+"""The most lines of each room."""
+PUBLIC = {"HybridParallelPlugin", "Mixture", "AWDLSTM", "GPT", "CompressiveTransformer"}
+"""Classes with the arguments of another library's or a paper's."""
+
+
+def modules(*rooms):
+    return sorted(file for room in rooms for file in (HOUSE / room).rglob("*.py"))
+
+
+@cache
+def tree(file):
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def lines(files):
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+@pytest.mark.parametrize("rooms", LINES, ids="+".join)
+def test_a_room_keeps_its_budget(rooms):
+    assert lines(modules(*rooms)) <= LINES[rooms]
+    for room in rooms:
+        assert len((HOUSE / room / "README.md").read_text().splitlines()) <= 60
+
+
+def test_the_house_keeps_its_budget():
+    assert lines(HOUSE.rglob("*.py")) <= 24_000
+    assert len([*HOUSE.rglob("*.py")]) <= 170
+    assert lines((ROOT / "tests").rglob("*.py")) <= 20_000
+    assert lines([ROOT / "README.md"]) <= 300
+
+
+def test_no_function_or_file_is_long():
+    for file in HOUSE.rglob("*.py"):
+        assert lines([file]) <= 400, file
+        for owner in ast.walk(tree(file)):
+            for node in ast.iter_child_nodes(owner):
+                if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    continue
+                assert node.end_lineno - node.lineno < 80, (file, node.name)
+                names = {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+                most = 12 if node.name == "__init__" else 8
+                free = isinstance(owner, ast.ClassDef) and owner.name in PUBLIC
+                assert free or len(names - {"self", "cls"}) <= most, (file, node.name)
+
+
+def module_name(file):
+    parts = file.relative_to(HOUSE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(file, known):
+    """The modules of the house that ``file`` imports, wherever in it."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in known else node.module
+
+
+def test_no_room_has_a_circle_and_few_arrows_lead_between_rooms():
+    known = {module_name(file): file for file in HOUSE.rglob("*.py")}
+    arrows = set()
+    for room in sorted(path.name for path in HOUSE.iterdir() if path.is_dir()):
+        inside = {name: file for name, file in known.items() if name.split(".")[1:2] == [room]}
+        needs = {}
+        for name, file in inside.items():
+            found = {other for other in imported(file, known) if other in known}
+            needs[name] = {other for other in found if other in inside and other != name}
+            rooms = {other.split(".")[1] for other in found if "." in other}
+            arrows |= {(room, other) for other in rooms - {room}}
+        [*TopologicalSorter(needs).static_order()]  # raises CycleError
+    assert len(arrows) <= 60
+
+
+def private_names(file):
+    """Private modules, imports and attributes of libraries that a module names."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        else:
+            continue
+        for name in names:
+            if found := re.match(
+                r"((?:torch|hydra|wandb|omegaconf)(?:\.\w+)*?\.(_(?!_)\w+))", name
+            ):
+                yield found[1]
+
+
+def test_private_interfaces_are_those_that_contributing_lists():
+    used = {name for file in HOUSE.rglob("*.py") for name in private_names(file)}
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Private interfaces")[2]
+    listed = re.findall(r"^\| `([\w.*]+)` \|", section.partition("\n## ")[0], re.MULTILINE)
+    assert len(listed) <= 8
+    assert not [name for name in used if not name.startswith("torch")]
+    for name in used:
+        assert any(
+            re.fullmatch(each.replace(".", r"\.").replace("*", r"\w*"), name) for each in listed
+        ), name

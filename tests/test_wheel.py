@@ -1,10 +1,8 @@
-"""The wheel carries conf and recipes, and runs README's examples from an empty folder."""
+"""The wheel carries conf and recipes, and trains from an empty folder."""
 
 import json
 import os
 import random
-import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def ended(command, timeout=300, **options):
@@ -82,16 +79,6 @@ def python_says(wheel, tmp_path):
     return says
 
 
-def shown_as(name):
-    """The code that README says to save under a name."""
-    return re.search(rf"Save this as `{name}`:\n\n```python\n(.*?)```", README, re.DOTALL)[1]
-
-
-def command_with(part):
-    [command] = [line.strip() for line in README.splitlines() if part in line]
-    return shlex.split(command)[1:]
-
-
 def recorded(tmp_path):
     (folder,) = (tmp_path / "empty" / "outputs" / "runs").iterdir()
     summary = json.loads((folder / "summary.json").read_text())
@@ -105,43 +92,56 @@ def test_it_runs_the_main_job_from_an_empty_folder(python_says, tmp_path):
     assert recorded(tmp_path)[1]["final"]["eval/accuracy"] >= 0.97
 
 
+@pytest.fixture
+def own_code(tmp_path):
+    """A module of the user's, in the folder where the command runs."""
+    shutil.copy(ROOT / "tests" / "own_code.py", tmp_path / "empty" / "others.py")
+
+
 @pytest.mark.parametrize(
-    ("model", "logged"),
+    ("model", "words", "logged"),
     [
-        ("Tagger", "eval/accuracy"),
-        pytest.param("Line", "eval/r2", marks=pytest.mark.slow),
-        pytest.param("TwoInputs", "eval/f1", marks=pytest.mark.slow),
+        ("Tagger", "data.kind=tags", "eval/accuracy"),
+        pytest.param(
+            "Line",
+            "data.kind=line loss._target_=torch.nn.MSELoss eval.metrics=[mae,r2]",
+            "eval/r2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "TwoInputs", "data.kind=pairs eval.metrics=[f1]", "eval/f1", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_dictionaries_regression_and_two_inputs_of_readme_train(
-    python_says, tmp_path, model, logged
-):
-    (tmp_path / "empty" / "others.py").write_text(shown_as("others.py"))
-    words = command_with(f"model._target_=others.{model} ")
-    python_says(*words, "train.max_duration=96ba", "tracker=none")
+@pytest.mark.usefixtures("own_code")
+def test_dictionaries_regression_and_two_inputs_train(python_says, tmp_path, model, words, logged):
+    named = [f"model._target_=others.{model}", "data._target_=others.made", *words.split()]
+    python_says("-m", "runner", *named, "train.max_duration=96ba", "tracker=none")
     rows, summary = recorded(tmp_path)
     assert summary["final"][logged] > 0.5
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] / 2
 
 
-def test_a_stream_of_readme_trains_over_two_ranks_with_workers(python_says, tmp_path):
-    [data_sets] = re.findall(r"```python\n(from torch\.utils\.data .*?)```", README, re.DOTALL)
-    (tmp_path / "empty" / "mine.py").write_text(shown_as("mine.py") + data_sets)
-    python_says(*command_with("data.train._target_=mine.Flow "), "tracker=none")
+@pytest.mark.usefixtures("own_code")
+def test_a_stream_trains_over_two_ranks_with_workers(python_says, tmp_path):
+    words = ["data=own", "data.train._target_=others.Flow", "data.train.samples=2000"]
+    words += ["model._target_=torch.nn.Linear", "model.in_features=20", "model.out_features=2"]
+    words += ["data.num_workers=2", "plugin=ddp", "plugin.nproc=2", "train.max_duration=100ba"]
+    python_says("-m", "runner", *words, "tracker=none")
     rows, summary = recorded(tmp_path)
     assert (summary["steps"], summary["world_size"]) == (100, 2)
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] / 2
 
 
-def test_a_folder_of_datasets_trains_as_readme_shows(python_says, tmp_path):
+def test_a_folder_of_datasets_trains(python_says, tmp_path):
     library = pytest.importorskip("datasets")
     draw = random.Random(0)
     labels = [draw.randrange(10) for _ in range(320)]
     rows = [{"image": [[[draw.gauss(0, 1) + label] * 8] * 8], "label": label} for label in labels]
     (tmp_path / "folder").mkdir()
     library.Dataset.from_list(rows).to_parquet(str(tmp_path / "folder" / "train.parquet"))
-    words = [word.replace("/path/to", str(tmp_path)) for word in command_with(" data=datasets ")]
-    python_says(*words, "tracker=none")
+    words = ["data=datasets", f"data.train.path={tmp_path / 'folder'}"]
+    python_says("-m", "runner", *words, "data.columns=[image,label]", "tracker=none")
     rows, summary = recorded(tmp_path)
     assert rows[-1]["train/loss"] < 0.8 * rows[0]["train/loss"]
     assert "eval/accuracy" in summary["final"]

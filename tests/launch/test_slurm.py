@@ -1,4 +1,4 @@
-"""Runs over the two nodes of a real Slurm, by the script that README shows."""
+"""Runs over the two nodes of a real Slurm, by the script of launch's README."""
 
 import re
 import sys
@@ -35,7 +35,8 @@ def job(slurm, tmp_path):
         return read(only_run(outputs))
 
     def start(*words):
-        script, readme = tmp_path / "train.sh", (ROOT / "README.md").read_text(encoding="utf-8")
+        script = tmp_path / "train.sh"
+        readme = (ROOT / "runner" / "launch" / "README.md").read_text(encoding="utf-8")
         (text,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", readme, re.DOTALL)
         script.write_text(text)
         command = ["sbatch", "--parsable", f"--output={printed}", str(script), *words]

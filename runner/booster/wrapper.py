@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+
+from runner.booster.batch import held_tensors
 
 if TYPE_CHECKING:
     from runner.booster.optimizer import OptimizerWrapper
@@ -84,9 +86,8 @@ class ModelWrapper(nn.Module):
         if self.optimizer is not None and torch.is_grad_enabled():
             # DDP decides in the forward pass whether the backward pass synchronises.
             held = self.optimizer.accumulating and isinstance(self.module, DistributedDataParallel)
-            for output in [outputs] if isinstance(outputs, Tensor) else tree_leaves(outputs):
-                if isinstance(output, Tensor):
-                    self.optimizer.watch(output, held)
+            for output in held_tensors(outputs):
+                self.optimizer.watch(output, held)
         return outputs
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -395,6 +396,15 @@ def twice(model, inputs, targets, share, backward):
     (mean_square(outputs, targets) * share).backward()
 
 
+class Boxed(nn.Sequential):
+    def forward(self, inputs):
+        return SimpleNamespace(parts=[super().forward(inputs)])
+
+
+def twice_of_an_object(model, *rest):
+    twice(lambda inputs: model(inputs).parts[0], *rest)
+
+
 def crosswise(model, inputs, targets, share, backward):
     halves = [model(half) for half in inputs.chunk(2)]
     for outputs, half in zip(halves, targets.chunk(2), strict=True):
@@ -528,6 +538,12 @@ CONDITIONS = {
         mode="norm",
     ),
     "two backward passes": Condition(passes=twice, without=STAGES),
+    "two backward passes of an object": Condition(
+        lambda net: Boxed(*net),
+        passes=twice_of_an_object,
+        refused={SHARDED: "storage of size 0"},  # torch's own, since it finds no tensor
+        without=STAGES,
+    ),
     "crosswise": Condition(passes=crosswise, without=STAGES),
     "gradient penalty": Condition(
         passes=penalized,

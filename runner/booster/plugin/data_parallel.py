@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
+from runner.booster.batch import held_tensors
 from runner.booster.nonfinite import StepOrderError
 from runner.booster.plugin import base
 from runner.clip import Layout
@@ -122,8 +122,8 @@ class Replica(DistributedDataParallel):
         outputs = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         held = not self.require_backward_grad_sync
         self._averages = self._averages or not held
-        for output in tree_leaves(outputs):
-            if isinstance(output, Tensor) and output.requires_grad and not output.is_leaf:
+        for output in held_tensors(outputs):
+            if output.requires_grad and not output.is_leaf:
                 output.register_hook(self._held if held else self._reached)  # type: ignore[no-untyped-call]
         return outputs
 

@@ -147,16 +147,6 @@ def tensors(batch: Any) -> Iterator[Tensor]:
             yield leaf
 
 
-def held_tensors(value: Any, seen: tuple[int, ...] = ()) -> Iterator[Tensor]:
-    """Yield the tensors in outputs of any structure, in the attributes of objects too."""
-    if isinstance(value, Tensor):
-        yield value
-    elif id(value) not in seen and not isinstance(value, type | nn.Module):
-        inside = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-        for part in value if isinstance(value, tuple | list | set) else inside.values():
-            yield from held_tensors(part, (*seen, id(value)))
-
-
 def batch_size(batch: Any) -> int:
     """Return the length of the first tensor in a batch of any structure."""
     for leaf in tensors(batch):

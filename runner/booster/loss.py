@@ -141,7 +141,10 @@ class WindowLoss:
         return targets[..., 1:]
 
     def _graded(self, targets: Tensor) -> int:
-        return 0 if targets.is_floating_point() else int((targets != self.ignored).sum())
+        if targets.is_floating_point():
+            return 0
+        count: int = (targets != self.ignored).sum().tolist()  # type: ignore[assignment]
+        return count
 
     def _weight_on(self, device: torch.device) -> Tensor | None:
         """Return the class weights on ``device``, copied only after they changed."""

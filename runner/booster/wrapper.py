@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from runner.booster.batch import held_tensors
+from runner.parallel.hooks import held_tensors
 
 if TYPE_CHECKING:
     from runner.booster.optimizer import OptimizerWrapper

@@ -7,7 +7,7 @@ momentum and weight decay: :class:`Usage` sets them back to None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -109,6 +109,16 @@ def register_post_accumulate(hook: Callable[[Tensor], Any], parameter: Tensor) -
 def computed_with(parameter: Tensor) -> Tensor:
     """Return the tensor whose gradient autograd computes: of a shard, the unsharded parameter."""
     return _UNSHARDED.get(parameter, parameter)
+
+
+def held_tensors(value: Any, seen: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """Yield the tensors in outputs of any structure, in the attributes of objects too."""
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in seen and not isinstance(value, type | nn.Module):
+        inside = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        for part in value if isinstance(value, tuple | list | set) else inside.values():
+            yield from held_tensors(part, (*seen, id(value)))
 
 
 class Usage:

@@ -18,11 +18,12 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.utils._pytree import tree_leaves
 
 from runner.config.notation import first_few
 from runner.parallel.collectives import is_first
 from runner.parallel.experts import mixtures
-from runner.parallel.hooks import Usage
+from runner.parallel.hooks import Usage, held_tensors
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,9 @@ def shard_model(
         # Losses are computed in full precision.
         options["mp_policy"] = replace(options["mp_policy"], output_dtype=torch.float32)
     fully_shard(root, mesh=mesh, **options)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.register_forward_hook(_require_seen)
     # Otherwise ranks that use different parameters would sum gradients of different parameters.
     # `usage` sets the gradients of parameters that no rank used back to None.
     assert isinstance(root, FSDPModule)
@@ -96,6 +100,19 @@ def shard_model(
                     "TorchDDPPlugin (plugin=ddp) or zero_stage=1"
                 ) from error
         raise
+
+
+def _require_seen(module: nn.Module, inputs: Any, outputs: Any) -> None:
+    """Refuse outputs in which fully_shard finds no tensors: it would reduce no gradients."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    known = {id(leaf) for leaf in tree_leaves(outputs)}
+    if any(held.requires_grad and id(held) not in known for held in held_tensors(outputs)):
+        raise TypeError(
+            f"{type(module).__name__} returns tensors in a {type(outputs).__name__}, in which "
+            "fully_shard finds none: return a tensor, a tuple or a dictionary, or choose "
+            "TorchDDPPlugin (plugin=ddp) or zero_stage=1"
+        )
 
 
 def _prepare(root: nn.Module) -> None:

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runner.booster.batch import held_tensors
 from runner.booster.nonfinite import StepOrderError
 from runner.booster.plugin import base
 from runner.clip import Layout
 from runner.parallel import final_gradients
 from runner.parallel import gradient_sync as sync
-from runner.parallel.hooks import Usage, require_no_post_accumulate
+from runner.parallel.hooks import Usage, held_tensors, require_no_post_accumulate
 from runner.parallel.mesh import grid
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
 

@@ -13,24 +13,24 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config", "compose"): 2400,
-    ("cli",): 800,
-    ("launch",): 1200,
-    ("sweep",): 650,
-    ("telemetry",): 1300,
-    ("train",): 2100,
-    ("booster",): 2500,
-    ("parallel",): 2300,
-    ("checkpoint",): 550,
-    ("clip",): 3600,
-    ("optim",): 500,
-    ("data", "models"): 2100,
-    ("report",): 2300,
-    ("run_folder",): 600,
-    ("verify", "calibrate", "dashboard"): 1200,
-    ("bench",): 900,
+    ("config", "compose"): 4770,
+    ("cli",): 1080,
+    ("launch",): 1380,
+    ("sweep",): 780,
+    ("telemetry",): 1920,
+    ("train",): 2750,
+    ("booster",): 3780,
+    ("parallel",): 2520,
+    ("checkpoint",): 640,
+    ("clip",): 4500,
+    ("optim",): 400,
+    ("data", "models"): 2160,
+    ("report",): 3380,
+    ("run_folder",): 740,
+    ("verify", "calibrate", "dashboard"): 1330,
+    ("bench",): 950,
 }
-"""The most lines of each room."""
+"""The most lines of each room. A change that makes a room smaller lowers its number."""
 PUBLIC = {"HybridParallelPlugin", "Mixture", "AWDLSTM", "GPT", "CompressiveTransformer"}
 """Classes with the arguments of another library's or a paper's."""
 
@@ -56,9 +56,9 @@ def test_a_room_keeps_its_budget(rooms):
 
 
 def test_the_house_keeps_its_budget():
-    assert lines(HOUSE.rglob("*.py")) <= 24_000
-    assert len([*HOUSE.rglob("*.py")]) <= 170
-    assert lines((ROOT / "tests").rglob("*.py")) <= 20_000
+    assert lines(HOUSE.rglob("*.py")) <= 33_200
+    assert len([*HOUSE.rglob("*.py")]) <= 205
+    assert lines((ROOT / "tests").rglob("*.py")) <= 23_300
     assert lines([ROOT / "README.md"]) <= 300
 
 
@@ -104,7 +104,7 @@ def test_no_room_has_a_circle_and_few_arrows_lead_between_rooms():
             rooms = {other.split(".")[1] for other in found if "." in other}
             arrows |= {(room, other) for other in rooms - {room}}
         [*TopologicalSorter(needs).static_order()]  # raises CycleError
-    assert len(arrows) <= 60
+    assert len(arrows) <= 80
 
 
 def private_names(file):

@@ -28,8 +28,7 @@ from runner.clip.skip import SkipRule
 class OptimizerWrapper(StepOrder):
     """One or several optimizers that step together over the gradients of ``layout``.
 
-    One norm over the gradients of all (Muon for matrices and AdamW for the rest, say), one decision
-    whether the step is finite, one clipping.
+    One norm over the gradients of all, one decision whether the step is finite, one clipping.
 
     Args:
         optimizer: the user's optimizer over the parameters of the boosted model, or a list of them.
@@ -50,8 +49,7 @@ class OptimizerWrapper(StepOrder):
             the update. None after a step that did not clip.
         powers: share of each gradient in the norm that :meth:`clip` measured last, where it was
             asked for, or the norm is not finite, or lies on an accelerator; else None.
-        direction: how :meth:`clip` turned the gradient last, see :meth:`Direction.sums`; None where
-            that was not measured.
+        direction: how :meth:`clip` turned the gradient last; None where that was not measured.
         in_backward: clips in the backward pass, after :meth:`clip_in_backward`; else None.
     """
 

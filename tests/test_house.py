@@ -13,14 +13,14 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config", "compose"): 4770,
+    ("config", "compose"): 4780,
     ("cli",): 1080,
-    ("launch",): 1380,
-    ("sweep",): 780,
+    ("launch",): 1385,
+    ("sweep",): 785,
     ("telemetry",): 1920,
     ("train",): 2750,
     ("booster",): 3780,
-    ("parallel",): 2520,
+    ("parallel",): 2525,
     ("checkpoint",): 640,
     ("clip",): 4500,
     ("optim",): 400,

@@ -95,7 +95,8 @@ class Request:
                 config=config,
             )
             listed = [word for word, lists in words.items() if lists]
-            sweeper.sweep([*config.hydra.overrides.task, *listed])
+            typed: Any = OmegaConf.to_container(config.hydra.overrides.task)  # references as typed
+            sweeper.sweep([*typed, *listed])
 
 
 def request(

@@ -50,6 +50,12 @@ def described(error: OSError, path: Path, what: str, needed: int = 0) -> OSError
     return DiskFull(errno.ENOSPC, text)
 
 
+def require_room(folder: Path) -> None:
+    """Refuse to begin on a disk that has no room for the record of a run (64 kB)."""
+    if free(mount_of(folder)) < 2**16:
+        raise described(OSError(errno.ENOSPC, ""), folder, folder.name)
+
+
 def mount_of(path: Path) -> Path:
     """Return the folder at which the disk of ``path`` is mounted."""
     place = path.resolve()

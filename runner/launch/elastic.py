@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from runner.config.environment import OWN_STORE, started_rank
@@ -114,13 +115,21 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
         max_restarts=job.config.launch.max_restarts,
         start_method="forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle=",".join(signal.Signals(one).name for one in job.handled),
+        signals_to_handle="",
         shutdown_timeout=int(job.config.shutdown.timeout) + LATER,
     )
-    before = {number: signal.getsignal(number) for number in job.handled}
-    if number := stop.requested():
-        raise Stopped(number)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # One time only: a second exception would keep the agent from ending its ranks
+        first = not stop.requested()
+        stop.request(number)
+        if first:
+            raise SignalException(signal.Signals(number).name, signal.Signals(number))
+
+    before = {number: signal.signal(number, end) for number in job.handled}
     try:
+        if number := stop.requested():
+            raise Stopped(number)
         summary: dict[str, Any] = elastic_launch(asked, local_main)(job)[0]
         return summary
     except SignalException as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -106,8 +106,10 @@ def _require_seen(module: nn.Module, inputs: Any, outputs: Any) -> None:
     """Refuse outputs in which fully_shard finds no tensors: it would reduce no gradients."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
-    known = {id(leaf) for leaf in tree_leaves(outputs)}
-    if any(held.requires_grad and id(held) not in known for held in held_tensors(outputs)):
+    known = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    if any(leaf.requires_grad for leaf in known):
+        return
+    if any(held.requires_grad for held in held_tensors(outputs)):
         raise TypeError(
             f"{type(module).__name__} returns tensors in a {type(outputs).__name__}, in which "
             "fully_shard finds none: return a tensor, a tuple or a dictionary, or choose "

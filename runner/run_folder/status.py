@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
+from runner.config import disk
 from runner.config.environment import elastic_agent, elastic_job, slurm_job
 from runner.config.problem import Problem, RequestError
 from runner.run_folder import files, keys
@@ -41,6 +42,7 @@ def claimed(folder: Path) -> Iterator[None]:
     """Hold the folder of a run against other processes; it is made if there is none."""
     from filelock import FileLock, Timeout  # it imports asyncio, which readers do not need
 
+    disk.require_room(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / files.LOCK, timeout=RELEASED):

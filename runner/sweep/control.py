@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from runner.compose.jobs import Job, Sweep, Where
 from runner.compose.request import Request
+from runner.config import disk
 from runner.config.identity import masked_words
 from runner.config.problem import Interrupted, Problem, RequestError
 from runner.config.schema import RunConfig
@@ -56,6 +57,7 @@ def run_sweep(
     if left := _left(request, sweep, plan_runs(request)):
         check(left, sweep.where)
         require_same(left)
+    disk.require_room(sweep.folder)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     with _claimed(sweep):
         _wait_for_slurm(plan_runs(request))

@@ -164,5 +164,5 @@ def test_a_search_learns_from_runs_that_went_well(command):
     results = (command.folder / "optimization_results.yaml").read_text()
     assert f"best_value: {best['objective']}" in results
     assert re.search(rf"^{best['number']} .*\(best\)", out, re.M)
-    _, err = command(*words, code=1, before=("-c", WITHOUT_TORCH))  # it came to its end
+    _, err = command(*words, code=1)  # it came to its end
     assert begun(err) == []

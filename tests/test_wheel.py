@@ -93,7 +93,7 @@ def test_it_runs_the_main_job_from_an_empty_folder(python_says, tmp_path):
 
 
 @pytest.fixture
-def own_code(tmp_path):
+def own_code(python_says, tmp_path):
     """A module of the user's, in the folder where the command runs."""
     shutil.copy(ROOT / "tests" / "own_code.py", tmp_path / "empty" / "others.py")
 

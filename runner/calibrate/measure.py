@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import yaml
@@ -88,7 +89,8 @@ def describe(
         suggested = suggest_by_parts(info.shares, parts)
     start = suggested["start"] if suggested else None
     own = () if clip.threshold is None else (clip.threshold,)
-    listed = sorted({*info.studied, *clip.what_if, *own, *(suggested or {}).values()})
+    studied = {*(value for value, _ in info.published), *info.grid}
+    listed = sorted({*studied, *clip.what_if, *own, *(suggested or {}).values()})
     near = [
         {**one, "would_clip": would_clip(peaks, one["threshold"])}
         for one in published(mode, measured["kind"], start)
@@ -96,7 +98,7 @@ def describe(
     found: dict[str, Any] = {
         "words": list(words),
         "mode": mode,
-        "mode_info": info.record(),
+        "mode_info": asdict(info),
         "norm_type": clip.norm_type,
         "steps": len(norms),
         "warmup_steps": first,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from runner.checkpoint import content, folder
 from runner.checkpoint.content import Training, Writing
-from runner.config.duration import Duration, Interval, Minutes, parse_interval
+from runner.config.duration import MINUTES, Duration
 from runner.config.notation import higher_is_better
 from runner.parallel.collectives import is_first, on_first, several_ranks
 from runner.run_folder import keys
@@ -46,7 +46,7 @@ class CheckpointSaver:
     def __init__(
         self,
         folder: Path | str,
-        interval: str | Interval | None = "10min",
+        interval: str | Duration | None = "10min",
         *,
         keep: int = 2,
         best: str | None = None,
@@ -56,7 +56,7 @@ class CheckpointSaver:
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = Path(folder)
-        self.interval = parse_interval(interval) if isinstance(interval, str) else interval
+        self.interval = Duration.parse_interval(interval) if isinstance(interval, str) else interval
         self.keep, self.best, self.save_final = keep, best, save_final
         self._maximizes = higher_is_better(best or "") if maximizes is None else maximizes
         self._asynchronous = asynchronous
@@ -68,7 +68,8 @@ class CheckpointSaver:
     @property
     def duration(self) -> Duration | None:
         """The interval, if it is counted in steps, samples, tokens or epochs."""
-        return self.interval if isinstance(self.interval, Duration) and self.keep else None
+        counted = self.interval is not None and self.interval.unit != MINUTES
+        return self.interval if counted and self.keep else None
 
     def begin(self, training: Training, step: int) -> None:
         """Check before the first step that checkpoints can be saved; every rank has to call this.
@@ -99,9 +100,9 @@ class CheckpointSaver:
 
     def overdue(self) -> bool:
         """Return whether the minutes of the interval have passed, by the clock of this rank."""
-        if not isinstance(self.interval, Minutes) or not self.keep:
+        if self.interval is None or self.interval.unit != MINUTES or not self.keep:
             return False
-        return time.monotonic() - self._saved >= self.interval.seconds
+        return time.monotonic() - self._saved >= 60 * self.interval.value
 
     def save(self, training: Training, step: int, metrics: Mapping[str, Any]) -> None:
         """Save a checkpoint between two steps; every rank has to call this.

@@ -13,17 +13,17 @@ from runner.clip import ClipMode, Decision, Layout, Number, build, transfer
 from runner.clip.decision import Inner
 from runner.clip.layout import OptionError
 from runner.clip.norms import combine
-from runner.config.modes import Mode, arguments_of, kind_of, problems, written_out
+from runner.config.modes import Mode, kind_and_options, wrong_inside
 from runner.config.problem import NOTHING
 
 
 def made(where: str, given: Any, outer: Mode, **options: Any) -> ClipMode:
     """Make a mode inside of another one."""
-    for key, message, _ in problems(where, given, options):
+    for key, message, _ in wrong_inside(where, given, **options):
         raise ValueError(f"{key}: {message}")
-    node = written_out(given)
+    kind, own = kind_and_options(given)
     shared = {"norm_type": outer.norm_type, "scales": outer.scales}
-    return build(kind_of(node), **arguments_of(node), **options, **shared)
+    return build(kind, **own, **options, **shared)
 
 
 def bind(mode: ClipMode, layout: Layout, where: str) -> None:

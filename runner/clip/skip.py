@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from runner.clip import transfer
 from runner.clip.transfer import Number
-from runner.config.clip_section import SkipOptions
+from runner.config.clip_section import skip_options
 
 
 class Past(NamedTuple):
@@ -36,8 +35,7 @@ class Past(NamedTuple):
         return Past(*(torch.where(condition, b, a) for a, b in zip(self, other, strict=True)))
 
 
-@dataclass(eq=False)
-class SkipRule(SkipOptions):
+class SkipRule:
     """Decides which steps are skipped as spikes; its options are those of section ``clip.skip``.
 
     History holds the values of kept steps alone. A step whose gradient is not finite is no spike:
@@ -57,14 +55,26 @@ class SkipRule(SkipOptions):
         ...     optimizer.step()
     """
 
-    _past: Past | None = field(default=None, init=False, repr=False)
-    _loaded: Mapping[str, Any] | None = field(default=None, init=False, repr=False)
+    def __init__(
+        self,
+        rule: Literal["sigma", "ema"] = "sigma",
+        of: Literal["norm", "loss", "either"] = "norm",
+        **options: Any,
+    ) -> None:
+        chosen = skip_options(rule=rule, of=of, **options)
+        assert chosen.k is not None
+        assert chosen.min_steps is not None
+        self.rule, self.of, self.accept_after = rule, of, chosen.accept_after
+        self.window, self.decay = chosen.window, chosen.decay
+        self.k, self.min_steps = chosen.k, chosen.min_steps
+        self._past: Past | None = None
+        self._loaded: Mapping[str, Any] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        assert self.k is not None
-        assert self.min_steps is not None
-        self._k, self._least = self.k, self.min_steps
+    @property
+    def of_what(self) -> str:
+        """The value that the rule judges, for messages."""
+        names = {"norm": "norm of the gradient", "loss": "loss"}
+        return names.get(self.of, "loss or the norm of the gradient")
 
     @property
     def reads_loss(self) -> bool:
@@ -98,7 +108,7 @@ class SkipRule(SkipOptions):
         values = {"norm": vector[:1], "loss": vector[1:], "either": vector}[self.of]
         past = self._begin(values) if self._past is None else self._past
         above = ~(values <= self._limits(past))  # also where a value is NaN
-        spike = (past.steps >= self._least) & above.any() & known
+        spike = (past.steps >= self.min_steps) & above.any() & known
         usable = values.isfinite().all() & known
         past = past.or_if(usable & ~spike, self._longer(past, values))
         if self.accept_after is not None:
@@ -147,13 +157,13 @@ class SkipRule(SkipOptions):
         kept, count, *_ = past
         if self.rule == "ema":
             mean = kept[:, 0] / (1.0 - torch.pow(self.decay or 0.0, count))
-            return torch.where(mean > 0, mean * self._k, torch.inf)
+            return torch.where(mean > 0, mean * self.k, torch.inf)
         # From the newest value, so that the mean of equal values is exact.
         newest = kept[:, -1:]
         away = kept - newest
         mean = away.nansum(1, keepdim=True) / count
         squares = (away - mean).square().nansum(1, keepdim=True)
-        return (newest + mean + self._k * (squares / (count - 1.0)).sqrt())[:, 0]
+        return (newest + mean + self.k * (squares / (count - 1.0)).sqrt())[:, 0]
 
     def _longer(self, past: Past, values: Tensor) -> Past:
         """Return the history with a further kept step, which ends a row of skips."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-Unit = Literal["ep", "ba", "sp", "tok"]
+Unit = Literal["ep", "ba", "sp", "tok", "min"]
 
 UNITS: dict[Unit, str] = {
     "ep": "epochs",
@@ -16,75 +15,43 @@ UNITS: dict[Unit, str] = {
     "tok": "tokens",
 }
 
-MINUTES = "min"
-
-
-def _form(units: Mapping[Any, str]) -> str:
-    """Return what a duration looks like, to follow "must be"."""
-    listed = ", ".join(f"{unit} ({meaning})" for unit, meaning in units.items())
-    return f"a duration such as 3ep: a whole number of at least 1 and its unit, one of {listed}"
-
-
-FORM = _form(UNITS)
-INTERVAL_FORM = _form({**UNITS, MINUTES: "minutes"})
-
-_NUMBER = "([0-9]+(?:_[0-9]+)*)"
-PATTERN = re.compile(rf"{_NUMBER}({'|'.join(UNITS)})")
-INTERVAL_PATTERN = re.compile(rf"{_NUMBER}({'|'.join(UNITS)}|{MINUTES})")
+MINUTES: Unit = "min"
 
 
 @dataclass(frozen=True)
 class Duration:
-    """A whole number of units, such as 3 epochs."""
+    """A whole number of units, such as 3 epochs; an interval may be minutes too."""
 
     value: int
     unit: Unit
 
     def __post_init__(self) -> None:
         counts = isinstance(self.value, int) and not isinstance(self.value, bool)
-        if not counts or self.value < 1 or self.unit not in UNITS:
-            raise ValueError(f"{self.value}{self.unit} must be {FORM}")
+        if not counts or self.value < 1 or self.unit not in (*UNITS, MINUTES):
+            raise ValueError(f"{self} {_form(UNITS)}")
 
     @classmethod
-    def parse(cls, text: str) -> Duration:
+    def parse(cls, text: Any) -> Duration:
         """Read ``3ep``, ``500ba``, ``100_000sp`` or ``1000000tok``."""
-        match = PATTERN.fullmatch(text) if isinstance(text, str) else None
-        if match is None:
-            raise ValueError(f"{text!r} must be {FORM}")
+        return cls._read(text, UNITS)
+
+    @classmethod
+    def parse_interval(cls, text: Any) -> Duration:
+        """Read a duration, or minutes such as ``10min``."""
+        return cls._read(text, {**UNITS, MINUTES: "minutes"})
+
+    @classmethod
+    def _read(cls, text: Any, units: dict[Unit, str]) -> Duration:
+        pattern = rf"([0-9]+(?:_[0-9]+)*)({'|'.join(units)})"
+        match = re.fullmatch(pattern, text) if isinstance(text, str) else None
+        if match is None or not int(match[1]):
+            raise ValueError(f"{text!r} {_form(units)}")
         return cls(int(match[1]), cast(Unit, match[2]))
 
     def __str__(self) -> str:
-        """The text that `parse` reads."""
         return f"{self.value}{self.unit}"
 
 
-@dataclass(frozen=True)
-class Minutes:
-    """A whole number of minutes of a clock, at least 1."""
-
-    value: int
-
-    def __post_init__(self) -> None:
-        if self.value < 1:
-            raise ValueError(f"{self} must be {INTERVAL_FORM}")
-
-    @property
-    def seconds(self) -> int:
-        """The same in seconds."""
-        return 60 * self.value
-
-    def __str__(self) -> str:
-        """The text that `parse_interval` reads."""
-        return f"{self.value}{MINUTES}"
-
-
-Interval = Duration | Minutes
-
-
-def parse_interval(text: str) -> Interval:
-    """Read a duration, or minutes such as ``10min``."""
-    match = INTERVAL_PATTERN.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        raise ValueError(f"{text!r} must be {INTERVAL_FORM}")
-    number, unit = int(match[1]), match[2]
-    return Minutes(number) if unit == MINUTES else Duration(number, cast(Unit, unit))
+def _form(units: dict[Unit, str]) -> str:
+    listed = ", ".join(f"{unit} ({meaning})" for unit, meaning in units.items())
+    return f"must be a duration such as 3ep: a whole number of at least 1 and one of {listed}"

@@ -33,17 +33,15 @@ def started_rank() -> StartedRank | None:
 
 def started_nodes() -> int | None:
     """Return the number of machines on which a launcher started ranks; None if it is not known."""
-    started = started_rank()
+    started, local = started_rank(), _number("LOCAL_WORLD_SIZE")
     if started is None:
         return None
-    local = _number("LOCAL_WORLD_SIZE")
     return _number("GROUP_WORLD_SIZE") or (started.world_size // local if local else None)
 
 
 def joins() -> bool:
     """Return whether a launcher started this process as a rank other than the first."""
-    started = started_rank()
-    return started is not None and started.rank > 0
+    return bool(_number("WORLD_SIZE") and _number("RANK"))
 
 
 def slurm_job() -> str | None:
@@ -65,12 +63,13 @@ def node_name() -> str:
 def elastic_job() -> str | None:
     """Return what identifies the torchrun that started this process, also after a restart."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
-    return f"{socket.gethostname()}-{os.getppid()}" if name == "none" else name or None
+    return elastic_agent() if name == "none" else name or None
 
 
 def elastic_agent() -> str | None:
     """Return which process of torchrun started this one: it starts it again after a failure."""
-    return f"{socket.gethostname()}-{os.getppid()}" if elastic_job() else None
+    by_elastic = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"{socket.gethostname()}-{os.getppid()}" if by_elastic else None
 
 
 def restarts() -> int:
@@ -80,10 +79,8 @@ def restarts() -> int:
 
 def cores() -> int:
     """Return the number of cores that this process and its ranks may use together; at least 1."""
-    if hasattr(os, "sched_getaffinity"):
-        usable = len(os.sched_getaffinity(0))
-    else:
-        usable = os.cpu_count() or 1
+    own = hasattr(os, "sched_getaffinity")
+    usable = (len(os.sched_getaffinity(0)) if own else os.cpu_count()) or 1
     return max(1, min(usable, _number("SLURM_CPUS_ON_NODE") or usable))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,15 +41,9 @@ def read_yaml(file: Path) -> Any:
         return OmegaConf.to_container(OmegaConf.load(file))
     except FileNotFoundError:
         raise Refusal(f"there is no file {file.absolute()}") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        why = f"{place}{error.problem}"
-    except OSError as error:
-        why = error.strerror or str(error)
-    except (ValueError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
-        why = str(error).partition("\n")[0]
-    raise Refusal(f"{file} cannot be read: {why}")
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise Refusal(f"{file} cannot be read: {why}") from None
 
 
 def outputs() -> Path:
@@ -65,17 +60,12 @@ def obstacle(folder: Path) -> str | None:
     """Return why ``folder`` cannot be created and written; None if it can."""
     must = "must be a folder that can be written"
     try:
-        os.lstat(folder)  # also refuses a name, or a path, that is too long
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        if not isinstance(error, NotADirectoryError | PermissionError):
-            return f"{must}: {getattr(error, 'strerror', None) or error}"
-    parent = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
-    if not parent.is_dir():
-        return f"{must}; {parent} is not a folder"
-    try:
+        parent = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+        if not parent.is_dir():
+            return f"{must}; {parent} is not a folder"
+        with suppress(FileNotFoundError):
+            os.lstat(folder)  # refuses a name that is too long
         with tempfile.TemporaryDirectory(prefix=".writable-", dir=parent):
             return None
-    except OSError as error:
-        return f"{must}; {parent}: {error.strerror}"
+    except (OSError, ValueError) as error:
+        return f"{must}: {getattr(error, 'strerror', None) or error}"

@@ -39,9 +39,6 @@ MAY_CHANGE = (
 )
 """Sections and keys that may differ between a checkpoint and the run that continues from it."""
 
-_LONGEST_NAME = 48
-_LENGTH = "train.max_duration"
-
 
 def masked(value: Any, key: str = "") -> Any:
     """Return plain containers, references unresolved, with the values of secret keys masked."""
@@ -55,13 +52,12 @@ def masked(value: Any, key: str = "") -> Any:
 
 def masked_words(words: Iterable[str]) -> list[str]:
     """Return overrides, or arguments of a command, with the values of secret keys masked."""
-    return [_masked_word(word) for word in words]
-
-
-def _masked_word(word: str) -> str:
-    key, equals, value = word.partition("=")
-    secret = _SECRET.search(key.lstrip("+")) or any(map(_SECRET.search, _INSIDE.findall(value)))
-    return f"{key}={MASK}" if equals and secret and "${" not in value else word
+    found = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        secret = any(map(_SECRET.search, (key.lstrip("+"), *_INSIDE.findall(value))))
+        found.append(f"{key}={MASK}" if equals and secret and "${" not in value else word)
+    return found
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -76,12 +72,12 @@ def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
     for key in dict.fromkeys([*now, *before]):
         pair = before.get(key, MISSING), now.get(key, MISSING)
         counts = key not in MAY_CHANGE and key.partition(".")[0] not in MAY_CHANGE
-        if counts and pair[0] != pair[1] and not (key == _LENGTH and _is_longer(*pair)):
+        if counts and pair[0] != pair[1] and not (key == "train.max_duration" and _longer(*pair)):
             found[key] = pair
     return found
 
 
-def _is_longer(saved: Any, wanted: Any) -> bool:
+def _longer(saved: Any, wanted: Any) -> bool:
     try:
         before, now = Duration.parse(saved), Duration.parse(wanted)
     except ValueError:
@@ -96,9 +92,8 @@ def request_hash(hashes: Iterable[str], search: Sequence[str] = ()) -> str:
 
 def sweep_name(recipe: str, keys: Iterable[str], identity: str) -> str:
     """Return the default name of a sweep: its recipe, the keys that vary, and its hash."""
-    parts = [recipe] if recipe != "none" else []
-    parts += keys
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))[:_LONGEST_NAME].strip("-._")
+    parts = [*([recipe] if recipe != "none" else []), *keys]
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))[:48].strip("-._")
     return f"{readable or 'sweep'}-{identity[:8]}"
 
 

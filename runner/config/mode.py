@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from importlib import import_module
 from inspect import get_annotations, isabstract
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from pydantic import Field
 
-from runner.config.problem import nearest_name
+from runner.config.problem import did_you_mean
+
+Conflicts = Iterator[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class ModeInfo:
     clips: Literal["steps", "elements", "units", "tensors", "updates", "groups"] | None = "steps"
     stat: str = "value that is compared with it"
     unit: str = ""
-    note: str = ""
+    note: str = "A threshold of this mode is no value of ‖G‖, so none is drawn."
     published: tuple[tuple[float, str], ...] = ()
     grid: tuple[float, ...] = ()
     shares: tuple[float, float, float] = (0.1, 0.5, 0.01)
@@ -62,31 +64,9 @@ class ModeInfo:
         return self.follows in ("norms", "updates")
 
     @property
-    def moves_limit(self) -> bool:
-        """Whether ``clip/threshold`` of each row is a limit of the total norm that moves."""
-        return self.follows == "norms" or (self.follows == "steps" and self.unit == "‖G‖")
-
-    @property
     def parts(self) -> str | None:
         """What the mode clips, if that is not the whole gradient of a step."""
         return None if self.clips in (None, "steps") else self.clips
-
-    @property
-    def studied(self) -> tuple[float, ...]:
-        """Thresholds that a calibration compares: the published ones and those of ``grid``."""
-        return tuple(value for value, _ in self.published) + self.grid
-
-    def record(self) -> dict[str, Any]:
-        """Return the facts as plain containers."""
-        return asdict(self)
-
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> Self:
-        """Return the facts that :meth:`record` returned, also after they were read from JSON."""
-        listed = {key: tuple(value) for key, value in record.items() if isinstance(value, list)}
-        if "published" in listed:
-            listed["published"] = tuple((value, who) for value, who in listed["published"])
-        return cls(**{**record, **listed})
 
 
 @dataclass(eq=False)
@@ -113,7 +93,7 @@ class Mode:
         return cls.info
 
     @classmethod
-    def conflicts(cls, options: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
         """Yield what is wrong with ``options`` that are right one by one: the option, and why."""
         yield from ()
 
@@ -135,27 +115,19 @@ def option(default: Any, meaning: str, **limits: Any) -> Any:
     return field(default=default, metadata=declared)
 
 
-class Option(NamedTuple):
-    """An option of a mode: its annotation, and its default (``...`` where it has none)."""
-
-    hint: Any
-    default: Any
-
-
 _COMMON = frozenset(one.name for one in fields(Mode))
 
 
-def options_of(mode: type[Mode]) -> dict[str, Option]:
-    """Return the options that a mode has besides those of all modes, by name."""
-    own = [one for one in fields(mode) if one.init and one.name not in _COMMON]
-    hints = get_type_hints(mode, include_extras=True) if own else {}
+def options_of(mode: type[Mode]) -> dict[str, tuple[Any, Any]]:
+    """Return the options that a mode has besides those of all modes: annotation and default."""
     found = {}
-    for one in own:
-        made = one.default_factory
-        default = one.default if made is MISSING else made()
-        hint, declared = hints[one.name], one.metadata.get("option")
-        hint = hint if declared is None else Annotated[hint, declared]
-        found[one.name] = Option(hint, ... if default is MISSING else default)
+    for one in fields(mode):
+        if one.init and one.name not in _COMMON:
+            hint = get_type_hints(mode, include_extras=True)[one.name]
+            if declared := one.metadata.get("option"):
+                hint = Annotated[hint, declared]
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            found[one.name] = hint, ... if default is MISSING else default
     return found
 
 
@@ -166,7 +138,9 @@ class ModeError(ValueError):
 @cache
 def load(target: str) -> type[Mode]:
     """Import a user's clipping mode."""
-    module, _, name = target.rpartition(".")
+    module, _, name = str(target).rpartition(".")
+    if not module:
+        raise ModeError("must be the full name of a class, such as package.Mode")
     try:
         holder = import_module(module)
     except Exception as error:
@@ -177,9 +151,8 @@ def load(target: str) -> type[Mode]:
         raise ModeError(f"importing {module} raised {type(error).__name__}: {first}") from error
     kind = getattr(holder, name, None)
     if kind is None:
-        near = nearest_name(name, (key for key, one in vars(holder).items() if _is_mode(one)))
-        hint = f"; did you mean {module}.{near}?" if near else ""
-        raise ModeError(f"{module} has no class {name}{hint}")
+        modes = [f"{module}.{key}" for key, one in vars(holder).items() if _is_mode(one)]
+        raise ModeError(f"{module} has no class {name}{did_you_mean(target, modes)}")
     if not _is_mode(kind):
         raise ModeError("is no clipping mode: derive the class from runner.clip.ClipMode")
     if isabstract(kind):
@@ -188,10 +161,6 @@ def load(target: str) -> type[Mode]:
     annotated = {key for key, hint in get_annotations(kind).items() if "ClassVar" not in str(hint)}
     if undeclared := sorted(annotated - {one.name for one in fields(kind)}):
         raise ModeError(f"put @dataclass above the class, so that {undeclared[0]} is an option")
-    try:
-        options_of(kind)
-    except Exception as error:
-        raise ModeError(f"the types of its options cannot be read: {error}") from error
     found: type[Mode] = kind
     return found
 

@@ -1,22 +1,30 @@
-"""The clipping modes of this project by name, and those that hold other modes."""
+"""The clipping modes by name, those that hold other modes, and the pydantic model of each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ValidationError, create_model
+from pydantic import PlainValidator, TypeAdapter, ValidationError, create_model
 
 from runner.config import simple_modes as simple
-from runner.config.mode import Mode, ModeError, ModeInfo, load, option, options_of
-from runner.config.problem import MISSING, did_you_mean, unknown_key
-from runner.config.section import CONFIG, Count, Natural, Positive, TargetMapping, sentences
-from runner.config.simple_modes import Conflicts
+from runner.config.mode import Conflicts, Mode, ModeError, ModeInfo, load, option, options_of
+from runner.config.problem import MISSING, NOTHING, did_you_mean, unknown_key
+from runner.config.section import (
+    Conflict,
+    Count,
+    Natural,
+    Positive,
+    Section,
+    TargetMapping,
+    conflicts_of,
+    key,
+    refusal,
+)
 
-__all__ = ["MODES", "NAMES", "Mode", "ModeError", "ModeInfo", "built_in", "info_of", "load"]
-__all__ += ["options_of"]
+__all__ = ["MODES", "NAMES", "Mode", "ModeError", "ModeInfo", "info_of", "load", "options_of"]
 
 _OF_THE_WHOLE = ("norm_type", "nonfinite", "max_skips", "scales", "skip", "what_if", "when")
 
@@ -34,53 +42,40 @@ class Schedule(Mode):
     )
     at_once: ClassVar = {"warmup_steps": 0}
 
-    of: str | dict[str, Any] = option(
-        "norm", "clip by this mode; with options: {mode:adaptive,eps:1e-3}"
-    )
-    warmup_steps: Natural = option(
-        1000, "multiply the threshold by warmup_factor in so many first steps"
-    )
+    of: Any = option("norm", "clip by this mode; with options: {mode:adaptive,eps:1e-3}")
+    warmup_steps: Natural = option(1000, "multiply it by warmup_factor in so many first steps")
     warmup_factor: Positive = option(10.0, "multiply the threshold by this in the first step")
     warmup: Literal["constant", "linear"] = option(
-        "constant",
-        "constant: keep the factor until the warm-up ends, then use the threshold at once; linear: "
-        "go there in a line",
+        "constant", "keep the factor until the warm-up ends, or go to the threshold in a line"
     )
     decay: Literal["constant", "linear", "cosine"] = option(
         "constant", "change the threshold after the warm-up, in a line or by half a cosine"
     )
-    steps: Count | None = option(
-        None, "let the decay take so many steps, counted from the end of the warm-up"
-    )
+    steps: Count | None = option(None, "let the decay take so many steps after the warm-up")
     end_factor: Positive = option(0.1, "multiply the threshold by this after the decay")
     scheduler: TargetMapping | None = option(
-        None,
-        "take the shape of this scheduler of learning rates instead, such as "
-        "{_target_:torch.optim.lr_scheduler.ExponentialLR,gamma:0.99}",
+        None, "take the shape of a scheduler of learning rates instead: {_target_:...,gamma:0.99}"
     )
 
     @classmethod
     def waits_for(cls, options: Mapping[str, Any]) -> str:
-        """Return why a schedule waits: it sets λ step by step."""
         return "sets the threshold of another mode, which then clips after the backward pass"
 
     @classmethod
     def info_with(cls, options: Mapping[str, Any]) -> ModeInfo:
-        """Return the facts about the mode that clips, whose λ moves."""
-        node = written_out(options["of"])
-        inner = described_of(node).info_with(arguments_of(node))
+        kind, own = kind_and_options(options["of"])
+        inner = described_by(kind).info_with(own)
         note = cls.info.note if inner.limits_norm else inner.note
         return replace(inner, follows=inner.follows or "steps", note=note)
 
     @classmethod
     def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
         """Yield wrong options of the mode that clips, and shapes that exclude each other."""
-        found = [*problems("of", options["of"], {"threshold": options["threshold"]})]
-        if not any(key in ("of", "of.mode", "of._target_") for key, *_ in found):
-            kind = described_of(written_out(options["of"]))
+        found = list(wrong_inside("of", options["of"], threshold=options["threshold"]))
+        if not any(one.key in ("of", "of.mode", "of._target_") for one in found):
+            kind = described_by(kind_and_options(options["of"])[0])
             if issubclass(kind, Schedule) or not kind.info.takes_threshold:
-                message = "has no threshold of its own that a schedule could set"
-                found = [("of", message, options["of"])]
+                found = [Conflict("of", "has no threshold of its own that a schedule could set")]
         yield from found
         decays, shaped = options["decay"] != "constant", options["scheduler"] is not None
         if decays and options["steps"] is None and not shaped:
@@ -89,28 +84,24 @@ class Schedule(Mode):
             yield "scheduler", "takes the place of clip.warmup_steps (use 0) and clip.decay"
 
 
+Inner = Annotated[Any, PlainValidator(lambda given: inner_mode(given))]
+"""A mode inside of another one: a number is a limit of the norm, a text the name of a mode."""
+
+
 @dataclass(eq=False)
 class Chain(Mode):
     """Several modes in order: each clips what the one before has left."""
 
     info = ModeInfo(
         stat="value that each link compares with its threshold",
-        note="The thresholds of a chain are those of its links, and none is drawn.",
         nested="links",
     )
 
-    links: list[Any] = option(
+    links: list[Inner] = option(
         list,
-        "clip by these modes, one after the other; each has a mode, a threshold, and options of "
-        "this mode",
+        "clip by these modes in order; each has a mode, a threshold, and options of this mode",
         min_length=1,
     )
-
-    @classmethod
-    def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
-        """Yield what is wrong with each link."""
-        for number, link in enumerate(options["links"]):
-            yield from problems(f"links.{number}", link)
 
 
 @dataclass(eq=False)
@@ -120,22 +111,14 @@ class ByGroups(Mode):
     info = ModeInfo(
         clips="groups",
         stat="value that each group compares with its threshold",
-        note="The thresholds are those of the groups, not of ‖G‖, and none is drawn.",
         nested="groups",
     )
 
-    groups: dict[str, Any] = option(
+    groups: dict[str, Inner] = option(
         dict,
-        "clip parameters by patterns of their names: each has a mode with its threshold and "
-        "options, a limit of the norm, or none; the first match counts",
+        "clip parameters by patterns of names: each has a mode with options, a limit, or none",
         min_length=1,
     )
-
-    @classmethod
-    def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
-        """Yield what is wrong with each group."""
-        for pattern, mode in options["groups"].items():
-            yield from problems(f"groups.{pattern}", mode)
 
 
 MODES: Mapping[str, type[Mode]] = {
@@ -163,100 +146,137 @@ def built_in(name: str) -> type[Mode]:
     return MODES[name]
 
 
+@cache
+def _reader() -> TypeAdapter[ModeInfo]:
+    return TypeAdapter(ModeInfo)
+
+
 def info_of(name: str, recorded: Mapping[str, Any] | None = None) -> ModeInfo:
     """Return the facts about a mode, for readers of a run that cannot import a user's mode."""
     if recorded is not None:
-        return ModeInfo.of_record(recorded)
+        return _reader().validate_python(recorded)
     return MODES[name].info if name in MODES else ModeInfo()
 
 
-def written_out(node: Any) -> Any:
-    """Return a mode as a mapping: a number is a limit of the norm, a name is that of a mode."""
-    if isinstance(node, int | float) and not isinstance(node, bool):
-        return {"mode": "norm", "threshold": node}
-    if node is None or isinstance(node, str):
-        return {"mode": node or "none"}
-    return node
+# -- models
 
 
-def kind_of(node: Mapping[str, Any]) -> type[Mode] | str:
-    """Return the name of a mode that is written out, or the user's class."""
-    target = node.get("_target_")
-    return str(node["mode"]) if target is None else load(str(target))
+class ModeOptions(Section):
+    """The model of every mode; that of each one has its options as further fields."""
+
+    described: ClassVar[type[Mode]] = Mode
+
+    threshold: Positive | None = key(
+        "lower it to clip more; `python -m runner calibrate` suggests one"
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The threshold, and what the mode alone has."""
+        return {name: getattr(self, name) for name in ("threshold", *options_of(self.described))}
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield a threshold that is missing or not used, and conflicts of the mode."""
+        info, name = self.described.info, name_of(self.described)
+        if self.threshold is None and info.takes_threshold:
+            yield Conflict("threshold", f"clip={name} needs a finite number greater than 0")
+        elif self.threshold is not None and not info.takes_threshold:
+            why = f"has its thresholds in clip.{info.nested}" if info.nested else "clips nothing"
+            yield Conflict("threshold", f"clip={name} {why}, so it takes no threshold")
+        else:
+            yield from (Conflict(*each) for each in self.described.conflicts(self.options))
 
 
-def described_of(node: Mapping[str, Any]) -> type[Mode]:
-    """Return the description of a mode that is written out, or the user's class."""
-    kind = kind_of(node)
-    return MODES[kind] if isinstance(kind, str) else kind
-
-
-def arguments_of(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a mode that is written out."""
-    return {key: value for key, value in node.items() if key not in ("mode", "_target_")}
-
-
-def problems(where: str, given: Any, outer: Mapping[str, Any] | None = None) -> Conflicts:
-    """Yield what is wrong with a mode inside of another one: option below clip, why, its value."""
-    node, outer = written_out(given), outer or {}
-    if not isinstance(node, Mapping):
-        yield where, "must be a mode, such as {mode:norm,threshold:1.0}, or a number or none", given
-        return
-    mode, target = node.get("mode", MISSING), node.get("_target_")
-    if target is None and mode not in NAMES:
-        text = f"must be one of {', '.join(NAMES)}{did_you_mean(mode, NAMES)}"
-        yield f"{where}.mode", text, mode
-        return
-    try:
-        described = described_of(node)
-    except ModeError as error:
-        yield f"{where}._target_", str(error), target
-        return
-    own = arguments_of(node)
-    if twice := next((name for name in outer if name in own), None):
-        yield f"{where}.{twice}", f"is that of the mode around it: set clip.{twice}", own[twice]
-        return
-    options = {key: value for key, value in {**own, **outer}.items() if value != MISSING}
-    checked = _model(described)  # type: ignore[arg-type]
-    if unknown := [name for name in own if name not in checked.model_fields]:
-        known = [f"clip.{where}.{name}" for name in checked.model_fields]
-        for name in unknown:
-            same = name in _OF_THE_WHOLE
-            text = f"is the same for all modes inside of one: set clip.{name}"
-            key = f"{where}.{name}"
-            yield key, text if same else unknown_key(f"clip.{key}", known).message, own[name]
-        return
-    try:
-        made = checked.model_validate(options)
-    except ValidationError as error:
-        for name, text in sentences(error).items():
-            yield f"{where}.{name}", text, options.get(name, MISSING)
-        return
-    yield from _conflicts(where, described, dict(made))
-
-
-def _conflicts(where: str, described: type[Mode], options: dict[str, Any]) -> Conflicts:
-    threshold = options["threshold"]
-    name = next((key for key, one in MODES.items() if one is described), described.__name__)
-    if described.info.needs_optimizer:
-        text = f"limits what the optimizer does, so it is no part of another mode: use clip={name}"
-        yield f"{where}.mode", text, name
-    elif threshold is not None and not described.info.takes_threshold:
-        yield f"{where}.threshold", f"mode {name} takes no threshold", threshold
-    elif threshold is None and described.info.takes_threshold:
-        yield f"{where}.threshold", f"mode {name} needs a finite number greater than 0", MISSING
-    else:
-        for key, message, *value in described.conflicts(options):
-            yield f"{where}.{key}", message, value[0] if value else options.get(key, MISSING)
+class _InnerOptions(ModeOptions):
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.described.info.needs_optimizer:
+            yield Conflict("mode", "limits what the optimizer does, so no other mode can hold it")
+        else:
+            yield from super().conflicts()
 
 
 @cache
-def _model(described: type[Mode]) -> type[BaseModel]:
-    """Return the model of a mode's options, whose defaults are those of its class."""
-    fields: dict[str, Any] = {
-        name: (one.hint, one.default) for name, one in options_of(described).items()
-    }
-    made: type[BaseModel] = create_model(
-        "Nested", __config__=CONFIG, threshold=(Positive | None, described.threshold), **fields
-    )
+def model_of(described: type[Mode], base: type[ModeOptions], defaults: bool) -> Any:
+    """Return the model of a mode; without ``defaults``, which are in ``conf/``, for one of ours."""
+    try:
+        fields: dict[str, Any] = {
+            name: (hint, default if defaults else ...)
+            for name, (hint, default) in options_of(described).items()
+        }
+        made: Any = create_model(described.__name__, __base__=base, **fields)
+        made.model_rebuild()
+    except Exception as error:  # pydantic raises several kinds for types that it cannot check
+        raise ModeError(f"the types of its options cannot be checked: {error}") from error
+    made.described = described
     return made
+
+
+def name_of(described: type[Mode]) -> str:
+    """Return the name of a mode, or of the user's class."""
+    return next((name for name, one in MODES.items() if one is described), described.__name__)
+
+
+def described_by(kind: str | type[Mode]) -> type[Mode]:
+    """Return the description of the mode of this name, or the user's class itself."""
+    return MODES[kind] if isinstance(kind, str) else kind
+
+
+def kind_and_options(given: Any) -> tuple[str | type[Mode], dict[str, Any]]:
+    """Return the name or the class of a mode inside of another one, and its options."""
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return "norm", {"threshold": given}
+    if given is None or isinstance(given, str):
+        given = {"mode": given or "none"}
+    elif not isinstance(given, Mapping):
+        text = "must be a mode, such as {mode:norm,threshold:1.0}, or a number or none"
+        raise ValueError(text)
+    own = {name: value for name, value in given.items() if name not in ("mode", "_target_")}
+    mode, target = given.get("mode", MISSING), given.get("_target_")
+    if target is not None:
+        try:
+            return load(str(target)), own
+        except ModeError as error:
+            raise refusal([Conflict("_target_", str(error))]) from error
+    if mode not in NAMES:
+        text = f"must be one of {', '.join(NAMES)}{did_you_mean(mode, NAMES)}"
+        raise refusal([Conflict("mode", text, mode)])
+    return mode, own
+
+
+def inner_mode(given: Any, **outer: Any) -> Any:
+    """Return a mode inside of another one, which sets the options ``outer``, if it is right."""
+    kind, own = kind_and_options(given)
+    described = described_by(kind)
+    model = model_of(described, _InnerOptions, True)  # type: ignore[arg-type]
+    known = {"threshold", *options_of(described)}
+    found = []
+    for name, value in own.items():
+        if name in outer:
+            found.append(Conflict(name, f"is that of the mode around it: set clip.{name}", value))
+        elif name not in known and name in _OF_THE_WHOLE:
+            text = f"is the same for all modes inside of one: set clip.{name}"
+            found.append(Conflict(name, text, value))
+        elif name not in known:
+            found.append(Conflict(name, unknown_key(name, known).message, value))
+    if found:
+        raise refusal(found)
+    try:
+        model.model_validate({"threshold": described.threshold, **own, **outer})
+    except ValidationError as error:
+        wrong = conflicts_of(error.errors(), known)
+        raise refusal(
+            one if one.value is not NOTHING else one._replace(value=own.get(one.key, MISSING))
+            for one in wrong
+        ) from None
+    return given
+
+
+def wrong_inside(where: str, given: Any, **outer: Any) -> Iterator[Conflict]:
+    """Yield what is wrong with a mode inside of another one, at the key ``where``."""
+    try:
+        inner_mode(given, **outer)
+    except ValidationError as error:
+        for one in conflicts_of(error.errors(), ()):
+            yield one._replace(key=f"{where}.{one.key}")
+    except ValueError as error:
+        yield Conflict(where, str(error), given)

@@ -2,19 +2,22 @@
 
 Every option has every key, so that a sweep over plugins or a recipe may set any of them where they
 mean something. A key that is set where nothing uses it is a problem: whoever set it expects an
-effect that it does not have.
+effect that it does not have. The file of a plugin in ``conf/plugin`` lists the keys that it uses.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PlainValidator
+from pydantic import PlainValidator
 
-from runner.config.folders import read_yaml
+from runner.config.folders import find, options, read_yaml
 from runner.config.problem import did_you_mean, or_list, shown
-from runner.config.section import Conflict, Count, OneOf, Section, Texts, option_of
-from runner.config.sizes import MeshSizes, SizeError, least_ranks, may_grow, sizes
+from runner.config.section import Conflict, Count, OneOf, Texts, key
+from runner.config.sizes import MeshSizes, SizeError, Sizes, least_ranks, may_grow, sizes
 
 
 class Schedule(NamedTuple):
@@ -33,25 +36,13 @@ SCHEDULES: Mapping[str, Schedule] = {
 }
 
 
-def stages_text(schedule: str, pp_size: int, section: str = "") -> str:
-    """Return how many stages ``pp_size`` ranks hold, to begin a message."""
-    stages = pp_size * SCHEDULES[schedule].stages_per_rank
-    return f"{section}pp_size={pp_size} with {section}schedule={schedule} is {stages} stages"
-
-
-def refused_microbatches(
-    schedule: str, pp_size: int, microbatches: int, section: str = ""
-) -> str | None:
+def refused_microbatches(schedule: str, pp_size: int, microbatches: int) -> str | None:
     """Return why ``microbatches`` do not fill the pipeline; None if they do."""
     stages = pp_size * SCHEDULES[schedule].stages_per_rank
-    given = stages_text(schedule, pp_size, section)
     if SCHEDULES[schedule].fills_every_stage and microbatches < stages:
-        way = f"give {stages} or more, or {section}schedule=gpipe"
-        return f"{given}, each of which needs a microbatch: {way}"
-    rounds = microbatches // pp_size
-    if schedule == "interleaved_1f1b" and microbatches % rounds:
-        fitting = f"{pp_size * rounds} or {pp_size * (rounds + 1)}"
-        return f"{given}, in which {microbatches} microbatches make no equal rounds: give {fitting}"
+        return f"must be {stages} or more, one for each stage, or schedule=gpipe"
+    if schedule == "interleaved_1f1b" and microbatches % (microbatches // pp_size):
+        return f"must make equal rounds over {pp_size} ranks: give a multiple of {pp_size}"
     return None
 
 
@@ -94,103 +85,37 @@ def read_plan(value: Any) -> dict[str, str]:
     return dict(plan)
 
 
-class Use(NamedTuple):
-    """What a key is for."""
-
-    neutral: Any
-    options: tuple[str, ...]
-    gives: str
-
-
-_DATA = ("tensor", "pipeline", "moe", "hybrid")
-_TENSOR = ("tensor", "hybrid")
-_PIPELINE = ("pipeline", "hybrid")
-_SHARDED = ("fsdp", "zero", "hybrid")
-_REPLICAS = ("ddp", "fsdp", "zero", "tensor", "pipeline", "moe", "hybrid")
-
-USES = {
-    "find_unused_parameters": Use(False, ("ddp",), "looks for parameters out of use"),
-    "reshard_after_forward": Use(True, _SHARDED, "gathers parameters for each block"),
-    "dp_replicate": Use(1, ("fsdp",), "has replicas that are sharded"),
-    "dp_size": Use(None, _DATA, "has ranks that are not all data-parallel"),
-    "tp_size": Use(1, _TENSOR, "has tensor parallelism"),
-    "pp_size": Use(1, _PIPELINE, "has pipeline stages"),
-    "ep_size": Use(1, ("moe", "hybrid"), "spreads experts"),
-    "zero_stage": Use(0, ("zero", "moe", "hybrid"), "shards the optimizer state of replicas"),
-    "sequence_parallel": Use(False, _TENSOR, "has tensor parallelism"),
-    "tp_plan": Use(None, _TENSOR, "has tensor parallelism"),
-    "schedule": Use("1f1b", _PIPELINE, "has pipeline stages"),
-    "num_microbatches": Use(None, _PIPELINE, "has pipeline stages"),
-    "split": Use(None, _PIPELINE, "has pipeline stages"),
-    "param_dtype": Use(None, _SHARDED, "gathers parameters in a type of their own"),
-    "cpu_offload": Use(False, _SHARDED, "keeps shards in host memory"),
-    "sync_batchnorm": Use(False, _REPLICAS, "has data-parallel ranks"),
-}
-"""Keys that not every plugin uses."""
-
-_JUDGED = {"single", "ddp"}.union(*(use.options for use in USES.values()))
-
-# For each size, the plugin under which null means all ranks.
-_OWN = {"tp_size": "tensor", "pp_size": "pipeline", "ep_size": "moe"}
+@cache
+def uses() -> Mapping[str, tuple[Any, list[str]]]:
+    """Return, of each key that not every plugin uses, the value of no effect, and the plugins."""
+    folder = find("conf")
+    files = {name: read_yaml(folder / "plugin" / f"{name}.yaml") for name in options("plugin")}
+    found = {
+        key: (neutral, [name for name, file in files.items() if key in file])
+        for key, neutral in read_yaml(folder / "plugin_keys.yaml").items()
+    }
+    return {key: use for key, use in found.items() if 0 < len(use[1]) < len(files)}
 
 
-class PluginSection(Section):
+class PluginSection(Sizes):
     """How model and optimizer are spread over ranks."""
 
-    name: Annotated[str, option_of("plugin")] = Field(description="choose the plugin")
-    nproc: Count | None = Field(
-        description="start this many ranks on each machine; null: the product of the sizes"
+    find_unused_parameters: bool = key("ddp: set it if some parameters take no part in the loss")
+    reshard_after_forward: bool = key("fsdp, zero_stage 3: false takes memory, saves traffic")
+    dp_replicate: Count = key("fsdp: number of replicas, each sharded over its share of the ranks")
+    zero_stage: int = key("partition 1 optimizer state, 2 gradients, 3 parameters too", ge=0, le=3)
+    sequence_parallel: bool = key(
+        "tensor: split norms and dropout along the sequence, to save memory"
     )
-    nnodes: Count | None = Field(
-        default=None,
-        description="train on this many machines, under torchrun or srun; null: as many as started",
+    schedule: Annotated[str, OneOf(SCHEDULES)] = key("pipeline: order of passes")
+    num_microbatches: Count | None = key("pipeline: parts of a batch; null: one for each stage")
+    split: Texts | None = key("pipeline: begin stages at these modules; null: the model's cuts")
+    tp_plan: Annotated[dict[str, str], PlainValidator(read_plan)] | None = key(
+        "tensor: modules to split, as patterns with styles or a file; null: the model's"
     )
-    find_unused_parameters: bool = Field(
-        description="ddp: set it if some parameters take no part in the loss"
-    )
-    reshard_after_forward: bool = Field(
-        description="fsdp, zero_stage 3: false takes more memory and less traffic"
-    )
-    dp_replicate: int = Field(
-        ge=1, description="fsdp: number of replicas, each sharded over its share of the ranks"
-    )
-    dp_size: Count | None = Field(description="data-parallel size; null: world size / other sizes")
-    tp_size: Count | None = Field(
-        description="split each weight over this many ranks; null: world size / dp_size"
-    )
-    pp_size: Count | None = Field(
-        description="split the layers over this many ranks; null: world size / dp_size"
-    )
-    ep_size: Count | None = Field(
-        description="spread the experts over this many data-parallel ranks; null: all"
-    )
-    zero_stage: int = Field(
-        ge=0, le=3, description="partition 1 optimizer state, 2 gradients too, 3 parameters too"
-    )
-    sequence_parallel: bool = Field(
-        description="tensor: split norms and dropout along the sequence, to save memory"
-    )
-    schedule: Annotated[str, OneOf(tuple(SCHEDULES))] = Field(
-        description="pipeline: order of forward and backward passes"
-    )
-    num_microbatches: Count | None = Field(
-        description="pipeline: split a batch into this many; null: one for each stage"
-    )
-    split: Texts | None = Field(
-        description="pipeline: begin further stages at these modules; null: the model's cuts"
-    )
-    tp_plan: Annotated[dict[str, str], PlainValidator(read_plan)] | None = Field(
-        description="tensor: modules to split, as patterns with styles or a file; null: the model's"
-    )
-    param_dtype: Literal["bf16", "fp16"] | None = Field(
-        description="fsdp, zero_stage 2, 3: gather and compute parameters in this type"
-    )
-    cpu_offload: bool = Field(
-        description="fsdp, zero_stage 2, 3: keep shards in host memory, to fit larger models"
-    )
-    sync_batchnorm: bool = Field(
-        description="GPUs: compute batch norm over all data-parallel ranks, for small batches"
-    )
+    param_dtype: Literal["bf16", "fp16"] | None = key("fsdp, zero 2, 3: compute in this type")
+    cpu_offload: bool = key("fsdp, zero_stage 2, 3: keep shards in host memory")
+    sync_batchnorm: bool = key("GPUs: compute batch norm over all data-parallel ranks")
 
     @property
     def shards_parameters(self) -> bool:
@@ -200,95 +125,64 @@ class PluginSection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         """Yield keys that nothing uses, sizes that do not multiply, and an unfilled pipeline."""
-        if self.name not in _JUDGED:  # a plugin of the user's own checks its arguments itself
+        if unused := list(self._unused()):
+            yield from unused
             return
-        unused = list(self._unused())
-        yield from unused
-        if unused:
-            return
-        if self.name in ("zero", "hybrid"):
-            yield from self._of_zero()
         mesh = None
-        if (ranks := _known_ranks(self)) is not None:
+        if not may_grow(self):
             try:
-                mesh = sizes(self, ranks)
+                mesh = sizes(self, least_ranks(self))
             except SizeError as error:
                 yield Conflict(error.key, str(error))
-        tensor = self.tp_size if mesh is None else mesh.tp
-        if self.sequence_parallel and tensor == 1:
+        if self.sequence_parallel and (self.tp_size if mesh is None else mesh.tp) == 1:
             message = "splits the sequence over plugin.tp_size ranks, which must be 2 or more"
             yield Conflict("sequence_parallel", message)
-        stages = _stages(self, mesh)
-        if stages is not None:
-            yield from self._of_pipeline(stages)
-
-    def _unused(self) -> Iterator[Conflict]:
-        if self.name == "single" and self.nproc not in (None, 1):
-            yield Conflict("nproc", "plugin=single is one process; plugin=ddp spreads over ranks")
-        if self.name == "single" and self.nnodes not in (None, 1):
-            yield Conflict("nnodes", "plugin=single is one process; plugin=ddp spreads over ranks")
-        for key, use in USES.items():
-            value = getattr(self, key)
-            if self.name in use.options:
-                if value is None and self.name != _OWN.get(key, self.name):
-                    message = f"must be a number here; null means all ranks for plugin={_OWN[key]}"
-                    yield Conflict(key, message)
-                continue
-            if value == use.neutral or (key == "dp_size" and value == 1 and self.name == "single"):
-                continue
-            message = f"has no meaning under plugin={self.name}"
-            if key == "dp_size" and self.name != "single":
-                message += f", where all ranks are data-parallel: give plugin.nproc={value}"
-            elif key == "dp_size":
-                message += f"; plugin=ddp plugin.nproc={value} has so many data-parallel ranks"
-            else:
-                options = or_list(f"plugin={option}" for option in use.options)
-                message += f"; {options} {use.gives}"
-            yield Conflict(key, message)
-
-    def _of_zero(self) -> Iterator[Conflict]:
-        stage = self.zero_stage
-        if stage == 0 and self.name == "zero":
-            yield Conflict("zero_stage", "must be 1, 2 or 3 under plugin=zero; plugin=ddp is 0")
-        if stage != 3 and not self.reshard_after_forward:
-            message = f"has no meaning with plugin.zero_stage={stage}; stage 3 shards parameters"
-            yield Conflict("reshard_after_forward", message)
-        for key in ("param_dtype", "cpu_offload"):
-            if stage < 2 and getattr(self, key) != USES[key].neutral:
-                message = f"has no meaning with plugin.zero_stage={stage}; stages 2 and 3 use it"
-                yield Conflict(key, message)
-
-    def _of_pipeline(self, stages: int) -> Iterator[Conflict]:
+        if (stages := self._stages(mesh)) is None:
+            return
         ranks, many = stages // SCHEDULES[self.schedule].stages_per_rank, self.num_microbatches
-        if many and (message := refused_microbatches(self.schedule, ranks, many, "plugin.")):
-            yield Conflict("num_microbatches", message)
+        if many and (why := refused_microbatches(self.schedule, ranks, many)):
+            yield Conflict("num_microbatches", why)
         if self.split is not None and len(self.split) != stages - 1:
-            given = stages_text(self.schedule, ranks, "plugin.")
-            message = f"{given}, so it must name {stages - 1} of them, all but the first"
+            message = f"must name {stages - 1} modules, since the pipeline has {stages} stages"
             yield Conflict("split", message)
 
+    def _unused(self) -> Iterator[Conflict]:
+        for name in ("nproc", "nnodes"):
+            if self.name == "single" and getattr(self, name) not in (None, 1):
+                yield Conflict(name, "plugin=single is one process; plugin=ddp spreads over ranks")
+        for name, (neutral, plugins) in uses().items():
+            value = getattr(self, name)
+            if self.name in plugins:
+                if value is None and self.name == "hybrid" and name in ("tp_size", "pp_size"):
+                    yield Conflict(name, "must be a number under plugin=hybrid")
+            elif value != neutral and (name, value, self.name) != ("dp_size", 1, "single"):
+                users = or_list(f"plugin={plugin}" for plugin in plugins)
+                message = f"has no meaning under plugin={self.name}; {users} uses it"
+                if name == "dp_size" and self.name != "single":
+                    message += "; here all ranks are data-parallel: give plugin.nproc"
+                yield Conflict(name, message)
+        stage = self.zero_stage
+        if self.name == "zero" and stage == 0:
+            yield Conflict("zero_stage", "must be 1, 2 or 3 under plugin=zero; plugin=ddp is 0")
+        least = {"reshard_after_forward": 3, "param_dtype": 2, "cpu_offload": 2}
+        for name, least_stage in least.items() if self.name in ("zero", "hybrid") else ():
+            if stage < least_stage and getattr(self, name) != uses()[name][0]:
+                message = f"has no meaning with plugin.zero_stage={stage}: give {least_stage}"
+                yield Conflict(name, f"{message} or more" if least_stage < 3 else message)
 
-def pipeline_microbatches(plugin: PluginSection) -> int | None:
-    """Return the microbatches that a batch is split into; None without a pipeline."""
-    if plugin.name not in _PIPELINE:
-        return None
-    ranks = _known_ranks(plugin)
-    stages = _stages(plugin, None if ranks is None else sizes(plugin, ranks))
-    if plugin.num_microbatches is not None and (stages is not None or plugin.name == "pipeline"):
-        return plugin.num_microbatches
-    return stages
+    def _stages(self, mesh: MeshSizes | None) -> int | None:
+        """Return the stages of the pipeline; None without one, or if it depends on the ranks."""
+        ranks = self.pp_size if mesh is None else mesh.pp
+        if self.name not in uses()["schedule"][1] or ranks is None:
+            return None
+        if self.name == "hybrid" and ranks == 1:
+            return None
+        return ranks * SCHEDULES[self.schedule].stages_per_rank
 
-
-def _known_ranks(plugin: PluginSection) -> int | None:
-    """Return the number of ranks; None if it depends on the machine."""
-    return None if may_grow(plugin) else least_ranks(plugin)
-
-
-def _stages(plugin: PluginSection, mesh: MeshSizes | None) -> int | None:
-    """Return the stages of the pipeline; None if there is none, or if it depends on the ranks."""
-    ranks = plugin.pp_size if mesh is None else mesh.pp
-    if plugin.name not in _PIPELINE or ranks is None:
-        return None
-    if plugin.name == "hybrid" and ranks == 1:
-        return None
-    return ranks * SCHEDULES[plugin.schedule].stages_per_rank
+    @property
+    def pipeline_microbatches(self) -> int | None:
+        """Microbatches that a batch is split into; None without a pipeline."""
+        stages = self._stages(None if may_grow(self) else sizes(self, least_ranks(self)))
+        if self.num_microbatches is None or (stages is None and self.name != "pipeline"):
+            return stages
+        return self.num_microbatches

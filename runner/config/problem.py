@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import SequenceMatcher, get_close_matches
+from difflib import get_close_matches
 from typing import Any
 
 from runner.config.notation import plural
@@ -12,17 +12,7 @@ from runner.config.notation import plural
 MISSING = "???"  # how a configuration file marks a value that somebody must give
 
 
-class _Nothing:
-    """Stands for no value, where None is a value."""
-
-    def __repr__(self) -> str:
-        return "NOTHING"
-
-    def __reduce__(self) -> str:
-        return "NOTHING"  # the one object, in another process too
-
-
-NOTHING = _Nothing()
+NOTHING: Any = ...  # no value, where None is a value
 
 
 def shown(value: Any) -> str:
@@ -87,9 +77,8 @@ class RequestError(Exception):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         width = min(max((len(one.word) for one in self.problems), default=0), 40)
-        lines = [
-            f"clip-runner: this request cannot be run ({plural(len(self.problems), 'problem')})"
-        ]
+        many = plural(len(self.problems), "problem")
+        lines = [f"clip-runner: this request cannot be run ({many})"]
         for one in self.problems:
             place = f"  (in the job {_brief(one.job)})" if one.job else ""
             lines.append(f"  {one.word:<{width}}  {_brief(one.message, 4000)}{place}")
@@ -116,31 +105,21 @@ class Stopped(Exception):
 _ELSEWHERE = {
     "agc": "adaptive",
     "bfloat16": "bf16",
-    "column": "colwise",
-    "deepspeed": "zero",
-    "double": "float64",
     "float16": "fp16",
     "float32": "fp32",
     "fp64": "float64",
     "gpu": "cuda",
     "half": "fp16",
     "row": "rowwise",
-    "data_parallel_size": "plugin.dp_size",
     "epochs": "train.max_duration",
-    "expert_parallel_size": "plugin.ep_size",
-    "grad_clip": "clip.threshold",
     "gradient_accumulation_steps": "accumulation.steps",
     "gradient_clip_val": "clip.threshold",
     "learning_rate": "optimizer.lr",
     "lr": "optimizer.lr",
-    "max_epochs": "train.max_duration",
     "max_grad_norm": "clip.threshold",
     "max_norm": "clip.threshold",
     "max_steps": "train.max_duration",
-    "microbatches": "plugin.num_microbatches",
     "nproc_per_node": "plugin.nproc",
-    "num_nodes": "plugin.nnodes",
-    "pipeline_parallel_size": "plugin.pp_size",
     "tensor_parallel_size": "plugin.tp_size",
     "world_size": "plugin.nproc",
 }
@@ -175,19 +154,17 @@ def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem
 
 def _nearest_keys(key: str, keys: list[str]) -> list[str]:
     """Return the dotted ``keys`` that ``key`` most likely means, best first, at most three."""
-    last = _last(key)
-    here = [other for other in keys if _last(other) == last]
+    section, _, last = key.lower().rpartition(".")
+    by_last: dict[str, list[str]] = {}
+    for other in keys:
+        by_last.setdefault(other.rpartition(".")[2], []).append(other)
     # A name of other programs counts if the rest of ``key`` does not say which key is meant.
-    if (meant := _ELSEWHERE.get(last)) in keys and ("." not in key or not here):
+    if (meant := _ELSEWHERE.get(last)) in keys and (not section or last not in by_last):
         return [meant]
-    if here:
-        return sorted(here, key=lambda other: -_likeness(key, other))[:3]
-    # For a typing error in the last part, a little below the same likeness of the whole key.
-    scores = {
-        other: max(_likeness(key, other), 0.95 * _likeness(last, _last(other))) for other in keys
-    }
-    best = max(scores.values(), default=0.0)
-    return [other for other in keys if scores[other] == best >= 0.6][:3]
+    if last not in by_last and (whole := get_close_matches(key, keys, n=1, cutoff=0.8)):
+        return whole
+    near = [last] if last in by_last else get_close_matches(last, by_last, n=1)
+    return [name for one in near for name in by_last[one]][:3]
 
 
 def leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:
@@ -203,11 +180,3 @@ def or_list(names: Iterable[Any]) -> str:
     """Format at least one name: ``a``, ``a or b``, ``a, b or c``."""
     names = list(map(str, names))
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2].lower()
-
-
-def _likeness(one: str, other: str) -> float:
-    return SequenceMatcher(None, one.lower(), other.lower()).ratio()

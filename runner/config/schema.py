@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import PlainValidator
 
-from runner.config.clip_section import Clip
+from runner.config import sections as s
+from runner.config.clip_section import Clip, read_clip
 from runner.config.mode import Mode
 from runner.config.modes import MODES
-from runner.config.plugin_section import PluginSection, pipeline_microbatches
+from runner.config.plugin_section import PluginSection
 from runner.config.problem import or_list
-from runner.config.section import Conflict, Section, Target, Text
-from runner.config.sections import (
-    OWN_DATA,
-    WHOLE_PARAMETERS,
-    Accumulation,
-    Calibrate,
-    Checkpoint,
-    DataSection,
-    EarlyStop,
-    Eval,
-    Launch,
-    Log,
-    LossSection,
-    Precision,
-    Report,
-    Resume,
-    Shutdown,
-    SweepSection,
-    Telemetry,
-    Tracker,
-    Train,
-    Verify,
-)
+from runner.config.section import Conflict, Keys, Target, Text, key
+from runner.config.sections import OWN_DATA, DataSection, LossSection
 
-__all__ = ["OWN_DATA", "SHORT", "DataSection", "LossSection", "RunConfig"]
-__all__ += ["not_measured", "refusals"]
+__all__ = ["OWN_DATA", "SHORT", "DataSection", "LossSection", "RunConfig", "not_measured"]
+__all__ += ["refusals"]
 
 SHORT = {"resume": "resume.from", "clip.skip": "clip.skip.rule"}
 """Sections that may be given a value, and the key that it is the value of."""
 
-PLUGINS = ("single", "ddp", "fsdp")
-"""Plugins that make gradients final while the backward pass runs."""
+WHOLE_PARAMETERS = ("torch.optim.Adafactor",)
+"""Optimizers of ``conf/optimizer`` that cannot step a parameter of which a rank holds a shard."""
 
 
 def refusals(
@@ -60,29 +41,17 @@ def refusals(
         able = [name for name, one in MODES.items() if one.info.by_tensor]
         yield "clip.when", f"this mode {why}: use step; backward goes with clip={or_list(able)}"
     if fp16:
-        yield (
-            "precision",
-            "an overflow leaves out a whole step, and may be in its last gradient: use bf16, fp32 "
-            "or clip.when=step",
-        )
+        yield "precision", "an overflow leaves out a whole step: use bf16, fp32 or clip.when=step"
     if nonfinite == "ignore":
         yield (
             "clip.nonfinite",
-            "clips nothing in a step that is not finite, but some gradients are clipped before "
-            "that is known: use error, skip or clip.when=step",
+            "clips before all gradients are known: use error, skip or clip.when=step",
         )
     if nonfinite == "skip" and step:
-        yield (
-            "clip.nonfinite",
-            "a step in the backward pass cannot be taken back where a later gradient is not "
-            "finite: use error, which ends the run, or clip.step_in_backward=false",
-        )
+        text = "a step in the backward pass cannot be taken back: use error, which ends the run"
+        yield "clip.nonfinite", text
     if skip:
-        yield (
-            "clip.skip",
-            "the norm and the loss that tell of a spike are known after the backward pass: use "
-            "null or clip.when=step",
-        )
+        yield "clip.skip", "a spike is known after the backward pass: use null or clip.when=step"
     if mode.info.clips == "updates" and not step:
         yield "clip.step_in_backward", "this mode limits the step itself: use true"
 
@@ -90,70 +59,79 @@ def refusals(
 def not_measured(step: bool) -> Mapping[str, str]:
     """Return the measurements of section ``telemetry`` that are not possible, with the reasons."""
     gone = "compares gradients that are clipped, or freed, in the backward pass: use clip.when=step"
+    stepped = "copies the weights before a step: use clip.step_in_backward=false"
     found = {"clip_cosine": gone, "noise_scale": gone}
-    if step:
-        found["update_ratio"] = (
-            "copies the weights before a step, but parameters are stepped in the backward pass: "
-            "use clip.step_in_backward=false"
-        )
-    return found
+    return found | {"update_ratio": stepped} if step else found
 
 
-class RunConfig(Section):
+class RunConfig(Keys):
     """The configuration of one run. `runner.config.check.parse` makes one of a plain dict."""
 
     plugin: PluginSection
-    clip: Clip
-    accumulation: Accumulation
-    precision: Precision
+    clip: Annotated[Clip, PlainValidator(read_clip)]
+    accumulation: s.Accumulation
+    precision: s.Precision
     model: Target
     data: DataSection
     optimizer: Target
     scheduler: Target
-    # With a default: runs that were recorded earlier lack it.
-    loss: LossSection = LossSection()
-    tracker: Tracker
-    train: Train
-    eval: Eval
-    early_stopping: EarlyStop
-    log: Log
-    checkpoint: Checkpoint
-    telemetry: Telemetry
-    launch: Launch
-    shutdown: Shutdown
-    resume: Resume
-    sweep: SweepSection
-    # With a default: runs that were recorded earlier lack it.
-    report: Report = Report(baseline=None)
-    calibrate: Calibrate
-    verify: Verify
+    loss: LossSection = LossSection()  # like report: runs that were recorded earlier lack it
+    tracker: s.Tracker
+    train: s.Train
+    eval: s.Eval
+    early_stopping: s.EarlyStop
+    log: s.Log
+    checkpoint: s.Checkpoint
+    telemetry: s.Telemetry
+    launch: s.Launch
+    shutdown: s.Shutdown
+    resume: s.Resume
+    sweep: s.SweepSection
+    report: s.Report = s.Report(baseline=None)
+    calibrate: s.Calibrate
+    verify: s.Verify
     # Seeds of numpy and scikit-learn end at 2**32 - 1; torch takes more.
-    seed: int = Field(
-        ge=0,
-        le=2**32 - 1,
-        description="seed all random numbers; change it to see how much runs differ by chance",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        description="train on this device; auto: cuda where there is one"
-    )
-    callbacks: list[Target] = Field(
-        description="call objects of your own after steps and evaluations, by _target_ and "
-        "arguments"
-    )
-    recipe: Text = Field(description="start from this published setting; none: from none")
+    seed: int = key("change it to see how much runs differ by chance", ge=0, le=2**32 - 1)
+    device: Literal["auto", "cpu", "cuda"] = key("train on it; auto: cuda where there is one")
+    callbacks: list[Target] = key("call objects of your own after steps and evaluations")
+    recipe: Text = key("start from this published setting; none: from none")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield values of several sections that exclude each other."""
+        plugin = self.plugin
+        if self.optimizer.target in WHOLE_PARAMETERS and plugin.shards_parameters:
+            message = f"steps whole parameters, which plugin={plugin.name} shards; use plugin=ddp"
+            yield Conflict("optimizer._target_", message)
+        yield from self._in_backward()
+        if self.telemetry.worst_layers and self.clip.norm_type == math.inf:
+            message = "needs a norm that parameters have a share of: clip.norm_type=2, not inf"
+            yield Conflict("telemetry.worst_layers", message)
+        if self.telemetry.noise_scale:
+            if {plugin.tp_size, plugin.pp_size, plugin.ep_size} != {1}:
+                only = f"plugin=single, ddp, fsdp or zero, not plugin={plugin.name}"
+                message = f"needs ranks that have the whole gradient of their samples: {only}"
+                yield Conflict("telemetry.noise_scale", message)
+            elif plugin.name == "single" and self.accumulation.steps == 1:
+                message = "compares parts of a batch: use accumulation.steps=2 or plugin=ddp"
+                yield Conflict("telemetry.noise_scale", message)
+        for name in self.verify.modes or ():
+            if name != self.clip.mode and (nested := MODES[name].info.nested):
+                message = f"{name} needs clip.{nested}: give clip={name} with its {nested}"
+                yield Conflict("verify.modes", message)
+        parts = plugin.pipeline_microbatches
+        if parts is not None and self.data.batch_size < parts:
+            filled = f"to fill {parts} microbatches of a pipeline (plugin.num_microbatches)"
+            yield Conflict("data.batch_size", f"must be {parts} or more, {filled}")
 
     def _in_backward(self) -> Iterator[Conflict]:
         """Yield what does not go with clipping in the backward pass."""
-        clip = self.clip
+        clip, plugin = self.clip, self.plugin.name
         if clip.when != "backward":
             if clip.step_in_backward:
                 yield Conflict("clip.step_in_backward", "needs clip.when=backward")
             return
-        if self.plugin.name not in PLUGINS:
-            message = (
-                f"plugin={self.plugin.name} makes gradients final after the backward pass: use "
-                "step, plugin=single, plugin=ddp or plugin=fsdp"
-            )
+        if plugin not in ("single", "ddp", "fsdp"):
+            message = f"plugin={plugin} makes gradients final after the backward pass: use step"
             yield Conflict("clip.when", message)
         found = refusals(
             clip.described,
@@ -167,22 +145,3 @@ class RunConfig(Section):
         for name, why in not_measured(clip.step_in_backward).items():
             if getattr(self.telemetry, name):
                 yield Conflict(f"telemetry.{name}", why)
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """Yield values of several sections that exclude each other."""
-        if self.optimizer.target in WHOLE_PARAMETERS and self.plugin.shards_parameters:
-            instead = "use plugin=ddp, plugin=zero plugin.zero_stage=1, or another optimizer"
-            message = f"steps whole parameters, which plugin={self.plugin.name} shards; {instead}"
-            yield Conflict("optimizer._target_", message)
-        yield from self._in_backward()
-        measured = self.telemetry.conflicts_with(self.plugin, self.clip, self.accumulation.steps)
-        for conflict in measured:
-            yield conflict._replace(key=f"telemetry.{conflict.key}")
-        for name in self.verify.modes or ():
-            if name != self.clip.mode and (nested := MODES[name].info.nested):
-                message = f"{name} needs clip.{nested}: give clip={name} with its {nested}"
-                yield Conflict("verify.modes", message)
-        parts = pipeline_microbatches(self.plugin)
-        if parts is not None and self.data.batch_size < parts:
-            filled = f"to fill {parts} microbatches of a pipeline (plugin.num_microbatches)"
-            yield Conflict("data.batch_size", f"must be {parts} or more, {filled}")

@@ -1,17 +1,17 @@
-"""What the sections of a configuration have in common, and the types of their values.
+"""What the sections of a configuration have in common, the types of their values, and errors.
 
-A value is read strictly: text is never a number, nor true 1. What pydantic's types cannot express
-is refused by a ValueError whose text follows the key in a message: "must be ...".
+A value is read strictly: text is never a number, nor true 1.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -20,23 +20,22 @@ from pydantic import (
     model_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import CoreSchema, ErrorDetails, core_schema
+from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError
+from pydantic_core.core_schema import literal_schema
 
-from runner.config.duration import Duration, Interval, parse_interval
+from runner.config.duration import Duration
 from runner.config.folders import options
-from runner.config.problem import MISSING, NOTHING, did_you_mean
-
-CONFIG = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+from runner.config.problem import MISSING, NOTHING, did_you_mean, leaves
 
 
 class OneOf:
     """Allows some names, as ``Literal`` does, that are known only when the program runs."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = list(names)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return core_schema.literal_schema(list(self.names))
+        return literal_schema(self.names)
 
 
 def option_of(group: str) -> OneOf:
@@ -44,15 +43,25 @@ def option_of(group: str) -> OneOf:
     return OneOf(options(group))
 
 
-def text_like(pattern: str, meaning: str) -> PlainValidator:
-    """Allow text of a form; a message says that the value must be ``meaning``."""
+def key(meaning: str, default: Any = ..., **limits: Any) -> Any:
+    """Declare a key of a section: its meaning, its default if it has one, and pydantic's limits."""
+    return Field(default, description=meaning, **limits)
 
-    def check(value: Any) -> str:
-        if not isinstance(value, str) or not re.search(pattern, value):
+
+def that(meaning: str, holds: Callable[[Any], bool]) -> PlainValidator:
+    """Allow values of which ``holds`` is true; a message says that they must be ``meaning``."""
+
+    def check(value: Any) -> Any:
+        if not holds(value):
             raise ValueError(f"must be {meaning}")
         return value
 
     return PlainValidator(check)
+
+
+def text_like(pattern: str, meaning: str) -> PlainValidator:
+    """Allow text of a form."""
+    return that(meaning, lambda value: isinstance(value, str) and bool(re.search(pattern, value)))
 
 
 def _norm_order(value: Any) -> float:
@@ -63,48 +72,15 @@ def _norm_order(value: Any) -> float:
     return float(order)
 
 
-def _output_dims(value: Any) -> dict[str, int | list[int]]:
-    text = (
-        "must be patterns of parameters with the dimension, or the list of dimensions, that "
-        "indexes their outputs, such as {*.c_attn.weight:1,experts.*:[0,1]}"
-    )
-    if not isinstance(value, dict) or not value:
-        raise ValueError(text)
-    for pattern, dims in value.items():
-        listed = dims if isinstance(dims, list) else [dims]
-        if wrong := [dim for dim in listed if type(dim) is not int]:
-            raise ValueError(f"{text}; {pattern}: {wrong[0]!r} is no dimension")
-        if not isinstance(pattern, str) or len(set(listed)) < len(listed):
-            raise ValueError(text)
+def _target_of(value: Any) -> Any:
+    return value.get("_target_") if isinstance(value, Mapping) else value
+
+
+def _distinct(value: dict[str, int | list[int]]) -> dict[str, int | list[int]]:
+    for dims in value.values():
+        if isinstance(dims, list) and len(set(dims)) < len(dims):
+            raise ValueError("must name each dimension once")
     return value
-
-
-def _target_mapping(value: Any) -> dict[str, Any]:
-    target = value.get("_target_") if isinstance(value, dict) else None
-    if not isinstance(target, str) or "." not in target.strip("."):
-        raise ValueError("must be a mapping with the _target_ of a class or function")
-    return dict(value)
-
-
-def _metrics(value: Any) -> list[str | dict[str, Any]]:
-    listed: Any = value if isinstance(value, list) else [None]
-    targets = [one.get("_target_") if isinstance(one, dict) else one for one in listed]
-    if not all(isinstance(one, str) and one.strip() for one in targets):
-        raise ValueError(
-            "must be a list of names of torchmetrics or mappings with a _target_, such as "
-            "[accuracy,f1]"
-        )
-    return list(listed)
-
-
-def _reads(parse: Callable[[str], Any]) -> PlainValidator:
-    def read(value: Any) -> Any:
-        try:
-            return parse(value)
-        except ValueError as error:
-            raise ValueError(f"must be {str(error).partition(' must be ')[2]}") from None
-
-    return PlainValidator(read)
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -113,10 +89,24 @@ Positive = Annotated[float, Field(gt=0)]
 Positives = list[Positive]
 Text = Annotated[str, text_like(r"\S", "text")]
 Texts = list[Text]
-Metrics = Annotated[list[str | dict[str, Any]], PlainValidator(_metrics)]
-TargetMapping = Annotated[dict[str, Any], PlainValidator(_target_mapping)]
 NormOrder = Annotated[float, PlainValidator(_norm_order)]
-OutputDims = Annotated[dict[str, int | list[int]], PlainValidator(_output_dims)]
+OutputDims = Annotated[dict[str, int | list[int]], Field(min_length=1), AfterValidator(_distinct)]
+TargetMapping = Annotated[
+    dict[str, Any],
+    that(
+        "a mapping with the _target_ of a class or function",
+        lambda value: isinstance(value, dict) and "." in str(_target_of(value)).strip("."),
+    ),
+]
+Metrics = list[
+    Annotated[
+        str | dict[str, Any],
+        that(
+            "the name of a metric of torchmetrics or a mapping with a _target_",
+            lambda value: isinstance(_target_of(value), str) and bool(_target_of(value).strip()),
+        ),
+    ]
+]
 FolderName = Annotated[
     str,
     text_like(
@@ -132,26 +122,37 @@ DottedName = Annotated[
         "the full name of a class or function, such as torch.optim.SGD",
     ),
 ]
-DurationText = Annotated[Duration, _reads(Duration.parse)]
-IntervalText = Annotated[Interval, _reads(parse_interval)]
+DurationText = Annotated[Duration, PlainValidator(Duration.parse)]
+IntervalText = Annotated[Duration, PlainValidator(Duration.parse_interval)]
 
 
 class Conflict(NamedTuple):
-    """Values that exclude each other: the key to change, relative to the section, and why."""
+    """A value that is wrong beside others: its key relative to the section, and why."""
 
     key: str
     message: str
-    value: Any = NOTHING
+    value: Any = NOTHING  # where it is not the one at the key
 
 
-class Section(BaseModel):
-    """A section of the configuration, immutable."""
+def refusal(conflicts: Iterable[Conflict]) -> ValidationError:
+    """Return the error of values that are wrong, for a validator to raise: it keeps their keys."""
+    errors = [
+        InitErrorDetails(
+            type=PydanticCustomError("conflict", "{text}", {"text": one.message}),
+            loc=tuple(one.key.split(".")),
+            input=one.value,
+        )
+        for one in conflicts
+    ]
+    return ValidationError.from_exception_data("conflicts", errors)
 
-    model_config = CONFIG
 
-    def conflicts(self) -> Iterator[Conflict]:
-        """Yield the values that exclude each other. Every value has the right type by then."""
-        yield from ()
+class Keys(BaseModel):
+    """Keys with values, immutable."""
+
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -161,6 +162,20 @@ class Section(BaseModel):
             return given
         own = {field.alias or name for name, field in cls.model_fields.items()}
         return {key: value for key, value in given.items() if key not in own or value != MISSING}
+
+
+class Section(Keys):
+    """A section of the configuration."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield the values that exclude each other. Every value has the right type by then."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _without_conflicts(self) -> Self:
+        if found := list(self.conflicts()):
+            raise refusal(found)
+        return self
 
 
 class Target(Section):
@@ -188,11 +203,19 @@ class Target(Section):
         """Return what `hydra.utils.instantiate` takes."""
         return {"_target_": self.target, **self.arguments}
 
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield arguments without a value, and numbers that would make weights NaN."""
+        for name, value in leaves("", self.arguments):
+            if value == MISSING:
+                yield Conflict(name, "no value given", MISSING)
+            elif type(value) in (int, float) and not abs(value) < 1e308:
+                yield Conflict(name, "must be a finite number")
 
-def section_of(field: FieldInfo) -> type[Section] | None:
+
+def section_of(field: FieldInfo) -> type[Keys] | None:
     """Return the model of a field that is a section."""
     hint = field.annotation
-    return hint if isinstance(hint, type) and issubclass(hint, Section) else None
+    return hint if isinstance(hint, type) and issubclass(hint, Keys) else None
 
 
 _KINDS = {
@@ -208,50 +231,34 @@ _KINDS = {
 """What pydantic's errors ask for."""
 
 
-def sentences(error: ValidationError, section: type[Section] | None = None) -> dict[str, str]:
-    """Return what is wrong with each key, to follow it in a message; unknown keys are left out."""
-    found: dict[str, list[str]] = {}
-    for one in error.errors(include_url=False):
-        if one["type"] not in ("extra_forbidden", "invalid_key"):
-            key, inner = _key_of(one["loc"], section)
-            found.setdefault(key, []).append(_sentence(one, inner))
-    # Each alternative of a type has an error of its own.
-    return {
-        key: ", or ".join(dict.fromkeys(texts)).replace(", or must be ", ", or ")
-        for key, texts in found.items()
-    }
+def conflicts_of(errors: Iterable[ErrorDetails], known: Collection[str]) -> Iterator[Conflict]:
+    """Yield what pydantic's errors say of each of the keys ``known``; unknown keys are left out."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in errors:
+        parts = [*map(str, one["loc"])]
+        if one["type"] == "conflict":
+            yield Conflict(".".join(parts), one["msg"], one["input"])
+        elif one["type"] not in ("extra_forbidden", "invalid_key"):
+            # What is inside of a value, or one of the types that it may have, is no key.
+            above = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+            name = next((key for key in above if key in known), above[0] if above else "")
+            found.setdefault(name, {})[_sentence(one, name, known)] = None
+    for name, texts in found.items():
+        yield Conflict(name, ", or ".join(texts).replace(", or must be ", ", or "))
 
 
-def _key_of(
-    place: tuple[int | str, ...], section: type[Section] | None
-) -> tuple[str, type[Section] | None]:
-    """Return the dotted key at a place, without what is inside of its value, and its section."""
-    keys = [str(place[0])] if place and section is None else []
-    for part in place if section else ():
-        assert section is not None
-        fields = {field.alias or name: field for name, field in section.model_fields.items()}
-        if part not in fields:
-            return ".".join(keys), None
-        keys.append(str(part))
-        section = section_of(fields[part])
-        if section is None:
-            break
-    return ".".join(keys), section
-
-
-def _sentence(error: ErrorDetails, section: type[Section] | None) -> str:
+def _sentence(error: ErrorDetails, name: str, known: Collection[str]) -> str:
     kind, context = error["type"], error.get("ctx", {})
+    if kind == "missing":
+        return "no value given"
+    if inside := [key for key in known if key.startswith(f"{name}.")]:
+        return f"must be a section with the keys {', '.join(inside)}"
     if kind == "value_error":
         return str(context["error"])
     if kind == "literal_error":
         names = re.findall(r"'([^']*)'", context["expected"])
         one_of = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         return f"must be {one_of}{did_you_mean(error['input'], names)}"
-    if kind == "missing":
-        return "no value given"
-    if section is not None:
-        names = [field.alias or name for name, field in section.model_fields.items()]
-        return f"must be a section with the keys {', '.join(names)}"
     if kind in _KINDS:
         return f"must be {_KINDS[kind]}"
     text = re.sub(r"^\w+ should ", "must ", error["msg"])

@@ -5,24 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from runner.config.mode import Mode, ModeInfo, option
+from runner.config.mode import Conflicts, Mode, ModeInfo, option
 from runner.config.section import Count, Natural, OutputDims, Positive, Texts
-
-Conflicts = Iterator[tuple[Any, ...]]
-_OF_NORMS = "A threshold of this mode {}, not a value of ‖G‖, so none is drawn."
 
 
 @dataclass(eq=False)
 class Unclipped(Mode):
     """The gradient is measured, but not clipped."""
 
-    info = ModeInfo(
-        clips=None, by_tensor=True, stat="‖G‖", unit="‖G‖", note="These runs clip nothing."
-    )
+    info = ModeInfo(None, by_tensor=True, stat="‖G‖", unit="‖G‖", note="These runs clip nothing.")
 
 
 @dataclass(eq=False)
@@ -52,7 +47,6 @@ class Value(Mode):
         by_tensor=True,
         stat="gradient element",
         unit="|g|",
-        note="A threshold of this mode bounds single elements, not ‖G‖, so none is drawn.",
         grid=(0.1, 0.25, 1.0, 2.0),
         shares=(0.01, 0.1, 0.001),
         sources=("Mikolov 2012, Statistical Language Models Based on Neural Networks",),
@@ -68,7 +62,6 @@ class Adaptive(Mode):
         by_tensor=True,
         stat="‖G_u‖/‖W_u‖ of a unit",
         unit="‖W_u‖",
-        note=_OF_NORMS.format("is a ratio to the norm of each unit's weights"),
         published=(
             (0.01, "NFNet at batch 4096 (Brock 2021)"),
             (0.02, "NF-ResNet ablation (Brock 2021)"),
@@ -81,18 +74,12 @@ class Adaptive(Mode):
     )
 
     exclude: Literal["auto"] | Texts = option(
-        "auto",
-        "do not clip these parameters, patterns of names, such as [head.*]; auto: the weights of "
-        "the model's heads",
+        "auto", "do not clip parameters of these names, as [head.*]; auto: weights of the heads"
     )
     units: OutputDims | None = option(
-        None,
-        "say which dimensions of a parameter index its outputs, by patterns of names, where a "
-        "warning asks for it",
+        None, "name the dimensions that index a parameter's outputs, where a warning asks for it"
     )
-    eps: Positive = option(
-        1e-3, "count a weight's norm as at least this, so that weights of zero can move"
-    )
+    eps: Positive = option(1e-3, "count a weight's norm as at least this, so that zeros can move")
 
 
 @dataclass(eq=False)
@@ -104,20 +91,16 @@ class PerParameter(Mode):
         by_tensor=True,
         stat="‖g_p‖ of a tensor",
         unit="‖g_p‖",
-        note="A threshold of this mode limits the norm of each tensor, not ‖G‖, so none is drawn.",
         grid=(0.03, 0.1, 0.3, 1.0),
         sources=("optax.clip_by_block_rms (tensor by tensor, of the root mean square)",),
     )
 
     by: Literal["tensor", "block"] = option(
-        "tensor",
-        "limit the norm of each tensor, or of each block: parameters whose names share a prefix "
-        "such as blocks.3",
+        "tensor", "limit the norm of each tensor, or of each block: names with a prefix as blocks.3"
     )
 
     @classmethod
     def waits_for(cls, options: Mapping[str, Any]) -> str:
-        """Return why blocks wait: their norm is known when all of their gradients are final."""
         if options["by"] == "block":
             return "with clip.by=block needs all gradients of a block; use clip.by=tensor"
         return super().waits_for(options)
@@ -132,7 +115,6 @@ class AdaGC(Mode):
         by_tensor=True,
         stat="‖g_p‖/γ_p of a tensor",
         unit="γ_p",
-        note=_OF_NORMS.format("is a ratio to each tensor's running mean of its norm"),
         published=((1.05, "AdaGC (Wang 2025): GPT-2, LLaMA-2 and CLIP"),),
         grid=(1.02, 1.2, 1.5, 2.0),
         sources=("Wang et al. 2025, AdaGC, arXiv 2502.11034, algorithm 1",),
@@ -142,9 +124,7 @@ class AdaGC(Mode):
 
     absolute: Positive = option(1.0, "limit the norm of the whole gradient to this in the warm-up")
     beta: float = option(0.98, "weigh the steps before in the running mean of a norm", ge=0, lt=1)
-    warmup_steps: Natural = option(
-        100, "collect the smallest norm of each tensor in so many first steps"
-    )
+    warmup_steps: Natural = option(100, "keep the smallest norm of each tensor in so many steps")
     history: Literal["clipped", "raw"] = option(
         "clipped", "let norms after clipping, or those before it, enter the running mean"
     )
@@ -161,32 +141,20 @@ class Percentile(Mode):
         published=((10.0, "AutoClip (Seetharaman 2020)"),),
         follows="norms",
         tenth=90.0,
-        sources=(
-            "Seetharaman, Wichern, Pardo and Le Roux 2020, arXiv 2007.14469",
-            "https://github.com/pseeth/autoclip",
-        ),
+        sources=("Seetharaman 2020, arXiv 2007.14469", "https://github.com/pseeth/autoclip"),
     )
     at_once: ClassVar = {"threshold": 10.0, "min_steps": 1}
 
     window: Count | None = option(
-        None,
-        "take the percentile of so many of the latest steps, so that it follows a change of the "
-        "norms; null: of all steps, as published",
+        None, "take the percentile of so many of the latest steps; null: of all, as published"
     )
     history: Literal["raw", "clipped"] = option(
-        "raw",
-        "keep norms as they were measured (raw) or as they were clipped, which lets the limit fall "
-        "more easily than rise",
+        "raw", "keep norms as measured (raw) or as clipped, which lets the limit fall"
     )
-    min_steps: Count = option(
-        10,
-        "clip from this step on, because a percentile of few norms is a matter of chance; 1: as "
-        "published",
-    )
+    min_steps: Count = option(10, "clip from this step on; 1: as published")
 
     @classmethod
     def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
-        """Yield a percentile above 100, and a window that never holds ``min_steps`` norms."""
         if options["threshold"] > 100:
             yield "threshold", "is the percentile for clip=percentile: at most 100"
         window, least = options["window"], options["min_steps"]
@@ -206,37 +174,20 @@ class ZScore(Mode):
         grid=(2.0, 3.0, 4.0),
         follows="norms",
         tenth=1.3,
-        sources=(
-            "Kumar, Owen, Chowdhury and Güra 2025, arXiv 2504.02507",
-            "https://github.com/bluorion-com/ZClip",
-        ),
+        sources=("Kumar 2025, arXiv 2504.02507", "https://github.com/bluorion-com/ZClip"),
     )
     at_once: ClassVar = {"threshold": 0.01, "warmup_steps": 2}
 
     rule: Literal["adaptive_scaling", "mean", "percentile"] = option(
-        "adaptive_scaling",
-        "scale a clipped norm down to: adaptive_scaling: nearer to the mean the larger it is; "
-        "mean: the mean; percentile: the limit itself",
+        "adaptive_scaling", "scale down to the mean, the limit, or nearer to the mean the larger"
     )
-    decay: float = option(
-        0.97,
-        "weigh the earlier steps in the running mean and variance by this; a higher one follows "
-        "changes of the norms more slowly",
-        gt=0,
-        lt=1,
-    )
-    warmup_steps: Count = option(
-        25, "start from mean and variance of so many steps, which are not clipped"
-    )
+    decay: float = option(0.97, "weigh earlier steps in mean and variance", gt=0, lt=1)
+    warmup_steps: Count = option(25, "start from so many steps, which are not clipped")
     history: Literal["raw", "clipped"] = option(
-        "clipped",
-        "let norms enter mean and variance as they were clipped, as published, or as they were "
-        "measured (raw), which accepts a lasting rise of the norms",
+        "clipped", "let norms enter the mean as clipped, or raw, which accepts a lasting rise"
     )
     eps: Positive = option(
-        1e-6,
-        "add this to the standard deviation; norms that vary by no more than this share of their "
-        "mean are not clipped",
+        1e-6, "add this to the standard deviation; less of the mean is a plateau"
     )
 
 
@@ -249,7 +200,6 @@ class Spike(Mode):
         by_tensor=True,
         stat="g²/v of an element",
         unit="g²/v",
-        note=_OF_NORMS.format("is a ratio to the optimizer's second moment of each element"),
         published=((5000.0, "SPAM (Huang 2025)"),),
         grid=(50.0, 500.0),
         shares=(0.0001, 0.01, 0.00001),
@@ -258,11 +208,7 @@ class Spike(Mode):
     )
     at_once: ClassVar = {"min_steps": 0}
 
-    min_steps: Natural = option(
-        20,
-        "compare with a second moment that has averaged at least so many steps, because the first "
-        "ones are far too small",
-    )
+    min_steps: Natural = option(20, "compare with a second moment of at least so many steps")
 
 
 @dataclass(eq=False)
@@ -274,35 +220,27 @@ class Update(Mode):
         by_tensor=True,
         stat="RMS of g/√v of a tensor",
         unit="RMS of g/√v",
-        note="A threshold of this mode bounds the optimizer's update, not ‖G‖, so none is drawn.",
         published=((1.0, "StableAdamW (Wortsman 2023)"),),
         grid=(1.5, 2.0, 4.0),
         shares=(0.02, 0.1, 0.005),
-        sources=(
-            "Wortsman et al. 2023, arXiv 2304.13013, algorithm 2",
-            "Levanter, src/levanter/optim/clip_update_norm.py (rule sigma)",
-        ),
+        sources=("Wortsman 2023, arXiv 2304.13013, algorithm 2", "Levanter, clip_update_norm.py"),
         needs_optimizer=True,
     )
 
     rule: Literal["rms", "sigma"] = option(
-        "rms",
-        "limit each tensor's update by its RMS, or the whole update to the mean of earlier ones + "
-        "threshold x their standard deviation",
+        "rms", "limit each tensor's update by its RMS, or the norm of all by earlier ones (sigma)"
     )
     eps: Positive = option(1e-8, "count the root of a second moment as at least this (rule rms)")
     window: Count = option(128, "compare with so many earlier updates (rule sigma)")
 
     @classmethod
     def waits_for(cls, options: Mapping[str, Any]) -> str:
-        """Return why rule ``sigma`` waits: it limits the norm of the whole update."""
         if options["rule"] == "sigma":
             return "with clip.rule=sigma limits the whole update; use clip.rule=rms"
         return super().waits_for(options)
 
     @classmethod
     def info_with(cls, options: Mapping[str, Any]) -> ModeInfo:
-        """Return the facts about the rule: with ``sigma`` λ is a number of standard deviations."""
         if options["rule"] == "rms":
             return cls.info
         stat, unit = "norm of the update", "standard deviations above the mean"

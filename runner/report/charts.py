@@ -224,7 +224,8 @@ def _thinned(one: Series, buckets: int) -> tuple[NDArray[Any], NDArray[Any]]:
 
 def _in_norms(info: ModeInfo) -> bool:
     """Return whether the thresholds of a mode are limits of ‖G‖, which its chart shows."""
-    return info.limits_norm or info.moves_limit
+    moves = info.follows == "norms" or (info.follows == "steps" and info.unit == "‖G‖")
+    return moves or info.limits_norm
 
 
 def _levels(group: Group, last: float) -> Iterator[Trace]:

@@ -45,7 +45,7 @@ def write_text(path: Path, text: str) -> None:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise disk.described(error, path, path.name, len(text)) from error
+        raise disk.described(error, path, path.name) from error
 
 
 def encode(value: Any, *, indent: int | None = None) -> str:

@@ -87,7 +87,7 @@ def execute(
     searches = trainer.skipped_steps.searches
     setting = guidance.Setting(info, clip.threshold, clip.nonfinite, effect, searches)
     known = clip.mode in NAMES and info == built_in(clip.mode).info
-    own = {} if known else {keys.CLIP_MODE: info.record()}
+    own = {} if known else {keys.CLIP_MODE: asdict(info)}
     return {
         **summary,
         **own,

@@ -65,7 +65,7 @@ COMBINATIONS = [
     ("clip=none clip.threshold=1", ["clip.threshold=1", "clip=none"]),
     ("clip.threshold=null", ["clip.threshold=null", "clip=norm needs"]),
     ("plugin=single plugin.nproc=2", ["plugin.nproc=2", "plugin=ddp"]),
-    ("plugin=ddp plugin.tp_size=2", ["plugin.tp_size=2", "plugin=ddp", "plugin=tensor or"]),
+    ("plugin=ddp plugin.tp_size=2", ["plugin.tp_size=2", "plugin=ddp", "plugin=tensor"]),
     ("plugin=pipeline plugin.pp_size=4 data.batch_size=2", ["must be 4 or more"]),
     (
         "telemetry.worst_layers=2 clip.norm_type=inf",

@@ -115,11 +115,11 @@ def test_equal_values_are_no_spikes():
 def test_options_that_cannot_be_are_refused():
     for options, words in (
         ({"rule": "sigam"}, "did you mean sigma"),
-        ({"of": "gradient"}, "norm, loss or either"),
-        ({"k": 0.0}, "above 0"),
+        ({"of": "gradient"}, "norm, loss, either"),
+        ({"k": 0.0}, "greater than 0"),
         ({"decay": 0.9}, "goes with the rule ema"),
         ({"rule": "ema", "window": 9}, "goes with the rule sigma"),
-        ({"rule": "ema", "decay": 1.0}, "below 1"),
+        ({"rule": "ema", "decay": 1.0}, "less than 1"),
         ({"window": 1}, "at least 2"),
         ({"window": 9, "min_steps": 10}, "window of 9"),
         ({"accept_after": 0}, "at least 1"),

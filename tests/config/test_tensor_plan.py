@@ -54,7 +54,7 @@ def test_of_a_file_the_content_goes_on(file, monkeypatch):
         ("a: colwise\na: rowwise\n", ["duplicate key"]),
         ("a: {b: colwise}\n", ["a has the unknown style {b:colwise}"]),
         ("a: row\nb: null\n", ["did you mean rowwise?", "b has the unknown style null"]),
-        ("a: [colwise\n", ["cannot be read: line"]),
+        ("a: [colwise\n", ["line 2, column 1"]),
         (b"\xff\xfe\xfa", ["cannot be read"]),
         (None, ["there is no file"]),
     ],

@@ -93,7 +93,7 @@ def test_a_page_and_a_summary_that_do_not_fit_are_named(disk, caplog):
     record.begin({"seed": 0}, "0" * 16, None)
     fill(disk)
     record.write({"train/step": 1})
-    with pytest.raises(OSError, match=f"the disk {disk} is full .*summary.json"):
+    with pytest.raises(OSError, match=f"the disk {disk} is full.*summary.json"):
         record.summary({"steps": 1})
     assert {file.name for file in disk.iterdir()} == {"config.yaml", "status.json", "filler"}
     assert write_page(disk) is None

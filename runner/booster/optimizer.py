@@ -185,7 +185,7 @@ class OptimizerWrapper(StepOrder):
         if mode.info.needs_optimizer:
             mode.bind_optimizers(self.optimizers, self.layout)
         waiting = self._spikes.start_loss()
-        stats = mode.measure(self.layout, each or (direction and mode.scales_some(self.layout)))
+        stats = mode.measure(self.layout, each)
         self.powers, self.stage = stats.powers, StepState.CLIPPED
         finite, spike, loss = self._judge(stats.norm), None, waiting()
         if self.skip is not None:
@@ -225,7 +225,7 @@ class OptimizerWrapper(StepOrder):
             known = (
                 Decision.untouched(stats.norm, None, stats.norm) if nothing_clipped else decision
             )
-            compared = Direction(self.layout, known, stats.powers)
+            compared = Direction(self.layout, known)
         if decision is None:
             done = mode.clip(self.layout, stats)
         elif self._folds(decision):

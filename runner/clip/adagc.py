@@ -35,6 +35,7 @@ class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
     ``layout.names``, [parameters], infinite before the first gradient: the same on every rank.
     """
 
+    limit_moves = True  # the warm-up has no λ
     _names: Sequence[str] = field(default=(), init=False, repr=False)
     _layout: Layout | None = field(default=None, init=False, repr=False)
     _at: Tensor | None = field(default=None, init=False, repr=False)  # of a part: in the history
@@ -46,60 +47,54 @@ class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
         self.require("beta", 0 <= self.beta < 1, "at least 0 and below 1")
         self.require("warmup_steps", self.warmup_steps >= 0, "at least 0")
 
-    @property
-    def limit_moves(self) -> bool:
-        """Whether the λ in force is one of the step: the warm-up has none."""
-        return True
-
     def bind(self, layout: Layout) -> None:
         past, device, wide = self._past, layout.device, transfer.widest(layout.device)
         past["step"] = torch.as_tensor(past.get("step", 0.0)).to(device, wide)
         before = torch.as_tensor(past.get("gamma", ())).to(device, wide)
         # A name that is new takes the value behind the others.
         padded = torch.cat([before, before.new_full((1,), math.inf)])
-        places = {name: i for i, name in enumerate(self._names)}
-        at = [places.get(name, len(before)) for name in layout.names]
-        past["gamma"] = padded[transfer.on_device(at, device).long()]
+        past["gamma"] = padded[self._places(layout, len(before))]
         self._layout, self._names = layout, layout.names
+
+    def _places(self, layout: Layout, new: int) -> Tensor:
+        """Return the places of the parameters of ``layout`` in the history."""
+        places = {name: i for i, name in enumerate(self._names)}
+        at = [places.get(name, new) for name in layout.names]
+        return transfer.on_device(at, layout.device).long()
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         """Compare the norm of each tensor with its history; every rank knows all of them."""
         if self._layout is not layout:
             self.bind(layout)
-        tensors = self.tensors(layout, stats)
-        norms, present = tensors.norms, tensors.present
-        step, gamma = self._past["step"], self._past["gamma"]
-        if self._at is not None:
-            gamma = gamma[self._at]
+        tensors, past = self.tensors(layout, stats), self._past
+        norms, present, step = tensors.norms, tensors.present, past["step"]
+        gamma = past["gamma"] if self._at is None else past["gamma"][self._at]
         warm, begun = step < self.warmup_steps, gamma.isfinite()
         bound = self.limit * gamma
         whole = torch.as_tensor(stats.norm, dtype=norms.dtype, device=norms.device)
         over = torch.where(warm, whole > self.absolute, norms > bound) & present
         scales = torch.where(over, torch.where(warm, self.absolute / whole, bound / norms), 1.0)
-        entering = norms * scales if self.keeps_clipped else norms
+        after = tensors.scaled(scales)
+        entering = after.norms if self.keeps_clipped else norms
         mean = torch.where(begun, self.beta * gamma + (1 - self.beta) * entering, entering)
         updated = torch.where(warm, gamma.minimum(entering), mean)
-        self._remember(torch.where(norms > 0, updated, gamma))
-        ratios = torch.where(warm, math.nan, norms / gamma)
-        limit = transfer.read(torch.where(warm, math.nan, whole.new_full((), self.limit)))
-        found = {"values": ratios, "over": over, "present": present}
-        return self.scale_tensors(layout, stats, tensors, scales, **found, threshold=limit)
-
-    def _remember(self, gamma: Tensor) -> None:
-        """Replace the history; of a part of the parameters, that of these."""
+        updated = torch.where(norms > 0, updated, gamma)
         if self._at is None:
-            self._past["gamma"] = gamma
+            past["gamma"] = updated
             self.end_parts()
         else:
-            self._past["gamma"] = self._past["gamma"].index_copy(0, self._at, gamma)
+            past["gamma"] = past["gamma"].index_copy(0, self._at, updated)
+        compared = (torch.where(warm, math.nan, norms / gamma), over, present)
+        limit = transfer.read(torch.where(warm, math.nan, whole.new_full((), self.limit)))
+        return self.scale_tensors(
+            layout, stats, scales, after=after, compared=compared, threshold=limit
+        )
 
     def of_part(self, layout: Layout) -> AdaGCClip:
         """Return the mode for some parameters, with their places in the history."""
         made = copy.copy(self)
-        places = {name: i for i, name in enumerate(self._names)}
-        at = [places[name] for name in layout.names]
-        made._layout, made._at = layout, transfer.on_device(at, layout.device).long()
+        made._layout, made._at = layout, self._places(layout, 0)
         return made
 
     def ready_for_parts(self) -> bool:

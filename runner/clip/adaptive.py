@@ -24,7 +24,8 @@ from runner.clip.unit_norms import UnitIndex, UnitNorms
 from runner.config.notation import first_few
 from runner.config.simple_modes import Adaptive
 
-log = logging.getLogger(__name__)
+# A message about one model is logged once, however often a mode is bound to it.
+_log_once = cache(logging.getLogger(__name__).log)
 
 
 @dataclass(eq=False)
@@ -33,7 +34,7 @@ class AdaptiveClip(Adaptive, ClipMode):
 
     _layout: Layout | None = field(default=None, init=False, repr=False)
     _shards: list[ParamShard] = field(default_factory=list, init=False, repr=False)
-    _left_out: list[bool] = field(default_factory=list, init=False, repr=False)
+    _excluded: set[str] = field(default_factory=set, init=False, repr=False)
     _index: UnitIndex | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -51,24 +52,21 @@ class AdaptiveClip(Adaptive, ClipMode):
         Logs which parameters ``auto`` excludes, and which layers have unknown units.
         """
         if self.exclude == "auto":
-            excluded = set(layout.heads)
+            self._excluded = set(layout.heads)
         else:
             given: Sequence[str] = self.exclude
             globs = [given] if isinstance(given, str) else given
-            excluded = {name for glob in globs for name in layout.matching(glob, "exclude")}
+            self._excluded = {n for glob in globs for n in layout.matching(glob, "exclude")}
         units = self.units or {}
         self._shards = layout.with_units(units)
-        self._left_out = [shard.name in excluded for shard in self._shards]
         self._layout, self._index = layout, None
         if layout.device.type == "meta" or (dist.is_initialized() and dist.get_rank() > 0):
             return  # a model that is only checked, or a rank that need not repeat the first one
         if self.exclude == "auto":
-            heads = ", ".join(layout.heads)
-            found = "adaptive clipping leaves out " + (
-                heads or "nothing, because no head was found"
-            )
-            _log_once(logging.INFO, f"clip.exclude=auto: {found}")
-        known = {name for glob in units for name in layout.matching(glob, "units")} | excluded
+            heads = ", ".join(layout.heads) or "nothing, because no head was found"
+            _log_once(logging.INFO, f"clip.exclude=auto: adaptive clipping leaves out {heads}")
+        known = {name for glob in units for name in layout.matching(glob, "units")}
+        known |= self._excluded
         if assumed := [n for n, p in layout.parameters.items() if not (p.known or n in known)]:
             shapes = [f"{name} {list(layout.parameters[name].shape)}" for name in assumed]
             _log_once(
@@ -81,10 +79,7 @@ class AdaptiveClip(Adaptive, ClipMode):
     def of_part(self, layout: Layout) -> AdaptiveClip:
         """Return the mode for some parameters; the patterns were resolved against all of them."""
         made, names = copy.copy(self), {*layout.names}
-        pairs = zip(self._shards, self._left_out, strict=True)
-        own = [(shard, out) for shard, out in pairs if shard.name in names]
-        made._shards = [shard for shard, _ in own]
-        made._left_out = [out for _, out in own]
+        made._shards = [shard for shard in self._shards if shard.name in names]
         made._layout, made._index = layout, None
         return made
 
@@ -106,7 +101,8 @@ class AdaptiveClip(Adaptive, ClipMode):
         gradients = _of_each_shard(layout)
         present = [gradient is not None for gradient in gradients]
         if self._index is None or self._index.present != present:
-            self._index = UnitIndex(self._shards, present, self._left_out)
+            left_out = [shard.name in self._excluded for shard in self._shards]
+            self._index = UnitIndex(self._shards, present, left_out)
         return UnitNorms(self._index, gradients, dtype, *self._index.norms(gradients, dtype))
 
     @torch.no_grad()
@@ -153,11 +149,6 @@ class AdaptiveClip(Adaptive, ClipMode):
         assert decision.parts is not None
         for own, coefs in decision.parts.work:
             own.scale(coefs)
-
-
-@cache
-def _log_once(level: int, message: str) -> None:
-    log.log(level, "%s", message)
 
 
 def _of_each_shard(layout: Layout) -> list[Tensor | None]:

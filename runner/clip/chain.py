@@ -105,7 +105,8 @@ class ChainClip(Chain, NestedMode):
             else:
                 scale(layout, factor)
             if number == len(self._links):
-                return self.finished(self._whole(decisions, None), decision.finite)
+                whole, finite = self._whole(decisions, None), decision.finite
+                return whole.where(finite) if isinstance(finite, Tensor) else whole
             # Clamping makes an infinite gradient finite, but its step is skipped all the same.
             stats = GradStats(decisions[-1].norm_clipped, decision.finite)
             measuring = self._measuring(number)
@@ -114,11 +115,11 @@ class ChainClip(Chain, NestedMode):
             decisions, factor = self._decide(layout, stats, decisions)
 
     def _whole(self, decisions: Sequence[Decision], factor: Any) -> Decision:
-        each = isinstance(factor, Tensor) and factor.ndim > 0
         norms = decisions[0].norm, decisions[-1].norm_clipped
         named = dict(zip(self.modes, decisions, strict=True))
-        coef, scales = (None, factor) if each else (factor, None)
-        return self.together(*norms, named, coef=coef, scales=scales)
+        if isinstance(factor, Tensor) and factor.ndim:
+            return self.together(*norms, named, scales=factor)
+        return self.together(*norms, named, coef=factor)
 
 
 MODE = ChainClip

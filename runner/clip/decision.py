@@ -19,7 +19,6 @@ from runner.clip.norms import (
     combine_norms,
     flatten,
     local_power,
-    local_powers,
     measure,
     measure_split,
 )
@@ -27,12 +26,13 @@ from runner.clip.transfer import Number
 
 # Elements that a CPU multiplies together: they and their copies in float64 stay in a cache.
 BLOCK = 2**16
+_NAN = math.nan
 _IF_SKIPPED: dict[str, Any] = {
-    "norm_clipped": math.nan,
-    "coef": math.nan,
+    "norm_clipped": _NAN,
+    "coef": _NAN,
     "clipped": 0.0,
     "fraction": 0.0,
-    "max_stat": math.nan,
+    "max_stat": _NAN,
 }
 
 
@@ -66,7 +66,7 @@ class GradStats:
         if not split:
             return cls.measured(*measure(layout, norm_type, each))
         norm, powers, parts = measure_split(layout, norm_type)
-        return cls(norm, transfer.is_finite(norm), powers, split=parts)
+        return replace(cls.measured(norm, powers), split=parts)
 
     @classmethod
     def measured(cls, norm: Number, powers: Powers | None, work: Any = None) -> GradStats:
@@ -159,13 +159,13 @@ class Decision:
         cls, norm: Number, threshold: Number | None, max_stat: Number, total: Number = 1.0
     ) -> Decision:
         """Decide to leave a finite gradient as it is."""
-        limit = math.nan if threshold is None else threshold
+        limit = _NAN if threshold is None else threshold
         return cls(norm, norm, 1.0, 0.0, 0.0, max_stat, limit, total=total)
 
     @classmethod
     def skipped(cls, norm: Number, threshold: Number | None) -> Decision:
         """Describe a step that is not taken because its gradient is not finite."""
-        limit = math.nan if threshold is None else threshold
+        limit = _NAN if threshold is None else threshold
         return cls(norm, **_IF_SKIPPED, threshold=limit, finite=False)
 
     @classmethod
@@ -173,8 +173,27 @@ class Decision:
         cls, norm: Number, threshold: Number, max_stat: Number, parts: Parts
     ) -> Decision:
         """Decide to change ``parts``; ``max_stat`` is the largest value on this rank."""
-        nan = math.nan
-        return cls(norm, nan, nan, nan, nan, max_stat, threshold, parts=parts)
+        return cls(norm, _NAN, _NAN, _NAN, _NAN, max_stat, threshold, parts=parts)
+
+    @classmethod
+    def of_share(
+        cls,
+        norm: Number,
+        after: Number,
+        share: Number,
+        max_stat: Number,
+        limit: Number,
+        total: Number,
+        **more: Any,
+    ) -> Decision:
+        """Decide to clip a ``share`` of ``total`` parts, which every rank knows."""
+        if not isinstance(share, Tensor) and share == 0.0:
+            # The same number twice, not a quotient of two that were rounded differently.
+            return cls.untouched(norm, limit, max_stat, total)
+        coef = more.pop("coef", None)
+        coef = transfer.ratio(after, norm) if coef is None else coef
+        clipped = share.sign() if isinstance(share, Tensor) else 1.0
+        return cls(norm, after, coef, clipped, share, max_stat, limit, total=total, **more)
 
     def of_whole(self, norm: Number, split: Split, norm_type: float) -> Decision:
         """Return a decision on the gradients of ``split.scaled`` as one on the whole gradient."""
@@ -182,27 +201,22 @@ class Decision:
             return replace(self, norm=norm)
         after = combine_norms([self.coef * split.scaled, split.rest], norm_type)
         after = transfer.where(self.coef != 1.0, after, norm)
-        coef, scaled = transfer.ratio(after, norm), split.scaled
-        known: dict[str, Any] = {
-            "norm": norm,
-            "norm_clipped": after,
-            "coef": coef,
-            "norm_scaled": scaled,
-        }
-        return replace(self, factor=self.coef, **known)
+        whole = replace(self, norm=norm, norm_clipped=after, coef=transfer.ratio(after, norm))
+        return replace(whole, factor=self.coef, norm_scaled=split.scaled)
 
     def where(self, finite: Tensor) -> Decision:
         """Return this decision where ``finite`` holds, else a skipped one, chosen on the device."""
         if self.parts is not None:
             return replace(self, finite=finite)
-        chosen: dict[str, Any] = {
-            name: transfer.where(finite, getattr(self, name), skipped)
-            for name, skipped in _IF_SKIPPED.items()
-        }
+        skipped = dict(_IF_SKIPPED)
         if isinstance(self.threshold, Tensor):  # λ that moves is that of this step.
-            chosen["threshold"] = transfer.where(finite, self.threshold, math.nan)
+            skipped["threshold"] = _NAN
         if self.factor is not None:
-            chosen["factor"] = transfer.where(finite, self.factor, math.nan)
+            skipped["factor"] = _NAN
+        chosen: dict[str, Any] = {
+            name: transfer.where(finite, getattr(self, name), other)
+            for name, other in skipped.items()
+        }
         return replace(self, finite=finite, **chosen)
 
     def complete(self, layout: Layout, norm_type: float) -> Decision:
@@ -225,15 +239,10 @@ class Decision:
             count, every = transfer.on_device(counts, norm.device).round()
             # The same number twice, where they were measured in different ways.
             after, share = torch.where(count > 0, after, norm), count / every.clamp(min=1.0)
-            fraction, clipped = share, share.sign()
         else:
             count, every = (round(float(one)) for one in counts)
-            if count == 0:
-                # The same number twice, not a quotient of two that were rounded differently.
-                return Decision.untouched(norm, limit, max_stat, every)
-            fraction, clipped = count / every, 1.0
-        coef = transfer.ratio(after, norm)
-        done = Decision(norm, after, coef, clipped, fraction, max_stat, limit, total=every)
+            share = count / max(every, 1)
+        done = Decision.of_share(norm, after, share, max_stat, limit, every)
         return done.where(self.finite) if isinstance(self.finite, Tensor) else done
 
 
@@ -246,25 +255,22 @@ class Inner(NamedTuple):
 
 
 class Direction:
-    """Compares the gradient before clipping with the gradient after it.
+    """Compares the gradient before clipping with the gradient after it, by a copy of the former.
 
-    Where each tensor has one coefficient, the cosine follows from the norms of the tensors. Modes
-    that clip elements or units need a copy of the gradient. Make it when the mode has decided and
-    no gradient has changed; the host does not wait for an accelerator, and there is no collective.
+    Make it when the mode has decided and no gradient has changed. One coefficient for all gradients
+    turns nothing and needs no copy. The host does not wait for an accelerator.
     """
 
     @torch.no_grad()
-    def __init__(
-        self, layout: Layout, decision: Decision | None, powers: Powers | None = None
-    ) -> None:
+    def __init__(self, layout: Layout, decision: Decision | None) -> None:
         self._layout = layout
         self._before: list[Tensor] | None = None
-        self._sums: Tensor | None = None
-        if decision is None or decision.parts is not None:
+        same = decision is not None and (
+            decision.finite is False
+            or (decision.parts is None and decision.factor is None and decision.scales is None)
+        )
+        if not same:
             self._before = [gradient.clone() for gradient in layout.gradients()[1]]
-        elif decision.finite is not False:
-            scales = _scales(layout, decision)
-            self._sums = None if scales is None else _from_norms(layout, scales, powers)
 
     @torch.no_grad()
     def sums(self) -> Tensor:
@@ -272,8 +278,7 @@ class Direction:
         device = self._layout.device
         before, self._before = self._before, None
         if before is None:
-            same = transfer.on_device([1.0, 1.0, 1.0], device)
-            return same if self._sums is None else self._sums
+            return transfer.on_device([1.0, 1.0, 1.0], device)
         total = torch.zeros(3, dtype=transfer.widest(device), device=device)
         for shard, a, b in zip(*self._layout.gradients(), before, strict=True):
             total += _products(b, a) / shard.num_replicas
@@ -285,23 +290,6 @@ def cosine(sums: Sequence[float]) -> float | None:
     product, before, after = sums
     length = (before * after) ** 0.5
     return product / length if length > 0.0 else None
-
-
-def _scales(layout: Layout, decision: Decision) -> Tensor | None:
-    """Return the factor of each parameter, [parameters]; None where all have the same one."""
-    if decision.scales is not None or decision.factor is None:
-        return decision.scales
-    scaled = [float(one.scaled) for one in layout.parameters.values()]
-    return 1.0 + transfer.on_device(scaled, layout.device) * (decision.factor - 1.0)
-
-
-def _from_norms(layout: Layout, scales: Tensor, powers: Powers | None) -> Tensor:
-    """Return the three sums, given the factor of each parameter."""
-    if powers is None or powers.norm_type != 2.0:
-        powers = local_powers(layout, 2.0, each=True)[1]
-        assert powers is not None
-    shares = powers.of_parameters(layout)
-    return torch.stack([(shares * scales).sum(), shares.sum(), (shares * scales.square()).sum()])
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

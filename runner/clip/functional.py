@@ -163,24 +163,20 @@ class GradientClipping:
 
 
 def clipper_of(given: nn.Module | list[Tensor]) -> Clipper:
-    """Return what clips a module, or a list of parameters.
+    """Return what clips a module, or a list of parameters; see :func:`apply_gradient_clipping`.
 
     For some parameters of a boosted model on one rank, their gradients are made final here.
-
-    Raises:
-        ValueError: see :func:`apply_gradient_clipping`.
     """
     if given == []:
         raise ValueError("no parameters to clip: give a module, or parameters")
+    module = given if isinstance(given, nn.Module) else None
     parameters = list(given.parameters()) if isinstance(given, nn.Module) else given
-    for module in given.modules() if isinstance(given, nn.Module) else ():
-        if isinstance(module, FSDPModule):
+    for part in () if module is None else module.modules():
+        if isinstance(part, FSDPModule):
             # A forward pass after the backward pass may have gathered other parameters than those
             # that have the gradients.
-            module.reshard()
-    owned = (
-        [given, *parameters] if isinstance(given, nn.Module) and given in _boosted else parameters
-    )
+            part.reshard()
+    owned = parameters if module is None or module not in _boosted else [module, *parameters]
     found = [_boosted_clipper(each) for each in owned]
     clippers = {id(clipper): clipper for clipper in found if clipper is not None}
     clipper: Any = next(iter(clippers.values()), None)
@@ -195,26 +191,33 @@ def clipper_of(given: nn.Module | list[Tensor]) -> Clipper:
                 "these parameters are not all of one boosted model: clip each boosted model by "
                 "itself, or boost them together: booster.boost([first, second], optimizer)"
             )
-        shards = {id(shard.param): shard for shard in clipper.layout.shards}
-        if any(id(parameter) not in shards for parameter in parameters):
-            raise ValueError(
-                "these parameters were replaced when the model was boosted: give the boosted "
-                "model, or its parameters() of now"
-            )
-        asked = {id(parameter) for parameter in parameters}
-        if all(key in asked or not shard.param.requires_grad for key, shard in shards.items()):
+        if _are_all(parameters, clipper):
             boosted: Clipper = clipper
             return boosted
-        if clipper.layout.group is not None:
-            raise ValueError(
-                "these are some of the parameters that were boosted together, whose gradients lie "
-                "on several ranks: clip all of them, by apply_gradient_clipping(boosted_model, "
-                "...) or by optimizer.clip_grad_by_norm(max_norm)"
-            )
         clipper.begin_clip()
-    if isinstance(given, nn.Module):
-        return plain_clipper(given)
-    return PlainClipper(Layout.of_parameters(given))
+    return (
+        PlainClipper(Layout.of_parameters(parameters)) if module is None else plain_clipper(module)
+    )
+
+
+def _are_all(parameters: Sequence[Tensor], clipper: Clipper) -> bool:
+    """Return whether a boosted model has no other parameters; a ValueError where it has to."""
+    shards = {id(shard.param): shard for shard in clipper.layout.shards}
+    asked = {id(parameter) for parameter in parameters}
+    if asked - shards.keys():
+        raise ValueError(
+            "these parameters were replaced when the model was boosted: give the boosted model, or "
+            "its parameters() of now"
+        )
+    if all(key in asked or not shard.param.requires_grad for key, shard in shards.items()):
+        return True
+    if clipper.layout.group is not None:
+        raise ValueError(
+            "these are some of the parameters that were boosted together, whose gradients lie on "
+            "several ranks: clip all of them, by apply_gradient_clipping(boosted_model, ...) or by "
+            "optimizer.clip_grad_by_norm(max_norm)"
+        )
+    return False
 
 
 def plain_clipper(model: nn.Module) -> PlainClipper:

@@ -24,7 +24,7 @@ REST = "rest"  # name of the parameters that no pattern matches
 
 
 class _Group(NamedTuple):
-    """Parameters that are clipped together."""
+    """Parameters that are clipped together, their positions, and those of the scaled ones."""
 
     name: str
     mode: ClipMode
@@ -49,14 +49,12 @@ class GroupsClip(ByGroups, NestedMode):
             if not names and pattern != "*":
                 text = f"clip.groups: {pattern} matches only parameters that patterns before it do"
                 raise OptionError("groups", f"{text}; put it before them, or leave it out")
-            self._add(pattern, mode, names)
+            self._add(layout, pattern, mode, names)
             for name in names:
                 del left[name]
-        self._add(REST, build("none", norm_type=self.norm_type), [*left])
+        self._add(layout, REST, build("none", norm_type=self.norm_type), [*left])
 
-    def _add(self, name: str, mode: ClipMode, names: Sequence[str]) -> None:
-        layout = self._layout
-        assert layout is not None
+    def _add(self, layout: Layout, name: str, mode: ClipMode, names: Sequence[str]) -> None:
         if names:
             own = layout if len(names) == len(layout.names) else layout.restricted(names)
             bind(mode, own, f"groups.{name}")
@@ -70,22 +68,16 @@ class GroupsClip(ByGroups, NestedMode):
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         if self._layout is not layout:
             self.bind(layout)
-        found = [group.mode.measure(group.layout, each) for group in self._bound]
+        p, found = self.norm_type, [g.mode.measure(g.layout, each) for g in self._bound]
         norm = found[0].norm
         if len(found) > 1:
-            norm = combine_norms([stats.norm for stats in found], self.norm_type)
-        return GradStats.measured(norm, self._powers(found, each), found)
-
-    def _powers(self, found: Sequence[GradStats], each: bool) -> Powers | None:
-        """Return the share of each gradient of this rank, where any group has measured it."""
-        p = self.norm_type
-        if not each and all(stats.powers is None for stats in found):
-            return None
-        parts = [
-            stats.powers or local_powers(group.layout, p, each=True)[1]
-            for group, stats in zip(self._bound, found, strict=True)
-        ]
-        return Powers.joined([part for part in parts if part is not None and part.shards], p)
+            norm = combine_norms([stats.norm for stats in found], p)
+        powers = None
+        if each or any(stats.powers is not None for stats in found):
+            pairs = zip(self._bound, found, strict=True)
+            parts = [s.powers or local_powers(g.layout, p, each=True)[1] for g, s in pairs]
+            powers = Powers.joined([part for part in parts if part is not None and part.shards], p)
+        return GradStats.measured(norm, powers, found)
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
@@ -119,11 +111,10 @@ class GroupsClip(ByGroups, NestedMode):
     def change_parts(self, layout: Layout, decision: Decision) -> Decision:
         """Apply the decision of each group. All ranks do, in the same order."""
         assert decision.parts is not None
-        decisions = [
-            group.mode.apply(group.layout, own)
-            for group, own in zip(self._bound, decision.parts.work, strict=True)
-        ]
-        return self.finished(self._whole(decision.norm, decisions), decision.finite)
+        pairs = zip(self._bound, decision.parts.work, strict=True)
+        decisions = [group.mode.apply(group.layout, own) for group, own in pairs]
+        whole, finite = self._whole(decision.norm, decisions), decision.finite
+        return whole.where(finite) if isinstance(finite, Tensor) else whole
 
     def _whole(
         self, norm: Number, decisions: Sequence[Decision], scales: Tensor | None = None

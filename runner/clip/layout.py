@@ -47,8 +47,7 @@ class OptionError(ValueError):
 
     def __init__(self, option: str, message: str, value: Any = NOTHING) -> None:
         super().__init__(message)
-        self.option = option
-        self.value = value
+        self.option, self.value = option, value
 
 
 class Layout:
@@ -119,10 +118,8 @@ class Layout:
         if any(is_sharded(parameter) for parameter in model.parameters()):
             assert dist.group.WORLD is not None
             return cls.of_sharded(model, dist.group.WORLD)
-        shards = [
-            ParamShard(name, parameter, units_of(parameter, module))
-            for name, parameter, module in owned_parameters(model)
-        ]
+        owned = owned_parameters(model)
+        shards = (ParamShard(name, p, units_of(p, module)) for name, p, module in owned)
         return cls(shards, heads=head_weights(model))
 
     @classmethod
@@ -175,17 +172,17 @@ class Layout:
     def union(cls, layouts: Mapping[str, Layout]) -> Layout:
         """Return the layout of several modules together: one norm over all their gradients.
 
-        Args:
-            layouts: the layout of each module, by the prefix that its parameters' names get. One
-                without a group is that of a module which every rank holds whole, with the same
-                gradients.
+        ``layouts`` is that of each module, by the prefix that its parameters' names get. One
+        without a group is that of a module which every rank holds whole, with the same gradients.
         """
         listed = list(layouts.items())
         if len(listed) == 1 and not listed[0][0]:
             return listed[0][1]
         group = next((layout.group for _, layout in listed if layout.group is not None), None)
-        names = Counter(prefix + name for prefix, layout in listed for name in layout.parameters)
-        if twice := sorted(name for name, count in names.items() if count > 1):
+        pairs = [(prefix + n, w) for prefix, one in listed for n, w in one.parameters.items()]
+        if twice := sorted(
+            name for name, count in Counter(n for n, _ in pairs).items() if count > 1
+        ):
             raise LayoutError(f"{', '.join(twice)}: two modules have a parameter of this name")
         shards = []
         for prefix, layout in listed:
@@ -193,13 +190,8 @@ class Layout:
             for shard in layout.shards:
                 held = shard.num_replicas * copies
                 shards.append(replace(shard, name=prefix + shard.name, num_replicas=held))
-        parameters = {
-            prefix + name: known
-            for prefix, layout in listed
-            for name, known in layout.parameters.items()
-        }
         heads = [prefix + head for prefix, layout in listed for head in layout.heads]
-        return cls(shards, group, heads, parameters, listed[0][1].device.type)
+        return cls(shards, group, heads, dict(pairs), listed[0][1].device.type)
 
     def leave_unscaled(self, names: Collection[str]) -> None:
         """Leave gradients out when a clipping mode multiplies all others by one coefficient.
@@ -282,13 +274,8 @@ class Layout:
         return columns.tolist() if transfer.can_read(columns.device) else [list(c) for c in columns]
 
     def rows_of_ranks(self, row: Tensor) -> Tensor:
-        """Gather a vector of each rank, [ranks, values]; the same bits on every rank.
-
-        No collective where this rank holds the whole model.
-        """
-        if self.group is None:
-            return row.unsqueeze(0)
-        return transfer.start_gather(row, self.group)()
+        """Gather a vector of each rank, [ranks, values]; see :meth:`gather`."""
+        return row.unsqueeze(0) if self.group is None else transfer.start_gather(row, self.group)()
 
     def matching(self, pattern: str, option: str) -> list[str]:
         """Return the names of parameters that match a glob, which the mode's ``option`` has."""
@@ -301,21 +288,19 @@ class Layout:
     def with_units(self, units: Mapping[str, int | Sequence[int]]) -> list[ParamShard]:
         """Return the shards of this layout with the units that a user names.
 
-        Args:
-            units: globs of parameter names, and the dimensions of each parameter that index
-                outputs; of two globs that match a parameter the last one counts.
+        ``units`` are globs of parameter names, and the dimensions of each parameter that index
+        outputs; of two globs that match a parameter the last one counts.
         """
         chosen: dict[str, Units] = {}
         for pattern, given in units.items():
             outputs = (given,) if isinstance(given, int) else given
             for name in self.matching(pattern, "units"):
-                shape = self.parameters[name].shape
-                n = len(shape)
-                if wrong := [dim for dim in outputs if not -n <= dim < n]:
+                shape = list(self.parameters[name].shape)
+                if wrong := [dim for dim in outputs if not -len(shape) <= dim < len(shape)]:
                     raise OptionError(
                         "units",
                         f"clip.units: {pattern} names dimension {wrong[0]} of {name}, whose shape "
-                        f"is {list(shape)}",
+                        f"is {shape}",
                     )
-                chosen[name] = Units.of_outputs(n, outputs)
+                chosen[name] = Units.of_outputs(len(shape), outputs)
         return [p.with_units(chosen[p.name]) if p.name in chosen else p for p in self.shards]

@@ -133,7 +133,13 @@ class ClipMode(Mode, ABC):
             # A limit that follows from earlier steps is that of no step but its own.
             return Decision.skipped(stats.norm, None if self.limit_moves else self.threshold)
         before = dict(self.history)
-        decision = self._decide_finite(layout, stats)
+        if stats.part or not self.scales_some(layout):
+            decision = self.decide_finite(layout, stats)
+        else:
+            split = stats.split or measure_split(layout, self.norm_type)[2]
+            own = replace(stats, norm=split.scaled, split=None, part=True)
+            decision = self.decide_finite(layout, own)
+            decision = decision.of_whole(stats.norm, split, self.norm_type)
         if self.tally is not None:
             self.tally.end_step(stats.norm)
         if not isinstance(stats.finite, Tensor):
@@ -145,37 +151,6 @@ class ClipMode(Mode, ABC):
             decision = replace(decision, threshold=moved)
         return decision.where(stats.finite)
 
-    def undo(self, before: Mapping[str, Any], finite: bool | Tensor) -> None:
-        """Make ``before`` the history again, unless the gradient turns out to be ``finite``."""
-        for name, value in self.history.items():
-            if value is not before[name]:
-                self.history[name] = transfer.where(finite, value, before[name])
-
-    def of_part(self, layout: Layout) -> ClipMode:
-        """Return this mode for some parameters of its layout, with the same history.
-
-        For modes with ``info.by_tensor``, which clip in the backward pass: in each step the parts
-        decide one after the other, and then :meth:`end_parts` is called. A step that is not finite
-        is taken back by :meth:`undo`.
-        """
-        made = copy.copy(self)
-        made.bind(layout)
-        return made
-
-    def ready_for_parts(self) -> bool:
-        """Return whether parts may decide in this step; the same on every rank."""
-        return True
-
-    def end_parts(self) -> None:
-        """Note that all parts have decided, once a step."""
-
-    def _decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        if stats.part or not self.scales_some(layout):
-            return self.decide_finite(layout, stats)
-        split = stats.split or measure_split(layout, self.norm_type)[2]
-        own = replace(stats, norm=split.scaled, split=None, part=True)
-        return self.decide_finite(layout, own).of_whole(stats.norm, split, self.norm_type)
-
     @abstractmethod
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         """Decide for a gradient that is finite.
@@ -183,6 +158,12 @@ class ClipMode(Mode, ABC):
         On an accelerator it may turn out not to be: decision and history are then dropped. Ranks
         hold the same ``stats``, and have to make the same decision.
         """
+
+    def undo(self, before: Mapping[str, Any], finite: bool | Tensor) -> None:
+        """Make ``before`` the history again, unless the gradient turns out to be ``finite``."""
+        for name, value in self.history.items():
+            if value is not before[name]:
+                self.history[name] = transfer.where(finite, value, before[name])
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
         """Change the gradients in place, as decided; return the completed decision.
@@ -205,6 +186,15 @@ class ClipMode(Mode, ABC):
         self.apply_parts(decision)
         return decision.complete(layout, self.norm_type)
 
+    def apply_parts(self, decision: Decision) -> None:
+        """Change the parts of ``decision`` in place, for a mode that decides on parts."""
+        raise TypeError(f"{type(self).__name__} decides on parts, so it needs apply_parts")
+
+    def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
+        """Decide and apply; ``stats`` are measured here by default."""
+        measured = self.measure(layout) if stats is None else stats
+        return self.apply(layout, self.decide(layout, measured))
+
     @property
     def may_fold(self) -> bool:
         """Whether an optimizer's step may multiply gradients by the coefficient instead."""
@@ -219,10 +209,6 @@ class ClipMode(Mode, ABC):
         kind = type(self)
         return kind.measure is ClipMode.measure and kind.apply_parts is ClipMode.apply_parts
 
-    def apply_parts(self, decision: Decision) -> None:
-        """Change the parts of ``decision`` in place, for a mode that decides on parts."""
-        raise TypeError(f"{type(self).__name__} decides on parts, so it needs apply_parts")
-
     def before_step(self, layout: Layout, decision: Decision) -> None:
         """Prepare to limit the update of a step, where ``decision.update`` is not None.
 
@@ -234,10 +220,23 @@ class ClipMode(Mode, ABC):
         """Limit the update that was taken, before ZeRO broadcasts it; complete the decision."""
         return decision
 
-    def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
-        """Decide and apply; ``stats`` are measured here by default."""
-        measured = self.measure(layout) if stats is None else stats
-        return self.apply(layout, self.decide(layout, measured))
+    def of_part(self, layout: Layout) -> ClipMode:
+        """Return this mode for some parameters of its layout, with the same history.
+
+        For modes with ``info.by_tensor``, which clip in the backward pass: in each step the parts
+        decide one after the other, and then :meth:`end_parts` is called. A step that is not finite
+        is taken back by :meth:`undo`.
+        """
+        made = copy.copy(self)
+        made.bind(layout)
+        return made
+
+    def ready_for_parts(self) -> bool:
+        """Return whether parts may decide in this step; the same on every rank."""
+        return True
+
+    def end_parts(self) -> None:
+        """Note that all parts have decided, once a step."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the threshold and, where there is one, the history."""
@@ -280,8 +279,7 @@ def scale(layout: Layout, coef: Number, some: bool = False) -> None:
     if isinstance(coef, Tensor) or coef != 1.0:
         shards, gradients = layout.gradients()
         if some:
-            pairs = zip(shards, gradients, strict=True)
-            gradients = [gradient for shard, gradient in pairs if shard.scaled]
+            gradients = [g for shard, g in zip(shards, gradients, strict=True) if shard.scaled]
         multiply(gradients, coef)
 
 
@@ -289,18 +287,19 @@ def scale_each(layout: Layout, scales: Tensor) -> None:
     """Multiply the gradient of each parameter of ``layout.names`` by its own of ``scales``."""
     shards, gradients = layout.gradients()
     at = [layout.positions[shard.name] for shard in shards]
+    if not gradients:
+        return
     if not transfer.can_read(layout.device):
         each = scales.unbind()
-        if gradients:
-            torch._foreach_mul_(gradients, [each[i] for i in at])
+        torch._foreach_mul_(gradients, [each[i] for i in at])
         return
     coefs: list[float] = scales.tolist()
-    ordinary = [(g, coefs[i]) for g, i in zip(gradients, at, strict=True) if TINY < coefs[i] != 1.0]
-    if ordinary:
+    pairs = [(g, coefs[i]) for g, i in zip(gradients, at, strict=True) if coefs[i] != 1.0]
+    if ordinary := [pair for pair in pairs if pair[1] > TINY]:
         torch._foreach_mul_(*map(list, zip(*ordinary, strict=True)))
-    for gradient, i in zip(gradients, at, strict=True):
-        if coefs[i] <= TINY:
-            multiply([gradient], coefs[i])
+    for gradient, coef in pairs:
+        if coef <= TINY:
+            multiply([gradient], coef)
 
 
 def multiply(gradients: list[Tensor], coef: Number) -> None:
@@ -310,8 +309,7 @@ def multiply(gradients: list[Tensor], coef: Number) -> None:
     # A tensor of the gradients' type takes foreach's fast path; a narrower one would be rounded.
     dtypes = {*map(_DTYPE, gradients)}
     dtype = torch.promote_types(dtypes.pop(), torch.float32) if len(dtypes) == 1 else torch.float64
-    if isinstance(coef, Tensor):
-        factor = coef.to(dtype)
-    else:
-        factor = torch.tensor(coef, dtype=dtype if coef > TINY else torch.float64)
-    torch._foreach_mul_(gradients, factor)
+    if not isinstance(coef, Tensor):
+        coef = torch.tensor(coef, dtype=dtype if coef > TINY else torch.float64)
+        dtype = coef.dtype
+    torch._foreach_mul_(gradients, coef.to(dtype))

@@ -78,9 +78,6 @@ class NestedMode(ClipMode):
         share, nan = clipped if fraction is None else fraction, math.nan
         return Decision(norm, after, ratio, clipped, share, nan, nan, scales=scales, inner=inner)
 
-    def finished(self, whole: Decision, finite: bool | Tensor) -> Decision:
-        return whole.where(finite) if isinstance(finite, Tensor) else whole
-
     def state_dict(self) -> dict[str, Any]:
         kept = {
             name: {"class": type(mode).__name__, **mode.state_dict()}

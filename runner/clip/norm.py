@@ -25,16 +25,15 @@ def limit_norm(
 ) -> Decision:
     """Decide to scale the whole gradient so that its norm is at most ``limit``.
 
-    No epsilon is added to ‖G‖: the clipped norm is ``limit``, and a gradient whose norm is exactly
-    ``limit`` is not touched.
+    No epsilon is added to ‖G‖: the clipped norm is ``limit`` (or ``to``), and a gradient whose norm
+    is exactly ``limit`` is not touched.
     """
     stat = norm if max_stat is None else max_stat
     in_force = limit if threshold is None else threshold
-    target = limit if to is None else to
     above = norm > limit  # the host cannot compare tensors of an accelerator without waiting
     if not isinstance(above, Tensor) and not above:
         return Decision.untouched(norm, in_force, stat)
-    coef = transfer.where(above, target / norm, 1.0)
+    coef = transfer.where(above, (limit if to is None else to) / norm, 1.0)
     clipped = transfer.where(above, 1.0, 0.0)
     return Decision(norm, norm * coef, coef, clipped, clipped, stat, in_force)
 

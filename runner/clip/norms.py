@@ -39,16 +39,10 @@ VANISHES, OVERFLOWS = 1e-20, 1e30
 
 
 class Powers(NamedTuple):
-    """Share of each gradient of one rank in ‖G‖^p: Σ|g|^p ÷ num_replicas (max|g| for p = inf).
+    """Share of each gradient of one rank in ‖G‖^p: Σ|g|^p ÷ num_replicas (max|g| for p = inf)."""
 
-    Attributes:
-        shards: the shards that have a gradient.
-        each: one value for each shard: floats on a CPU, one vector on an accelerator.
-        norm_type: p.
-    """
-
-    shards: Sequence[ParamShard]
-    each: Sequence[float] | Tensor
+    shards: Sequence[ParamShard]  # those that have a gradient
+    each: Sequence[float] | Tensor  # floats on a CPU, one vector on an accelerator
     norm_type: float
 
     def not_finite(self) -> list[str]:
@@ -62,21 +56,20 @@ class Powers(NamedTuple):
 
         There is no collective, and the host does not wait for an accelerator.
         """
-        each = _vector(self.each, layout)
+        each, at = _vector(self.each, layout), layout.positions_of(self.shards)
         shares = each.new_zeros(len(layout.names))
         # A tied parameter may lie on this rank twice.
         if math.isinf(self.norm_type):
-            return shares.scatter_reduce_(0, layout.positions_of(self.shards), each, "amax")
-        return shares.index_add_(0, layout.positions_of(self.shards), each)
+            return shares.scatter_reduce_(0, at, each, "amax")
+        return shares.index_add_(0, at, each)
 
     @classmethod
     def joined(cls, parts: Sequence[Powers], norm_type: float) -> Powers:
         """Return the shares of several lists of gradients together."""
         shards = [shard for part in parts for shard in part.shards]
         tensors = [part.each for part in parts if isinstance(part.each, Tensor)]
-        if tensors:
-            return cls(shards, torch.cat(tensors), norm_type)
-        return cls(shards, [float(one) for part in parts for one in part.each], norm_type)
+        each = [float(one) for part in parts for one in part.each] if not tensors else None
+        return cls(shards, torch.cat(tensors) if each is None else each, norm_type)
 
 
 class Split(NamedTuple):
@@ -120,8 +113,7 @@ def combine(powers: Sequence[Number], norm_type: float) -> Number:
     """Return the norm, given :func:`local_power` of each rank."""
     device = next((power.device for power in powers if isinstance(power, Tensor)), None)
     if device is not None:
-        every = transfer.on_device(powers, device)
-        return every.amax() if math.isinf(norm_type) else every.sum() ** (1.0 / norm_type)
+        return combined_norms(transfer.on_device(powers, device), norm_type)
     if math.isinf(norm_type):
         # The result of max() with NaN depends on the order.
         return math.nan if any(map(math.isnan, powers)) else max(powers)
@@ -135,11 +127,21 @@ def combine_norms(norms: Sequence[Number], norm_type: float) -> Number:
     return combine(whole, norm_type)
 
 
+def combined_norms(every: Tensor, norm_type: float) -> Tensor:
+    """Return the norms, [...], whose shares on all ranks are given, [ranks, ...]."""
+    return every.amax(0) if math.isinf(norm_type) else every.sum(0) ** (1.0 / norm_type)
+
+
 def local_powers(
     layout: Layout, norm_type: float, each: bool = False
 ) -> tuple[Number, Powers | None]:
     """Return this rank's share of ‖G‖^p (its largest |g| for p = inf), and each gradient's."""
     return powers_of(*layout.gradients(), norm_type, each)
+
+
+def local_power(layout: Layout, norm_type: float) -> Number:
+    """Return this rank's share of ‖G‖^p (Σ|g|^p ÷ num_replicas), or its largest |g| for p = inf."""
+    return local_powers(layout, norm_type)[0]
 
 
 def powers_of(
@@ -153,29 +155,17 @@ def powers_of(
     if math.isinf(norm_type):
         maxima = list(map(largest, gradients))
         return combine(maxima or [0.0], norm_type), Powers(shards, maxima, norm_type)
-    if not each and gradients:
-        power = _local_sum(shards, gradients, norm_type)
+    replicas: list[int] = list(map(_REPLICAS, shards))
+    if gradients and not each:
+        power = 0.0
+        for held in dict.fromkeys(replicas):
+            some = list(compress(gradients, map(held.__eq__, replicas)))
+            power += power_sum(some, norm_type) / held
         if math.isfinite(power):
             return power, None
     powers = [power_sum([gradient], norm_type) for gradient in gradients]
-    shares = list(map(truediv, powers, map(_REPLICAS, shards)))
+    shares = list(map(truediv, powers, replicas))
     return float(sum(shares)), Powers(shards, shares, norm_type)
-
-
-def local_power(layout: Layout, norm_type: float) -> Number:
-    """Return this rank's share of ‖G‖^p (Σ|g|^p ÷ num_replicas), or its largest |g| for p = inf."""
-    return local_powers(layout, norm_type)[0]
-
-
-def parameter_norms(layout: Layout, shares: Tensor, norm_type: float = 2.0) -> Tensor:
-    """Combine the ranks' shares of parameter norms; one collective where a layout spans ranks."""
-    every = layout.rows_of_ranks(shares.flatten()).view(-1, *shares.shape)
-    return combined_norms(every, norm_type)
-
-
-def combined_norms(every: Tensor, norm_type: float) -> Tensor:
-    """Return the norms, [...], whose shares on all ranks are given, [ranks, ...]."""
-    return every.amax(0) if math.isinf(norm_type) else every.sum(0) ** (1.0 / norm_type)
 
 
 def _vector(each: Sequence[float] | Tensor, layout: Layout) -> Tensor:
@@ -195,20 +185,6 @@ def _on_accelerator(
     if max(num_replicas) > 1:
         powers = torch._foreach_div(powers, num_replicas)
     return torch.stack(powers)
-
-
-def _local_sum(
-    shards: Sequence[ParamShard], gradients: Sequence[Tensor], norm_type: float
-) -> float:
-    """Return Σ|g|^p ÷ num_replicas over all gradients."""
-    num_replicas: list[int] = list(map(_REPLICAS, shards))
-    different = dict.fromkeys(num_replicas)
-    if len(different) == 1:
-        return power_sum(gradients, norm_type) / num_replicas[0]
-    return sum(
-        power_sum(list(compress(gradients, map(held.__eq__, num_replicas))), norm_type) / held
-        for held in different
-    )
 
 
 def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> float:

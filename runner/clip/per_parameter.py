@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, transfer
-from runner.clip.norms import Powers, local_powers, parameter_norms
+from runner.clip.norms import Powers, combined_norms, local_powers
 from runner.config.simple_modes import PerParameter
 
 
@@ -23,15 +24,6 @@ class TensorNorms:
     norms: Tensor
     present: Tensor
     norm_type: float
-
-    @classmethod
-    def measure(cls, layout: Layout, norm_type: float) -> tuple[TensorNorms, Powers]:
-        _, powers = local_powers(layout, norm_type, each=True)
-        assert powers is not None
-        held = Powers(powers.shards, [1.0] * len(powers.shards), norm_type)
-        here = torch.stack([powers.of_parameters(layout), held.of_parameters(layout)])
-        norms, present = parameter_norms(layout, here, norm_type)
-        return cls(norms, present > 0, norm_type), powers
 
     @property
     def total(self) -> Number:
@@ -54,7 +46,14 @@ class TensorMode(ClipMode):
 
     @torch.no_grad()
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
-        tensors, powers = TensorNorms.measure(layout, self.norm_type)
+        p = self.norm_type
+        _, powers = local_powers(layout, p, each=True)
+        assert powers is not None
+        held = Powers(powers.shards, [1.0] * len(powers.shards), p)
+        here = torch.stack([powers.of_parameters(layout), held.of_parameters(layout)])
+        every = layout.rows_of_ranks(here.flatten()).view(-1, *here.shape)
+        norms, present = combined_norms(every, p)
+        tensors = TensorNorms(norms, present > 0, p)
         return GradStats.measured(tensors.total, powers, tensors)
 
     def decides_by(self, stats: GradStats) -> bool:
@@ -70,35 +69,30 @@ class TensorMode(ClipMode):
         self,
         layout: Layout,
         stats: GradStats,
-        tensors: TensorNorms,
         scales: Tensor,
         *,
-        values: Tensor,
-        over: Tensor,
-        present: Tensor,
+        after: TensorNorms,
+        compared: tuple[Tensor, Tensor, Tensor],
         threshold: Number,
     ) -> Decision:
-        """Decide to multiply each tensor by its own of ``scales``.
+        """Decide to multiply each tensor by its own of ``scales``; its norm is then ``after``.
 
-        ``values`` of tensors, or of blocks of them, are compared with λ: those that are ``over``
-        are above it, and those that are ``present`` have a gradient.
+        ``compared`` are the values of tensors or blocks that are compared with λ, which of them are
+        above it, and which have a gradient.
         """
+        values, over, present = compared
         if self.tally is not None and layout.counts_common:
             self.tally.add(values.where(present, math.nan), 1.0)
-        max_stat = transfer.read(values.amax()) if values.numel() else 0.0
-        share, total = transfer.read(share_of(over, present)), transfer.count(present)
-        if not isinstance(share, Tensor) and share == 0.0:
-            return Decision.untouched(stats.norm, threshold, max_stat, total)
-        norm, after = stats.norm, tensors.scaled(scales).total
-        clipped = share.sign() if isinstance(share, Tensor) else 1.0
-        metrics = (norm, after, transfer.ratio(after, norm), clipped, share, max_stat, threshold)
-        return Decision(*metrics, scales=scales, total=total)
+        share, total = share_of(over, present)
+        most = transfer.read(values.amax()) if values.numel() else 0.0
+        more: Any = {"scales": scales}
+        return Decision.of_share(stats.norm, after.total, share, most, threshold, total, **more)
 
 
-def share_of(over: Tensor, present: Tensor) -> Tensor:
-    """Return the share of what is ``present`` that is ``over``; 0 where nothing is present."""
-    wide = transfer.widest(over.device)
-    return over.sum(dtype=wide) / present.sum(dtype=wide).clamp(min=1.0)
+def share_of(over: Tensor, present: Tensor) -> tuple[Number, Number]:
+    """Return the share of what is ``present`` that is ``over``, 0 of nothing; and its number."""
+    total = present.sum(dtype=transfer.widest(over.device))
+    return transfer.read(over.sum() / total.clamp(min=1.0)), transfer.read(total)
 
 
 @dataclass(eq=False)
@@ -128,10 +122,13 @@ class PerParameterClip(PerParameter, TensorMode):
             self.bind(layout)
         limit, tensors = self.limit, self.tensors(layout, stats)
         norms, present = self._parts(tensors)
-        scales, over = torch.where(norms > limit, limit / norms, 1.0), norms > limit
+        over = norms > limit
+        scales = torch.where(over, limit / norms, 1.0)
         each = scales if self._block is None else scales[self._block]
-        found = {"values": norms, "over": over, "present": present}
-        return self.scale_tensors(layout, stats, tensors, each, **found, threshold=limit)
+        after, compared = tensors.scaled(each), (norms, over, present)
+        return self.scale_tensors(
+            layout, stats, each, after=after, compared=compared, threshold=limit
+        )
 
     def _parts(self, tensors: TensorNorms) -> tuple[Tensor, Tensor]:
         """Return the norm of each tensor or block, and whether it has a gradient."""
@@ -150,11 +147,9 @@ def block_of(name: str) -> str:
     ``blocks.3.attn.weight`` belongs to ``blocks.3``, ``layer1.0.conv1.weight`` to ``layer1.0``, and
     ``head.weight`` to ``head``. Parameters of the model itself are one block.
     """
-    parts = name.split(".")
-    for i, part in enumerate(parts[:-1]):
-        if part.isdecimal():
-            return ".".join(parts[: i + 1])
-    return ".".join(parts[:-1])
+    parts = name.split(".")[:-1]
+    end = next((i + 1 for i, part in enumerate(parts) if part.isdecimal()), len(parts))
+    return ".".join(parts[:end])
 
 
 MODE = PerParameterClip

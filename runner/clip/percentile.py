@@ -6,8 +6,7 @@ all steps, this one included, and clips from the first one on. Here a percentile
 stop the training, clips nothing.
 
 The norms are kept in rising order: 8 bytes for each step that counts (16 with a ``window``), which
-a step reads and writes once. On one CPU core that takes 1.3 ms with 100,000 norms and 28 ms with a
-million, so a run of very many short steps wants a ``window``.
+a step reads and writes once: on one CPU core 1.3 ms with 100,000 norms, 28 ms with a million.
 """
 
 from __future__ import annotations
@@ -120,8 +119,7 @@ def _percentile(norms: Tensor, held: Tensor, percent: float) -> Tensor:
     low = at.floor()
     below = norms.index_select(0, low.long())
     above = norms.index_select(0, torch.minimum(low + 1.0, held - 1.0).long())
-    share, step = at - low, above - below
-    return torch.where(share < 0.5, below + step * share, above - step * (1.0 - share))
+    return torch.lerp(below, above, at - low)
 
 
 MODE = PercentileClip

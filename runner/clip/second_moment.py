@@ -20,9 +20,8 @@ from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from runner.clip import ClipMode, Layout, Number, ParamShard, transfer
 from runner.clip.shard import local
 
-ADAMS = (Adam, AdamW, NAdam, RAdam)
 # Name of the second moment in the state of an optimizer. A subclass may change its value.
-NAMES = {**dict.fromkeys(ADAMS, "exp_avg_sq"), RMSprop: "square_avg"}
+NAMES = {**dict.fromkeys((Adam, AdamW, NAdam, RAdam), "exp_avg_sq"), RMSprop: "square_avg"}
 # Elements for which a CPU computes together, in a cache, and an accelerator, within its memory.
 BLOCK, CHUNK = 2**16, 2**26
 
@@ -71,9 +70,8 @@ class Stepped:
                 here[layout.positions[shard.name]] += shard.weight.numel()
         row = transfer.on_device(here, layout.device)
         stepped: list[float] = layout.rows_of_ranks(row).sum(0).tolist()
-        whole = [max(1, math.prod(known.shape)) for known in layout.parameters.values()]
-        triples = zip(layout.names, stepped, whole, strict=True)
-        self.copies = {name: count / elements for name, count, elements in triples}
+        pairs = zip(layout.parameters.items(), stepped, strict=True)
+        self.copies = {name: n / max(1, math.prod(known.shape)) for (name, known), n in pairs}
 
     def are_of(self, optimizers: Sequence[Optimizer], layout: Layout) -> bool:
         given = (*optimizers, layout)
@@ -89,12 +87,6 @@ class Stepped:
         if not copies:
             return 1.0 / shard.num_replicas
         return 1.0 / copies if self.steps(shard) else 0.0
-
-    def rate(self, shard: ParamShard) -> Number:
-        """Return the learning rate of a shard that this rank steps."""
-        optimizer, number = self._places[id(shard.param)]
-        rate = optimizer.param_groups[number].get("lr", 1.0)
-        return transfer.read(rate) if isinstance(rate, Tensor) else float(rate)
 
     def moment(self, shard: ParamShard) -> Moment | None:
         """Return the second moment of a shard, before the step; None where another rank has it."""
@@ -118,17 +110,16 @@ class Stepped:
 
 @dataclass(eq=False)
 class OptimizerMode(ClipMode):
-    """A mode that works on the optimizer's step; ``name`` is for messages."""
+    """A mode that works on the optimizer's step; ``name`` is for messages.
+
+    One that ``predicts`` has to know the second moment after the step.
+    """
 
     name: ClassVar[str]
     predicts: ClassVar[bool] = False
     _stepped: Stepped | None = field(default=None, init=False, repr=False)
 
     def require_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check that each keeps a second moment of each element.
-
-        A mode that ``predicts`` has to know the second moment after the step.
-        """
         for optimizer in optimizers:
             exact = type(optimizer) in NAMES
             if not (exact if self.predicts else isinstance(optimizer, tuple(NAMES))):

@@ -6,7 +6,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -18,8 +17,8 @@ from runner.clip.units import Units, units_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Attributes that C code gets: `to_local()` and `placements` of a DTensor are Python.
 _GRADIENT = attrgetter("param.grad")
+# `placements` of a DTensor is Python, which each step would run for every gradient.
 _PLACEMENTS, _PARAM_PLACEMENTS = map(attrgetter, ("_spec.placements", "param._spec.placements"))
 
 
@@ -86,17 +85,15 @@ def local(tensor: Tensor) -> Tensor:
 def local_gradients(shards: Sequence[ParamShard]) -> list[Any]:
     """Return the local shard of each gradient, None where there is none."""
     found: list[Any] = list(map(_GRADIENT, shards))  # each step reads all of them
-    spread = [hasattr(gradient, "_local_tensor") for gradient in found]
-    if not any(spread):
+    spread = [(s, g) for s, g in zip(shards, found, strict=True) if hasattr(g, "_local_tensor")]
+    if not spread:
         return found
     # A gradient has the placements of its parameter, which are never partial, or those of its own.
-    owners, gradients = list(compress(shards, spread)), list(compress(found, spread))
-    if list(map(_PLACEMENTS, gradients)) != list(map(_PARAM_PLACEMENTS, owners)):
-        for shard, gradient in zip(owners, gradients, strict=True):
-            if any(placement.is_partial() for placement in gradient.placements):
-                raise TypeError(f"{shard.name} has a gradient that its ranks have not added up yet")
-    pairs = zip(found, spread, strict=True)
-    return [gradient._local_tensor if own else gradient for gradient, own in pairs]
+    for shard, gradient in spread:
+        own = _PLACEMENTS(gradient)
+        if own != _PARAM_PLACEMENTS(shard) and any(each.is_partial() for each in own):
+            raise TypeError(f"{shard.name} has a gradient that its ranks have not added up yet")
+    return [getattr(gradient, "_local_tensor", gradient) for gradient in found]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -114,7 +111,6 @@ class Whole(NamedTuple):
 
     @classmethod
     def of(cls, shard: ParamShard) -> Whole:
-        """Return the description of the parameter that ``shard`` belongs to."""
         shape = tuple(shard.param.shape)
         return cls(shape, shard.sharded_vector, shard.units.known, shard.scaled)
 
@@ -151,22 +147,20 @@ def account(
     dist.all_gather_object(everywhere, mine, group=group)
     found: defaultdict[str, float] = defaultdict(float)
     parameters: dict[str, Whole] = {}
-    for _, rank in everywhere:
-        for name, share, each in rank:
-            found[name] += share
-            if name not in parameters or each.sharded_vector:
-                parameters[name] = each
+    for name, share, each in (one for _, rank in everywhere for one in rank):
+        found[name] += share
+        if name not in parameters or each.sharded_vector:
+            parameters[name] = each
     if unknown := sorted(found.keys() - whole.keys()):
         raise LayoutError(
             f"{', '.join(unknown)}: no such parameter in the whole model (a weight that was tied "
             "is tied no longer, or ranks hold different models)"
         )
     for name, elements in whole.items():
-        counted = found[name]
-        if abs(counted - elements) > 1e-6 * max(elements, 1):
+        if abs(found[name] - elements) > 1e-6 * max(elements, 1):
             raise LayoutError(
-                f"{name} has {elements} elements, but the ranks account for {counted:g}: its parts "
-                "or its replicas are not what the layout takes them for"
+                f"{name} has {elements} elements, but the ranks account for {found[name]:g}: its "
+                "parts or its replicas are not what the layout takes them for"
             )
     return parameters, next((t for t, _ in everywhere if t), "cpu")
 

@@ -110,11 +110,14 @@ class SkipRule:
         above = ~(values <= self._limits(past))  # also where a value is NaN
         spike = (past.steps >= self.min_steps) & above.any() & known
         usable = values.isfinite().all() & known
-        past = past.or_if(usable & ~spike, self._longer(past, values))
+        past = past.or_if(usable & ~spike, self._longer(past, values[:, None]))
         if self.accept_after is not None:
-            missed = past._replace(missed=_shifted(past.missed, values), streak=past.streak + 1.0)
-            past = past.or_if(usable & spike, missed)
-            past = past.or_if(past.streak >= self.accept_after, self._anew(past))
+            missed = _last(torch.cat([past.missed, values[:, None]], 1), self.accept_after)
+            skipped = past._replace(missed=missed, streak=past.streak + 1.0)
+            past = past.or_if(usable & spike, skipped)
+            # Skips in a row that reach this number are the new level: its history is theirs.
+            anew = self._longer(self._empty(values), past.missed)
+            past = past.or_if(past.streak >= self.accept_after, anew._replace(missed=past.missed))
         self._past = past
         return spike if isinstance(norm, Tensor) else bool(spike)
 
@@ -134,22 +137,24 @@ class SkipRule:
         same = (state["rule"], state["of"]) == (self.rule, self.of)
         self._loaded = state["history"] if same else None
 
+    def _empty(self, values: Tensor) -> Past:
+        zero, start = values.new_zeros(()), math.nan if self.rule == "sigma" else 0.0
+        kept = values.new_full((len(values), self.window or 1), start)
+        return Past(kept, zero, values.new_zeros(len(values), self.accept_after or 0), zero)
+
     def _begin(self, values: Tensor) -> Past:
         """Return the history before a first step, whose options may have been others."""
-        zero, size = values.new_zeros(()), self.window or 1
-        start = math.nan if self.rule == "sigma" else 0.0
-        kept = values.new_full((len(values), size), start)
-        missed = values.new_zeros(len(values), self.accept_after or 0)
-        if self._loaded is None:
-            return Past(kept, zero, missed, zero)
-        count, skipped = self._loaded["count"], self._loaded["missed"]
-        count = min(count, size) if self.rule == "sigma" else count
-        room = max(0, missed.shape[1] - 1)  # The next skip may be the one that is accepted.
+        empty, loaded = self._empty(values), self._loaded
+        if loaded is None:
+            return empty
+        count, skipped = loaded["count"], loaded["missed"]
+        size, most = empty.kept.shape[1], empty.missed.shape[1]
+        room = max(0, most - 1)  # The next skip may be the one that is accepted.
         return Past(
-            _shifted(kept, self._loaded["kept"].to(kept)),
-            zero + count,
-            _shifted(missed, skipped.to(missed)),
-            zero + min(skipped.shape[1], room),
+            _last(torch.cat([empty.kept, loaded["kept"].to(values)], 1), size),
+            empty.steps + (min(count, size) if self.rule == "sigma" else count),
+            _last(torch.cat([empty.missed, skipped.to(values)], 1), most),
+            empty.streak + min(skipped.shape[1], room),
         )
 
     def _limits(self, past: Past) -> Tensor:
@@ -166,31 +171,17 @@ class SkipRule:
         return (newest + mean + self.k * (squares / (count - 1.0)).sqrt())[:, 0]
 
     def _longer(self, past: Past, values: Tensor) -> Past:
-        """Return the history with a further kept step, which ends a row of skips."""
-        end, count = past.streak * 0.0, past.steps + 1.0
-        if self.rule == "ema":
-            decay = self.decay or 0.0
-            mean = decay * past.kept + (1.0 - decay) * values[:, None]
-            return Past(mean, count, past.missed, end)
-        kept = _shifted(past.kept, values)
-        return Past(kept, count.clamp(max=kept.shape[1]), past.missed, end)
-
-    def _anew(self, past: Past) -> Past:
-        """Return the history after the skipped steps were accepted as the new level."""
-        missed, m, size = past.missed, past.missed.shape[1], past.kept.shape[1]
-        if self.rule == "ema":
-            age = torch.arange(m, 0, -1, device=missed.device, dtype=missed.dtype) - 1.0
-            decay = self.decay or 0.0
-            kept = (missed * ((1.0 - decay) * torch.pow(decay, age))).sum(1, keepdim=True)
-            return Past(kept, past.steps * 0.0 + m, missed, past.streak * 0.0)
-        kept = _shifted(torch.full_like(past.kept, math.nan), missed)
-        return Past(kept, past.steps * 0.0 + min(m, size), missed, past.streak * 0.0)
-
-
-def _shifted(rows: Tensor, newest: Tensor) -> Tensor:
-    """Return rows of the same length that end with ``newest``: [rows], or [rows, values]."""
-    added = newest[:, None] if newest.ndim < 2 else newest
-    return _last(torch.cat([rows, added], 1), rows.shape[1])
+        """Return the history with further kept steps [values, steps], which end a row of skips."""
+        kept, count = past.kept, past.steps + float(values.shape[1])
+        if self.rule == "sigma":
+            size = kept.shape[1]
+            kept, count = _last(torch.cat([kept, values], 1), size), count.clamp(max=size)
+        else:
+            decay, steps = self.decay or 0.0, values.shape[1]
+            age = torch.arange(steps, 0, -1, device=kept.device, dtype=kept.dtype) - 1.0
+            new = (values * ((1.0 - decay) * torch.pow(decay, age))).sum(1, keepdim=True)
+            kept = decay**steps * kept + new
+        return Past(kept, count, past.missed, past.streak * 0.0)
 
 
 def _last(rows: Tensor, count: int) -> Tensor:

@@ -3,14 +3,12 @@
 The clipping of SPAM (Huang et al. 2025, arXiv 2501.06842, section 3): where ``g² > θ·v``,
 ``g ← sign(g)·sqrt(θ·v)``, with v the second moment that the optimizer has before the step, without
 bias correction, and θ = ``clip.threshold``. SPAM also resets the optimizer's moments every 500
-steps and lowers the learning rate after that, which is the optimizer's business and no part of this
-mode.
+steps and lowers the learning rate after that, which is no part of this mode.
 
 As in the authors' code an element is compared once its second moment has averaged ``min_steps``
 steps, 20 by default: after one step v is 0.001·g² with β2 = 0.999, and an element that has grown by
 2.3 would be clamped. Where v is 0, because the element never had a gradient, nothing is clamped:
-the published code (pytorch_optimizer 4.1.0 too) clamps such an element to 0, and v then stays 0
-forever.
+the published code clamps such an element to 0, and v then stays 0 forever.
 
 With ZeRO stage 1 a rank has the second moments of the parameters that it steps, and clips the
 gradients of these alone; the copies on other ranks, which nobody reads, stay as they are.
@@ -92,7 +90,6 @@ class SpikeClip(Spike, OptimizerMode):
     def _clamped(self, one: Compared, gradient: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return g²/v of some elements and these elements clamped, in the widest type."""
         g, v = (each.to(transfer.widest(each.device)) for each in (gradient, value))
-        # v of an element that never had a gradient is 0.
         ratio = (g * g / v).where((v > 0) & one.ready, 0.0)
         return ratio, torch.where(ratio > self.limit, (v * self.limit).sqrt().copysign(g), g)
 
@@ -105,10 +102,9 @@ class SpikeClip(Spike, OptimizerMode):
             found.append(torch.stack([size, (ratio > self.limit).sum(), ratio.amax()]))
             if self.tally is not None:
                 self.tally.add(ratio, weight)
-        every = torch.stack(found)
-        size = every[:, 0].amax() if math.isinf(p) else every[:, 0].sum()
-        above, largest = every[:, 1].sum(), every[:, 2].amax()
-        return transfer.read(size), transfer.read(above), transfer.read(largest)
+        sizes, above, largest = torch.stack(found).T
+        size = sizes.amax() if math.isinf(p) else sizes.sum()
+        return transfer.read(size), transfer.read(above.sum()), transfer.read(largest.amax())
 
 
 MODE = SpikeClip

@@ -17,13 +17,14 @@ from runner.clip.transfer import Number
 
 # Decimal exponents of the bounds of the bins, and its bins of one decade, 6 % wide.
 LOWEST, HIGHEST, PER_DECADE = -16, 12, 40
+BINS = (HIGHEST - LOWEST) * PER_DECADE
 CHUNK = 2**24  # elements that a float32 bin can count one by one
 
 
 class Tally:
     """Counts elements or units in bins, on their device, without waiting for the host.
 
-    Zeros and values beyond the bounds count in the total alone.
+    Zeros and values beyond the bounds count in the total alone, and NaN nowhere.
     """
 
     def __init__(self, skip: int = 0) -> None:
@@ -35,12 +36,12 @@ class Tally:
         """Count ``values`` of the current step."""
         if self._skip > 0 or values.numel() == 0:
             return
-        wide, bins = transfer.widest(values.device), (HIGHEST - LOWEST) * PER_DECADE
+        wide = transfer.widest(values.device)
         if self._step is None:
-            self._step = torch.zeros(bins + 1, dtype=wide, device=values.device)
+            self._step = torch.zeros(BINS + 1, dtype=wide, device=values.device)
         for chunk in torch.split(values.detach().reshape(-1), CHUNK):
             logs = chunk.float().log10() if chunk.dtype.itemsize < 4 else chunk.log10()
-            self._step[:-1] += torch.histc(logs, bins, LOWEST, HIGHEST).to(wide) * weight
+            self._step[:-1] += torch.histc(logs, BINS, LOWEST, HIGHEST).to(wide) * weight
         self._step[-1] += (values == values).sum().to(wide) * weight
 
     def end_step(self, norm: Number) -> None:
@@ -52,11 +53,7 @@ class Tally:
             self._counts = counted if self._counts is None else self._counts + counted
 
     def gather(self, layout: Layout) -> tuple[list[float], float]:
-        """Return the counts of each bin and of everything, over the ranks of ``layout``.
-
-        One collective where ranks share the model; every one of them has to call it.
-        """
-        size = (HIGHEST - LOWEST) * PER_DECADE + 1
-        counts = [0.0] * size if self._counts is None else self._counts.tolist()
+        """Return the counts of each bin and of everything, over all ranks; one collective."""
+        counts = [0.0] * (BINS + 1) if self._counts is None else self._counts.tolist()
         *everywhere, total = (math.fsum(map(float, column)) for column in layout.gather(counts))
         return everywhere, total

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -91,14 +92,9 @@ def on_device(values: Sequence[Number], device: torch.device) -> Tensor:
     dtype = widest(device)
     if any(isinstance(value, Tensor) for value in values):
         # A fill is a kernel; a copy of one number from pageable memory would wait for the queue.
-        return torch.stack(
-            [
-                value.to(device, dtype)
-                if isinstance(value, Tensor)
-                else torch.full((), value, dtype=dtype, device=device)
-                for value in values
-            ]
-        )
+        full = partial(torch.full, (), dtype=dtype, device=device)
+        each = (v if isinstance(v, Tensor) else full(fill_value=v) for v in values)
+        return torch.stack([value.to(device, dtype) for value in each])
     vector = torch.tensor(values, dtype=dtype)
     if device.type == "cuda":
         return vector.pin_memory().to(device, non_blocking=True)
@@ -106,7 +102,7 @@ def on_device(values: Sequence[Number], device: torch.device) -> Tensor:
 
 
 def start_gather(row: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
-    """Start to gather a vector of each rank.
+    """Start to gather a vector of each rank, [ranks, values].
 
     On a host every rank sends its vector to all others at once. In an all-gather or an all-reduce
     of gloo it would travel from rank to rank, each of which has to wake up first: on 8 ranks that

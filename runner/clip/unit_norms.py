@@ -1,24 +1,22 @@
 """The units of a whole model in one order: measured, summed and scaled in a few calls.
 
-The norms of a rank's units lie in one vector. First come the units that shard boundaries cut, in
-the order of the layout, in which all ranks that share them have them; then all others that are
-clipped, sorted by length; at last the shards that are left out, each as one unit, because the total
-norm needs them. Units of one length that belong to small tensors are copied side by side and
-measured as the rows of one matrix; a large tensor is read in place. So the number of calls grows
-with the number of lengths and of large tensors, not with that of units.
+The norms of a rank's units lie in one vector. First come the units that are clipped: those that a
+shard boundary cuts have the order of the layout, in which all ranks that share them have them, and
+others are sorted by length. At last come the shards that are left out, each as one unit, because
+the total norm needs them. Units of one length that belong to small tensors are copied side by side
+and measured as the rows of one matrix; a large tensor is read in place. So the number of calls
+grows with the number of lengths and of large tensors, not with that of units.
 
-A float32 sum of many squares loses digits, so that long units are summed in parts. The result of a
-unit depends on its elements alone, not on what else is measured by the same call: ranks that hold
-the same unit get the same bits.
+The result of a unit depends on its elements alone, not on what else is measured by the same call:
+ranks that hold the same unit get the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -28,7 +26,7 @@ from runner.clip import ParamShard, transfer
 from runner.clip.norms import ROW, SMALL, flatten, gathered
 from runner.clip.shard import local
 
-LONG = 8_192  # longest unit that is summed in float32 at once
+LONG = 8_192  # longest unit that is summed in float32 at once, which loses digits
 CACHED = 2**16  # elements of a block that is read several times while it is in the cache
 # Where less than one of so many units of a large tensor is clipped, only these are written.
 SPARSE = 4
@@ -43,10 +41,17 @@ class Place(NamedTuple):
     number: int  # of the shard in the layout
     shard: ParamShard
     left_out: bool  # measured as one unit, which is not clipped
-    start: int
     units: int
     length: int
     kept: int
+    start: int = 0
+
+    @classmethod
+    def of(cls, number: int, shard: ParamShard, left_out: bool) -> Place:
+        weight = shard.weight
+        shape = (weight if left_out else shard.units.first(weight)).shape
+        kept = 0 if left_out else len(shape) - len(shard.units.dims)
+        return cls(number, shard, left_out, prod(shape[:kept]), prod(shape[kept:]), kept)
 
     @property
     def stop(self) -> int:
@@ -55,6 +60,13 @@ class Place(NamedTuple):
     @property
     def small(self) -> bool:
         return self.units * self.length <= SMALL
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What units that are measured by one call have in common."""
+        shard = self.shard
+        # A mixture of types would be rounded differently on ranks that hold other tensors.
+        return (shard.sharded_vector, shard.num_replicas, str(shard.param.dtype), self.length)
 
     @property
     def weight(self) -> float:
@@ -90,11 +102,9 @@ class UnitIndex:
         places = self._placed(left_out)
         clipped = [place for place in places if not place.left_out]
         self.units = sum(place.units for place in clipped)
-        self.cuts = [
-            (groups, same[0].start, same[-1].stop)
-            for groups, run in groupby(clipped, lambda place: place.shard.shard_groups)
-            if groups and (same := list(run))
-        ]
+        runs = groupby(clipped, lambda place: place.shard.shard_groups)
+        cut = [(groups, list(run)) for groups, run in runs if groups]
+        self.cuts = [(groups, same[0].start, same[-1].stop) for groups, same in cut]
         self.vectors = [place for place in clipped if place.shard.sharded_vector]
         self.calls = [list(run) for _, run in groupby(places, self._alike)]
         self.weights = {place.weight for place in clipped if place.weight}
@@ -104,33 +114,26 @@ class UnitIndex:
         self._absent = self._each_unit(clipped, absent) > 0 if any(absent) else None
 
     def _placed(self, left_out: Sequence[bool]) -> list[Place]:
-        known: list[tuple[tuple[object, ...], Place]] = []
         groups = list(dict.fromkeys(shard.shard_groups for shard in self._shards))
-        for number, shard in enumerate(self._shards):
-            out, cut = left_out[number], bool(shard.shard_groups)
-            if not self.present[number] and (out or not (cut or shard.sharded_vector)):
-                continue
-            weight = shard.weight
-            shape = (weight if out else shard.units.first(weight)).shape
-            kept = 0 if out else len(shape) - len(shard.units.dims)
-            place = Place(number, shard, out, 0, prod(shape[:kept]), prod(shape[kept:]), kept)
-            order: tuple[object, ...] = (out, groups.index(shard.shard_groups))
-            if not cut:
-                kind = (shard.sharded_vector, shard.num_replicas, str(weight.dtype))
-                order += (*kind, place.length, place.small)
-            known.append(((*order, number), place))
+
+        def order(place: Place) -> tuple[object, ...]:
+            cut = place.shard.shard_groups
+            rest = () if cut else (*place.kind, place.small)
+            return (place.left_out, groups.index(cut), *rest, place.number)
+
+        known = []
+        for number, (shard, out) in enumerate(zip(self._shards, left_out, strict=True)):
+            elsewhere = not out and (shard.shard_groups or shard.sharded_vector)
+            if self.present[number] or elsewhere:
+                known.append(Place.of(number, shard, out))
         places: list[Place] = []
-        for _, place in sorted(known, key=itemgetter(0)):
+        for place in sorted(known, key=order):
             places.append(place._replace(start=places[-1].stop if places else 0))
         return places
 
     def _alike(self, place: Place) -> tuple[object, ...]:
-        """Return what places that are measured by one call have in common."""
-        shard = place.shard
-        # A mixture of types would be rounded differently on ranks that hold other tensors.
-        kind = (shard.param.dtype, shard.num_replicas, shard.sharded_vector)
         here = self.present[place.number] and place.units * place.length > 0
-        return (place.left_out, place.length, kind, here, -1 if place.small else place.number)
+        return (place.left_out, place.kind, here, -1 if place.small else place.number)
 
     def _each_unit(self, places: Sequence[Place], values: Sequence[float]) -> Tensor:
         """Return the value of its place for each unit."""
@@ -162,9 +165,9 @@ class UnitIndex:
                 rows = flat.view(units, first.length)
                 # One tensor may be no copy but itself: it is scaled in place.
                 matrices[-1] = rows if len(places) > 1 else None
-                norms.append(row_norms(rows, dtype))
+                norms.append(_row_norms(rows, dtype))
             else:
-                norms.append(unit_norms(first.units_first(tensors), first.kept, dtype))
+                norms.append(_unit_norms(first.units_first(tensors), first.kept, dtype))
         return torch.cat(norms), matrices
 
     def weight_norms(self, dtype: torch.dtype) -> Tensor:
@@ -197,48 +200,41 @@ class UnitNorms:
 
     def scale(self, coefs: Tensor) -> None:
         """Multiply each unit by its coefficient in place."""
-        targets: list[Tensor] = []
-        values: list[Tensor] = []
+        targets, values = list[Tensor](), list[Tensor]()
+        host = transfer.can_read(coefs.device)
         for places, matrix in zip(self.index.calls, self.matrices, strict=True):
-            factors = coefs[places[0].start : places[-1].stop]
-            gradient = self.gradients[places[0].number]
-            if places[0].left_out or gradient is None or not places[0].length:
+            factors, first = coefs[places[0].start : places[-1].stop], places[0]
+            gradient = self.gradients[first.number]
+            if first.left_out or gradient is None or not first.length:
                 continue
-            host = transfer.can_read(coefs.device)
             if host and not (changed := (factors != 1.0).nonzero().view(-1)).numel():
                 continue
             factors = factors.to(torch.promote_types(gradient.dtype, self.dtype))
             tensors = [place.units_first(self.gradients) for place in places]
             if matrix is not None:
+                flat = matrix.mul_(factors.unsqueeze(1)).view(-1)
+                parts = torch.split(flat, list(map(Tensor.numel, tensors)))
                 targets += tensors
-                values += _parts(matrix.mul_(factors.unsqueeze(1)), tensors)
+                values += [part.view(to.shape) for part, to in zip(parts, tensors, strict=True)]
                 continue
-            [tensor], kept = tensors, places[0].kept
-            few = host and len(changed) * SPARSE <= len(factors)
-            rows = _as_rows(tensor, kept) if few and kept else None
+            [tensor], kept = tensors, first.kept
+            few = host and kept and len(changed) * SPARSE <= len(factors)
+            rows = _as_rows(tensor, kept) if few else None
             if rows is None:
                 tensor.mul_(factors.view((*tensor.shape[:kept], *[1] * (tensor.ndim - kept))))
             else:
-                some = rows[changed] * factors[changed].unsqueeze(1)
-                rows[changed] = some.to(rows.dtype)
+                rows[changed] = (rows[changed] * factors[changed].unsqueeze(1)).to(rows.dtype)
         if targets:
             torch._foreach_copy_(targets, values)
 
 
-def _parts(matrix: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield views of the rows of ``matrix`` in the shapes of the tensors that were copied."""
-    flat = torch.split(matrix.view(-1), list(map(Tensor.numel, tensors)))
-    return (part.view(tensor.shape) for part, tensor in zip(flat, tensors, strict=True))
-
-
-def row_norms(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the norm of each row."""
+def _row_norms(rows: Tensor, dtype: torch.dtype) -> Tensor:
     wide, length = torch.promote_types(rows.dtype, dtype), rows.shape[1]
     host = transfer.can_read(rows.device)
     if host and wide != rows.dtype:
         # A conversion is cheap in the cache.
         blocks = torch.split(rows, max(1, CACHED // max(length, 1)))
-        return torch.cat([row_norms(block.to(wide), wide) for block in blocks])
+        return torch.cat([_row_norms(block.to(wide), wide) for block in blocks])
     if not host or wide != torch.float32 or length <= LONG:
         return _norm(rows, 1, wide)
     whole = length // ROW * ROW
@@ -247,7 +243,7 @@ def row_norms(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return _norm(torch.cat([parts, tail], 1), 1, torch.float64)
 
 
-def unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
+def _unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
     """Return the norm of each unit of a tensor whose first ``kept`` dimensions index them."""
     wide, reduced = torch.promote_types(tensor.dtype, dtype), tuple(range(kept, tensor.ndim))
     if not reduced:
@@ -255,7 +251,7 @@ def unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
     if not transfer.can_read(tensor.device):
         return _norm(tensor, reduced, wide).reshape(-1)
     if (rows := _as_rows(tensor, kept)) is not None:
-        return row_norms(rows, dtype)
+        return _row_norms(rows, dtype)
     # Units are not contiguous: blocks of what is contiguous are read once.
     outer = max(range(tensor.ndim), key=lambda dim: (tensor.shape[dim] > 1, tensor.stride(dim)))
     size = max(1, tensor.shape[outer] * CACHED // tensor.numel())

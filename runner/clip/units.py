@@ -107,9 +107,9 @@ def _outputs(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | None:
 def _stacked_experts(module: nn.Module) -> tuple[int, ...] | None:
     """Return the dimensions that index outputs of weights [experts, ...]; None if unknown.
 
-    transformers stores [experts, out, in] (Mixtral, Qwen), some of its models [experts, in, out],
-    for ``torch.bmm``. ``gate_up_proj`` has the outputs of two projections side by side, so its
-    shape beside that of ``down_proj`` tells one from the other, whatever the sizes.
+    transformers stores [experts, out, in] (Mixtral, Qwen), some of its models [experts, in, out].
+    ``gate_up_proj`` has the outputs of two projections side by side, so its shape beside that of
+    ``down_proj`` tells one from the other, whatever the sizes.
     """
     own = dict(module.named_parameters(recurse=False))
     gate_up, down = own.get("gate_up_proj"), own.get("down_proj")

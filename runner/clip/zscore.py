@@ -9,11 +9,8 @@ clipped if ``z = (‖G‖ - μ)/(σ + ε)`` is above the threshold ``z*``. It th
 
 μ and σ² are mean and population variance of the first finite steps (``warmup_steps``), which are
 not clipped. Then they move by ``μ ← α·μ + (1-α)·n`` and ``σ² ← α·σ² + (1-α)·(n-μ)²``, where n is
-the norm after clipping (``history=clipped``, as published) or before (``raw``). With clipped norms
-a lasting rise by many σ is never accepted.
-
-Where σ ≤ ε·μ the norms are on a plateau, so that any change would have a huge z: nothing is
-clipped. The published code has a second, fixed limit of 1.0 by default; here there is none.
+the norm after clipping (``history=clipped``, as published) or before (``raw``). Where σ ≤ ε·μ the
+norms are on a plateau, so that any change would have a huge z: nothing is clipped.
 """
 
 from __future__ import annotations

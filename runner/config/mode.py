@@ -41,7 +41,7 @@ class ModeInfo:
     published: tuple[tuple[float, str], ...] = ()
     grid: tuple[float, ...] = ()
     shares: tuple[float, float, float] = (0.1, 0.5, 0.01)
-    follows: Literal["steps", "norms", "updates"] | None = None
+    follows: Literal["steps", "norms"] | None = None
     tenth: float | None = None
     sources: tuple[str, ...] = ()
     nested: str = ""
@@ -61,7 +61,7 @@ class ModeInfo:
     @property
     def derived(self) -> bool:
         """Whether λ follows from earlier steps."""
-        return self.follows in ("norms", "updates")
+        return self.follows == "norms"
 
     @property
     def parts(self) -> str | None:

@@ -18,7 +18,6 @@ from runner.config.section import (
     Natural,
     Positive,
     Section,
-    TargetMapping,
     conflicts_of,
     key,
     refusal,
@@ -53,9 +52,6 @@ class Schedule(Mode):
     )
     steps: Count | None = option(None, "let the decay take so many steps after the warm-up")
     end_factor: Positive = option(0.1, "multiply the threshold by this after the decay")
-    scheduler: TargetMapping | None = option(
-        None, "take the shape of a scheduler of learning rates instead: {_target_:...,gamma:0.99}"
-    )
 
     @classmethod
     def waits_for(cls, options: Mapping[str, Any]) -> str:
@@ -77,11 +73,8 @@ class Schedule(Mode):
             if issubclass(kind, Schedule) or not kind.info.takes_threshold:
                 found = [Conflict("of", "has no threshold of its own that a schedule could set")]
         yield from found
-        decays, shaped = options["decay"] != "constant", options["scheduler"] is not None
-        if decays and options["steps"] is None and not shaped:
+        if options["decay"] != "constant" and options["steps"] is None:
             yield "steps", f"clip.decay={options['decay']} needs the number of its steps"
-        if shaped and (decays or options["warmup_steps"]):
-            yield "scheduler", "takes the place of clip.warmup_steps (use 0) and clip.decay"
 
 
 Inner = Annotated[Any, PlainValidator(lambda given: inner_mode(given))]

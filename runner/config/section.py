@@ -91,13 +91,6 @@ Text = Annotated[str, text_like(r"\S", "text")]
 Texts = list[Text]
 NormOrder = Annotated[float, PlainValidator(_norm_order)]
 OutputDims = Annotated[dict[str, int | list[int]], Field(min_length=1), AfterValidator(_distinct)]
-TargetMapping = Annotated[
-    dict[str, Any],
-    that(
-        "a mapping with the _target_ of a class or function",
-        lambda value: isinstance(value, dict) and "." in str(_target_of(value)).strip("."),
-    ),
-]
 Metrics = list[
     Annotated[
         str | dict[str, Any],

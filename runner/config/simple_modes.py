@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from runner.config.mode import Conflicts, Mode, ModeInfo, option
@@ -223,28 +223,8 @@ class Update(Mode):
         published=((1.0, "StableAdamW (Wortsman 2023)"),),
         grid=(1.5, 2.0, 4.0),
         shares=(0.02, 0.1, 0.005),
-        sources=("Wortsman 2023, arXiv 2304.13013, algorithm 2", "Levanter, clip_update_norm.py"),
+        sources=("Wortsman 2023, arXiv 2304.13013, algorithm 2",),
         needs_optimizer=True,
     )
 
-    rule: Literal["rms", "sigma"] = option(
-        "rms", "limit each tensor's update by its RMS, or the norm of all by earlier ones (sigma)"
-    )
-    eps: Positive = option(1e-8, "count the root of a second moment as at least this (rule rms)")
-    window: Count = option(128, "compare with so many earlier updates (rule sigma)")
-
-    @classmethod
-    def waits_for(cls, options: Mapping[str, Any]) -> str:
-        if options["rule"] == "sigma":
-            return "with clip.rule=sigma limits the whole update; use clip.rule=rms"
-        return super().waits_for(options)
-
-    @classmethod
-    def info_with(cls, options: Mapping[str, Any]) -> ModeInfo:
-        if options["rule"] == "rms":
-            return cls.info
-        stat, unit = "norm of the update", "standard deviations above the mean"
-        published = ((3.0, "Levanter"),)
-        return replace(
-            cls.info, stat=stat, unit=unit, published=published, grid=(), follows="updates"
-        )
+    eps: Positive = option(1e-8, "count the root of a second moment as at least this")

@@ -20,43 +20,33 @@ from runner.data.dataset import Data, DataUnavailable, TensorPairs
 
 BRIGHTEST = 16.0
 """Largest pixel value: a pixel counts the set pixels, 0 to 16, of a 4x4 block of the scan."""
+Integers = NDArray[np.int64]
 
 
 def digits(test_fraction: float, seed: int) -> Data:
     """Load digits 0 to 9: float32 images [N, 1, 8, 8] in [0, 1] and int64 targets [N]."""
-    if not 0 < test_fraction < 1:
-        raise ValueError(f"test_fraction must lie between 0 and 1, not {test_fraction}")
-    images, targets = _read()
-
-    def part(indices: NDArray[np.int64]) -> TensorPairs:
-        pixels = torch.tensor(images[indices] / BRIGHTEST, dtype=torch.float32)
-        return TensorPairs(pixels.unsqueeze(1), torch.tensor(targets[indices]).long())
-
-    train, test = (part(indices) for indices in _split(targets, test_fraction, seed))
-    return Data(train=train, test=test, items="samples")
-
-
-def _read() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     package = find_spec("sklearn")
     if package is None or package.origin is None:
         raise DataUnavailable("the digits come with scikit-learn: pip install scikit-learn")
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     with gzip.open(file, "rt") as lines:
         table = np.loadtxt(lines, delimiter=",")
-    return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)
+    images = torch.tensor(table[:, :-1] / BRIGHTEST, dtype=torch.float32).view(-1, 1, 8, 8)
+    targets = table[:, -1].astype(np.int64)
+    train, test = (
+        TensorPairs(images[part], torch.from_numpy(targets[part]))
+        for part in _split(targets, test_fraction, seed)
+    )
+    return Data(train=train, test=test, items="samples")
 
 
-def _split(
-    targets: NDArray[np.int64], test_fraction: float, seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    held_out = math.ceil(test_fraction * len(targets))
-    sizes = np.bincount(targets)
-    for name, count in (("training", len(targets) - held_out), ("test", held_out)):
-        if count < len(sizes):
-            raise ValueError(
-                f"test_fraction {test_fraction} leaves {count} {name} samples for "
-                f"{len(sizes)} classes"
-            )
+def _split(targets: Integers, test_fraction: float, seed: int) -> tuple[Integers, Integers]:
+    held_out, sizes = math.ceil(test_fraction * len(targets)), np.bincount(targets)
+    if not len(sizes) <= held_out <= len(targets) - len(sizes):
+        raise ValueError(
+            f"test_fraction {test_fraction} leaves too few training or test samples for "
+            f"{len(sizes)} classes"
+        )
     draw = np.random.RandomState(seed)
     training = _shares(sizes, len(targets) - held_out, draw)
     testing = _shares(sizes - training, held_out, draw)
@@ -69,17 +59,15 @@ def _split(
     return draw.permutation(parts[0]), draw.permutation(parts[1])
 
 
-def _shares(sizes: NDArray[np.int64], count: int, draw: np.random.RandomState) -> NDArray[np.int64]:
+def _shares(sizes: Integers, count: int, draw: np.random.RandomState) -> Integers:
     """Divide ``count`` samples among classes in proportion to their sizes."""
     exact = sizes / sizes.sum() * count
-    shares: NDArray[np.int64] = np.floor(exact).astype(np.int64)
-    remainders = exact - shares
+    shares: Integers = np.floor(exact).astype(np.int64)
     left = count - int(shares.sum())
+    remainders = exact - shares
     for remainder in np.unique(remainders)[::-1]:
-        if left == 0:
-            break
         equal = np.flatnonzero(remainders == remainder)
-        drawn = draw.choice(equal, size=min(len(equal), left), replace=False)
+        drawn = draw.choice(equal, size=min(len(equal), left), replace=False) if left else equal[:0]
         shares[drawn] += 1
         left -= len(drawn)
     return shares

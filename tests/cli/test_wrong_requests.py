@@ -83,11 +83,6 @@ COMBINATIONS = [
             ("clip=chain clip.links=[{mode:value,threshold:1.0}]", ["clip.when=", "clip.links"]),
             ("clip=groups clip.groups={*.weight:0.1}", ["clip.when=", "modes in clip.groups"]),
             ("clip=per_parameter clip.by=block", ["clip.when=", "use clip.by=tensor"]),
-            (
-                "clip=update clip.rule=sigma optimizer=adamw clip.step_in_backward=true "
-                "clip.nonfinite=error",
-                ["clip.when=", "use clip.rule=rms"],
-            ),
             *(
                 (f"clip=value plugin={name} plugin.nproc=2", ["clip.when=", f"plugin={name} makes"])
                 for name in ("zero", "hybrid")

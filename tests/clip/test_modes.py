@@ -206,7 +206,6 @@ def test_a_unit_of_a_transposed_convolution_is_an_output_channel(groups):
 # -- options, decisions and states
 
 
-EXPONENTIAL = {"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.5}
 WRONG = {  # The message begins with the last key, or has it.
     "norm": [
         *({"threshold": bad} for bad in (0.0, -1.0, math.nan)),
@@ -232,9 +231,8 @@ WRONG = {  # The message begins with the last key, or has it.
         *({"of": bad} for bad in ("nrom", "spike", "schedule", {"mode": "adaptive", "eps": -1.0})),
         {"of": {"mode": "norm", "threshold": 2.0}},
         {"decay": "linear"},
-        {"scheduler": EXPONENTIAL},
     ],
-    "update": [{"eps": 0.0}, {"rule": "mean"}, {"window": 1}],
+    "update": [{"eps": 0.0}],
     "chain": [
         *({"links": bad} for bad in ([1.0], None, [])),
         *({"threshold": None, "links": [bad]} for bad in ({"mode": "norm"}, {"mode": "agc"})),

@@ -29,11 +29,7 @@ from runner.config.simple_modes import AdaGC
 
 @dataclass(eq=False)
 class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
-    """Limit the norm of each tensor by its own history.
-
-    The history is ``step``, the number of finite steps so far, and ``gamma``, one value for each of
-    ``layout.names``, [parameters], infinite before the first gradient: the same on every rank.
-    """
+    """Limit each tensor by its own history: ``gamma`` [parameters], infinite before a gradient."""
 
     limit_moves = True  # the warm-up has no λ
     _names: Sequence[str] = field(default=(), init=False, repr=False)
@@ -98,10 +94,7 @@ class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
         return made
 
     def ready_for_parts(self) -> bool:
-        """Return whether the warm-up is over: in it, ‖G‖ decides.
-
-        In the warm-up this waits for an accelerator, once a step.
-        """
+        """Return whether the warm-up is over, in which ‖G‖ decides; it waits for an accelerator."""
         if self._warm:
             self._warm = bool(self._past["step"] < self.warmup_steps)
         return not self._warm

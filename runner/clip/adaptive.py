@@ -47,10 +47,7 @@ class AdaptiveClip(Adaptive, ClipMode):
             self.require("units", right, must, dims or repr(dims))
 
     def bind(self, layout: Layout) -> None:
-        """Resolve ``exclude`` and ``units`` against the parameters of ``layout``.
-
-        Logs which parameters ``auto`` excludes, and which layers have unknown units.
-        """
+        """Resolve ``exclude`` and ``units``; log what ``auto`` excludes, and unknown layers."""
         if self.exclude == "auto":
             self._excluded = set(layout.heads)
         else:
@@ -107,11 +104,7 @@ class AdaptiveClip(Adaptive, ClipMode):
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        """Compute the coefficient of each unit.
-
-        Collectives: one for each group that shares the units of a matrix (tensor parallelism has
-        one), and one for all vectors that are spread over ranks.
-        """
+        """Compute the coefficient of each unit; units that ranks share take a collective."""
         norm, limit = stats.norm, self.limit
         # Every rank has the same norm, so all of them measure units in the same type. The host
         # cannot read the norm of an accelerator, which sums in its widest type at any size.
@@ -152,10 +145,7 @@ class AdaptiveClip(Adaptive, ClipMode):
 
 
 def _of_each_shard(layout: Layout) -> list[Tensor | None]:
-    """Return the gradient of each shard of ``layout``; None for a parameter without elements.
-
-    A shard without elements has its gradient: other shards of the parameter have elements.
-    """
+    """Return the gradient of each shard of ``layout``; None for a parameter without elements."""
     shards, gradients = layout.gradients()
     if len(shards) == len(layout.shards):
         return list(gradients)

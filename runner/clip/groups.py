@@ -109,7 +109,7 @@ class GroupsClip(ByGroups, NestedMode):
 
     @torch.no_grad()
     def change_parts(self, layout: Layout, decision: Decision) -> Decision:
-        """Apply the decision of each group. All ranks do, in the same order."""
+        """Apply the decision of each group, on all ranks in the same order."""
         assert decision.parts is not None
         pairs = zip(self._bound, decision.parts.work, strict=True)
         decisions = [group.mode.apply(group.layout, own) for group, own in pairs]

@@ -52,10 +52,7 @@ class Powers(NamedTuple):
         return [shard.name for shard, power in found if not math.isfinite(power)]
 
     def of_parameters(self, layout: Layout) -> Tensor:
-        """Return the share of each parameter, [parameters], on the device of ``layout``.
-
-        There is no collective, and the host does not wait for an accelerator.
-        """
+        """Return the share of each parameter, [parameters], on the device of ``layout``."""
         each, at = _vector(self.each, layout), layout.positions_of(self.shards)
         shares = each.new_zeros(len(layout.names))
         # A tied parameter may lie on this rank twice.
@@ -84,8 +81,7 @@ def measure(
 ) -> tuple[Number, Powers | None]:
     """Return ‖G‖, NaN or inf where any gradient holds one, and the share of each gradient.
 
-    One small collective if the layout spans ranks. On a CPU the shares of finite gradients are None
-    unless ``each`` asks for them.
+    One small collective. On a CPU the shares of finite gradients are None without ``each``.
     """
     power, powers = local_powers(layout, norm_type, each)
     return combine(layout.gather([power])[0], norm_type), powers
@@ -248,10 +244,7 @@ def gathered(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Return all elements in memory order: a view of any dense tensor (channels-last too).
-
-    A tensor that is not dense is copied. The order of elements is only fit for sums.
-    """
+    """Return all elements in the order of memory, fit for sums: a view of any dense tensor."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     strides = tensor.stride()

@@ -38,11 +38,7 @@ class TensorNorms:
 
 
 class TensorMode(ClipMode):
-    """A mode that decides by the norm of each tensor.
-
-    All ranks know all of these norms, so the norm after clipping follows from them, and applying a
-    decision neither reads gradients again nor needs a collective.
-    """
+    """A mode that decides by the norms of tensors, from which the norm after clipping follows."""
 
     @torch.no_grad()
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
@@ -142,11 +138,7 @@ class PerParameterClip(PerParameter, TensorMode):
 
 
 def block_of(name: str) -> str:
-    """Return the block of a parameter: its name up to the first number, or its module's name.
-
-    ``blocks.3.attn.weight`` belongs to ``blocks.3``, ``layer1.0.conv1.weight`` to ``layer1.0``, and
-    ``head.weight`` to ``head``. Parameters of the model itself are one block.
-    """
+    """Return the block of a parameter: its name up to the first number, or its module's name."""
     parts = name.split(".")[:-1]
     end = next((i + 1 for i, part in enumerate(parts) if part.isdecimal()), len(parts))
     return ".".join(parts[:end])

@@ -111,10 +111,7 @@ def _without(norms: Tensor, norm: Tensor) -> Tensor:
 
 
 def _percentile(norms: Tensor, held: Tensor, percent: float) -> Tensor:
-    """Return a percentile of the first ``held`` of rising norms, interpolated as NumPy does, [1].
-
-    Which places are read the device decides, so that the host need not know ``held``.
-    """
+    """Return a percentile of the first ``held`` of rising norms, as NumPy interpolates, [1]."""
     at = (held - 1.0) * (percent / 100.0)
     low = at.floor()
     below = norms.index_select(0, low.long())

@@ -48,11 +48,9 @@ class Moment(NamedTuple):
 
 
 class Stepped:
-    """Which shards of a layout the optimizers of this rank step.
+    """Which shards of a layout the optimizers of this rank step: with ZeRO 1 not all; a collective.
 
-    With ZeRO stage 1 another rank may step the shard of a parameter. One collective where a layout
-    spans ranks, so every rank has to make it. ``copies`` is for each parameter of the layout the
-    number of ranks that step each of its elements; 0 where no optimizer holds it.
+    ``copies`` is for each parameter the number of ranks that step each element; 0: no optimizer.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], layout: Layout) -> None:

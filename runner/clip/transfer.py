@@ -104,9 +104,8 @@ def on_device(values: Sequence[Number], device: torch.device) -> Tensor:
 def start_gather(row: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
     """Start to gather a vector of each rank, [ranks, values].
 
-    On a host every rank sends its vector to all others at once. In an all-gather or an all-reduce
-    of gloo it would travel from rank to rank, each of which has to wake up first: on 8 ranks that
-    takes two to three times as long.
+    On a host every rank sends its vector to all others at once: on 8 ranks an all-gather of gloo,
+    which goes from rank to rank, takes two to three times as long.
     """
     ranks = dist.get_world_size() if group is None else group.size()
     rows = row.new_empty(ranks * len(row))

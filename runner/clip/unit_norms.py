@@ -146,11 +146,9 @@ class UnitIndex:
     def norms(
         self, tensors: Sequence[Tensor | None], dtype: torch.dtype, clipped: bool = False
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Measure the units of one tensor for each shard, in ``dtype`` at least.
+        """Return the norm of each unit (that is ``clipped``), in ``dtype`` at least.
 
-        Returns:
-            The norm of each unit, or of those that are ``clipped``; for each call the matrix that
-            holds a copy of its units, None where they were read in place.
+        And for each call the matrix with a copy of its units; None where they were read in place.
         """
         norms, matrices = [self._weights[:0]], list[Tensor | None]()
         for places in self.calls:
@@ -179,10 +177,8 @@ class UnitIndex:
         return transfer.read(torch.dot(norms.square(), self._share))
 
     def counted(self, gradients: Tensor) -> Tensor:
-        """Return the share of each clipped unit that this rank counts, given gradients' norms.
-
-        A unit without a gradient here counts where another rank has one.
-        """
+        """Return the share of each clipped unit that this rank counts, given gradients' norms."""
+        # A unit without a gradient here counts where another rank has one.
         if self._absent is None:
             return self._weights
         return self._weights.where(~self._absent | (gradients > 0), 0.0)
@@ -266,10 +262,7 @@ def _norm(tensor: Tensor, dims: int | tuple[int, ...], dtype: torch.dtype) -> Te
 
 
 def _as_rows(tensor: Tensor, kept: int) -> Tensor | None:
-    """Return a view [units, length] in which each unit is contiguous; None if there is none.
-
-    The order of elements within a unit is only fit for sums and for scaling.
-    """
+    """Return a view [units, length] whose rows are contiguous, in any order; None if none is."""
     if not kept:
         return flatten(tensor).unsqueeze(0)
     if not tensor.is_contiguous():

@@ -50,10 +50,8 @@ class UpdateClip(Update, OptimizerMode):
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         """Measure ‖G‖ and the RMS of each tensor, with one collective for both.
 
-        ``work`` is the RMS of each of ``layout.names``, 0 where nothing is stepped, and whether an
-        optimizer steps the tensor with a gradient; the same on every rank. With ZeRO stage 1 the
-        rank that has the second moment of a tensor measures it; where several ranks step the same
-        elements, each of them counts them.
+        ``work`` is the RMS of each of ``layout.names``, and whether an optimizer steps it with a
+        gradient. With ZeRO stage 1 the rank that has the second moment of a tensor measures it.
         """
         power, powers = local_powers(layout, self.norm_type, each)
         stepped, device = self.stepped(), layout.device

@@ -68,8 +68,7 @@ class TensorPairs(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         if len(inputs) != len(targets):
             raise ValueError(f"{len(inputs)} inputs do not pair with {len(targets)} targets")
-        self.inputs = inputs
-        self.targets = targets
+        self.inputs, self.targets = inputs, targets
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -127,8 +126,8 @@ def own(
                 f"eval_fraction {eval_fraction} leaves none of {samples} samples to train on"
             )
         chosen = torch.randperm(samples, generator=generator_for("held out", seed, 0))
-        rest, first = chosen[held_out:].sort().values, chosen[:held_out].sort().values
-        train, eval = _Part(train, rest.tolist()), _Part(train, first.tolist())
+        parts = (chosen[held_out:], chosen[:held_out])
+        train, eval = (_Part(train, part.sort().values.tolist()) for part in parts)
     return Data(train, eval, items, tokens_per_sample)
 
 
@@ -150,43 +149,40 @@ def _tensors(table: Any, columns: Sequence[str] | None) -> Any:
         raise DataUnavailable(
             f"data.columns: there is no column {missing[0]}, but {', '.join(table.column_names)}"
         )
-    return _Pairs(table.with_format("torch", columns=list(columns)), *columns)
+    return _Pairs(table.with_format("torch", columns=list(columns)), columns)
 
 
 class _Pairs(Dataset[tuple[Any, Any]]):
-    def __init__(self, table: Any, inputs: str, targets: str) -> None:
-        self.table, self.inputs, self.targets = table, inputs, targets
+    def __init__(self, table: Any, columns: Sequence[str]) -> None:
+        self.table, (self.inputs, self.targets) = table, columns
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        row = self.table[index]
-        return row[self.inputs], row[self.targets]
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         rows = self.table.__getitems__(list(indices))
         return [(row[self.inputs], row[self.targets]) for row in rows]
 
 
-SIZES = ("shape", "num_classes", "sequence_length", "vocabulary", "ignored_fraction")
 SUCCESSORS = 4
 """Number of equally likely successors of a token: the lowest possible loss is log(4)."""
 
 
-def synthetic(kind: str, samples: int, test_samples: int, seed: int, **sizes: Any) -> Data:
+def synthetic(
+    kind: Literal["images", "vectors", "tokens"],
+    samples: int,
+    test_samples: int,
+    seed: int,
+    **sizes: Any,
+) -> Data:
     """Make seeded random inputs with targets from a fixed random teacher.
 
-    Args:
-        kind: ``images``, ``vectors`` or ``tokens``.
-        samples: number of training samples.
-        test_samples: number of held-out samples.
-        seed: seed of all of them.
-        sizes: ``shape`` of a sample and ``num_classes``; of tokens ``sequence_length``,
-            ``vocabulary`` and ``ignored_fraction``, the share of targets that do not count.
+    ``sizes`` are the ``shape`` of a sample and ``num_classes``; of tokens ``sequence_length``,
+    ``vocabulary`` and ``ignored_fraction``, the share of targets that do not count.
     """
-    if unknown := sizes.keys() - {*SIZES}:
-        raise TypeError(f"synthetic() has no argument {min(unknown)!r}")
     generator = torch.Generator().manual_seed(seed)
     if min(samples, test_samples) < 1:
         raise ValueError(f"samples {samples} and test_samples {test_samples} must be at least 1")
@@ -208,8 +204,9 @@ def _classes(
     generator: torch.Generator,
     shape: Sequence[int],
     num_classes: int,
+    sequence_length: int = 0,
+    vocabulary: int = 0,
     ignored_fraction: float = 0.0,
-    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return inputs, float32 [count, *shape], and targets, int64 [count]."""
     dimensions = {"images": 3, "vectors": 1}.get(kind)
@@ -235,7 +232,8 @@ def _walks(
     sequence_length: int,
     vocabulary: int,
     ignored_fraction: float = 0.0,
-    **others: Any,
+    shape: Sequence[int] = (),
+    num_classes: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return tokens and next tokens, int64 [count, length] each."""
     if min(sequence_length, vocabulary) < 1 or not 0 <= ignored_fraction < 1:

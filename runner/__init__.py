@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     )
     from runner.models import Classifier
     from runner.optim.schedulers import CosineAnnealingLR, LinearWarmupLR
-    from runner.telemetry.gauges import Measurements
     from runner.telemetry.monitor import GradientMonitor
     from runner.telemetry.transformers_callback import ClippingCallback
-    from runner.train.options import Evaluate, InBackward, Log
+    from runner.train.options import Evaluate, InBackward, Log, Measurements
     from runner.train.skipped_steps import SkippedSteps
     from runner.train.trainer import Trainer
 
@@ -53,7 +52,7 @@ _HOME = {
     "InBackward": "runner.train.options",
     "Log": "runner.train.options",
     "LowLevelZeroPlugin": "runner.booster",
-    "Measurements": "runner.telemetry.gauges",
+    "Measurements": "runner.train.options",
     "MoeHybridParallelPlugin": "runner.booster",
     "PipelineParallelPlugin": "runner.booster",
     "SkipRule": "runner.clip",

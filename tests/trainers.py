@@ -11,7 +11,7 @@ BOOSTER = {"plugin": "plugin", "precision": "mixed_precision", "loss_scale": "lo
 BOOSTER |= {"nonfinite": "nonfinite", "skip": "skip"}
 LOG = {"log_interval": "interval", "log_flush": "flush"}
 LOG |= {field.name: field.name for field in fields(Log) if field.name not in LOG.values()}
-EVALUATE = {"eval_interval": "interval", "eval_metrics": "metrics", "objective": "objective"}
+EVALUATE = {"eval_interval": "interval", "eval_metrics": "metrics"}
 
 
 def trainer_of(

@@ -19,7 +19,6 @@ from runner.booster.plugin.base import ParallelModel
 from runner.booster.step_order import StepOrder, StepState
 from runner.booster.unchanged import BoostedGroups, BoostedParameters
 from runner.clip import ClipMode, Decision, GradStats, Number, build, total_norm, transfer
-from runner.clip.decision import Direction
 from runner.clip.mode import scale
 from runner.clip.norms import Powers
 from runner.clip.skip import SkipRule
@@ -49,7 +48,6 @@ class OptimizerWrapper(StepOrder):
             the update. None after a step that did not clip.
         powers: share of each gradient in the norm that :meth:`clip` measured last, where it was
             asked for, or the norm is not finite, or lies on an accelerator; else None.
-        direction: how :meth:`clip` turned the gradient last; None where that was not measured.
         in_backward: clips in the backward pass, after :meth:`clip_in_backward`; else None.
     """
 
@@ -70,7 +68,6 @@ class OptimizerWrapper(StepOrder):
         self._made, self._max_norm = made, max_norm
         self.decision: Decision | None = None
         self.powers: Powers | None = None
-        self.direction: Tensor | None = None
         self.in_backward: InBackward | None = None
         self._fold = Fold(self.optimizers, made.layout)
         self._coef: Number = 1.0  # what the next step multiplies gradients by
@@ -154,9 +151,7 @@ class OptimizerWrapper(StepOrder):
         self.unscale()
 
     @torch.no_grad()
-    def clip(
-        self, mode: ClipMode, fold: bool = False, each: bool = False, direction: bool = False
-    ) -> Decision:
+    def clip(self, mode: ClipMode, fold: bool = False, each: bool = False) -> Decision:
         """Unscale, measure ‖G‖, agree whether it is finite, and clip by ``mode`` in place.
 
         Every rank decides from the same reduced norm, so all of them skip the step or none.
@@ -166,14 +161,12 @@ class OptimizerWrapper(StepOrder):
             fold: whether :meth:`step` may multiply the gradients, which costs less where all
                 optimizers are fused ones of torch. Each ``.grad`` is clipped after the step then.
             each: whether the share of each gradient in the norm is wanted in ``powers``.
-            direction: whether ``direction`` is wanted.
 
         Raises:
             StepOrderError: the gradients are not final, or were clipped already.
             NonFiniteGradient: they are not finite and ``nonfinite`` is ``error``.
         """
         self.begin_clip()
-        self.direction = None
         early = self.in_backward
         if early is not None and mode is not early.mode:
             raise ValueError("gradients are clipped in the backward pass: clip by the same mode")
@@ -191,7 +184,7 @@ class OptimizerWrapper(StepOrder):
         if self.skip is not None:
             spike = self._spikes.decide(stats.norm, loss, finite, isinstance(self._finite, bool))
             finite = self._spikes.left_out(finite)
-        decision = self._apply(mode, replace(stats, finite=finite), fold, direction)
+        decision = self._apply(mode, replace(stats, finite=finite), fold)
         self.decision = decision if spike is None else replace(decision, spike=spike)
         self._limiting = None if decision.update is None else mode
         return self.decision
@@ -216,24 +209,12 @@ class OptimizerWrapper(StepOrder):
         self._finite = known or (self.nonfinite == "ignore" and self.loss_scale is None)
         return known
 
-    def _apply(self, mode: ClipMode, stats: GradStats, fold: bool, direction: bool) -> Decision:
+    def _apply(self, mode: ClipMode, stats: GradStats, fold: bool) -> Decision:
         """Decide, and apply the decision or leave it to the step where that can."""
         decision = mode.decide(self.layout, stats) if fold and mode.may_fold else None
-        compared = None
-        if direction:  # A mode that clips nothing has no need of a copy.
-            nothing_clipped = mode.info.clips is None
-            known = (
-                Decision.untouched(stats.norm, None, stats.norm) if nothing_clipped else decision
-            )
-            compared = Direction(self.layout, known)
         if decision is None:
-            done = mode.clip(self.layout, stats)
-        elif self._folds(decision):
-            done = decision
-        else:
-            done = mode.apply(self.layout, decision)
-        self.direction = None if compared is None else compared.sums()
-        return done
+            return mode.clip(self.layout, stats)
+        return decision if self._folds(decision) else mode.apply(self.layout, decision)
 
     def _folds(self, decision: Decision) -> bool:
         """Return whether the step multiplies the gradients, or nothing has to."""

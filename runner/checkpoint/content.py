@@ -46,8 +46,7 @@ class Training(Protocol):
 
 def save(training: Training, checkpoints: Path, step: int, about: Mapping[str, Any]) -> Path:
     """Save a training between two steps; every rank has to call this."""
-    tensors, rest = _content(training)
-    return _write(training, checkpoints, step, tensors, rest, about)
+    return _write(training, checkpoints, step, *_content(training), about)
 
 
 def save_weights(training: Training, checkpoints: Path, about: Mapping[str, Any]) -> Path:
@@ -135,7 +134,8 @@ def load(
     training: Training, checkpoint: Path, verify: bool = True, keep: Collection[str] = ()
 ) -> dict[str, Any]:
     """Continue a training from a checkpoint, under any layout; every rank has to call this."""
-    manifest = _manifest(checkpoint, verify)
+    read = folder.require_whole if verify else folder.manifest_of
+    manifest = on_first(lambda: read(checkpoint))
     if files.STATE not in manifest["files"]:
         raise ValueError(f"{checkpoint} holds weights alone: no training can continue from it")
     rest, source = state_of(checkpoint), Folder(checkpoint)
@@ -152,15 +152,9 @@ def load(
     return manifest
 
 
-def load_weights(training: Training, checkpoint: Path, verify: bool = True) -> None:
-    """Load the weights alone, to evaluate them; see :func:`load`."""
-    _manifest(checkpoint, verify)
+def load_weights(training: Training, checkpoint: Path) -> None:
+    """Load the weights alone, to evaluate them, from a checkpoint that was checked."""
     fill(_model_slots(training), Folder(checkpoint))
-
-
-def _manifest(checkpoint: Path, verify: bool) -> dict[str, Any]:
-    read = folder.require_whole if verify else folder.manifest_of
-    return on_first(lambda: read(checkpoint))
 
 
 def require_savable(training: Training) -> None:
@@ -244,17 +238,10 @@ def write_model(
         try:
             if form == "torch":
                 torch.save(dict(model), part)
-            else:
-                safetensors.torch.save_file(_apart(model), part, {"format": "pt", **metadata})
+                return
+            # Tied tensors are copied: safetensors refuses to write shared memory.
+            owner = {id(tensor): name for name, tensor in model.items()}
+            own = {n: t if owner[id(t)] == n else t.clone() for n, t in model.items()}
+            safetensors.torch.save_file(own, part, {"format": "pt", **metadata})
         except (RuntimeError, safetensors.SafetensorError) as error:  # a full disk, for example
             raise OSError(str(error)) from error
-
-
-def _apart(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tied tensors: safetensors has none, and refuses to write shared memory."""
-    known: set[int] = set()
-    own: dict[str, Tensor] = {}
-    for name, tensor in model.items():
-        own[name] = tensor.clone() if id(tensor) in known else tensor
-        known.add(id(tensor))
-    return own

@@ -18,8 +18,8 @@ from typing import Any
 from runner.run_folder import files
 from runner.run_folder.strict_json import decode, encode, number
 
-VERSION = 1
-"""Version of the format; a checkpoint of a later one is refused."""
+VERSION = 2
+"""Version of the format; a checkpoint of another one is refused."""
 
 _PREFIX, _PART = "step_", ".part"
 
@@ -68,18 +68,17 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     try:
         manifest = decode(path.read_bytes())
     except OSError as error:
-        raise DamagedCheckpoint(
-            f"{checkpoint} is no checkpoint: {path.name}: {error.strerror}"
-        ) from None
+        message = f"{checkpoint} is no checkpoint: {path.name}: {error.strerror}"
+        raise DamagedCheckpoint(message) from None
     except ValueError:
         raise DamagedCheckpoint(f"{path} is damaged: it is no JSON object") from None
     version, listed = manifest.get("version"), manifest.get("files")
     if not isinstance(version, int) or not isinstance(listed, dict):
         raise DamagedCheckpoint(f"{path} is no manifest of a checkpoint")
-    if version > VERSION:
+    if version != VERSION:
         raise DamagedCheckpoint(
-            f"{checkpoint} was written by a later version of clip-runner: format {version}, "
-            f"but this version reads formats up to {VERSION}"
+            f"{checkpoint} was written by another version of clip-runner: its format is {version}, "
+            f"and this version reads format {VERSION}"
         )
     for name in listed:
         if name in ("", ".", "..") or Path(name).name != name:
@@ -118,32 +117,25 @@ class NoCheckpoint(ValueError):
 def choose(
     run: Path, which: str | None, objective: str, maximizes: bool
 ) -> tuple[Path, dict[str, Any]]:
-    """Find a checkpoint of a run, and check that it is whole."""
+    """Find a checkpoint of a run, and check that it is whole: ``final``, ``last``, ``best`` or a
+    step; by default the final weights, or else the last checkpoint.
+    """
     saved = run / files.CHECKPOINTS
-    final, listed = saved / files.FINAL, found(saved)
-    chosen: Path | None
-    if which == files.FINAL or (which is None and final.is_dir()):
-        chosen = final if final.is_dir() else None
-    elif which is None or which == "last":
-        for checkpoint, manifest in whole(saved):
-            return checkpoint, manifest
-        chosen = listed[0] if listed else None
+    listed = found(saved)
+    named = {str(step_of(one)): one for one in reversed(listed)}
+    if (saved / files.FINAL).is_dir():
+        named[files.FINAL] = saved / files.FINAL
+    if which == "last" or (which is None and files.FINAL not in named):
+        chosen = next((one for one, _ in whole(saved)), listed[0] if listed else None)
     elif which == "best":
         chosen = best_of(listed, objective, maximizes)
     else:
-        chosen = next((one for one in listed if step_of(one) == int(which)), None)
+        chosen = named.get(which or files.FINAL)
     if chosen is None:
-        raise NoCheckpoint(_absent(which, listed, final, objective))
+        of = f" with {objective}" if which == "best" else ""
+        there = f"has no checkpoint {which}{of}  (there are: {', '.join(named)})"
+        raise NoCheckpoint(there if named else f"holds no checkpoint ({files.CHECKPOINTS}/)")
     return chosen, require_whole(chosen)
-
-
-def _absent(which: str | None, listed: list[Path], final: Path, objective: str) -> str:
-    held = [str(step_of(one)) for one in reversed(listed)]
-    held += [files.FINAL] if final.is_dir() else []
-    if not held:
-        return f"holds no checkpoint ({final.parent.name}/)"
-    of = f" with {objective}" if which == "best" else ""
-    return f"has no checkpoint {which}{of}  (there are: {', '.join(held)})"
 
 
 def prune(

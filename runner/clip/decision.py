@@ -17,15 +17,12 @@ from runner.clip.norms import (
     Split,
     combine,
     combine_norms,
-    flatten,
     local_power,
     measure,
     measure_split,
 )
 from runner.clip.transfer import Number
 
-# Elements that a CPU multiplies together: they and their copies in float64 stay in a cache.
-BLOCK = 2**16
 _NAN = math.nan
 _IF_SKIPPED: dict[str, Any] = {
     "norm_clipped": _NAN,
@@ -252,53 +249,3 @@ class Inner(NamedTuple):
     kind: Literal["link", "group"]
     name: str
     decision: Decision
-
-
-class Direction:
-    """Compares the gradient before clipping with the gradient after it, by a copy of the former.
-
-    Make it when the mode has decided and no gradient has changed. One coefficient for all gradients
-    turns nothing and needs no copy. The host does not wait for an accelerator.
-    """
-
-    @torch.no_grad()
-    def __init__(self, layout: Layout, decision: Decision | None) -> None:
-        self._layout = layout
-        self._before: list[Tensor] | None = None
-        same = decision is not None and (
-            decision.finite is False
-            or (decision.parts is None and decision.factor is None and decision.scales is None)
-        )
-        if not same:
-            self._before = [gradient.clone() for gradient in layout.gradients()[1]]
-
-    @torch.no_grad()
-    def sums(self) -> Tensor:
-        """Return this rank's share of Σ ab, Σ a² and Σ b² over all elements, [3], once a is b."""
-        device = self._layout.device
-        before, self._before = self._before, None
-        if before is None:
-            return transfer.on_device([1.0, 1.0, 1.0], device)
-        total = torch.zeros(3, dtype=transfer.widest(device), device=device)
-        for shard, a, b in zip(*self._layout.gradients(), before, strict=True):
-            total += _products(b, a) / shard.num_replicas
-        return total
-
-
-def cosine(sums: Sequence[float]) -> float | None:
-    """Return the cosine, given :meth:`Direction.sums` of all ranks; None where it is undefined."""
-    product, before, after = sums
-    length = (before * after) ** 0.5
-    return product / length if length > 0.0 else None
-
-
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """Return Σ ab, Σ a² and Σ b², [3], summed in the widest type of the device."""
-    same, wide = a.stride() == b.stride(), transfer.widest(a.device)
-    a, b = (flatten(each) if same else each.reshape(-1) for each in (a, b))
-    size = BLOCK if transfer.can_read(a.device) else a.numel()
-    total = a.new_zeros(3, dtype=wide)
-    for x, y in zip(torch.split(a, size), torch.split(b, size), strict=True):
-        x, y = x.to(wide), y.to(wide)
-        total += torch.stack([torch.dot(x, y), torch.dot(x, x), torch.dot(y, y)])
-    return total

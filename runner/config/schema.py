@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -60,7 +59,7 @@ def not_measured(step: bool) -> Mapping[str, str]:
     """Return the measurements of section ``telemetry`` that are not possible, with the reasons."""
     gone = "compares gradients that are clipped, or freed, in the backward pass: use clip.when=step"
     stepped = "copies the weights before a step: use clip.step_in_backward=false"
-    found = {"clip_cosine": gone, "noise_scale": gone}
+    found = {"noise_scale": gone}
     return found | {"update_ratio": stepped} if step else found
 
 
@@ -103,9 +102,6 @@ class RunConfig(Keys):
             message = f"steps whole parameters, which plugin={plugin.name} shards; use plugin=ddp"
             yield Conflict("optimizer._target_", message)
         yield from self._in_backward()
-        if self.telemetry.worst_layers and self.clip.norm_type == math.inf:
-            message = "needs a norm that parameters have a share of: clip.norm_type=2, not inf"
-            yield Conflict("telemetry.worst_layers", message)
         if self.telemetry.noise_scale:
             if {plugin.tp_size, plugin.pp_size, plugin.ep_size} != {1}:
                 only = f"plugin=single, ddp, fsdp or zero, not plugin={plugin.name}"

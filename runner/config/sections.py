@@ -134,13 +134,8 @@ class Checkpoint(Section):
 class Telemetry(Section):
     per_layer: bool = key("log the gradient norm of each parameter, to find the layer that spikes")
     # With defaults: runs that were recorded earlier lack them.
-    worst_layers: Natural = key("log the largest shares of ‖G‖², of so many parameters", 0)
     update_ratio: bool = key("log the norm of each update over that of the weights", False)
-    clip_cosine: bool = key("log the cosine between the gradient before and after clipping", False)
     noise_scale: bool = key("estimate the gradient noise scale from parts of the batch", False)
-    spike_score: bool = key("log the shares of steps whose loss, or norm, is a spike", False)
-    spike_sigma: Positive = key("a spike is so many standard deviations from the mean", 6.0)
-    spike_window: int = key("take the mean over so many steps before", 128, ge=4)
     probe: Natural = key("print so many elements of the first parameter after each microbatch")
 
 

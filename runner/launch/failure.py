@@ -9,7 +9,6 @@ import shutil
 import threading
 import time
 import traceback
-from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,10 +22,9 @@ from runner.config.problem import Stopped
 from runner.launch import signals
 from runner.run_folder import files
 from runner.run_folder.strict_json import read_object, write_object
-from runner.train import beat, stop
+from runner.train import stop
 
-# Seconds in which all ranks write how they ended, after one of them lost a connection
-PATIENCE = 3.0
+PATIENCE = 3.0  # seconds in which ranks write how they ended, after one lost a connection
 # Seconds by which the limit of a collective is later than `launch.timeout`, after which a rank
 # that begins no microbatch writes its stack
 LATER = 5.0
@@ -35,8 +33,6 @@ KNOBS = (
     "out of memory: lower data.batch_size (accumulation.steps keeps the size of the step), or "
     "shard the model over more ranks (plugin=fsdp, plugin=tensor, plugin=pipeline)"
 )
-"""What to change in a request that needs too much memory."""
-
 # Modules of torch that a lost connection is raised in: by a collective, or in a backward pass
 COLLECTIVE = ("torch.distributed.", "torch.autograd.graph")
 # Modules that wait for a collective that runs beside them, in code of torch without a frame
@@ -46,7 +42,7 @@ _WORKER = re.compile(
     r"|is killed by signal: (Terminated|Interrupt|Hangup|User defined signal 1))"
 )
 
-_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.I)
+_OUT_OF_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory", re.I)
 
 
 @dataclass(frozen=True)
@@ -83,21 +79,17 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
 def described(error: BaseException) -> str:
     """Return the traceback of an error, and what to change if memory ran out."""
     text = "".join(traceback.format_exception(error)).strip()
-    # torch's own errors are recognised by name: this module does not import torch.
-    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    if memory or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))):
-        return f"{text}\n{KNOBS}"
-    return text
+    short = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))
+    return f"{text}\n{KNOBS}" if short or isinstance(error, MemoryError) else text
 
 
 def may_be_lost_peer(error: BaseException) -> bool:
     """Return whether ``error`` may be the end of a connection to another rank."""
     frames = traceback.walk_tb(error.__traceback__)
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
-    lost = modules[-1:] and modules[-1] in WAITS
-    return isinstance(error, RuntimeError) and bool(
-        lost or any(one.startswith(COLLECTIVE) for one in modules)
-    )
+    waits = bool(modules) and modules[-1] in WAITS
+    lost = waits or any(one.startswith(COLLECTIVE) for one in modules)
+    return lost and isinstance(error, RuntimeError)
 
 
 def stopped_by(error: BaseException) -> int:
@@ -178,8 +170,6 @@ def blamed(folder: Path, size: int, timeout: float) -> RankFailed:
     who = f"rank {first}" + (f" on {node}" if node else "")
     waited = f"waited for more than launch.timeout={timeout:g} s"
     error = f"{who} hangs or was killed: the others lost the connection, or {waited}"
-    if silent[1:]:
-        error += f" (ranks {', '.join(map(str, silent))} do not answer)"
     if not silent:
         error = f"each rank lost the connection to another one, or {waited}"
     return RankFailed(first, "\n".join([*_stacks(folder, size), error]), node)
@@ -195,12 +185,11 @@ def _node() -> dict[str, str]:
 
 def _watch(file: Path, seconds: float) -> None:
     """Let a thread in C write the stack of this process once no microbatch begins."""
-    counts, seen = memoryview(array("q", [0])), 0
-    beat.share(counts, 0)
+    seen = 0
     with file.open("w") as stack:
         while True:
-            if counts[0] != seen:
-                seen = counts[0]
+            if stop.begun != seen:
+                seen = stop.begun
                 faulthandler.dump_traceback_later(seconds, file=stack)
             time.sleep(min(1.0, seconds / 10))
 

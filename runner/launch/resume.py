@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,41 +72,44 @@ ANEW = Start()
 
 def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
     """Return where a run in ``folder`` starts."""
-    source = config.resume.source
-    former = read_object(folder / files.STATUS)
-    if former and not is_unfinished(folder):
-        raise RequestError([_taken(folder, f"an earlier run ({files.STATUS})")])
-    if not former and is_unfinished(folder):
-        raise RequestError([_taken(folder, f"a run whose {files.STATUS} is damaged")])
+    source, former = config.resume.source, read_object(folder / files.STATUS)
+    unfinished = is_unfinished(folder)
+    if bool(former) != unfinished:
+        by = f"an earlier run ({files.STATUS})"
+        raise _taken(folder, by if former else f"a run whose {files.STATUS} is damaged")
     if former and source == "never":
-        raise RequestError([_taken(folder, "an unfinished run, and resume=never")])
-    if former:
-        start = newest(folder, former)
-        if start.checkpoint is not None:
-            path = Path(source).expanduser().absolute().resolve()
-            if source not in WORDS and path.is_relative_to(folder.resolve()):
-                asked = named(source).checkpoint
-                if asked is None or asked.resolve() != start.checkpoint.resolve():
-                    message = f"{start.checkpoint.name} is newer, and goes on in this folder"
-                    raise RequestError([Problem("resume", source, message)])
-            _require_same(config, plain, start.checkpoint)
-            return start
-        if former.get("config_hash") != config_hash(plain):
-            message = "an unfinished run of another configuration, without a checkpoint"
-            raise RequestError([_taken(folder, message)])
-        if source == "auto":
-            return start
-    if source in WORDS:
-        return ANEW
-    start = named(source)
-    assert start.checkpoint is not None
-    _require_same(config, plain, start.checkpoint)
+        raise _taken(folder, "an unfinished run, and resume=never")
+    start = newest(folder, former) if former else ANEW
+    if start.checkpoint is not None:
+        path = Path(source).expanduser().absolute().resolve()
+        if source not in WORDS and path.is_relative_to(folder.resolve()):
+            asked = named(source).checkpoint
+            if asked is None or asked.resolve() != start.checkpoint.resolve():
+                message = f"{start.checkpoint.name} is newer, and goes on in this folder"
+                raise RequestError([Problem("resume", source, message)])
+    elif former and former.get("config_hash") != config_hash(plain):
+        raise _taken(folder, "an unfinished run of another configuration, without a checkpoint")
+    elif source not in WORDS:
+        start = named(source)
+    if start.checkpoint is not None and (found := problems(config, plain, start.checkpoint)):
+        raise RequestError(found)
     return start
 
 
 def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:
     """Return a start from the newest whole checkpoint of a run; from the first step if none is."""
-    return _newest(run / files.CHECKPOINTS, former or {})
+    damaged: list[str] = []
+    place = run / files.CHECKPOINTS
+    for checkpoint in found(place if place.is_dir() else run):
+        try:
+            manifest = _require_usable(checkpoint)
+        except DamagedCheckpoint as error:
+            damaged.append(str(error))
+            continue
+        instead = f"{'; '.join(damaged)}: the run continues from {checkpoint.name}"
+        warnings = (instead,) if damaged else ()
+        return Start(checkpoint, int(manifest.get("step") or 0), former or {}, warnings)
+    return Start(warnings=(f"{'; '.join(damaged)}: the run starts anew",) if damaged else ())
 
 
 def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
@@ -124,22 +127,9 @@ def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
     return None
 
 
-def _taken(folder: Path, by: str) -> Problem:
+def _taken(folder: Path, by: str) -> RequestError:
     message = f"holds the record of {by}; choose another name or remove it"
-    return Problem("hydra.run.dir", str(folder), message)
-
-
-def _newest(checkpoints: Path, former: Mapping[str, Any]) -> Start:
-    damaged: list[str] = []
-    for checkpoint in found(checkpoints):
-        try:
-            manifest = _require_usable(checkpoint)
-        except DamagedCheckpoint as error:
-            damaged.append(str(error))
-            continue
-        warnings = _passed_over(damaged, f"the run continues from {checkpoint.name}")
-        return Start(checkpoint, int(manifest.get("step") or 0), former, warnings)
-    return Start(warnings=_passed_over(damaged, "the run starts anew"))
+    return RequestError([Problem("hydra.run.dir", str(folder), message)])
 
 
 def _require_usable(checkpoint: Path) -> dict[str, Any]:
@@ -150,10 +140,6 @@ def _require_usable(checkpoint: Path) -> dict[str, Any]:
     if files.STATE in manifest["files"]:
         state_of(checkpoint)
     return manifest
-
-
-def _passed_over(damaged: Sequence[str], instead: str) -> tuple[str, ...]:
-    return (f"{'; '.join(damaged)}: {instead}",) if damaged else ()
 
 
 def named(source: str) -> Start:
@@ -169,19 +155,11 @@ def named(source: str) -> Start:
             return Start(path, int(manifest.get("step") or 0))
         message = "holds weights alone; name a checkpoint with the state of the training"
     elif path.is_dir():
-        message = "holds no checkpoint to continue from"
-        for place in (path / files.CHECKPOINTS, path):
-            start = _newest(place, {})
-            if start.checkpoint is not None:
-                return start
-            if start.warnings:
-                message = start.warnings[0].rpartition(":")[0]
+        start = newest(path)
+        if start.checkpoint is not None:
+            return start
+        message = "; ".join(start.warnings) or "holds no checkpoint to continue from"
     raise RequestError([Problem("resume", source, message)])
-
-
-def _require_same(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> None:
-    if found := problems(config, plain, checkpoint):
-        raise RequestError(found)
 
 
 def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> list[Problem]:

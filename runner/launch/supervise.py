@@ -27,7 +27,6 @@ from runner.telemetry.sinks.sink import RunLog, Sink
 from runner.telemetry.sinks.tensorboard_sink import TensorboardSink
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
 from runner.train import stop
-from runner.train.progress import steps_between_lines
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +172,10 @@ def _close(
     page = write_page(folder) if reports_end else None  # the page of a sweep shows all its runs
     if failed and (failed.state == "failed" or "\n" in failed.error):
         level = logging.ERROR if reports_end else logging.INFO
-        log.log(level, "%s (see %s)", _headline(failed, config.plugin.name), folder / files.STATUS)
+        *_, last = failed.error.splitlines() or ["no message"]
+        who = "the run" if config.plugin.name == "single" else f"rank {failed.rank}"
+        why = last if last.startswith(f"{who} ") else f"{who} failed: {last}"
+        log.log(level, "%s (see %s)", why, folder / files.STATUS)
     if reports_end:
         print_line(str(page or folder))
     late = stop.reset()  # a signal after the training had ended
@@ -199,21 +201,13 @@ def write_page(folder: Path, left: int = 0) -> Path | None:
         return None
 
 
-def _headline(found: Failure, plugin: str) -> str:
-    """Return in one line why a run did not finish."""
-    *_, last = found.error.splitlines() or ["no message"]
-    who = "the run" if plugin == "single" else f"rank {found.rank}"
-    return last if last.startswith(f"{who} ") else f"{who} failed: {last}"
-
-
 def _terminal(config: RunConfig, title: str, alone: bool) -> Sink:
     from runner.train import build
 
-    data = build.make_data(config.data)
-    evaluation = build.steps_of(config, data, duration=config.eval.interval)
+    steps = build.steps_of(config, build.make_data(config.data))
     # On a pipe a line a step would bury everything else.
-    interval = steps_between_lines(evaluation, max(config.log.interval, config.log.flush))
-    return TerminalSink(build.steps_of(config, data), interval, title, alone=alone)
+    interval = max(config.log.interval, config.log.flush)
+    return TerminalSink(steps, interval, title, alone=alone)
 
 
 def _wandb(

@@ -127,11 +127,9 @@ def clip_charts(groups: Sequence[Group]) -> Iterator[Chart]:
             note, look = "The threshold of each step.", Look("threshold")
             name = f"Threshold{facet.suffix}"
             yield from _chart(f"threshold-{facet.mode}", name, note, facet.own, moving, look)
-    for key, between in ((keys.NOISE_MICROBATCHES, "microbatches"), (keys.NOISE_RANKS, "ranks")):
-        note = "Estimated batch size at which noise and signal of the gradient are equally large, "
-        note += f"from the gradients of {between}."
-        look, name = Look("samples", smooth=True, behind=True), f"Gradient noise scale, {between}"
-        yield from _chart(f"noise-{between}", name, note, groups, keys.noise_scale(key), look)
+    note = "Estimated batch size at which noise and signal of the gradient are equally large."
+    look = Look("samples", smooth=True, behind=True)
+    yield from _chart("noise", "Gradient noise scale", note, groups, keys.NOISE_SCALE, look)
 
 
 def norm(run: Run) -> Series:

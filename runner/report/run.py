@@ -29,7 +29,7 @@ KEYS = frozenset(
         *(keys.GRAD_NORM, keys.GRAD_NORM_MAX, keys.GRAD_NORM_SCALED, keys.GRAD_NONFINITE),
         *(keys.CLIP_SKIPPED, keys.CLIP_THRESHOLD, keys.CLIP_COEF, keys.CLIP_CLIPPED),
         *(keys.CLIP_FRACTION, keys.CLIP_RATIO, keys.CLIP_RATIO_TOTAL),
-        *map(keys.noise_scale, (keys.NOISE_MICROBATCHES, keys.NOISE_RANKS)),
+        keys.NOISE_SCALE,
     }
 )
 PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}

@@ -42,18 +42,12 @@ CLIP_RATIO_TOTAL = "clip/ratio_total"  # share of all steps so far that clipping
 # Distribution over steps of the largest value that the mode compares with its threshold (summary
 # only)
 CLIP_PEAK = "clip/peak"
-CLIP_COSINE = "clip/cosine"  # cosine of the angle between the gradient before clipping and after it
 # Largest number of steps in a row that clipping changed (summary only)
 CLIP_STREAK = "clip/longest_streak"
 # Norm of what a step added to the weights ÷ norm of the weights before the step
 UPDATE_RATIO = "update/ratio"
-LOSS_SPIKES = "train/loss_spike_score"
-# Share of the steps so far whose loss, or gradient norm, is far from the mean of those before
-NORM_SPIKES = "grad/norm_spike_score"
-NOISE_MICROBATCHES = "noise/microbatches"
-# Prefixes of two estimates of the gradient noise scale: what they compare
-NOISE_RANKS = "noise/ranks"
-WORST_LAYERS = "grad/worst_layers"  # parameters with the largest shares of ‖G‖² (summary only)
+NOISE_SCALE = "noise/scale"  # gradient noise scale, in samples
+NOISE_ERROR = "noise/error"  # its standard error
 TIME_STEP = "time/step_s"
 THROUGHPUT = "throughput/samples_per_s"
 
@@ -62,7 +56,6 @@ EVAL_LOSS = f"{EVAL}loss"
 EVAL_ACCURACY = f"{EVAL}accuracy"
 
 LAYER_NORM = _of(GRAD_NORM)  # prefix of the gradient norm of one parameter
-LAYER_SHARE = "grad/share/"  # prefix of the share of one parameter in ‖G‖²
 LAYER_UPDATE = _of(UPDATE_RATIO)  # prefix of the update-to-weight ratio of one parameter
 # Prefix of the share of steps so far that another threshold would have clipped
 WHAT_IF = "clip/what_if/"
@@ -81,11 +74,6 @@ def layer_norm(parameter: str) -> str:
 def what_if(threshold: float) -> str:
     """Return the key of the share of steps that ``threshold`` would have clipped."""
     return f"{WHAT_IF}{threshold}"
-
-
-def noise_scale(estimate: str) -> str:
-    """Return the key of a gradient noise scale in samples, given the prefix of its estimate."""
-    return f"{estimate}/scale"
 
 
 def inner(path: Sequence[tuple[str, str]]) -> list[str]:

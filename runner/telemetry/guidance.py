@@ -19,14 +19,9 @@ from runner.config.notation import percent, rounded
 from runner.optim.effects import PLAIN, Effect
 from runner.run_folder import keys
 
-FEWEST = 50
-"""Number of steps below which there is no advice on a threshold."""
-
-MOSTLY = 0.5
-"""Share of clipped steps, elements or units above which a threshold does more than cut outliers."""
-
-FULLY = 0.95
-"""Share of clipped steps above which a threshold is practically always exceeded."""
+FEWEST = 50  # steps below which there is no advice on a threshold
+MOSTLY = 0.5  # share clipped above which a threshold does more than cut outliers
+FULLY = 0.95  # share of clipped steps above which a threshold is practically always exceeded
 
 Topic = Literal["nonfinite", "spikes", "few", "never", "limits", "cancels", "weighs", "nothing"]
 
@@ -40,6 +35,24 @@ class Setting:
     nonfinite: Literal["skip", "error", "ignore"] = "skip"
     effect: Effect = PLAIN
     searches: int = 0
+
+    @property
+    def stat(self) -> str:
+        """Name of what the mode compares with λ."""
+        left_out = self.effect.left_out if self.mode.parts is None else ""
+        return f"{self.mode.stat} without {left_out}'s matrices" if left_out else self.mode.stat
+
+    def remedy(self, peak: Mapping[str, float], do: str) -> str:
+        """Name a threshold to ``do`` something; a run keeps only the largest unit of each step."""
+        if self.mode.parts is not None:
+            return (
+                "python -m runner calibrate with the same overrides shows which threshold clips "
+                f"how large a share of the {self.mode.parts}."
+            )
+        start = f"about {rounded(peak['p90'])}, the 90th percentile of {self.stat}"
+        if self.mode.tenth is not None:
+            start = f"about {self.mode.tenth:g}"
+        return f"{do} clip.threshold to {start}."
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,7 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
         )
         found.append(Remark("spikes", text, ("clip.skip.k", "clip.skip.rule")))
         skipped += spikes
-    peak = summary[keys.CLIP_PEAK]
+    peak, effect = summary[keys.CLIP_PEAK], setting.effect
     lost = not math.isfinite(summary.get("final", {}).get(keys.TRAIN_LOSS, 0.0))
     if setting.threshold is None or not peak or lost:
         return found
@@ -80,10 +93,9 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
         few = "1 step is" if counted == 1 else f"{counted} steps are"
         text = f"{few} too few to tell whether the threshold suits this training."
         return [*found, Remark("few", text)]
-    if setting.effect.kind == "sign only":
-        name = setting.effect.name
-        text = f"Clipping has no effect with {name}: it uses the sign of each gradient element "
-        return [*found, Remark("nothing", f"{text}alone.", optimizer=name)]
+    if effect.kind == "sign only":
+        text = f"Clipping has no effect with {effect.name}: it uses the sign of each gradient "
+        return [*found, Remark("nothing", f"{text}element alone.", optimizer=effect.name)]
     ratio = summary[keys.CLIP_RATIO_TOTAL]
     if ratio == 0:
         return [*found, _never(peak, setting)]
@@ -97,40 +109,31 @@ def sentences(found: Iterable[Mapping[str, Any]], swept: Collection[str] = ()) -
 
 
 def _never(peak: Mapping[str, float], setting: Setting) -> Remark:
-    """Return the remark on a threshold that clipped nothing."""
     text, effect = f"The threshold {setting.threshold:g} clipped nothing: ", setting.effect
     if effect.kind == "orthogonalized" and peak["max"] == 0:
         text += f"{effect.name} steps all parameters, and clip.scales=auto does not scale its "
         text += "gradients."
     else:
-        text += f"the largest {_stat(setting)} was {rounded(peak['max'])}. "
-        if setting.mode.parts is None:
-            text += "To clip the largest tenth of the steps, set clip.threshold to "
-            text += f"{_start(peak, setting)}."
-        else:
-            text += _calibrate(setting)
+        text += f"the largest {setting.stat} was {rounded(peak['max'])}. "
+        text += setting.remedy(peak, "To clip the largest tenth of the steps, set")
     return Remark("never", text, ("clip.threshold",))
 
 
 def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark:
-    """Return the remark on a threshold that clips most steps, elements or units."""
     effect, whole = setting.effect, setting.mode.parts is None
     parts = "steps" if whole else f"{setting.mode.parts} on average"
     text = f"The threshold {setting.threshold:g} clipped {percent(share)} of the {parts}. "
     if whole and effect.left_out:
         text += f"The gradients of {effect.left_out} are not scaled. "
-    spikes = f"To clip spikes alone, raise clip.threshold to {_start(peak, setting)}."
-    remedy = spikes if whole else _calibrate(setting)
+    remedy = setting.remedy(peak, "To clip spikes alone, raise")
     updates = setting.mode.clips == "updates"
     if effect.scales or updates:
         if effect.floor and not updates:
             text += f"eps of {effect.name} is not negligible for gradients this small, so clipping "
             text += "makes the steps smaller. "
-            if whole and effect.kind == "orthogonalized":
-                text += f"clip.scales=auto does not scale the gradients of {effect.name}. "
         if whole:
             text += "A threshold that clips so many steps acts like a lower learning rate, not as "
-            text += f"a limit on spikes. {spikes[:-1]}, and lower optimizer.lr if training then "
+            text += f"a limit on spikes. {remedy[:-1]}, and lower optimizer.lr if training then "
             text += "becomes unstable."
         else:
             what = "updates" if updates else "gradients"
@@ -140,32 +143,6 @@ def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark
         text += f"{effect.name} steps by the sign of a mean of gradients: clipping does not make "
         text += "its steps smaller, it lowers the weight of clipped gradients in that mean. "
         return Remark("weighs", text + remedy, ("clip.threshold",), effect.name)
-    how, whose = "divides by the size of earlier gradients", "its"
-    if " with " in effect.name:
-        how, whose = "normalize the size of gradients", "their"
-    elif effect.kind == "orthogonalized":
-        how = "orthogonalizes its updates"
-    text += f"{effect.name} {how}, so this does not make {whose} steps smaller"
+    text += f"{effect.name} normalizes its updates, so this does not make the steps smaller"
     text += ": thresholds this low train nearly alike. " if whole and share > FULLY else ". "
     return Remark("cancels", text + remedy, ("clip.threshold",), effect.name)
-
-
-def _start(peak: Mapping[str, float], setting: Setting) -> str:
-    """Return a threshold to begin with."""
-    if setting.mode.tenth is not None:
-        return f"about {setting.mode.tenth:g}"
-    return f"about {rounded(peak['p90'])}, the 90th percentile of {_stat(setting)}"
-
-
-def _stat(setting: Setting) -> str:
-    """Return the name of what the mode compares with λ."""
-    stat, left_out = setting.mode.stat, setting.effect.left_out
-    return f"{stat} without {left_out}'s matrices" if left_out and not setting.mode.parts else stat
-
-
-def _calibrate(setting: Setting) -> str:
-    """Refer to ``calibrate``: a run keeps only the largest element or unit of each step."""
-    return (
-        "python -m runner calibrate with the same overrides shows which threshold clips how large "
-        f"a share of the {setting.mode.parts}."
-    )

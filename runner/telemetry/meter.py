@@ -11,9 +11,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import reduce
 from itertools import chain, islice
-from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,20 +22,19 @@ from runner.clip import Decision, Number, transfer
 from runner.config.notation import higher_is_better
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
-from runner.telemetry.gauges import Gauges
+from runner.telemetry.gauges import Gauges, NoiseScale, NoiseShare
 from runner.telemetry.sinks.sink import Sink
-from runner.telemetry.statistics import NoiseShare, Statistics
 
 
 class StepMetrics(NamedTuple):
-    """Metrics of one optimizer step, where they were computed."""
+    """Metrics of one optimizer step, where they were computed; None where they are not known."""
 
     step: int
-    loss: Number
+    loss: Number | None
     decision: Decision
-    lr: float
-    samples: int
-    tokens: int
+    lr: float | None
+    samples: int | None
+    tokens: int | None
     seconds: float
     layers: Tensor | None = None
     noise: NoiseShare | None = None
@@ -45,21 +42,21 @@ class StepMetrics(NamedTuple):
     def numbers(self) -> tuple[Number, ...]:
         """Return what travels to the host: :class:`StepValues`, noise, and those of inner modes."""
         scaled = self.decision.norm_scaled
-        own = (self.loss, *self.decision.metrics, math.nan if scaled is None else scaled)
+        loss = math.nan if self.loss is None else self.loss
+        own = (loss, *self.decision.metrics, math.nan if scaled is None else scaled)
         inner = (number for _, each in _inner(self.decision) for number in each.metrics)
         return (*own, self.decision.spike, *(self.noise or ()), *inner)
 
-    def on_host(self, numbers: Sequence[float]) -> tuple[StepValues, Sequence[float] | None, Row]:
+    def on_host(self, numbers: Sequence[float]) -> tuple[StepValues, Sequence[float], Row]:
         """Return the step's values, its noise, and metrics of inner modes, given its numbers."""
         values = StepValues._make(numbers[: len(StepValues._fields)])
-        rest = numbers[len(values) :]
-        noise = None if self.noise is None else rest[: len(self.noise)]
+        rest, size = numbers[len(values) :], len(self.noise or ())
         if not math.isfinite(values.norm):  # nothing was clipped
             skipped = Decision.skipped(values.norm, values.threshold)
-            return StepValues(*map(float, (values.loss, *skipped.metrics))), noise, {}
+            return StepValues(*map(float, (values.loss, *skipped.metrics))), rest[:size], {}
         named = (key for path, _ in _inner(self.decision) for key in keys.inner(path))
-        inner = zip(named, rest[len(noise or ()) :], strict=True)
-        return values, noise, {key: value for key, value in inner if not math.isnan(value)}
+        inner = zip(named, rest[size:], strict=True)
+        return values, rest[:size], {key: value for key, value in inner if not math.isnan(value)}
 
 
 class StepValues(NamedTuple):
@@ -78,14 +75,31 @@ class StepValues(NamedTuple):
 
 
 @dataclass
-class LogWindow:
-    """Sums over the steps since the last row."""
+class Sums:
+    """Sums over the steps since the last row, or over all steps of the run."""
 
     steps: int = 0
+    nonfinite: int = 0
+    skipped: int = 0  # as spikes
     clipped: float = 0.0
+    fraction: float = 0.0
+    streak: int = 0
+    longest_streak: int = 0
     norm: float = 0.0
     norm_max: float = 0.0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the window alone
+
+    def add(self, values: StepValues) -> None:
+        norm, clipped = values.norm, values.clipped
+        self.steps += 1
+        self.nonfinite += not math.isfinite(norm)
+        self.skipped += bool(values.spike)
+        self.clipped += clipped
+        self.fraction += values.fraction
+        self.streak = self.streak + 1 if clipped else 0
+        self.longest_streak = max(self.longest_streak, self.streak)
+        self.norm += norm
+        self.norm_max = norm if math.isnan(norm) else max(self.norm_max, norm)  # NaN stays
 
 
 @dataclass
@@ -99,17 +113,16 @@ class Meter:
     what_if: Sequence[float] = ()
     layers: Gauges | None = None
     follow: Callable[[Sequence[tuple[int, StepValues]]], None] | None = None
-    nonfinite: int = 0
-    skipped: int | None = None
-    statistics: Statistics = field(default_factory=Statistics)
+    noise: NoiseScale | None = None
+    skips: bool = False  # whether a rule skips spikes, which rows then count
     last: Row = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     _pending: list[StepMetrics] = field(default_factory=list)
-    _window: LogWindow = field(default_factory=LogWindow)
-    _norms: array[float] = field(default_factory=lambda: array("d"))
-    _max_stats: array[float] = field(default_factory=lambda: array("d"))
-    _clipped: float = 0.0
-    _fraction: float = 0.0
+    _window: Sums = field(default_factory=Sums)
+    _total: Sums = field(default_factory=Sums)
+    # Of every step: ‖G‖ before clipping, and ``Decision.max_stat``, NaN where it was skipped
+    norms: array[float] = field(default_factory=lambda: array("d"))
+    max_stats: array[float] = field(default_factory=lambda: array("d"))
     _above: dict[float, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -140,57 +153,49 @@ class Meter:
             gauged = self.layers.over_ranks(shares)
         rows, layers = _to_host([step.numbers() for step in pending], gauged)
         found = [step.on_host(row) for step, row in zip(pending, rows, strict=True)]
-        steps = [values for values, *_ in found]
-        losses, noise = self._over_data([s.loss for s in steps], [n for _, n, _ in found], together)
+        losses: list[float | None] = [values.loss for values, *_ in found]
+        noise = [each for _, each, _ in found]
+        if self.mean_over_data is not None:
+            losses, noise = self._over_data(losses, noise, together)
         self._pending = []  # not before: a rank that loses its peers here flushes again alone
-        first = 0
-        for end, step in enumerate(pending, 1):
-            further = last if end == len(pending) else None
-            due = further is not None or self.row_due(step.step)
-            if due or end == len(pending):
-                self._count(pending[first:end], losses[first:end], steps[first:end])
-                for values, loss, each in zip(
-                    steps[first:end], losses[first:end], noise[first:end], strict=True
-                ):
-                    self.statistics.count(values.clipped, values.norm, loss, each)
-                first = end
+        for number, (step, (values, _, inner)) in enumerate(zip(pending, found, strict=True)):
+            loss = None if step.loss is None else losses[number]
+            self._count(step, values, loss, noise[number])
             measured = next(layers, None) if step.layers is not None else None
-            if due:
-                values, _, extra = found[end - 1]
+            further = last if number == len(pending) - 1 else None
+            if further is not None or self.row_due(step.step):
+                row = self._row(step, loss, values)
                 if self.layers is not None and measured is not None:
-                    extra = self.layers.row(measured, math.isfinite(values.norm_clipped)) | extra
-                self._write(self._row(step, losses[end - 1], values) | extra, further or {})
+                    row |= self.layers.row(measured)
+                self._write(row | inner, further or {})
         if together and self.follow is not None:
-            self.follow([(step.step, on) for step, on in zip(pending, steps, strict=True)])
+            numbered = zip(pending, found, strict=True)
+            self.follow([(step.step, values) for step, (values, *_) in numbered])
 
     def _over_data(
-        self, losses: list[float], noise: list[Sequence[float] | None], together: bool
-    ) -> tuple[Sequence[float | None], Sequence[Sequence[float] | None]]:
+        self, losses: list[Any], noise: list[Sequence[float]], together: bool
+    ) -> tuple[list[float | None], list[Sequence[float]]]:
         """Average losses, and what noise is estimated from, over the data-parallel ranks."""
-        if self.mean_over_data is None:
-            return losses, noise
         if not together:
-            return [None] * len(losses), [None] * len(noise)
-        every = iter(self.mean_over_data([*losses, *chain.from_iterable(n or () for n in noise)]))
-        mean = list(islice(every, len(losses)))
-        return mean, [each and list(islice(every, len(each))) for each in noise]
+            return [None] * len(losses), [()] * len(noise)
+        assert self.mean_over_data is not None
+        every = iter(self.mean_over_data([*losses, *chain.from_iterable(noise)]))
+        mean: list[float | None] = [*islice(every, len(losses))]
+        return mean, [list(islice(every, len(each))) for each in noise]
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics of the whole run: every step counts, whatever the interval."""
-        steps = len(self._norms)
+        total, steps = self._total, max(self._total.steps, 1)
         return {
             "final": {key: value for key, value in self.last.items() if key != keys.TRAIN_STEP},
             "best": dict(self.best),
-            keys.GRAD_NORM: _spread(self._norms),
-            keys.CLIP_PEAK: _spread(self._max_stats),
-            keys.CLIP_RATIO_TOTAL: self._clipped / steps if steps else 0.0,
-            keys.CLIP_FRACTION: self._fraction / steps if steps else 0.0,
-            **self._shares(),
-            keys.GRAD_NONFINITE: self.nonfinite,
-            **self._skips(),
-            **self.statistics.summary(),
-            **({} if self.layers is None else self.layers.summary()),
-            "steps": steps,
+            keys.GRAD_NORM: _spread(self.norms),
+            keys.CLIP_PEAK: _spread(self.max_stats),
+            keys.CLIP_RATIO_TOTAL: total.clipped / steps,
+            keys.CLIP_FRACTION: total.fraction / steps,
+            **self._so_far(),
+            keys.CLIP_STREAK: total.longest_streak,
+            "steps": total.steps,
             "samples": self.last.get(keys.TRAIN_SAMPLES, 0),
         }
 
@@ -201,96 +206,66 @@ class Meter:
             "last": dict(self.last),
             "best": dict(self.best),
             "window": asdict(self._window),
-            "norms": torch.from_numpy(np.array(self._norms)),
-            "max_stats": torch.from_numpy(np.array(self._max_stats)),
-            "clipped": self._clipped,
-            "fraction": self._fraction,
-            "nonfinite": self.nonfinite,
-            "skipped": self.skipped,
-            "statistics": self.statistics.state_dict(),
-            "layers": {} if self.layers is None else self.layers.state_dict(),
+            "total": asdict(self._total),
+            "norms": torch.from_numpy(np.array(self.norms)),
+            "max_stats": torch.from_numpy(np.array(self.max_stats)),
+            "noise": None if self.noise is None else self.noise.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that :meth:`state_dict` returned."""
+        """Continue from a state; what it does not hold, because it was not measured, begins now."""
         self.last, self.best = dict(state["last"]), dict(state["best"])
-        self._window = LogWindow(**state["window"])
-        self._norms = array("d", state["norms"].tolist())
-        self._max_stats = array("d", state["max_stats"].tolist())
-        self._clipped, self._fraction = state["clipped"], state["fraction"]
-        self.nonfinite = state["nonfinite"]
-        before = state.get("skipped")  # Checkpoints of earlier versions lack it.
-        self.skipped = self.skipped if before is None else before
-        self._above = {t: sum(stat > t for stat in self._max_stats) for t in self._above}
-        if "statistics" in state:
-            self.statistics.load_state_dict(state["statistics"])
-        if self.layers is not None:
-            self.layers.load_state_dict(state.get("layers", {}))
+        self._window, self._total = Sums(**state["window"]), Sums(**state["total"])
+        self.norms = array("d", state["norms"].tolist())
+        self.max_stats = array("d", state["max_stats"].tolist())
+        self._above = {t: sum(stat > t for stat in self.max_stats) for t in self._above}
+        if self.noise is not None and state["noise"] is not None:
+            self.noise.load_state_dict(state["noise"])
 
-    @property
-    def norms(self) -> list[float]:
-        """‖G‖ before clipping of every step that has left the device."""
-        return self._norms.tolist()
-
-    @property
-    def max_stats(self) -> list[float]:
-        """``Decision.max_stat`` of the same steps, NaN where a step was skipped."""
-        return self._max_stats.tolist()
-
-    def _skips(self) -> dict[str, int]:
-        """Number of steps skipped as spikes, where a rule skips any."""
-        return {} if self.skipped is None else {keys.CLIP_SKIPPED: self.skipped}
-
-    def _shares(self) -> dict[str, float]:
-        """Share of the steps so far that each threshold of ``what_if`` would have clipped."""
-        steps = max(len(self._max_stats), 1)
-        return {keys.what_if(t): above / steps for t, above in self._above.items()}
+    def _so_far(self) -> dict[str, float]:
+        """Return what is counted over all steps: skips, and what ``what_if`` would have clipped."""
+        total, steps = self._total, max(self._total.steps, 1)
+        found: dict[str, float] = {keys.GRAD_NONFINITE: total.nonfinite}
+        if self.skips or total.skipped:
+            found[keys.CLIP_SKIPPED] = total.skipped
+        return found | {keys.what_if(t): above / steps for t, above in self._above.items()}
 
     def _count(
-        self,
-        steps: Sequence[StepMetrics],
-        losses: Sequence[float | None],
-        values: Sequence[StepValues],
+        self, step: StepMetrics, values: StepValues, loss: float | None, noise: Sequence[float]
     ) -> None:
-        """Count steps up to the next row, or up to the last one that is known."""
-        _, norms, _, _, clipped, fractions, max_stats, *_, spikes = zip(*values, strict=True)
-        self._norms.extend(norms)
-        self._max_stats.extend(max_stats)
-        self.nonfinite += len(norms) - sum(map(math.isfinite, norms))
-        if self.skipped is not None or any(spikes):
-            self.skipped = (self.skipped or 0) + int(sum(spikes))
+        self.norms.append(values.norm)
+        self.max_stats.append(values.max_stat)
+        for sums in (self._window, self._total):
+            sums.add(values)
+        self._window.seconds += step.seconds
         for threshold in self._above:
-            self._above[threshold] += sum(stat > threshold for stat in max_stats)
-        # Added one by one: sum() rounds in another way in newer versions of Python.
-        self._clipped = reduce(add, clipped, self._clipped)
-        self._fraction = reduce(add, fractions, self._fraction)
-        window = self._window
-        window.steps += len(steps)
-        window.clipped = reduce(add, clipped, window.clipped)
-        window.norm = reduce(add, norms, window.norm)
-        window.norm_max = math.nan if any(map(math.isnan, norms)) else max(window.norm_max, *norms)
-        window.seconds = reduce(add, [step.seconds for step in steps], window.seconds)
-        if known := [loss for loss in losses if loss is not None and not math.isnan(loss)]:
-            self._best(keys.TRAIN_LOSS, min(known))
+            self._above[threshold] += values.max_stat > threshold
+        if loss is not None:
+            self._best(keys.TRAIN_LOSS, loss)
+        if self.noise is not None and noise:
+            self.noise.add(noise, values.norm)
 
     def _write(self, row: Row, further: Mapping[str, float]) -> None:
         """Write the row of a step, with further metrics that have a best value."""
         row |= further
         for key, value in further.items():
             self._best(key, value)
-        # Rows name other parameters each time.
-        known = {key: v for key, v in self.last.items() if not key.startswith(keys.LAYER_SHARE)}
-        self.last = known | row
-        self._window = LogWindow()
+        self.last = self.last | row
+        self._window = Sums()
         for sink in self.sinks:
             sink.write(row)
 
     def _row(self, step: StepMetrics, loss: float | None, values: StepValues) -> Row:
-        window, before = self._window, int(self.last.get(keys.TRAIN_SAMPLES, 0))
+        window, total = self._window, self._total
         row: Row = {keys.TRAIN_STEP: step.step}
         if loss is not None:
             row[keys.TRAIN_LOSS] = loss
-        row |= {keys.TRAIN_LR: step.lr, keys.TRAIN_SAMPLES: step.samples}
+        if step.lr is not None:
+            row[keys.TRAIN_LR] = step.lr
+        if step.samples is not None:
+            row[keys.TRAIN_SAMPLES] = step.samples
+            since = step.samples - int(self.last.get(keys.TRAIN_SAMPLES, 0))
+            row[keys.THROUGHPUT] = since / max(window.seconds, 1e-9)
         if step.tokens:
             row[keys.TRAIN_TOKENS] = step.tokens
         row |= {
@@ -298,29 +273,25 @@ class Meter:
             keys.GRAD_NORM_CLIPPED: values.norm_clipped,
             keys.GRAD_NORM_MEAN: window.norm / window.steps,
             keys.GRAD_NORM_MAX: window.norm_max,
-            keys.GRAD_NONFINITE: self.nonfinite,
-            **self._skips(),
             keys.CLIP_COEF: values.coef,
             keys.CLIP_CLIPPED: int(values.clipped),
             keys.CLIP_FRACTION: values.fraction,
             keys.CLIP_RATIO: window.clipped / window.steps,
-            keys.CLIP_RATIO_TOTAL: self._clipped / len(self._norms),
+            keys.CLIP_RATIO_TOTAL: total.clipped / total.steps,
             keys.TIME_STEP: window.seconds / window.steps,
-            keys.THROUGHPUT: (step.samples - before) / max(window.seconds, 1e-9),
         }
         if not math.isnan(values.threshold):
             row[keys.CLIP_THRESHOLD] = values.threshold
         if not math.isnan(values.norm_scaled):
             row[keys.GRAD_NORM_SCALED] = values.norm_scaled
-        return row | self._shares() | self.statistics.row()
+        noise = {} if self.noise is None else self.noise.row()
+        return row | self._so_far() | noise
 
     def _best(self, key: str, value: float) -> None:
         """Keep the lowest loss and the highest accuracy."""
-        known = self.best.get(key)
-        if math.isnan(value):
-            return
-        better = max if higher_is_better(key) else min
-        self.best[key] = value if known is None else better(known, value)
+        if not math.isnan(value):
+            better = max if higher_is_better(key) else min
+            self.best[key] = better(self.best.get(key, value), value)
 
 
 def _spread(values: array[float]) -> dict[str, float]:

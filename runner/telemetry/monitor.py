@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from runner.clip import Decision, GradStats, Number, transfer
 from runner.clip.functional import plain_clipper
 from runner.clip.shard import is_dtensor
-from runner.run_folder import files, keys
+from runner.run_folder import files
 from runner.run_folder.rows import JsonlSink, Row
-from runner.telemetry.gauges import Gauges
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.telemetry.sinks.sink import Sink
 
@@ -40,8 +39,7 @@ class GradientMonitor:
             times of a row cover all steps since the row before.
         flush: steps between transfers to the host; by default each step on the CPU of a single
             rank, else 50.
-        norm_type: p of the norms that :meth:`measure` measures.
-        per_layer: also log each parameter's gradient norm; call :meth:`measure` before clipping.
+        norm_type: p of the norms that :meth:`step` measures.
         what_if: thresholds for which ``clip/what_if/<λ>`` is logged: the share of the steps so far
             that each would have clipped.
 
@@ -67,24 +65,19 @@ class GradientMonitor:
         interval: int = 1,
         flush: int | None = None,
         norm_type: float = 2.0,
-        per_layer: bool = False,
         what_if: Sequence[float] = (),
     ) -> None:
-        self._model = model
-        self._norm_type, self._per_layer = norm_type, per_layer
+        self._model, self._norm_type = model, norm_type
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         writes = self._world == 1 or dist.get_rank() == 0
-        self._sinks = [_sink(one) for one in to] if writes else []
         self._device = next(model.parameters()).device
         if flush is None:
             flush = 1 if self._world == 1 and transfer.can_read(self._device) else 50
-        self._meter = Meter([_Calls(self._write)], interval, flush, what_if=what_if)
-        if self._world > 1:
-            self._meter.mean_over_data = self._mean
-        self.steps = self._samples = self._tokens = 0
-        self._given: set[str] = set()
-        self._measured: GradStats | None = None
-        self._share: Tensor | None = None
+        sinks = [_sink(one) for one in to] if writes else []
+        self._meter = Meter(sinks, interval, flush, what_if=what_if)
+        self.steps = 0
+        self._samples: int | None = None
+        self._tokens: int | None = None
         self._before = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -95,24 +88,6 @@ class GradientMonitor:
         if kind is not None:
             self._meter.flush(together=False)
         self.close(0 if kind is None else 1)
-
-    @torch.no_grad()
-    def measure(self) -> Number:
-        """Measure the gradients before they are clipped by something that does not return ‖G‖.
-
-        Gradients are final: those of the last microbatch, synchronised and unscaled.
-
-        Returns:
-            ‖G‖ over all ranks: a float on a CPU, a 0-dimensional tensor on an accelerator.
-        """
-        each = self._per_layer and self._meter.row_due(self.steps + 1)
-        layout = plain_clipper(self._model).layout
-        self._measured = GradStats.of(layout, self._norm_type, each)
-        if each:
-            self._meter.layers = self._meter.layers or Gauges(layout, self._norm_type, True)
-            self._meter.layers.begin(self._measured.powers)
-            self._share = self._meter.layers.end()
-        return self._measured.norm
 
     @torch.no_grad()
     def step(
@@ -131,8 +106,7 @@ class GradientMonitor:
         Args:
             clipped: what ``apply_gradient_clipping`` returned; or the norm before clipping, which
                 ``torch.nn.utils.clip_grad_norm_`` and the methods of Fabric and Accelerate return.
-                Without it the gradients are measured here, and what :meth:`measure` found before
-                is taken for the norm before clipping.
+                Without it the gradients are measured here, and count as not clipped.
             threshold: the largest norm that was given to ``clip_grad_norm_``.
             loss: loss of this rank's samples.
             lr: learning rate of the step.
@@ -141,49 +115,38 @@ class GradientMonitor:
             number: number of the step; by default one more than that of the last one.
 
         Raises:
-            ValueError: a norm without its threshold, or ``per_layer`` without :meth:`measure`.
+            ValueError: a norm without its threshold.
         """
         self.steps = self.steps + 1 if number is None else number
-        self._samples += samples or 0
-        self._tokens += tokens or 0
-        given = {
-            keys.TRAIN_LOSS: loss,
-            keys.TRAIN_LR: lr,
-            keys.TRAIN_SAMPLES: samples,
-            keys.TRAIN_TOKENS: tokens,
-            keys.THROUGHPUT: samples,
-        }
-        self._given |= {key for key, value in given.items() if value is not None}
+        if samples is not None:
+            self._samples = (self._samples or 0) + samples
+        if tokens is not None:
+            self._tokens = (self._tokens or 0) + tokens
+        if loss is not None and self._world > 1:
+            self._meter.mean_over_data = self._mean
         decision = self._decision(clipped, threshold)
-        if self._per_layer and self._share is None and self._meter.row_due(self.steps):
-            raise ValueError("per_layer needs monitor.measure() before the gradients are clipped")
         now = time.perf_counter()
         metrics = StepMetrics(
             self.steps,
-            float("nan") if loss is None else _number(loss),
+            None if loss is None else _number(loss),
             decision,
-            lr or 0.0,
+            lr,
             self._samples,
             self._tokens,
             now - self._before,
-            self._share,
         )
-        self._before, self._share, self._measured = now, None, None
+        self._before = now
         self._meter.push(metrics)
 
     def summary(self) -> dict[str, Any]:
         """Return what all steps so far came to, such as percentiles of ‖G‖; every rank calls it."""
         self._meter.flush()
-        summary = self._meter.summary()
-        summary["final"] = self._known(summary["final"])
-        if keys.TRAIN_SAMPLES not in self._given:
-            del summary["samples"]
-        return summary
+        return self._meter.summary()
 
     def close(self, exit_code: int = 0) -> dict[str, Any]:
         """Write the last rows, close files and sinks, return the summary; every rank calls it."""
         summary = self.summary()
-        for sink in self._sinks:
+        for sink in self._meter.sinks:
             sink.close(summary, exit_code)
         return summary
 
@@ -207,24 +170,15 @@ class GradientMonitor:
         if clipped is not None:
             if threshold is None:
                 raise ValueError("give the threshold too: monitor.step(norm, threshold=max_norm)")
-            return _by_norm(_number(clipped), threshold)
-        after = GradStats.of(plain_clipper(self._model).layout, self._norm_type).norm
-        before = after if self._measured is None else self._measured.norm
-        return _between(before, after, threshold)
-
-    def _known(self, row: Row) -> Row:
-        """Return the metrics of a row that the loop tells, or that are measured."""
-        optional = {keys.TRAIN_LOSS, keys.TRAIN_LR, keys.TRAIN_SAMPLES, keys.TRAIN_TOKENS}
-        unknown = (optional | {keys.THROUGHPUT}) - self._given
-        return {key: value for key, value in row.items() if key not in unknown}
-
-    def _write(self, row: Row) -> None:
-        for sink in self._sinks:
-            sink.write(self._known(row))
+            before = _number(clipped)
+            coef = threshold / (before + 1e-6)  # as ``torch.nn.utils.clip_grad_norm_`` computes it
+            changed = (coef < 1) * 1.0
+            coef = coef.clamp(max=1.0) if isinstance(coef, Tensor) else min(coef, 1.0)
+            return Decision(before, before * coef, coef, changed, changed, before, threshold)
+        norm = GradStats.of(plain_clipper(self._model).layout, self._norm_type).norm
+        return Decision.untouched(norm, threshold, norm)
 
     def _mean(self, values: list[float]) -> list[float]:
-        if keys.TRAIN_LOSS not in self._given:
-            return values
         total = torch.tensor(values, dtype=transfer.widest(self._device), device=self._device)
         dist.all_reduce(total)
         return list((total / self._world).tolist())
@@ -255,22 +209,3 @@ def _number(value: Tensor | float) -> Number:
         return float(value)
     whole = value.full_tensor() if is_dtensor(value) else value
     return transfer.read(whole.detach().reshape(()))
-
-
-def _by_norm(norm: Number, threshold: float) -> Decision:
-    """Describe what ``torch.nn.utils.clip_grad_norm_`` did."""
-    coef = threshold / (norm + 1e-6)
-    clipped = (coef < 1) * 1.0
-    coef = coef.clamp(max=1.0) if isinstance(coef, Tensor) else min(coef, 1.0)
-    return Decision(norm, norm * coef, coef, clipped, clipped, norm, threshold)
-
-
-def _between(before: Number, after: Number, threshold: float | None) -> Decision:
-    """Describe what was done to a gradient whose norm was ``before`` and is ``after``."""
-    limit = float("nan") if threshold is None else threshold
-    if isinstance(before, Tensor):
-        coef: Number = torch.where(before > 0, after / before, 1.0)
-    else:
-        coef = after / before if before > 0 else 1.0
-    clipped = (before != after) * 1.0
-    return Decision(before, after, coef, clipped, clipped, before, limit)

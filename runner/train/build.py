@@ -11,7 +11,7 @@ import inspect
 import json
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hydra.errors import InstantiationException
@@ -34,6 +34,8 @@ from runner.optim.muon import NoHiddenMatrix
 from runner.train import progress
 from runner.train.callbacks import EarlyStopping
 
+T = TypeVar("T")
+
 
 class TargetError(ValueError):
     """A ``_target_`` that does not exist, or that rejects its arguments."""
@@ -55,8 +57,7 @@ def maker(target: Target) -> partial[Any]:
     except InstantiationException as error:
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()) or type(cause).__name__
-        absent = cause.__cause__
-        if isinstance(absent, ModuleNotFoundError) and absent.name == "timm":
+        if isinstance(cause.__cause__, ModuleNotFoundError) and cause.__cause__.name == "timm":
             reason = 'needs timm, which is not installed: pip install "clip-runner[optim]"'
         raise TargetError(f"{target.target}: {reason}") from error
     assert isinstance(made, partial)
@@ -81,10 +82,13 @@ def _data(section: str) -> Data:
             reason = " ".join(str(error).split()) or type(error).__name__
             message = f"data.{name}: {part.target} cannot be made: {reason}"
             raise DataUnavailable(message) from error
-    made = maker(config)(**parts)
-    if not isinstance(made, Data):
-        kind = type(made).__name__
-        raise TargetError(f"{config.target} returned {kind}, not a runner.data.Data")
+    return _require(Data, maker(config)(**parts), config)
+
+
+def _require(kind: type[T], made: Any, target: Target) -> T:
+    if not isinstance(made, kind):
+        returned = type(made).__name__
+        raise TargetError(f"{target.target} returned {returned}, no {kind.__name__}")
     return made
 
 
@@ -119,15 +123,11 @@ def make_optimizers(
         if _takes(make, "fused"):
             with suppress(RuntimeError):  # Not supported on this device or with these options.
                 made = make(fused=True)
-        if made is None:
-            made = make()
+        made = make() if made is None else made
     except NoHiddenMatrix as error:
         raise TargetError(str(error)) from error
     listed = list(made) if takes_model(make) and isinstance(made, list | tuple) else [made]
-    if not listed or not all(isinstance(each, Optimizer) for each in listed):
-        kind = type(made).__name__
-        raise TargetError(f"{target.target} returned {kind}, not a torch.optim.Optimizer")
-    return listed
+    return [_require(Optimizer, each, target) for each in listed or [made]]
 
 
 def takes_model(make: partial[Any]) -> bool:
@@ -142,9 +142,8 @@ def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> A
         return make(optimizer)
     if steps is None:
         raise TargetError(
-            f"{target.target} needs the number of steps, which train.max_duration does not tell "
-            "for this data (a stream has epochs of unknown length, other data may have no tokens): "
-            "give train.max_duration in ba or sp, such as 500ba"
+            f"{target.target} needs the number of steps: give train.max_duration in ba or sp "
+            "(a stream has epochs of unknown length, other data may have no tokens)"
         )
     return make(optimizer, total_steps=steps)
 
@@ -166,7 +165,6 @@ def make_callbacks(config: RunConfig) -> list[object]:
 
 
 def make_plugin(config: RunConfig) -> Plugin:
-    """Make the plugin that the configuration names."""
     kind, options = plugin_of(config)
     return kind(**options)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -72,20 +71,19 @@ class Callbacks:
         self.ended: str | None = None
         self._named: dict[str, object] = {}
         self._hooks: dict[str, dict[str, Callable[..., object]]] = {hook: {} for hook in HOOKS}
-        times: Counter[str] = Counter()
         for each in callbacks:
-            name = f"{type(each).__module__}.{type(each).__qualname__}"
-            times[name] += 1
-            numbered = name if times[name] == 1 else f"{name}#{times[name]}"
-            self._named[numbered] = each
+            name = kind = f"{type(each).__module__}.{type(each).__qualname__}"
+            while name in self._named:
+                name += "#"
+            self._named[name] = each
             found = {hook: getattr(each, hook, None) for hook in HOOKS}
             if not any(map(callable, found.values())):
                 hooks = ", ".join(HOOKS)
-                raise TypeError(f"{name} is no callback: it has none of the methods {hooks}")
+                raise TypeError(f"{kind} is no callback: it has none of the methods {hooks}")
             for hook, method in found.items():
                 inherited = getattr(type(each), hook, None) is getattr(Callback, hook)
                 if method is not None and not inherited:
-                    self._hooks[hook][numbered] = method
+                    self._hooks[hook][name] = method
 
     def ask(self, reason: str) -> None:
         self._asked = self._asked or reason
@@ -131,12 +129,11 @@ class Probe(Callback):
         self._elements, self._say = elements, say
 
     def on_microbatch(self, trainer: Training, number: int, of: int) -> None:
-        if trainer.plugin.rank:
-            return
-        step = trainer.state.progress.step + 1
-        first = local(next(trainer.model.unwrap().parameters()).detach()).flatten()
-        values = " ".join(f"{x:+.6f}" for x in first[: self._elements].tolist())
-        self._say(f"step {step} microbatch {number}/{of}: {values}")
+        if trainer.plugin.rank == 0:
+            first = local(next(trainer.model.unwrap().parameters()).detach()).flatten()
+            values = " ".join(f"{x:+.6f}" for x in first[: self._elements].tolist())
+            step = trainer.state.progress.step + 1
+            self._say(f"step {step} microbatch {number}/{of}: {values}")
 
 
 class EarlyStopping(Callback):
@@ -156,11 +153,8 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         direction: str | None = None,
     ) -> None:
-        if patience < 1 or not min_delta >= 0:
-            raise ValueError(
-                f"patience must be at least 1, not {patience}, and min_delta at least 0, not "
-                f"{min_delta}"
-            )
+        if patience < 1:
+            raise ValueError(f"patience must be at least 1, not {patience}")
         self.patience, self.metric, self.min_delta = patience, metric, min_delta
         self._higher = direction == "maximize" if direction else higher_is_better(metric)
         self.best, self.best_step, self.waited = math.nan, 0, 0

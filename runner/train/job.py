@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-import platform
 import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from runner.config.modes import NAMES, built_in
 from runner.config.notation import plural
 from runner.config.problem import leaves
 from runner.config.schema import RunConfig
-from runner.config.sizes import sizes
 from runner.data.dataset import length_of
 from runner.optim.effects import effect_of
 from runner.optim.muon import ADAMW
@@ -36,12 +35,11 @@ from runner.parallel.collectives import on_first
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import decode, encode, read_object
 from runner.telemetry import guidance
-from runner.telemetry.gauges import Measurements
 from runner.telemetry.sinks.console import print_line
 from runner.telemetry.sinks.sink import Sink
 from runner.train import build
 from runner.train.callbacks import Probe
-from runner.train.options import Evaluate, InBackward, Log
+from runner.train.options import Evaluate, InBackward, Log, Measurements
 from runner.train.skipped_steps import SkippedSteps
 from runner.train.trainer import Trainer
 
@@ -70,13 +68,17 @@ def execute(
     if config.telemetry.probe:
         callbacks.append(Probe(config.telemetry.probe, _say))
     trainer = make_trainer(config, sinks, callbacks=callbacks)
+    ranks, device = trainer.plugin.world_size, trainer.device
     if trainer.plugin.rank == 0:
-        _log_setup(config, trainer)
+        log.info("layout: plugin=%s on %s", config.plugin.name, plural(ranks, "rank"))
+        log.info("device: %s (device=%s)", device, config.device)
+        log.info("precision: %s", config.precision.name)
+        log.info("parameters: %s", f"{trainer.parameters:,}")
     if resume is not None:
         saved = manifest_of(resume)
         trainer.load(resume, verify=False, keep=_changed(saved.get("config"), recorded))
         if trainer.plugin.rank == 0:
-            _warn_of_another_layout(saved, recorded, trainer.plugin.world_size)
+            _warn_of_another_layout(saved, recorded, ranks)
     summary = trainer.fit()
     clip = config.clip
     mode, layout = trainer.state.mode, trainer.optimizer.layout
@@ -94,8 +96,8 @@ def execute(
         "remarks": [asdict(remark) for remark in guidance.remarks(summary, setting)],
         keys.WALL_SECONDS: time.perf_counter() - started,
         "parameters": trainer.parameters,
-        "world_size": trainer.plugin.world_size,
-        "device": str(trainer.device),
+        "world_size": ranks,
+        "device": str(device),
     }
 
 
@@ -108,7 +110,7 @@ def evaluate(
     trainer = make_trainer(config, ())
     found = on_first(lambda: checkpoint)
     assert found is not None
-    load_weights(trainer, found, verify=False)  # the first rank has
+    load_weights(trainer, found)
     held_out = trainer.eval_dataloader
     metrics = {} if held_out is None else trainer.evaluation.run(held_out)
     return {"metrics": metrics, "world_size": trainer.plugin.world_size}
@@ -144,12 +146,7 @@ def _savers(
     if folder is None or not (section.keep or section.save_final):
         return []
     status = read_object(folder / files.STATUS)
-    about = {
-        "config": recorded,
-        "config_hash": status.get("config_hash"),
-        "wandb_run_id": status.get("wandb_run_id"),
-        "plugin": config.plugin.name,
-    }
+    about = {key: status.get(key) for key in ("config_hash", "wandb_run_id")}
     saver = CheckpointSaver(
         folder / files.CHECKPOINTS,
         section.interval,
@@ -158,23 +155,9 @@ def _savers(
         maximizes=config.sweep.maximizes,
         save_final=section.save_final,
         asynchronous=None if section.asynchronous == "auto" else section.asynchronous,
-        about=about,
+        about={"config": recorded, "plugin": config.plugin.name, **about},
     )
     return [saver]
-
-
-def _log_setup(config: RunConfig, trainer: Trainer) -> None:
-    """Log the layout of ranks, the device, the precision and the number of parameters."""
-    device, ranks = trainer.device, trainer.plugin.world_size
-    kind = f"{plural(torch.get_num_threads(), 'thread')} on {platform.machine()}"
-    if device.type == "cuda":
-        kind = torch.cuda.get_device_name(device)
-    axes = sizes(config.plugin, ranks)._asdict() if ranks > 1 else {}
-    spread = f" ({', '.join(f'{axis}_size={size}' for axis, size in axes.items())})" if axes else ""
-    log.info("layout: plugin=%s on %s%s", config.plugin.name, plural(ranks, "rank"), spread)
-    log.info("device: %s (device=%s; %s)", device, config.device, kind)
-    log.info("precision: %s", config.precision.name)
-    log.info("parameters: %s", f"{trainer.parameters:,}")
 
 
 def _warn_of_another_layout(
@@ -221,33 +204,29 @@ def make_trainer(
         criterion.to(device)
     optimizers = build.make_optimizers(config.optimizer, model, criterion)
     steps = build.steps_of(config, data, plugin.data_size)
-    loader_options: dict[str, Any] = {
-        "batch_size": config.data.batch_size,
-        "num_workers": config.data.num_workers,
-        "seed": config.seed,
-        "pin_memory": device.type == "cuda",
-    }
+    prepare = partial(
+        plugin.prepare_dataloader,
+        batch_size=config.data.batch_size,
+        num_workers=config.data.num_workers,
+        seed=config.seed,
+        pin_memory=device.type == "cuda",
+    )
     precision, clip, rule = config.precision, config.clip, config.clip.skip.options
     loss_scale = None
     if precision.name == "fp16":
         loss_scale = LossScale(precision.initial_scale, precision.growth_interval)
-    held_out = None
-    if evaluates and data.test is not None:
-        held_out = plugin.prepare_dataloader(data.test, **loader_options)
+    held_out = None if data.test is None or not evaluates else prepare(data.test)
     clips = mode or build_mode(clip.kind, **clip.options)
     in_backward = mode is None and clip.when == "backward"
     skip = None if rule is None or mode is not None else SkipRule(**rule)
     return Trainer(
         model,
-        plugin.prepare_dataloader(
-            data.train,
-            shuffle=length_of(data.train) is not None,
-            drop_last=config.data.drop_last,
-            **loader_options,
+        prepare(
+            data.train, shuffle=length_of(data.train) is not None, drop_last=config.data.drop_last
         ),
         max_duration or config.train.max_duration,
         InBackward(clips, clip.step_in_backward) if in_backward else clips,
-        Evaluate(held_out, config.eval.metrics, config.eval.interval, config.sweep.objective),
+        Evaluate(held_out, config.eval.metrics, config.eval.interval),
         optimizers,
         [build.make_scheduler(config.scheduler, each, steps) for each in optimizers],
         criterion,
@@ -259,7 +238,7 @@ def make_trainer(
             config.log.flush,
             clip.what_if,
             config.telemetry.per_layer,
-            Measurements.of(config.telemetry),
+            Measurements(config.telemetry.update_ratio, config.telemetry.noise_scale),
         ),
         callbacks=[SkippedSteps(clip.max_skips), *callbacks],
     )

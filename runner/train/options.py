@@ -8,8 +8,22 @@ from typing import Any
 
 from runner.clip import ClipMode, GradientClipping
 from runner.config.duration import Duration
-from runner.telemetry.gauges import Measurements
 from runner.telemetry.sinks.sink import Sink
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Optional measurements; none by default. The values are those of rows (``log.interval``).
+
+    Attributes:
+        update_ratio: log ‖ΔW‖ ÷ ‖W‖, with W the weights before a step and ΔW what the step added.
+            Where layer norms are logged, that of each parameter too. Takes a copy of the weights.
+        noise_scale: estimate the gradient noise scale, see
+            :class:`runner.telemetry.gauges.NoiseScale`.
+    """
+
+    update_ratio: bool = False
+    noise_scale: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,14 +70,11 @@ class Evaluate:
         metrics: further metrics, see :mod:`runner.train.evaluation`: ``["f1"]``, or mappings with a
             ``_target_``.
         interval: a duration between evaluations; there is always one at the end.
-        objective: metric that runs are compared by. If it begins with ``eval/``, an evaluation that
-            lacks it raises a ValueError on every rank.
     """
 
     dataloader: Iterable[Any] | None
     metrics: Sequence[str | Mapping[str, Any]] = ()
     interval: str | Duration = "1ep"
-    objective: str = ""
 
 
 Algorithm = GradientClipping | ClipMode | InBackward

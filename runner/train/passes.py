@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -25,18 +25,24 @@ from runner.clip.shard import local
 from runner.data.order import PartitionedBatches
 from runner.data.stream import StreamLoader, checksum
 from runner.parallel.hooks import computed_with
-from runner.telemetry.statistics import NoiseShare
-from runner.train.beat import beat
+from runner.telemetry.gauges import NoiseShare
 from runner.train.state import Window, Windows, has_no_sample
+from runner.train.stop import beat
 
-SHARD_BY_HAND = (
-    "let its __iter__ yield this rank's samples alone, itertools.islice(samples, plugin.data_rank, "
-    "None, plugin.data_size), equally many on each rank, or leave that to plugin.prepare_dataloader"
+SAME_SAMPLES = (
+    "all {} data-parallel ranks read the same first batch, so every sample counts that many times: "
+    "make the loader by plugin.prepare_dataloader, or give it a DistributedSampler; let an "
+    "IterableDataset yield this rank's samples alone, equally many on each rank"
 )
-SAME_STREAM = (
+OTHER_SAMPLES = (
     "the stream yields other samples on each rank, and every rank keeps its part of them, so that "
     "samples are lost: if it divides itself over ranks, set shards_itself = True in its class; "
     "else let it yield the same samples everywhere"
+)
+ENDED = (
+    "the data of some of the {} data-parallel ranks has ended before that of the others: make the "
+    "loader by plugin.prepare_dataloader, or let an IterableDataset yield the same number of "
+    "batches on each rank"
 )
 
 
@@ -97,21 +103,13 @@ def count(
         )
         same = squared_marks * size == marks**2
         if mark and alike and not same:
-            raise ValueError(SAME_STREAM)
+            raise ValueError(OTHER_SAMPLES)
         if mark and not alike and same:
-            raise ValueError(
-                f"all {size} data-parallel ranks read the same first batch, so every sample counts "
-                "that many times: make the loader by plugin.prepare_dataloader, or give it a "
-                f"DistributedSampler. For an IterableDataset: {SHARD_BY_HAND}"
-            )
+            raise ValueError(SAME_SAMPLES.format(size))
         # A last window can have fewer batches here than on another rank.
         some = 0 < ended < size and not windows.uneven
         if some or squares * size != lengths**2:
-            raise ValueError(
-                f"the data of some of the {size} data-parallel ranks has ended before that of the "
-                "others: make the loader by plugin.prepare_dataloader, or let an "
-                "IterableDataset yield the same number of batches on each rank"
-            )
+            raise ValueError(ENDED.format(size))
         totals = Count(all_items, all_samples, all_tokens)
         return totals, asked.of_all(*flagged), ended == size
 
@@ -210,8 +208,8 @@ class Passes:
 
 
 class MicrobatchNorms:
-    """Measures the gradient of each microbatch on this rank, before ranks combine theirs: what the
-    estimates of the gradient noise scale need of a step.
+    """Measures the gradient of each microbatch on this rank, before ranks combine theirs: what
+    :class:`runner.telemetry.gauges.NoiseScale` needs of a step.
     """
 
     def __init__(self, plugin: Plugin, optimizer: OptimizerWrapper, passes: Passes) -> None:
@@ -224,18 +222,15 @@ class MicrobatchNorms:
         self._plugin, self._optimizer, self._passes = plugin, optimizer, passes
         self._hooks: list[RemovableHandle] = []
         self._powers: list[list[Number]] = []  # of each microbatch, of each gradient
-        self._sums: dict[int, Tensor] = {}  # of the gradients of several microbatches
-        self._summed: list[Number] = []  # their powers, once they are complete
 
     def begin(self, microbatches: int) -> None:
         """Measure the backward passes of a step of so many microbatches."""
         self.stop()
         self._powers = [[] for _ in range(microbatches)]
-        for number, shard in enumerate(self._optimizer.layout.shards):
+        for shard in self._optimizer.layout.shards:
             parameter = computed_with(shard.param)
             if parameter.requires_grad:
-                hook = partial(self._note, number)
-                self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+                self._hooks.append(parameter.register_hook(self._note))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def end(self, items: Sequence[float | None], total: Count, norm_type: float) -> NoiseShare:
@@ -247,43 +242,25 @@ class MicrobatchNorms:
         # of a sum over ranks, which is a mean of what is returned.
         unit = total.items / (size * loss_scale**2)
         parts = [(n, powers) for n, powers in zip(items, self._powers, strict=True) if n]
-        each = [_total(powers) * (unit / n) for n, powers in parts]
-        rank: Number = math.nan  # where it is not measured, it is that of the step
-        if len(parts) <= 1:
-            rank = each[0] if each else 0.0
-        elif size > 1:
-            left = [_power(gradient) for gradient in self._sums.values()]
-            rank = _total([*self._summed, *left]) * (unit / sum(n for n, _ in parts))
+        each = _total([_total(powers) * (unit / n) for n, powers in parts])
         self.stop()
         whole: Number = math.nan  # the norm that clipping measures
         if norm_type != 2.0:
             self._optimizer.begin_clip()
             # Where a rank holds the whole gradient, each of them has the same one.
             whole = local_power(layout, 2.0) * (1.0 if layout.group is None else size)
-        counts = (float(size * len(parts)), float(size * bool(parts)), float(total.samples))
-        return NoiseShare(_total(each), rank, whole, *counts)
+        return NoiseShare(each, whole, float(size * len(parts)), float(total.samples))
 
     @torch.no_grad()
-    def _note(self, number: int, gradient: Tensor) -> None:
-        """Measure the gradient of parameter ``number`` in one microbatch."""
+    def _note(self, gradient: Tensor) -> None:
         here = local(gradient.detach())
-        if here.layout is not torch.strided or not here.numel():
-            return
-        at, count = self._passes.microbatch, len(self._powers)
-        self._powers[at - 1].append(_power(here))
-        if count == 1 or self._plugin.data_size == 1:
-            return
-        before = self._sums.pop(number, None)
-        if at == count:
-            self._summed.append(_power(here if before is None else before.add_(here)))
-        else:
-            # A copy, because autograd may add further microbatches to this one in place.
-            self._sums[number] = here.clone() if before is None else before.add_(here)
+        if here.layout is torch.strided and here.numel():
+            self._powers[self._passes.microbatch - 1].append(_power(here))
 
     def stop(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
-        self._powers, self._sums, self._summed = [], {}, []
+        self._powers = []
 
 
 def _power(gradient: Tensor) -> Number:

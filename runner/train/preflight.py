@@ -12,12 +12,12 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from runner.booster import SinglePlugin
@@ -30,11 +30,9 @@ from runner.clip.layout import OptionError
 from runner.clip.second_moment import OptimizerMisfit
 from runner.config.problem import (
     NOTHING,
-    DataMismatch,
     Problem,
     RequestError,
     did_you_mean,
-    nearest_name,
     or_list,
 )
 from runner.config.schema import OWN_DATA, DataSection, RunConfig
@@ -43,10 +41,8 @@ from runner.config.sizes import SizeError, joined_ranks, sizes
 from runner.data import Data, DataUnavailable, collate_pairs
 from runner.data.dataset import first_sample, length_of
 from runner.run_folder import keys
-from runner.telemetry.gauges import Measurements
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.telemetry.sinks import tensorboard_sink
-from runner.telemetry.statistics import Statistics
 from runner.train import build
 from runner.train.callbacks import Callbacks
 from runner.train.evaluation import EvalMetrics, MetricError, name_of
@@ -68,14 +64,17 @@ def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> Non
         data = _made("data", config.data, _make_data, problems)
     model = _made("model", config.model, _make_model, problems)
     criterion = _made("loss", config.loss, build.make_criterion, problems)
+    graded: bool | None = None
     if data is not None:
         problems += _durations(config, data)
     if model is not None:
-        tokens = None if data is None else data.tokens_per_sample
-        problems += _plugin(config, model, tokens)
+        problems += _plugin(config, model, None if data is None else data.tokens_per_sample)
         if data is not None and (criterion is not None or config.loss.target is None):
-            problems += _fit(config, model, data, criterion, compared)
+            graded, found = _fit(config, model, data, criterion)
+            problems += found
         problems += _mode(config, model)
+    if data is not None and model is not None and not problems:
+        problems += _logged_keys(config, model, data, graded, compared)
     _optimizer_and_scheduler(config, data, model, problems)
     for target in config.callbacks:
         _made("callbacks", target, _make_callback, problems)
@@ -95,22 +94,21 @@ def _made(section: str, target: Any, make: Callable[[Any], T], problems: list[Pr
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _machine(config: RunConfig) -> Iterator[Problem]:
     """Check what depends on this machine: devices, precision, number of ranks."""
-    joined = joined_ranks()
+    joined, precision = joined_ranks(), config.precision.name
     if joined and joined > 1 and config.plugin.name == "single":
         several = f"is one process, but {joined} ranks were started; plugin=ddp spreads over them"
         yield Problem("plugin", "single", several)
     gpu = torch.cuda.is_available() and config.device != "cpu"
     if config.device == "cuda" and not gpu:
         yield Problem("device", "cuda", "torch sees no GPU here; device=cpu or auto")
-    if config.precision.name == "fp16" and not gpu:
+    if precision == "fp16" and not gpu:
         yield Problem("precision", "fp16", "this run is on a CPU: fp16 needs a GPU; bf16 or fp32")
-    if config.precision.name == "bf16" and gpu and not torch.cuda.is_bf16_supported():
+    if precision == "bf16" and gpu and not torch.cuda.is_bf16_supported():
         yield Problem("precision", "bf16", "this GPU cannot compute in bf16; fp16 or fp32")
     if config.plugin.sync_batchnorm and not gpu:
         cannot = "this run is on a CPU: torch.nn.SyncBatchNorm computes on GPUs; use false"
@@ -128,6 +126,10 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
         yield Problem("plugin.nproc", ranks, f"at most {limit} on this machine ({per})")
 
 
+def _make_callback(target: Target) -> Callbacks:
+    return Callbacks([build.maker(target)()], SinglePlugin())
+
+
 def _misfit(config: RunConfig) -> SizeError | None:
     joined = joined_ranks()
     if joined is not None and config.plugin.name != "single":
@@ -136,10 +138,6 @@ def _misfit(config: RunConfig) -> SizeError | None:
         except SizeError as error:
             return error
     return None
-
-
-def _make_callback(target: Target) -> Callbacks:
-    return Callbacks([build.maker(target)()], SinglePlugin())
 
 
 def _make_data(section: DataSection) -> Data:
@@ -197,13 +195,11 @@ def _plugin(config: RunConfig, model: nn.Module, tokens: int | None) -> Iterator
         for key, value, message in kind.problems(model, build.ranks_of(config), options):
             yield Problem(f"plugin.{key}", value, message)
     if config.plugin.sequence_parallel and tokens is not None:
-        try:
+        with suppress(SizeError):  # _misfit or the plugin reports it
             parts = sizes(config.plugin, build.ranks_of(config)).tp
-        except SizeError:
-            return  # _misfit or the plugin reports it
-        if tokens % parts:
-            message = f"cannot split sequences of {tokens} evenly over {parts} ranks"
-            yield Problem("plugin.sequence_parallel", True, f"{message} (plugin.tp_size)")
+            if tokens % parts:
+                message = f"cannot split sequences of {tokens} evenly over {parts} ranks"
+                yield Problem("plugin.sequence_parallel", True, f"{message} (plugin.tp_size)")
 
 
 def _mode(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
@@ -226,7 +222,7 @@ def _optimizer_and_scheduler(
     parameter = nn.Parameter(torch.zeros(1))
     steps = 1 if data is None else build.steps_of(config, data)
 
-    def make_optimizer(target: Target) -> Optimizer:
+    def make_optimizer(target: Target) -> torch.optim.Optimizer:
         whole = build.takes_model(build.maker(target))
         stand_in = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
         over = (model or stand_in) if whole else nn.ParameterList([parameter])
@@ -257,15 +253,14 @@ def _require_plain_step(target: Target, made: Any) -> None:
             raise build.TargetError(f"{target.target} cannot be used: its step asks for {name}")
 
 
-# -- the model takes the data, and the run logs what it is compared by
-
-
 def _fit(
-    config: RunConfig, model: nn.Module, data: Data, criterion: Any, compared: bool
-) -> list[Problem]:
+    config: RunConfig, model: nn.Module, data: Data, criterion: Any
+) -> tuple[bool | None, list[Problem]]:
+    """Return whether outputs are graded as classes, and what does not fit."""
     if length_of(data.train) == 0:
-        return []
-    outputs = graded = samples = None
+        return None, []
+    key, samples = "model._target_", None
+    target: str | None = config.model.target
     try:
         sample = first_sample(data.train)
         samples = collate_pairs([sample, sample])
@@ -276,63 +271,37 @@ def _fit(
             criterion.to("meta")
         with torch.device("meta"), torch.no_grad():
             outputs = loss.forward(model, batch)
-            if problem := _numbers(config, loss, outputs, samples):
-                return [problem]
+            if not loss.takes_batch and returned_loss(outputs) is None:
+                key, target = "loss._target_", config.loss.target
+                if criterion is None and _are_numbers(targets_of(samples)):
+                    message = "must name a criterion, such as torch.nn.MSELoss: the targets are "
+                    return None, [Problem(key, None, f"{message}numbers, not classes")]
             loss.sum(outputs, batch, items=1)
         graded = loss.classified(outputs, samples) is not None
-        if problem := _metrics(config, loss, outputs, samples):
-            return [problem]
+        if config.eval.metrics:
+            EvalMetrics(config.eval.metrics, loss).try_on(logits_of(outputs), samples)
+        return graded, []
     except (BatchError, DataUnavailable) as error:
-        return [Problem("data._target_", config.data.target, str(error))]
-    except Exception as error:
-        if not _about_meta(error):
-            if outputs is not None and config.loss.target is not None:
-                got = f"outputs {_sizes(outputs)} and targets {_sizes(targets_of(samples))}"
-                message = f"does not take {got}: {_first_line(error)}"
-                return [Problem("loss._target_", config.loss.target, message)]
-            message = f"does not take a sample of {config.data.target} ({_sizes(samples)}): "
-            message += _first_line(error)
-            return [DataMismatch("model._target_", config.model.target, message)]
-    return [*_logged_keys(config, model, data, graded, compared)]
-
-
-def _numbers(
-    config: RunConfig, loss: WindowLoss, outputs: object, samples: object
-) -> Problem | None:
-    targets = targets_of(samples)
-    if config.loss.target is not None or loss.takes_batch or returned_loss(outputs) is not None:
-        return None
-    if targets is None or not targets.is_floating_point():
-        return None
-    sums = targets.sum(-1)
-    if targets.shape[-1] > 1 and bool((targets >= 0).all() and (sums - 1).abs().max() < 1e-3):
-        return None
-    message = (
-        "must name a criterion, such as torch.nn.MSELoss: the targets are numbers, and cross "
-        "entropy takes classes or their probabilities"
-    )
-    return Problem("loss._target_", None, message)
-
-
-def _metrics(config: RunConfig, loss: WindowLoss, outputs: Any, samples: object) -> Problem | None:
-    """Return a problem if a further metric does not fit, or its best value is unclear."""
-    if not config.eval.metrics:
-        return None
-    try:
-        higher = EvalMetrics(config.eval.metrics, loss).try_on(logits_of(outputs), samples)
+        return None, [Problem("data._target_", config.data.target, str(error))]
     except MetricError as error:
-        return Problem("eval.metrics", error.asked, str(error))
-    best = higher.get(config.sweep.objective.removeprefix(keys.EVAL))
-    if config.sweep.direction is None and best not in (None, config.sweep.maximizes):
-        wanted = "maximize" if best else "minimize"
-        return Problem("sweep.direction", None, f"must be {wanted} with {config.sweep.objective}")
-    return None
+        return None, [Problem("eval.metrics", error.asked, str(error))]
+    except Exception as error:
+        if _about_meta(error):
+            return None, []
+        shapes = [["B", *map(str, leaf.shape[1:])] for leaf in tensors(samples) if leaf.ndim]
+        given = ", ".join(f"[{', '.join(shape)}]" for shape in shapes)
+        message = f"does not take a sample of {config.data.target} ({given}): {_first_line(error)}"
+        return None, [Problem(key, target, message)]
 
 
-def _sizes(structure: object) -> str:
-    """Describe the shapes of tensors; B stands for the number of samples."""
-    shapes = [["B", *map(str, leaf.shape[1:])] for leaf in tensors(structure) if leaf.ndim]
-    return ", ".join(f"[{', '.join(shape)}]" for shape in shapes) or "without dimensions"
+def _are_numbers(targets: Any) -> bool:
+    """Return whether targets are neither classes nor probabilities of classes."""
+    if targets is None or not targets.is_floating_point():
+        return False
+    sums = targets.sum(-1)
+    return targets.shape[-1] == 1 or not bool(
+        (targets >= 0).all() and (sums - 1).abs().max() < 1e-3
+    )
 
 
 def _logged_keys(
@@ -342,20 +311,17 @@ def _logged_keys(
     names = logged(config, data, graded)
     key, watched = config.sweep.objective, config.early_stopping.metric
     layers = [keys.layer_norm(name) for name, _ in model.named_parameters()]
-    without = data.test is None and key.startswith(keys.EVAL)
     known = key in names or (config.telemetry.per_layer and key in layers)
     # The objective of a single run without held-out data is the default one, which nobody chose.
-    if not known and not (without and not compared):
-        near = nearest_name(key, names)
-        mean = "" if near is None else f"; did you mean {near}?"
-        if without:
-            mean = f", which has no held-out data; use sweep.objective={keys.TRAIN_LOSS}"
-        message = f"is not logged by this run{mean} (it logs {', '.join(names)})"
+    if not known and (compared or data.test is not None or not key.startswith(keys.EVAL)):
+        held_out = "" if data.test is not None else "; the data has no held-out samples"
+        near = did_you_mean(key, names)
+        message = f"is not logged by this run{near}{held_out} (it logs {', '.join(names)})"
         yield Problem("sweep.objective", key, message)
     evaluated = [name for name in names if name.startswith(keys.EVAL)]
     if config.early_stopping.patience is not None and watched not in evaluated:
-        near_by, listed = did_you_mean(watched, evaluated), or_list(evaluated or ["none"])
-        message = f"is no metric of evaluations{near_by} (they have {listed})"
+        near, listed = did_you_mean(watched, evaluated), or_list(evaluated or ["none"])
+        message = f"is no metric of evaluations{near} (they have {listed})"
         yield Problem("early_stopping.metric", watched, message)
 
 
@@ -365,10 +331,7 @@ def logged(config: RunConfig, data: Data, graded: bool | None) -> list[str]:
     evaluation += [f"{keys.EVAL}{name_of(one)}" for one in config.eval.metrics]
     evaluation = [] if data.test is None else list(dict.fromkeys(evaluation))
     meter = Meter(what_if=config.clip.what_if)
-    measured = Measurements.of(config.telemetry)
-    meter.statistics = Statistics(measured)
     decision = Decision.untouched(0.0, config.clip.threshold, 0.0)
     meter.push(StepMetrics(1, 0.0, decision, 0.0, 1, data.tokens_per_sample or 0, 0.0), {})
-    further = {keys.UPDATE_RATIO: measured.update_ratio, keys.CLIP_COSINE: measured.clip_cosine}
-    logs = [*meter.summary()["final"], *(key for key, asked in further.items() if asked)]
-    return [*evaluation, *logs, keys.WALL_SECONDS]
+    update = [keys.UPDATE_RATIO] if config.telemetry.update_ratio else []
+    return [*evaluation, *meter.summary()["final"], *update, keys.WALL_SECONDS]

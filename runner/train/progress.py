@@ -48,27 +48,16 @@ def total_steps(
     tokens_per_sample: int | None = None,
 ) -> int | None:
     """Return the number of optimizer steps in ``duration``; the last of an epoch may be short."""
-    samples = duration.value
-    per_epoch = None
-    if samples_per_epoch is not None:
-        per_epoch = math.ceil(samples_per_epoch / samples_per_step)
-    match duration.unit:
-        case "ba":
-            return duration.value
-        case "ep":
-            return None if per_epoch is None else duration.value * per_epoch
-        case "tok" if tokens_per_sample is None:
+    value, unit = duration.value, duration.unit
+    if unit == "ba":
+        return value
+    if unit == "tok":
+        if tokens_per_sample is None:
             return None
-        case "tok":
-            samples = math.ceil(duration.value / (tokens_per_sample or 1))
-    if samples_per_epoch is None or per_epoch is None:
-        return math.ceil(samples / samples_per_step)
-    epochs, rest = divmod(samples, samples_per_epoch)
-    return epochs * per_epoch + math.ceil(rest / samples_per_step)
-
-
-def steps_between_lines(evaluation: int | None, least: int) -> int:
-    """Return how many steps lie between printed lines, so that every evaluation gets a line."""
-    if evaluation is None:
-        return least
-    return math.ceil(evaluation / max(1, round(evaluation / least)))
+        value = math.ceil(value / tokens_per_sample)
+    if samples_per_epoch is None:
+        return None if unit == "ep" else math.ceil(value / samples_per_step)
+    epochs, rest = (value, 0) if unit == "ep" else divmod(value, samples_per_epoch)
+    return epochs * math.ceil(samples_per_epoch / samples_per_step) + math.ceil(
+        rest / samples_per_step
+    )

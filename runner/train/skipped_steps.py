@@ -19,22 +19,14 @@ from runner.booster import Booster, NonFiniteGradient, OptimizerWrapper
 from runner.clip import ClipMode, Decision, Number
 from runner.clip.norms import Powers
 from runner.config.notation import first_few, ranks_as_text, rounded
-from runner.config.problem import or_list
-from runner.telemetry.gauges import Gauges
 from runner.telemetry.meter import Meter, StepValues
 from runner.train.progress import Progress
 from runner.train.state import Window, Windows
 
 log = logging.getLogger(__name__)
 
-MAX_SKIPS = 50
-"""Number of skipped steps in a row after which a run fails by default."""
-
-WARNED = 10
-"""Number of skipped steps in a row after which there is a second warning."""
-
-MOST_SAMPLES = 16
-"""Number of sample indices in a message; the log has all of them."""
+MAX_SKIPS = 50  # skipped steps in a row after which a run fails by default
+MOST_SAMPLES = 16  # sample indices in a message; the log has all of them
 
 
 class _Step(NamedTuple):
@@ -45,15 +37,6 @@ class _Step(NamedTuple):
     microbatches: range  # indices in the epoch
     scale: float | None
     powers: Powers | None
-
-
-class _RankReport(NamedTuple):
-    """What one rank knows of a step whose gradient is not finite."""
-
-    rank: int
-    data_rank: int
-    bad: list[str]  # parameters whose gradient, as far as it lies on this rank, is not finite
-    bad_loss: bool
 
 
 class SkippedSteps:
@@ -77,7 +60,7 @@ class SkippedSteps:
             raise ValueError(f"max_skips must be at least 1, or None for never, not {max_skips}")
         self._max_skips = max_skips
         self.in_a_row = self.searches = 0
-        self._reported = self._reported_spike = False
+        self._reported: set[str] = set()  # "spike" and "gradient", once one was
         self._steps: dict[int, _Step] = {}
         self._flush = False
         self._failure: NonFiniteGradient | None = None
@@ -89,7 +72,7 @@ class SkippedSteps:
         return self
 
     def clip(
-        self, mode: ClipMode, before: Progress, window: Window, loss: Number, gauges: Gauges | None
+        self, mode: ClipMode, before: Progress, window: Window, loss: Number, each: bool
     ) -> Decision:
         """Clip the gradients of a step, and keep what describes them if they are not finite."""
         scaling = self._optimizer.loss_scale
@@ -101,8 +84,7 @@ class SkippedSteps:
             return _Step(number, before.epoch, microbatches, scale, powers)
 
         try:
-            reads = {} if gauges is None else gauges.reads
-            decision = self._optimizer.clip(mode, fold=True, **reads)
+            decision = self._optimizer.clip(mode, fold=True, each=each)
         except NonFiniteGradient as error:
             found = self._describe(step(), error.norm, float(loss))
             message = f"step {before.step + 1}: {found}"
@@ -125,7 +107,10 @@ class SkippedSteps:
         for number, values in steps:
             step = self._steps.pop(number, None)
             if values.spike:
-                self._spike(number, values.norm)
+                rule = self._optimizer.skip
+                assert rule is not None
+                found = f"the {rule.of_what} is a spike, the gradient's norm is "
+                self._skipped(number, found + rounded(values.norm), values.norm, "spike")
             elif step is None or math.isfinite(values.norm):
                 self.in_a_row = 0
             else:
@@ -134,90 +119,84 @@ class SkippedSteps:
     def state_dict(self) -> dict[str, Any]:
         return {
             "in_a_row": self.in_a_row,
-            "reported": self._reported,
+            "reported": sorted(self._reported),
             "searches": self.searches,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.in_a_row, self.searches = state["in_a_row"], state["searches"]
-        self._reported = state["reported"]
-
-    def _spike(self, number: int, norm: float) -> None:
-        rule = self._optimizer.skip
-        assert rule is not None
-        found = f"the {rule.of_what} is a spike, the gradient's norm is {rounded(norm)}"
-        if self._skipped(number, found, norm, self._reported_spike):
-            self._reported_spike = True
+        self._reported = set(state["reported"])
 
     def _not_finite(self, step: _Step, values: StepValues) -> None:
-        norm, loss = values.norm, values.loss
-        ignored = self._booster.nonfinite == "ignore" and step.scale is None
+        taken = self._booster.nonfinite == "ignore" and step.scale is None
         scaled = step.scale is not None and step.scale > 1.0
         # All ranks have to agree. The loss of one that does not have it is zero.
-        if scaled and self._plugin.sum_over_data([float(not math.isfinite(loss))]) == [0.0]:
+        bad_loss = not math.isfinite(values.loss)
+        if scaled and self._plugin.sum_over_data([float(bad_loss)]) == [0.0]:
             self.searches += 1  # it only shows that the loss scale is too large
-        elif not ignored:
-            told = self._reported and self.in_a_row + 1 not in (WARNED, self._max_skips)
-            found = "" if told else self._describe(step, norm, loss)
-            self._reported |= self._skipped(step.number, found, norm, self._reported)
-        elif not self._reported:
-            self._reported, found = True, self._describe(step, norm, loss)
-            if self._plugin.rank == 0:
-                log.warning("step %d was taken with a bad gradient: %s", step.number, found)
+            return
+        last = not taken and self.in_a_row + 1 == self._max_skips
+        told = "gradient" in self._reported and not last
+        found = "" if told else self._describe(step, values.norm, values.loss)
+        if not taken:
+            self._skipped(step.number, found, values.norm, "gradient")
+        elif not told:
+            self._reported.add("gradient")
+            self._warn("step %d was taken with a bad gradient: %s", step.number, found)
 
-    def _skipped(self, number: int, found: str, norm: float, reported: bool) -> bool:
-        """Count a skipped step; warn of the first one and of a long row; return whether it did."""
+    def _skipped(self, number: int, found: str, norm: float, kind: str) -> None:
+        """Count a skipped step; warn of the first one of a kind; fail at the end of a long row."""
         self.in_a_row += 1
-        row = f"{self.in_a_row} steps in a row were skipped, up to step {number}"
         if self.in_a_row == self._max_skips:
-            self._failure = NonFiniteGradient(f"{row}: {found}", self._advice(), norm)
-            return False
-        if reported and self.in_a_row != WARNED:
-            return False
-        what = row if self.in_a_row == WARNED else f"step {number} was skipped"
-        if self._max_skips is not None:
-            found += f". {self._max_skips} skipped steps in a row (clip.max_skips) end the run"
-        if self._plugin.rank == 0:
-            log.warning("%s: %s", what, found)
-        return True
+            row = f"{self.in_a_row} steps in a row were skipped, up to step {number}"
+            rate = rounded(float(self._optimizer.param_groups[0]["lr"]))
+            half = self._booster.dtype in (torch.float16, torch.bfloat16)
+            advice = (
+                f"try a lower learning rate (now {rate}), a longer warm-up of it"
+                f"{', or precision=fp32' if half else ''}; clip.max_skips sets how many skipped "
+                "steps end a run"
+            )
+            self._failure = NonFiniteGradient(f"{row}: {found}", advice, norm)
+        elif kind not in self._reported:
+            self._reported.add(kind)
+            ends = ""
+            if self._max_skips is not None:
+                ends = f". {self._max_skips} skipped steps in a row (clip.max_skips) end the run"
+            self._warn("step %d was skipped: %s%s", number, found, ends)
 
-    def _advice(self) -> str:
-        rate = float(self._optimizer.param_groups[0]["lr"])
-        tried = [
-            f"a lower learning rate (now {rounded(rate)})",
-            "a longer warm-up of it (scheduler=linear_warmup_cosine)",
-        ]
-        if self._booster.dtype is torch.float16:
-            tried.append("precision=bf16 or fp32")
-        elif self._booster.dtype is torch.bfloat16:
-            tried.append("precision=fp32")
-        return f"try {or_list(tried)}; clip.max_skips sets how many skipped steps end a run"
+    def _warn(self, message: str, *args: object) -> None:
+        if self._plugin.rank == 0:
+            log.warning(message, *args)
 
     def _describe(self, step: _Step, norm: float, loss: float) -> str:
         """Describe the gradient of a step in one line, the same on every rank; a collective."""
-        bad = [] if step.powers is None else step.powers.not_finite()
-        mine = _RankReport(self._plugin.rank, self._plugin.data_rank, bad, not math.isfinite(loss))
-        reports = [mine]
-        if self._plugin.world_size > 1:
-            reports = [mine] * self._plugin.world_size
+        plugin = self._plugin
+        # Of each rank: itself, its bad parameters, and whether its loss is at fault
+        mine = (
+            (plugin.rank, plugin.data_rank),
+            [] if step.powers is None else step.powers.not_finite(),
+            not math.isfinite(loss),
+        )
+        reports = [mine] * plugin.world_size
+        if plugin.world_size > 1:
             dist.all_gather_object(reports, mine)
-        found, every = {name for one in reports for name in one.bad}, self._optimizer.layout.names
-        bad = [name for name in every if name in found]
-        named = f"all {len(bad)} parameters" if len(bad) == len(every) > 1 else first_few(bad)
+        found = {name for _, names, _ in reports for name in names}
+        bad = [name for name in self._optimizer.layout.names if name in found]
+        every = len(bad) == len(self._optimizer.layout.names) > 1
+        named = f"all {len(bad)} parameters" if every else first_few(bad)
         text = f"the gradient's norm is {norm}: {named}"
         # A rank with a bad loss is at fault; ranks have combined their gradients before the check.
-        at_fault = [report for report in reports if report.bad_loss]
+        at_fault = [rank for rank, _, bad_loss in reports if bad_loss]
+        holding = [rank for rank, names, _ in reports if names]
         if at_fault and len(reports) > 1:
-            text += f", from {ranks_as_text([report.rank for report in at_fault])}"
-        elif len(reports) > 1:
-            ranks = [report.rank for report in reports if report.bad]
-            everywhere = len(ranks) == len(reports)
-            text += ", on every rank" if everywhere else f", held by {ranks_as_text(ranks)}"
+            text += f", from {ranks_as_text([rank for rank, _ in at_fault])}"
+        elif 0 < len(holding) < len(reports):
+            text += f", held by {ranks_as_text([rank for rank, _ in holding])}"
         text += ". A loss is not finite" if at_fault else ". All losses are finite"
-        samples = self._samples(step, {report.data_rank for report in at_fault or reports})
+        samples = self._samples(step, {data for _, data in at_fault or [r for r, *_ in reports]})
         if samples is None:
             return f"{text}. Only loaders of plugin.prepare_dataloader tell the step's samples"
-        if self._plugin.rank == 0:
+        if plugin.rank == 0:
             log.info("samples of step %d: %s", step.number, samples)
         return f"{text}. Its samples: {first_few([str(one) for one in samples], MOST_SAMPLES)}"
 

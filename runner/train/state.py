@@ -40,12 +40,14 @@ class Window(NamedTuple):
 
 
 class Windows:
+    """Reads a loader in windows of so many microbatches, from any position in an epoch."""
+
     def __init__(self, loader: Iterable[Any], steps: int) -> None:
-        self.loader = loader
-        self._steps = steps
-        self._order = getattr(loader, "batch_sampler", None)
+        self.loader, self._steps = loader, steps
+        order = getattr(loader, "batch_sampler", None)
+        self._order = order if isinstance(order, PartitionedBatches) else None
         self._stream = loader if isinstance(loader, StreamLoader) else None
-        self._skips = self._stream is not None or isinstance(self._order, PartitionedBatches)
+        self._skips = self._stream is not None or self._order is not None
         self._stateful: Any = loader if has_state(loader) and not self._skips else None
         self._generators = generators(loader)
         self._random: dict[str, RandomState] = {}
@@ -54,12 +56,9 @@ class Windows:
     @property
     def samples(self) -> int | None:
         """Number of samples of a microbatch over all ranks; None if the loader does not tell."""
-        order = self._order
         if self._stream is not None:
             return self._stream.microbatch
-        if not isinstance(order, PartitionedBatches):
-            return None
-        return order.batch_size * order.world_size
+        return None if self._order is None else self._order.batch_size * self._order.world_size
 
     @property
     def uneven(self) -> bool:
@@ -68,18 +67,16 @@ class Windows:
 
     def indices(self, epoch: int, microbatch: int) -> list[list[int]] | None:
         """Return the indices of the samples that each data-parallel rank reads in a microbatch."""
-        if not isinstance(self._order, PartitionedBatches):
+        if self._order is None:
             return None
         order = copy.copy(self._order)
         order.set_epoch(epoch)
         return order.parts(microbatch)
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[Window]:
-        for part in (
-            self._order,
-            *(getattr(self.loader, of, None) for of in ("sampler", "dataset")),
-        ):
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
+        for part in ("batch_sampler", "sampler", "dataset"):
+            of = getattr(self.loader, part, None)
+            if callable(set_epoch := getattr(of, "set_epoch", None)):
                 set_epoch(epoch)
         now = RandomState.now(self._generators)
         if first:
@@ -87,20 +84,16 @@ class Windows:
             self._random["epoch"].restore(self._generators)
         else:
             self._random = {"epoch": now}
-        if first and isinstance(self._order, PartitionedBatches):
+        continues = first and self._stateful is not None and self._position is not None
+        if first and self._order is not None:
             self._order.set_start(first)
-        if first and self._stream is not None:
+        elif first and self._stream is not None:
             assert self._position is not None
             self._stream.set_start(first, self._position)
             if not any("state" in of for of in self._position["workers"].values()):
-                log.info(
-                    "the stream has no state_dict and load_state_dict: the first %d microbatches "
-                    "of epoch %d are read again and left out",
-                    first,
-                    epoch,
-                )
-        continues = first and self._stateful is not None and self._position is not None
-        if continues:
+                text = "the stream has no state_dict: the first %d microbatches of epoch %d "
+                log.info(text + "are read again and left out", first, epoch)
+        elif continues:
             self._stateful.load_state_dict(self._position)
         batches = iter(self.loader)
         if not (continues or self._skips):
@@ -130,16 +123,12 @@ class Windows:
             end = first + len(window)
             if self._stream is not None:
                 self._position = self._stream.position(end)
-            if self.uneven:
-                end = first + self._steps
-                at = range(first + len(window), end)
-                window = [*window, *map(self._stand_in, at)]
+                if self._stream.uneven:
+                    missing = range(end, first + self._steps)
+                    window = [*window, *map(self._stream.stand_in, missing)]
+                    end = first + self._steps
             yield Window(first, window, last=not upcoming)
             first = end
-
-    def _stand_in(self, microbatch: int) -> Any:
-        assert self._stream is not None
-        return self._stream.stand_in(microbatch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random states of this process: now, and those to read an epoch again."""
@@ -153,21 +142,18 @@ class Windows:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the random states; :meth:`epoch` then continues where the state was taken."""
-        self._position = state.get("stream")
-        self._random = {
-            name: RandomState.of(each) for name, each in state.items() if name != "stream"
-        }
+        states = dict(state)
+        self._position = states.pop("stream", None)
+        self._random = {name: RandomState.of(each) for name, each in states.items()}
         self._random.pop("now").restore(self._generators)
 
     def _length(self) -> int | None:
         """Return the number of microbatches of an epoch, None where it is not known exactly."""
-        order = self._order
-        if type(self.loader) in (DataLoader, WorkerLoader) and (
-            isinstance(order, PartitionedBatches)
-            or (type(order) is BatchSampler and type(order.sampler).__module__ in EXACT)
-        ):
-            return len(order)
-        return None
+        order: Any = self._order or getattr(self.loader, "batch_sampler", None)
+        if type(self.loader) not in (DataLoader, WorkerLoader):
+            return None
+        known = type(order) is BatchSampler and type(order.sampler).__module__ in EXACT
+        return len(order) if known or self._order is not None else None
 
 
 def has_no_sample(loader: Any, microbatch: int) -> bool:
@@ -205,17 +191,14 @@ class TrainState:
     rank: int = 0
     parts: Mapping[str, Any] = field(default_factory=dict)  # what else has a state_dict
     progress: Progress = field(default_factory=Progress)
-    _schedulers_behind: bool = False
-
-    def step_taken(self) -> None:
-        self._schedulers_behind = True
+    schedulers_behind: bool = False  # an optimizer step was made that they have not followed
 
     def step_schedulers(self) -> None:
         """Step the schedulers if the last optimizer step was taken."""
-        if self.schedulers and self._schedulers_behind and self.optimizer.was_taken():
+        if self.schedulers and self.schedulers_behind and self.optimizer.was_taken():
             for scheduler in self.schedulers:
                 scheduler.step()
-        self._schedulers_behind = False
+        self.schedulers_behind = False
 
     def read(self, end: Duration) -> Iterator[Window]:
         """Read windows of microbatches, epoch after epoch, until ``progress`` has reached
@@ -246,7 +229,7 @@ class TrainState:
             "clip": self.mode.state_dict(),
             **{name: part.state_dict() for name, part in self.parts.items()},
             **(self.optimizer.state_dict() if with_optimizers else {}),
-            "schedulers": [_state_of(scheduler) for scheduler in self.schedulers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "microbatch": self.windows.samples,
             "random": {f"rank{self.rank}": self.windows.state_dict()},
         }
@@ -275,20 +258,22 @@ class TrainState:
         self.mode.load_state_dict(_without_thresholds(clip) if "threshold" in keep else clip)
         for scheduler, each in zip(self.schedulers, state["schedulers"], strict=True):
             if "lr" in keep and "last_epoch" in each and hasattr(scheduler, "last_epoch"):
-                _advance(scheduler, each["last_epoch"])
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torch advises to step the optimizer first
+                    for _ in range(scheduler.last_epoch, each["last_epoch"]):
+                        scheduler.step()
             else:
                 scheduler.load_state_dict(each)
-        self._schedulers_behind = False
+        self.schedulers_behind = False
         self.windows.load_state_dict(self._random_of(state))
         if f"rank{self.rank}" not in state["random"]:
             torch.manual_seed(torch.initial_seed() + 1_000_003 * self.rank + self.progress.step)
 
     def _random_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        states: dict[str, Any] = state["random"]
-        own = f"rank{self.rank}"
-        if own not in states and "rank0" not in states:
-            raise ValueError(f"the training state has no random state of {own}")
-        found: dict[str, Any] = states[own if own in states else "rank0"]
+        states: dict[str, dict[str, Any]] = state["random"]
+        found = states.get(f"rank{self.rank}") or states.get("rank0")
+        if found is None:
+            raise ValueError(f"the training state has no random state of rank{self.rank}")
         return found
 
     def _progress_of(self, state: Mapping[str, Any]) -> Progress:
@@ -313,16 +298,3 @@ def _without_thresholds(state: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in state.items()
         if key != "threshold"
     }
-
-
-def _state_of(scheduler: Any) -> Any:
-    if not hasattr(scheduler, "state_dict"):
-        raise ValueError(f"{type(scheduler).__name__} has no state_dict, so it cannot be saved")
-    return scheduler.state_dict()
-
-
-def _advance(scheduler: Any, steps: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch advises to step the optimizer first
-        for _ in range(scheduler.last_epoch, steps):
-            scheduler.step()

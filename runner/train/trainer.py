@@ -20,12 +20,11 @@ from runner.checkpoint import content as checkpoint
 from runner.checkpoint.saver import CheckpointSaver
 from runner.clip import ClipMode, GradientClipping, build
 from runner.config.duration import Duration
-from runner.config.problem import Stopped, or_list
+from runner.config.problem import Stopped
 from runner.config.schema import not_measured
 from runner.run_folder import keys
-from runner.telemetry.gauges import Gauges
+from runner.telemetry.gauges import Gauges, NoiseScale
 from runner.telemetry.meter import Meter, StepMetrics
-from runner.telemetry.statistics import Statistics
 from runner.train.callbacks import Callbacks
 from runner.train.evaluation import Evaluation
 from runner.train.options import Algorithm, Evaluate, InBackward, Log
@@ -110,14 +109,11 @@ class Trainer:
         self.stop: Callable[[], int] = requested
         given = eval_dataloader
         asked = given if isinstance(given, Evaluate) else Evaluate(given)
-        self.eval_dataloader, self._objective = asked.dataloader, asked.objective
+        self.eval_dataloader = asked.dataloader
         self.eval_interval = Duration.parse(str(asked.interval))
         if accumulation_steps > 1 and any(isinstance(m, _BatchNorm) for m in model.modules()):
-            _logger.warning(
-                "batch norm sees one microbatch at a time: %d accumulated microbatches are not "
-                "the same as one batch of their size",
-                accumulation_steps,
-            )
+            text = "batch norm sees one microbatch at a time: %d accumulated microbatches are not "
+            _logger.warning(text + "the same as one batch of their size", accumulation_steps)
         self.loss = WindowLoss(model, criterion, checked=True)
         self.model, self.optimizer, *_ = self.booster.boost(
             model, optimizers or _sgd(model, criterion), criterion
@@ -130,7 +126,10 @@ class Trainer:
         self.passes = Passes(self.booster, self.model, self.optimizer, self.loss, self.device)
         self.evaluation = Evaluation(self.passes, asked.metrics)
 
-        algorithm = _only(algorithms)
+        given_algorithms = [algorithms] if isinstance(algorithms, Algorithm) else algorithms
+        if len(given_algorithms) > 1:
+            raise ValueError(f"one clipping algorithm at most, not {len(given_algorithms)}")
+        algorithm = given_algorithms[0] if given_algorithms else build("none")
         clips = algorithm.algorithm if isinstance(algorithm, InBackward) else algorithm
         mode = clips.mode() if isinstance(clips, GradientClipping) else clips
         log = log or Log()
@@ -139,8 +138,7 @@ class Trainer:
             for name, why in not_measured(algorithm.step).items():
                 if getattr(log.measurements, name):
                     raise ValueError(f"{name}: {why}")
-            each = self._gauges is not None and self._gauges.reads["each"]
-            self.optimizer.clip_in_backward(mode, step=algorithm.step, each=each)
+            self.optimizer.clip_in_backward(mode, step=algorithm.step, each=log.per_layer)
         else:
             self.optimizer.bind(mode)
         self._noise: MicrobatchNorms | None = None
@@ -153,26 +151,22 @@ class Trainer:
         known = (CheckpointSaver, SkippedSteps)
         others = [each for each in callbacks if not isinstance(each, known)]
         self.callbacks = Callbacks(others, self.plugin)
-        several = isinstance(schedulers, Sequence)
-        self.state = TrainState(
-            meter,
-            mode,
-            self.optimizer,
-            windows,
-            list(schedulers) if several else [schedulers] if schedulers else [],
-            self.plugin.rank,
-            {"skips": self.skipped_steps, "callbacks": self.callbacks},
-        )
+        several = schedulers if isinstance(schedulers, Sequence) else [schedulers]
+        listed = [each for each in several if each is not None]
+        parts = {"skips": self.skipped_steps, "callbacks": self.callbacks}
+        rank = self.plugin.rank
+        self.state = TrainState(meter, mode, self.optimizer, windows, listed, rank, parts)
 
     def _meter(self, log: Log, mode: ClipMode) -> Meter:
         meter = Meter(log.sinks, log.interval, log.flush, what_if=log.what_if)
-        meter.skipped = None if self.booster.skip is None else 0
-        meter.statistics = Statistics(log.measurements)
-        meter.layers = self._gauges = Gauges.of(
-            self.optimizer.layout, mode.norm_type, log.per_layer, log.measurements
-        )
+        meter.skips, updates = self.booster.skip is not None, log.measurements.update_ratio
+        meter.noise = NoiseScale() if log.measurements.noise_scale else None
+        if log.per_layer or updates:
+            meter.layers = Gauges(self.optimizer.layout, mode.norm_type, log.per_layer, updates)
+        self._gauges = meter.layers
         if self.plugin.data_size > 1 or self.model.pipeline is not None:
-            meter.mean_over_data = self._mean_over_data
+            size, total = self.plugin.data_size, self.plugin.sum_over_data
+            meter.mean_over_data = lambda values: [value / size for value in total(values)]
         return meter
 
     def fit(self) -> dict[str, Any]:
@@ -187,7 +181,6 @@ class Trainer:
                 ``error``, or too many steps in a row were skipped.
             Stopped: a rank was asked to stop; on every rank, after the checkpoint.
             OSError: a checkpoint cannot be written, on every rank. Earlier ones are unchanged.
-            ValueError: no checkpoint could be saved, see :meth:`CheckpointSaver.begin`.
             CallbackError: a callback raised an exception.
         """
         state, callbacks = self.state, self.callbacks
@@ -224,7 +217,8 @@ class Trainer:
         """Take one optimizer step; ``state.progress`` then stands behind it."""
         state, meter, before = self.state, self.state.meter, self.state.progress
         # Prepare. The counts of all ranks travel while the first microbatch is computed.
-        first, asks = before.step == 0, self._asks()
+        first = before.step == 0
+        asks = Asked(self.stop(), self.saver is not None and self.saver.due())
         items, sums = count(window, state.windows, self.loss, self.plugin, first, asks)
         if self.optimizer.steps_in_backward:
             state.step_schedulers()  # the backward pass steps with the rate of now
@@ -244,14 +238,15 @@ class Trainer:
         gauges = self._gauges if evaluates or meter.row_due(at.step) else None
         shares = None if noise is None else noise.end(items, total, state.mode.norm_type)
         state.step_schedulers()  # for the step before: an accelerator tells late if it was taken
-        decision = self.skipped_steps.clip(state.mode, before, window, loss, gauges)
+        each = gauges is not None and gauges.per_layer
+        decision = self.skipped_steps.clip(state.mode, before, window, loss, each)
         if gauges is not None:
-            gauges.begin(self.optimizer.powers, self.optimizer.direction)
+            gauges.begin(self.optimizer.powers)
         lr = self.optimizer.optimizers[0].param_groups[0]["lr"]
         self.optimizer.step()
         decision = self.optimizer.decision or decision
         layers = None if gauges is None else gauges.end()
-        state.step_taken()
+        state.schedulers_behind = True
         self.optimizer.zero_grad()
         self._after_microbatch(len(window.batches), len(window.batches))
 
@@ -270,9 +265,6 @@ class Trainer:
             self.callbacks.call("on_evaluate", self, dict(evaluation))
         self._save_or_stop(asked, before)
         self._started = time.perf_counter()
-
-    def _asks(self) -> Asked:
-        return Asked(self.stop(), self.saver is not None and self.saver.due())
 
     def _save_or_stop(self, asked: Asked, before: Progress) -> None:
         """Save a checkpoint if one is due after this step, and stop if a rank was asked to."""
@@ -298,18 +290,8 @@ class Trainer:
         Returns:
             ``eval/loss``, the mean over the items; ``eval/accuracy`` if the targets are classes;
             and the further metrics of :class:`runner.Evaluate`. Empty without held-out data.
-
-        Raises:
-            ValueError: the objective is a metric of evaluations that this one lacks.
         """
-        if self.eval_dataloader is None:
-            return {}
-        metrics, objective = self.evaluation.run(self.eval_dataloader), self._objective
-        if metrics and objective.startswith(keys.EVAL) and objective not in metrics:
-            raise ValueError(
-                f"sweep.objective={objective} is not logged; there is {or_list(metrics)}"
-            )
-        return metrics
+        return {} if self.eval_dataloader is None else self.evaluation.run(self.eval_dataloader)
 
     def end_early(self, reason: str) -> None:
         """End the training after this step, for callbacks; the log and the record say why."""
@@ -346,17 +328,6 @@ class Trainer:
                 was loaded.
         """
         checkpoint.load(self, Path(path), verify, keep)
-
-    def _mean_over_data(self, values: list[float]) -> list[float]:
-        size = self.plugin.data_size
-        return [value / size for value in self.plugin.sum_over_data(values)]
-
-
-def _only(algorithms: Sequence[Algorithm] | Algorithm) -> Algorithm:
-    listed = [algorithms] if isinstance(algorithms, Algorithm) else algorithms
-    if len(listed) > 1:
-        raise ValueError(f"one clipping algorithm at most, not {len(listed)}")
-    return listed[0] if listed else build("none")
 
 
 def _one(kind: type[T], callbacks: Sequence[object]) -> T | None:

@@ -68,10 +68,6 @@ COMBINATIONS = [
     ("plugin=ddp plugin.tp_size=2", ["plugin.tp_size=2", "plugin=ddp", "plugin=tensor"]),
     ("plugin=pipeline plugin.pp_size=4 data.batch_size=2", ["must be 4 or more"]),
     (
-        "telemetry.worst_layers=2 clip.norm_type=inf",
-        ["worst_layers=2", "clip.norm_type=2, not inf"],
-    ),
-    (
         "telemetry.noise_scale=true plugin=tensor plugin.nproc=2 model=gpt data=text",
         ["telemetry.noise_scale=true", "ddp, fsdp or zero, not plugin=tensor"],
     ),

@@ -118,16 +118,15 @@ def test_so_many_skips_in_a_row_end_the_run(where, caplog):
     steps = [row["train/step"] for row in trainer.state.meter.sinks[0].rows]
     # On a device the host learns of them with the next transfer: that of the end of the epoch.
     assert steps == list(range(1, 21 if where == "host" else 25))
-    first, second = warnings(caplog)
-    assert first.startswith("step 1 was skipped")
-    assert second.startswith("10 steps in a row were skipped, up to step 10")
+    [warning] = warnings(caplog)
+    assert warning.startswith("step 1 was skipped")
     # The row goes on after a resume.
     before, after = (training(planted(range(1, 99)), steps=n, max_skips=12) for n in (7, 30))
     before.fit()
     after.state.load_state_dict(before.state.state_dict())
     with pytest.raises(NonFiniteGradient, match="12 steps in a row were skipped, up to step 12"):
         after.fit()
-    assert warnings(caplog)[3].startswith("10 steps in a row were skipped, up to step 10")
+    assert len(warnings(caplog)) == 2
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,7 @@ def test_a_search_for_the_loss_scale_is_no_alarm_while_it_can_end(caplog):
     assert trainer.optimizer.loss_scale.scale == 2.0**3
     assert (warnings(caplog), trainer.skipped_steps.in_a_row) == ([], 0)
     trainer = scaled(2.0**-9, 2.0**4, max_skips=5)
-    skipped = "5 steps in a row were skipped, up to step 9.*precision=bf16 or fp32"
+    skipped = "5 steps in a row were skipped, up to step 9.*precision=fp32"
     with pytest.raises(NonFiniteGradient, match=skipped):
         trainer.fit()
     assert trainer.skipped_steps.searches == 4

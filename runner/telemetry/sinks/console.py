@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, TextIO
 
 from runner.config.environment import started_rank
@@ -77,12 +78,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 class TerminalSink:
     """Shows rows: a bar on a terminal, otherwise a line each ``interval`` steps.
 
-    Args:
-        total_steps: steps of the run, None if unknown.
-        interval: steps between lines, where there is no bar.
-        title: name of the run.
-        stream: where it is shown; standard error by default.
-        alone: whether no other run prints there; else there is no bar, and lines have the title.
+    If other runs print there too (not ``alone``), there is no bar, and lines have the title.
     """
 
     def __init__(
@@ -94,15 +90,13 @@ class TerminalSink:
         alone: bool = True,
     ) -> None:
         self._total, self._interval, self._title = total_steps, interval, title
-        self._stream: TextIO | None = sys.stderr if stream is None else stream
-        self._alone = alone
+        self._stream = sys.stderr if stream is None else stream
+        self._alone, self._closed = alone, False
         self._step = self._shown = 0
-        self._last: Row | None = None
-        self._eval: Row = {}
+        self._row: Row = {}  # the last one, with the last evaluation
         # Rows leave the device together, so the times at which they arrive mean nothing.
         self._seconds = self._clipped = 0.0
-        self._bar = self._open_bar(self._stream) if alone and is_watched(self._stream) else None
-        self._closed = False
+        self._bar = self._open_bar() if alone and is_watched(self._stream) else None
 
     def write(self, row: Row) -> None:
         """Show one row, or skip it."""
@@ -110,12 +104,14 @@ class TerminalSink:
         self._step += passed
         self._seconds += row.get(keys.TIME_STEP, 0.0) * passed
         self._clipped += row.get(keys.CLIP_RATIO, 0.0) * passed
-        evaluated = {key: value for key, value in row.items() if key.startswith(keys.EVAL)}
-        self._last, self._eval = dict(row), evaluated or self._eval
+        evaluated = any(key.startswith(keys.EVAL) for key in row)
         if self._bar is not None:
-            self._draw(self._bar, now=bool(evaluated))
-        elif self._step - self._shown >= self._interval or evaluated:
-            self._print_row(row)
+            self._row |= row
+            self._draw(self._bar, now=evaluated)
+            return
+        self._row = dict(row)
+        if self._step - self._shown >= self._interval or evaluated:
+            self._print_row()
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         """Close the bar, and print how the run ended, its main metrics and its guidance."""
@@ -124,100 +120,87 @@ class TerminalSink:
         self._closed = True
         if self._bar is not None:
             self._draw(self._bar, now=True)
-            if self._stream is not None:
+            with suppress(OSError, ValueError):
                 self._bar.close()
-        elif self._last is not None and self._shown != self._step:
-            self._print_row(self._last)
+        elif self._shown != self._step:
+            self._print_row()
         for line in self._ending(summary, exit_code):
             self._print(line)
 
-    def _open_bar(self, stream: TextIO) -> Any:
+    def _open_bar(self) -> Any:
         from tqdm import tqdm
 
         tqdm.monitor_interval = 0  # each row redraws the bar, and no thread does
+        shape = "{n_fmt}/{total_fmt}  eta {remaining}  {desc}  |{bar}|"
         return tqdm(
             total=self._total,
-            file=stream,
+            file=self._stream,
             dynamic_ncols=True,
             miniters=1,
-            bar_format=f"0/{self._total}  |{{bar}}|" if self._total else "step 0",
+            bar_format=shape if self._total else "step {n_fmt}  {desc}",
             colour=None if os.environ.get("NO_COLOR") else "green",
         )
 
     def _draw(self, bar: Any, now: bool) -> None:
         """Draw the bar; what does not fit the terminal is cut off at the end."""
-        if self._last is None or self._stream is None:
-            return
-        ratio = self._last.get(keys.CLIP_RATIO_TOTAL, math.nan)
-        step, *parts = self._parts({**self._eval, **self._last}, ratio)
-        if self._total:
-            step, parts = f"{self._step}/{self._total}", [*parts, "|{bar}|"]
-        try:
-            bar.bar_format = "  ".join([step, *parts])
+        shown = _parts(self._row, self._row.get(keys.CLIP_RATIO_TOTAL, math.nan))
+        with suppress(OSError, ValueError):  # the terminal is gone
+            bar.set_description_str("  ".join(shown), refresh=False)
             bar.update(self._step - bar.n)
             if now:
                 bar.refresh()
-        except (OSError, ValueError):
-            self._stream = None
 
-    def _print_row(self, row: Row) -> None:
-        steps = self._step - self._shown
-        ratio = self._clipped / steps if keys.CLIP_RATIO in row else math.nan
-        self._print("  ".join(self._parts(row, ratio)))
-        self._clipped, self._shown = 0.0, self._step
-
-    def _parts(self, row: Row, clipped: float) -> list[str]:
-        """Return the values to show of a row, the most useful ones first."""
-        parts = [f"step {self._step}" + (f"/{self._total}" if self._total else "")]
+    def _print_row(self) -> None:
+        of = f"/{self._total}" if self._total else ""
+        parts = [f"step {self._step}{of}"]
         if self._total and self._seconds:
             left = max(self._total - self._step, 0) / self._step
             parts.append(f"eta {clock(left * self._seconds)}")
-        if keys.TRAIN_LOSS in row:
-            parts.append(f"loss {_number(row[keys.TRAIN_LOSS])}")
-        if keys.GRAD_NORM in row:
-            parts.append(f"norm {_number(row[keys.GRAD_NORM])}")
-        if not math.isnan(clipped):
-            parts.append(f"clipped {percent(clipped)}")
-        parts += _evaluation(row)
-        if keys.THROUGHPUT in row:
-            parts.append(f"{rounded(row[keys.THROUGHPUT])} samples/s")
-        return parts
+        steps = self._step - self._shown
+        ratio = self._clipped / steps if keys.CLIP_RATIO in self._row else math.nan
+        self._print("  ".join([*parts, *_parts(self._row, ratio)]))
+        self._clipped, self._shown = 0.0, self._step
 
     def _ending(self, summary: dict[str, Any] | None, exit_code: int) -> Iterator[str]:
         """Yield the lines about the whole run."""
-        ended = ending(exit_code)
-        steps = (summary or {}).get("steps", self._step or None)
+        ended, found = ending(exit_code), summary or {}
+        steps = found.get("steps", self._step or None)
         if steps is not None:
             early = self._total is not None and steps < self._total
             taken = f"{steps} of {self._total} steps" if early else plural(steps, "step")
             ended += f" after {taken}"
-        if summary is None:
-            yield f"{self._title}: {ended}"
-            return
-        if keys.WALL_SECONDS in summary:
-            ended += f" in {summary[keys.WALL_SECONDS]:.1f} s"
+        if keys.WALL_SECONDS in found:
+            ended += f" in {found[keys.WALL_SECONDS]:.1f} s"
         yield f"{self._title}: {ended}"
-        yield from _evaluation(summary.get("final", {}))
-        norm = summary.get(keys.GRAD_NORM, {})
+        yield from _evaluation(found.get("final", {}))
+        norm = found.get(keys.GRAD_NORM, {})
         spread = [f"{at} {_number(norm[at])}" for at in ("p50", "p90", "p99") if at in norm]
-        if keys.CLIP_RATIO_TOTAL in summary:
-            spread.append(f"clipped {percent(summary[keys.CLIP_RATIO_TOTAL])} of the steps")
+        if keys.CLIP_RATIO_TOTAL in found:
+            spread.append(f"clipped {percent(found[keys.CLIP_RATIO_TOTAL])} of the steps")
         if spread:
             yield "  ".join(["gradient norm", *spread])
-        yield from summary.get("guidance", ())
+        yield from found.get("guidance", ())
 
     def _print(self, line: str) -> None:
-        if self._stream is None:
-            return
         if not self._alone and not line.startswith(self._title):
             line = f"{self._title}: {line}"
-        if (getattr(self._stream, "encoding", None) or "ascii").lower().startswith("ascii"):
-            line = line.replace("‖", "|").encode("ascii", "replace").decode()
-        try:
-            self._stream.write(f"{line}\n")  # in one piece: other runs may print there too
-            self._stream.flush()
-        except (OSError, ValueError):
-            self._stream = None
+        with suppress(OSError, ValueError):
+            print_line(line, self._stream)
+
+
+def _parts(row: Row, clipped: float) -> list[str]:
+    """Return the values to show of a row, the most useful ones first."""
+    parts = []
+    if keys.TRAIN_LOSS in row:
+        parts.append(f"loss {_number(row[keys.TRAIN_LOSS])}")
+    if keys.GRAD_NORM in row:
+        parts.append(f"norm {_number(row[keys.GRAD_NORM])}")
+    if not math.isnan(clipped):
+        parts.append(f"clipped {percent(clipped)}")
+    parts += _evaluation(row)
+    if keys.THROUGHPUT in row:
+        parts.append(f"{rounded(row[keys.THROUGHPUT])} samples/s")
+    return parts
 
 
 def _evaluation(row: Row) -> list[str]:

@@ -36,16 +36,14 @@ def ending(exit_code: int) -> str:
 
 
 class RunLog:
-    """Logs how a run was started, its first row, its evaluations, its last row, and its end.
-
-    Environment variables are not logged, because they may hold secrets.
-    """
+    """Logs how a run was started, its first row, its evaluations, its last row, and its end."""
 
     def __init__(
         self, folder: Path, overrides: Sequence[str], made_with: Mapping[str, str]
     ) -> None:
         self._folder = folder
         self._last: Row | None = None
+        # No environment variables, which may hold secrets
         log.info("command: %s", shlex.join(masked_words(sys.orig_argv)))
         log.info("overrides of this run: %s", shlex.join(overrides) or "none")
         log.info("folder: %s on %s", folder, socket.gethostname())
@@ -53,7 +51,6 @@ class RunLog:
             log.info("%s: %s", key, value)
 
     def write(self, row: Row) -> None:
-        """Log the first row, and each one with an evaluation."""
         if self._last is None:
             log.info("first row: %s", _values(row))
         elif any(key.startswith(keys.EVAL) for key in row):
@@ -61,7 +58,6 @@ class RunLog:
         self._last = row
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        """Log the last row and how the run ended."""
         if self._last is not None:
             log.info("last row: %s", _values(self._last))
         for sentence in (summary or {}).get("guidance", ()):
@@ -72,7 +68,6 @@ class RunLog:
 
 def _values(row: Row, wanted: tuple[str, ...] = ("",)) -> str:
     """Format metrics whose key begins with one of ``wanted``, without those of parameters."""
-    of_parameters = (keys.LAYER_NORM, keys.LAYER_UPDATE)
-    shown = {key: value for key, value in row.items() if key.startswith(wanted)}
-    each = (f"{k} {v:.6g}" for k, v in shown.items() if not k.startswith(of_parameters))
-    return "  ".join(each)
+    left_out = (keys.LAYER_NORM, keys.LAYER_UPDATE)
+    shown = (key for key in row if key.startswith(wanted) and not key.startswith(left_out))
+    return "  ".join(f"{key} {row[key]:.6g}" for key in shown)

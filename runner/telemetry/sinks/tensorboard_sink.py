@@ -17,7 +17,6 @@ log = logging.getLogger("runner.tensorboard")
 
 
 def is_installed() -> bool:
-    """Return whether TensorBoard can be imported, without importing it."""
     return find_spec("tensorboard") is not None
 
 
@@ -25,8 +24,6 @@ class TensorboardSink:
     """Records a run for ``tensorboard --logdir``, in ``folder/tensorboard``."""
 
     def __init__(self, folder: Path, continued_after: int | None = None) -> None:
-        if not is_installed():
-            raise ImportError(f"tracker=tensorboard needs TensorBoard: {INSTALL}")
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -38,27 +35,23 @@ class TensorboardSink:
             self._add(step=continued_after + 1, session_log=start)
 
     def write(self, row: Row) -> None:
-        """Add one scalar for each metric of a row, at its optimizer step."""
         named = ((key, value) for key, value in row.items() if key != keys.TRAIN_STEP)
         values = [self._summary.Value(tag=key, simple_value=value) for key, value in named]
         self._add(step=int(row[keys.TRAIN_STEP]), summary=self._summary(value=values))
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        """Write what is left and close the file."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            try:
-                writer.close()
-            except OSError as error:
-                self._warn(error)
+        self._guarded(lambda writer: writer.close())
+        self._writer = None
 
     def _add(self, **event: Any) -> None:
-        if self._writer is not None:
-            try:
-                self._writer.add_event(self._event(wall_time=time.time(), **event))
-            except OSError as error:
-                self._writer = None
-                self._warn(error)
+        made = self._event(wall_time=time.time(), **event)
+        self._guarded(lambda writer: writer.add_event(made))
 
-    def _warn(self, error: OSError) -> None:
-        log.warning("TensorBoard's record of this run is not complete: %s", error)
+    def _guarded(self, use: Any) -> None:
+        """Use the writer, unless it failed before: a full disk does not end the run."""
+        try:
+            if self._writer is not None:
+                use(self._writer)
+        except OSError as error:
+            self._writer = None
+            log.warning("TensorBoard's record of this run is not complete: %s", error)

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from runner.run_folder import files, keys
 from runner.run_folder.rows import Row
@@ -27,15 +27,9 @@ from runner.run_folder.strict_json import spelled
 if TYPE_CHECKING:
     from wandb import Run
 
-SWEEP_JOB_TYPE = "sweep"
-"""Job type of the run of a sweep, which holds the charts of its page."""
-
+SWEEP_JOB_TYPE = "sweep"  # of the run of a sweep, which holds the charts of its page
+# Seconds that a server may take to accept a run, and at the end to accept the rest of it
 SERVER_SECONDS = 5.0
-"""Seconds that a server may take to accept a run, and at the end to accept the rest of it."""
-
-Mode = Literal["online", "offline", "disabled"]
-
-_ALIASES: dict[str, Mode] = {"run": "online", "shared": "online", "dryrun": "offline"}
 
 log = logging.getLogger("runner.wandb")
 
@@ -50,7 +44,7 @@ def records(mode: str) -> bool:
     return mode != "disabled" and (mode, os.environ.get("WANDB_MODE")) != ("auto", "disabled")
 
 
-def effective_mode(mode: str) -> Mode:
+def effective_mode(mode: str) -> str:
     """Return the mode in which a run is recorded: ``auto`` is what wandb itself would choose."""
     asked = os.environ.get("WANDB_MODE", "") if mode == "auto" else mode
     if not asked:
@@ -60,7 +54,7 @@ def effective_mode(mode: str) -> Mode:
             # Credentials of a wrong form count: the attempt to go online logs one warning.
             with suppress(wandb.errors.AuthenticationError):
                 asked = "online" if wandb.login(prompt=False, verify=False) else "offline"
-    return _ALIASES.get(asked, asked)  # type: ignore[arg-type]  # wandb refuses other modes
+    return {"run": "online", "shared": "online", "dryrun": "offline"}.get(asked, asked)
 
 
 class WandbSink:
@@ -97,7 +91,6 @@ class WandbSink:
             self._thread.start()
 
     def write(self, row: Row) -> None:
-        """Queue one row, which takes a microsecond."""
         if self._thread is not None and row[keys.TRAIN_STEP] > self._sent_until:
             copy = dict(row)
             # Without ``step=``, which would keep the row open for later keys.
@@ -134,8 +127,7 @@ class WandbSink:
 
     def _record(self) -> None:
         """Record the run, in a thread of its own."""
-        import wandb
-
+        wandb = _imported()
         try:
             run = self._open()
             while (task := self._queue.get()) is not None:
@@ -147,24 +139,23 @@ class WandbSink:
 
     def _open(self) -> Run:
         """Begin the run, offline if no server accepts it."""
-        mode, earlier = effective_mode(self._mode), self._begun()
+        mode = effective_mode(self._mode)
+        begun = set(self._folder.glob(f"{files.WANDB}/run-*"))
         try:
             run = self._begin(mode)
         except Exception as error:
             if mode != "online":
                 raise
-            import wandb
-
             # wandb keeps the id of a run that failed to start until a new client starts.
-            wandb.teardown()
-            for begun in self._begun() - earlier:
-                shutil.rmtree(begun, ignore_errors=True)
+            _imported().teardown()
+            for failed in set(self._folder.glob(f"{files.WANDB}/run-*")) - begun:
+                shutil.rmtree(failed, ignore_errors=True)
             self._warn("wandb cannot record online; this run is recorded offline", error)
             run = self._begin(mode := "offline")
         log.info("wandb: %s (tracker.mode=%s) %s", mode, self._mode, run.url or "")
         return run
 
-    def _begin(self, mode: Mode) -> Run:
+    def _begin(self, mode: str) -> Run:
         wandb = _imported()
         wanted = {
             "silent": True,
@@ -184,21 +175,17 @@ class WandbSink:
             "x_transaction_log_flush_interval": 1.0,
         }
         known = wandb.Settings.model_fields  # those with x_ come and go
-        settings = wandb.Settings(**{k: value for k, value in wanted.items() if k in known})
+        settings = {key: value for key, value in wanted.items() if key in known}
         run: Run = wandb.init(**self._init, mode=mode, settings=settings)
         run.define_metric(keys.TRAIN_STEP)
         run.define_metric("*", step_metric=keys.TRAIN_STEP)
         return run
 
-    def _begun(self) -> set[Path]:
-        """Return the folders of parts of this run that were begun online."""
-        return set((self._folder / files.WANDB).glob(f"run-*-{self._init['id']}"))
-
     def _warn(self, what: str, why: object) -> None:
         """Log the first warning only: the others follow from it."""
         if not self._warned:
             self._warned = True
-            reason = (str(why).strip().splitlines() or [type(why).__name__])[0]
+            reason = str(why).strip().partition("\n")[0] or type(why).__name__
             place = self._folder / files.WANDB
             log.warning("%s (%s). To send it later: wandb sync %s/*run-*", what, reason, place)
 

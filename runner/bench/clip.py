@@ -1,4 +1,4 @@
-"""What clipping adds to an optimizer step, and the norm alone.
+"""What clipping adds to an optimizer step.
 
 Gradients are random and made once, so that no forward or backward pass is needed. A step, or
 clipping, changes them; they are restored outside of the measured time.
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from runner.bench.peers import timm_adaptive
-from runner.bench.timing import Row, Setting, Side, Spread, clocked, compared, interleave
+from runner.bench.timing import Row, Setting, Side, clocked, compared, interleave
 from runner.booster import Booster
-from runner.clip import Decision, Layout, build, total_norm
+from runner.clip import Decision, Layout, build
 from runner.models.gpt import GPT
 from runner.run_folder.rows import JsonlSink
 from runner.telemetry.meter import Meter, StepMetrics
@@ -30,23 +30,14 @@ TITLE = (
     "1.00 is what torch.nn.utils.clip_grad_norm_(foreach=True) adds, unless a row says otherwise"
 )
 
-BINDING, FREE = 0.5, 2.0
-"""Thresholds of ``norm``, as multiples of the norm."""
-
-SCALE = 1e-3
-"""Standard deviation of the elements of gradients."""
-
+# Thresholds of ``norm``, as multiples of the norm, and standard deviation of the elements.
+BINDING, FREE, SCALE = 0.5, 2.0, 1e-3
+# Thresholds of ``adaptive``: below the ratio of almost every unit, and above all; of ``value``, by
+# the share of normally distributed elements that they clip.
 ADAPTIVE = {"ours": 1e-3, "nothing clipped": 1e3}
-"""Thresholds of ``adaptive``: below the ratio of almost every unit, and above all."""
-
 VALUE = {"10 % clipped": 1.645 * SCALE, "nothing clipped": 1e3}
-"""Thresholds of ``value``, by the share of normally distributed elements that they clip."""
-
+# Seconds below which work is done three times.
 SHORT = 0.02
-"""Seconds below which work is done three times."""
-
-ACCURATE = 100_000_000
-"""Elements of the tensor that the error of the norm is measured on."""
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "sgd+momentum": partial(torch.optim.SGD, lr=1e-4, momentum=0.9, fused=True),
@@ -66,11 +57,6 @@ class Subject:
             parameter.grad = gradient.clone()
 
     @property
-    def gradients(self) -> list[Tensor]:
-        """The gradients, in the order of the parameters."""
-        return [p.grad for p in self.parameters if p.grad is not None]
-
-    @property
     def norm(self) -> float:
         """Norm of the saved gradients, summed in float64."""
         norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in self._saved]
@@ -80,16 +66,13 @@ class Subject:
         """Return the limit of a row; a model of many small tensors has none."""
         return None if isinstance(self.model, Small) else limit
 
-    def restore(self) -> None:
-        """Restore the gradients."""
-        torch._foreach_copy_(self.gradients, self._saved)
-
     def side(self, work: Callable[[], object]) -> Side:
         """Return a side that restores the gradients and times ``work``."""
         clock = clock_of(self.setting.device)
 
         def once() -> float:
-            self.restore()
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            torch._foreach_copy_(gradients, self._saved)
             return clock(work)
 
         def timed() -> float:
@@ -102,30 +85,29 @@ class Subject:
         """Return a side that clips by the mode ``name`` and records its decisions."""
         mode, layout = build(name, **options), Layout.of_model(self.model)
         mode.bind(layout)
-        telemetry = Telemetry(self.setting.folder)
-        return self.side(torch.no_grad()(lambda: telemetry(mode.clip(layout))))
+        push = telemetry(self.setting.folder)
+        return self.side(torch.no_grad()(lambda: push(mode.clip(layout))))
 
 
-class Telemetry:
-    """The record of a training: every decision becomes a row of a file in ``folder``."""
-
-    _numbers = count()
-
-    def __init__(self, folder: Path) -> None:
-        self._meter = Meter([JsonlSink(folder / f"rows-{next(self._numbers)}.jsonl")])
-        self._steps = count(1)
-
-    def __call__(self, decision: Decision) -> None:
-        step = next(self._steps)
-        self._meter.push(StepMetrics(step, 0.0, decision, 0.1, step, 0, 0.001))
+_files = count()
 
 
-class Small(nn.Module):
-    """As many small tensors as ``number``, of ``size`` elements each."""
+def telemetry(folder: Path) -> Callable[[Decision], None]:
+    """Return the record of a training: every decision becomes a row of a file in ``folder``."""
+    meter, steps = Meter([JsonlSink(folder / f"rows-{next(_files)}.jsonl")]), count(1)
 
-    def __init__(self, number: int, size: int = 64) -> None:
-        super().__init__()
-        self.each = nn.ParameterList(torch.randn(size) for _ in range(number))
+    def push(decision: Decision) -> None:
+        step = next(steps)
+        meter.push(StepMetrics(step, 0.0, decision, 0.1, step, 0, 0.001))
+
+    return push
+
+
+class Small(nn.ParameterList):
+    """As many small tensors as ``number``."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(torch.randn(64) for _ in range(number))
 
 
 def of_torchvision(name: str, **options: Any) -> nn.Module:
@@ -186,12 +168,11 @@ def rows(setting: Setting) -> Iterator[Row]:
                 yield from _steps(subject, of, optimizer(subject.parameters))
             yield from _adaptive(subject)
             yield from _value(subject)
-        yield from _one_tensor(setting)
 
 
 def _steps(subject: Subject, name: str, optimizer: Optimizer) -> Iterator[Row]:
     """Measure a threshold that binds and one that does not, against the same bare steps."""
-    norm, telemetry = subject.norm, Telemetry(subject.setting.folder)
+    norm, push = subject.norm, telemetry(subject.setting.folder)
     _, wrapped, *_ = Booster().boost(subject.model, optimizer)
 
     def torchs() -> None:
@@ -200,7 +181,7 @@ def _steps(subject: Subject, name: str, optimizer: Optimizer) -> Iterator[Row]:
 
     def ours(factor: float) -> Side:
         mode = build("norm", threshold=factor * norm)
-        return subject.side(lambda: telemetry(wrapped.clip_and_step(mode)))
+        return subject.side(lambda: push(wrapped.clip_and_step(mode)))
 
     sides = {"step": subject.side(optimizer.step), "torch": subject.side(torchs)}
     sides |= {"binding": ours(BINDING), "not binding": ours(FREE)}
@@ -244,30 +225,3 @@ def _value(subject: Subject) -> Iterator[Row]:
         times = interleave(sides, subject.setting.pairs())
         what = f"{subject.name}, value, {share} over torch's"
         yield compared(what, times, "ours", "torch", 1.5)
-
-
-def _one_tensor(setting: Setting) -> Iterator[Row]:
-    """Measure the error of the norm of one long tensor, and of values at the ends of float32."""
-    drawn = torch.Generator(setting.device).manual_seed(0)
-    gradient = torch.randn(
-        ACCURATE // (100 if setting.quick else 1), device=setting.device, generator=drawn
-    )
-    yield _error(f"error of the norm of {len(gradient):.0e} elements", _norm, gradient, 1e-6)
-    theirs = "the same, torch.nn.utils.get_total_norm"
-    yield _error(theirs, lambda given: nn.utils.get_total_norm([given]), gradient)
-    for scale in (1e25, 1e-25):
-        scaled = gradient[: len(gradient) // 100] * scale
-        yield _error(f"error of the norm of elements around {scale:.0e}", _norm, scaled, 1e-6)
-
-
-def _norm(gradient: Tensor) -> Tensor | float:
-    parameter = nn.Parameter(gradient.detach())
-    parameter.grad = gradient
-    return total_norm(Layout.of_parameters([parameter]))
-
-
-def _error(
-    what: str, norm: Callable[[Tensor], Tensor | float], given: Tensor, limit: float | None = None
-) -> Row:
-    exact = torch.linalg.vector_norm(given, dtype=torch.float64).item()
-    return Row(what, Spread.of([abs(float(norm(given)) / exact - 1.0)]), limit, "error")

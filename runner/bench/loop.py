@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -39,9 +39,8 @@ TITLE = (
     "1.00 is a bare PyTorch loop with clip_grad_norm_(foreach=True) and no record"
 )
 
-THRESHOLD = 0.25
-INTERVAL = 50
-"""Steps between rows."""
+# Steps between rows.
+THRESHOLD, INTERVAL = 0.25, 50
 
 
 @dataclass(frozen=True)
@@ -73,15 +72,18 @@ def mlp() -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(128, 10))
 
 
-TINY = Task("tiny MLP", mlp, (64,), 64, 200)
-QUICK = replace(TINY, steps=50)
+def tiny(setting: Setting) -> Task:
+    """Return the small task, with fewer steps where only a quick look is asked for."""
+    return Task("tiny MLP", mlp, (64,), 64, 50 if setting.quick else 200)
+
+
 LARGE = Task("resnet18", partial(of_torchvision, "resnet18", num_classes=10), (3, 32, 32), 32, 6)
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Measure the table."""
-    tiny = QUICK if setting.quick else TINY
-    tasks = [(tiny, 41, 1.00)] if setting.quick else [(tiny, 41, 1.00), (LARGE, 15, 1.01)]
+    small = tiny(setting)
+    tasks = [(small, 41, 1.00), *([] if setting.quick else [(LARGE, 15, 1.01)])]
     with threads(1), recorded(setting) as sinks:
         for task, pairs, limit in tasks:
             sides: dict[str, Side] = {"bare": partial(bare, task)}
@@ -90,16 +92,16 @@ def rows(setting: Setting) -> Iterator[Row]:
             what = f"{task.name}, JSONL and wandb offline, log.interval={INTERVAL}"
             yield compared(what, times, "full", "bare", limit, steps=task.steps)
         if setting.peers:
-            theirs = loops(tiny.parts, THRESHOLD)
-            times = interleave({"bare": partial(bare, tiny), **theirs}, setting.pairs())
+            theirs = loops(small.parts, THRESHOLD)
+            times = interleave({"bare": partial(bare, small), **theirs}, setting.pairs())
             for name in theirs:
-                yield compared(f"{tiny.name}, {name}", times, name, "bare", steps=tiny.steps)
+                yield compared(f"{small.name}, {name}", times, name, "bare", steps=small.steps)
     yield from on_ranks(ddp, 2, setting)
 
 
 def ddp(setting: Setting) -> list[Row]:
     """Measure one rank of several under ``ddp``: the same small network, half a batch each."""
-    task, plugin = QUICK if setting.quick else TINY, TorchDDPPlugin()
+    task, plugin = tiny(setting), TorchDDPPlugin()
     sinks = [] if plugin.rank else [JsonlSink(setting.folder / "ddp.jsonl")]
     sides = {"bare": slowest(partial(bare, task, plugin))}
     sides["ours"] = slowest(partial(trained, task, sinks, plugin))

@@ -79,9 +79,8 @@ def slowest(side: Side, prepare: Callable[[], object] = lambda: None) -> Side:
 def rows(setting: Setting) -> Iterator[Row]:
     """Measure the table; ranks of one number are started once."""
     model: Make = partial(gpt, 2, 64, heads=4) if setting.quick else partial(gpt, heads=4)
-    yield from on_ranks(partial(_each, model, [*PLUGINS]), 4, setting)
-    if not setting.quick:
-        yield from on_ranks(partial(_each, model, ["fsdp"]), 2, setting)
+    for ranks, names in ((4, [*PLUGINS]), *([] if setting.quick else [(2, ["fsdp"])])):
+        yield from on_ranks(partial(_each, model, names), ranks, setting)
 
 
 def _each(make: Make, names: Sequence[str], setting: Setting) -> list[Row]:

@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,16 +15,8 @@ from torch.utils.data import DataLoader
 
 from runner.bench.timing import Side
 
-PEERS = ("timm", "lightning", "accelerate")
-"""Packages that are measured with ``--peers``."""
-
 Parts = Callable[[], tuple[nn.Module, DataLoader[Any], Optimizer]]
 """Makes a network, its loader and its optimizer."""
-
-
-def versions() -> dict[str, str]:
-    """Return the version of each package of :data:`PEERS` that is installed."""
-    return {name: version(name) for name in PEERS if find_spec(name)}
 
 
 def timm_adaptive(parameters: list[nn.Parameter], factor: float) -> Callable[[], object] | None:

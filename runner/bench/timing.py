@@ -7,12 +7,31 @@ and a ratio is taken within a round. Reported is the median of the ratios, with 
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+
+from runner.config.problem import Stopped
+from runner.run_folder.status import now, provenance
+from runner.run_folder.strict_json import write_object, write_text
+from runner.telemetry.sinks.console import print_line
+from runner.train import stop
+
+TEXT, FILE = "bench.txt", "bench.json"
+"""What was printed, and the same with all numbers; both are written after each table."""
+
+PEERS = ("timm", "lightning", "accelerate")
+"""Packages that are measured with ``--peers``."""
 
 Side = Callable[[], float]
 """Does the work once, and returns the seconds that it took without its preparations."""
@@ -20,9 +39,8 @@ Side = Callable[[], float]
 Times = dict[str, list[float]]
 """Seconds of each side in each round."""
 
+# Characters of the column that says what was measured.
 WIDTH = 62
-"""Characters of the column that says what was measured."""
-
 HEADER = f"{'':<{WIDTH}}  median   quartiles        limit         medians in ms"
 
 
@@ -80,18 +98,15 @@ class Row:
         value, limit = self.value, ""
         if self.limit is not None:
             missed = value.median > self.limit
-            limit = f"{_shown(self.limit, self.unit)}{' missed' if missed else ''}"
-        between = f"{_shown(value.low, self.unit)} - {_shown(value.high, self.unit)}"
-        sides = "  ".join(f"{name} {_shown(median, '')}" for name, median in self.ms.items())
-        median = _shown(value.median, self.unit)
-        unit = "" if self.unit == "error" else self.unit
-        line = f"{self.what:<{WIDTH}} {median:>7} {unit:<4}{between:<15}  {limit:<12}  {sides}"
+            limit = f"{_shown(self.limit)}{' missed' if missed else ''}"
+        between = f"{_shown(value.low)} - {_shown(value.high)}"
+        sides = "  ".join(f"{name} {_shown(median)}" for name, median in self.ms.items())
+        median = _shown(value.median)
+        line = f"{self.what:<{WIDTH}} {median:>7} {self.unit:<4}{between:<15}  {limit:<12}  {sides}"
         return line.rstrip()
 
 
-def _shown(value: float, unit: str) -> str:
-    if unit == "error":
-        return f"{value:.0e}"
+def _shown(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 0.1 else f"{value:.{2 if abs(value) < 100 else 0}f}"
 
 
@@ -138,3 +153,45 @@ def compared(
     sides = [name for name in (bare, base, ours) if name is not None]
     ms = {name: 1e3 * statistics.median(times[name]) / steps for name in sides}
     return Row(what, Spread.of(kept), limit, ms=ms)
+
+
+def record(tables: Sequence[str], setting: Setting, folder: Path, command: str) -> dict[str, Any]:
+    """Measure tables, and show each row at once."""
+    lines: list[str] = []
+
+    def line(text: str) -> None:
+        lines.append(text)
+        print_line(text)
+
+    began, peers, made_with = now(), {}, provenance()
+    if setting.peers:
+        peers = {name: version(name) for name in PEERS if find_spec(name)}
+    found: dict[str, Any] = {"command": command, "date": began, "quick": setting.quick}
+    found |= {"machine": _machine(setting.device), "peers": peers, **made_with, "tables": {}}
+    line(f"{began[:10]}  {found['machine']}\n{', '.join(made_with.values())}")
+    if setting.peers:
+        line("peers: " + ", ".join(f"{name} {version}" for name, version in peers.items()))
+    for name in tables:
+        table = import_module(f"runner.bench.{name}")
+        line(f"\n{name}: " + table.TITLE.replace("\n", "\n  ") + f"\n{HEADER}")
+        rows = []
+        for row in table.rows(setting):
+            if setting.quick:
+                row = replace(row, limit=None)  # limits are those of the full sizes
+            line(row.line())
+            rows.append(row.record())
+            if number := stop.reset():  # a training has noted the signal
+                raise Stopped(number)
+        found["tables"][name] = {"title": table.TITLE, "rows": rows}
+        write_object(folder / FILE, found)
+        write_text(folder / TEXT, "\n".join(lines) + "\n")
+    return found
+
+
+def _machine(device: str) -> str:
+    """Return the processor, its number of cores, and the accelerator that is measured, if any."""
+    info = Path("/proc/cpuinfo")
+    named = info.read_text(encoding="utf-8").partition("model name")[2] if info.is_file() else ""
+    name = named.partition("\n")[0].strip("\t :") or platform.processor() or platform.machine()
+    found = f"{name}, {os.cpu_count()} cores"
+    return found if device == "cpu" else f"{found}, {torch.cuda.get_device_name(device)}"

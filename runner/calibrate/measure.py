@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
-
-import yaml
 
 from runner.calibrate.distribution import (
     POINTS,
@@ -22,20 +19,14 @@ from runner.calibrate.distribution import (
 from runner.clip import build as build_mode
 from runner.clip.mode import NEVER
 from runner.clip.tally import HIGHEST, LOWEST, Tally
-from runner.compose import recipes
 from runner.compose.jobs import key_of
 from runner.config.duration import Duration
-from runner.config.folders import find
 from runner.config.modes import built_in
 from runner.config.schema import RunConfig
-from runner.data.dataset import first_sample
 from runner.run_folder import keys
 from runner.telemetry.sinks.sink import Sink
 from runner.train import build
 from runner.train.job import make_trainer
-
-NEAREST = 4
-"""Largest number of recipes that are named."""
 
 
 def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
@@ -54,7 +45,6 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
         "norms": meter.norms,
         "peaks": meter.max_stats,
         "loss": meter.last[keys.TRAIN_LOSS],
-        "kind": _kind(config),
     }
 
 
@@ -63,15 +53,6 @@ def end_of(config: RunConfig) -> Duration:
     whole = build.steps_of(config, build.make_data(config.data))
     steps = config.calibrate.steps
     return Duration(steps if whole is None else min(steps, whole), "ba")
-
-
-def _kind(config: RunConfig) -> str:
-    data = build.make_data(config.data)
-    if data.tokens_per_sample is not None:
-        return "language"
-    sample = first_sample(data.train)
-    inputs = sample[0] if isinstance(sample, tuple | list) else None
-    return "vision" if getattr(inputs, "ndim", 0) == 3 else "other"
 
 
 def describe(
@@ -91,10 +72,6 @@ def describe(
     own = () if clip.threshold is None else (clip.threshold,)
     studied = {*(value for value, _ in info.published), *info.grid}
     listed = sorted({*studied, *clip.what_if, *own, *(suggested or {}).values()})
-    near = [
-        {**one, "would_clip": would_clip(peaks, one["threshold"])}
-        for one in published(mode, measured["kind"], start)
-    ]
     found: dict[str, Any] = {
         "words": list(words),
         "mode": mode,
@@ -114,12 +91,9 @@ def describe(
         points = {f"p{point}": parts.largest(1 - point / 100) for point in POINTS}
         found["parts"] = {"total": parts.total, "nonzero": parts.nonzero, **points}
         found["would_clip_parts"] = {str(one): parts.share_above(one) for one in listed}
-        near = [{**one, "would_clip_parts": parts.share_above(one["threshold"])} for one in near]
     return found | {
         "suggested": suggested,
         "would_clip": {str(one): would_clip(peaks, one) for one in listed},
-        "kind": measured["kind"],
-        "published": near,
         "next": commands(words, mode, start),
         "norms": norms,
         "peaks": peaks,
@@ -131,27 +105,6 @@ def _apart(values: Sequence[float], first: int) -> dict[str, Any]:
         "warm_up": distribution(values[:first]),
         "after_warm_up": distribution(values[first:]),
     }
-
-
-def published(mode: str, kind: str, start: float | None) -> list[dict[str, Any]]:
-    """Return the thresholds of recipes of this mode and kind of data, the nearest one first."""
-    found: list[dict[str, Any]] = []
-    for recipe in recipes.read_all():
-        content, chosen = recipe.content, recipes.choices(recipe.content.get("defaults"))
-        threshold = (content.get("clip") or {}).get("threshold")
-        single = "hydra" not in content and chosen.get("clip", "norm") == mode
-        if single and isinstance(threshold, int | float):
-            file = find("conf") / "data" / f"{chosen.get('data')}.yaml"
-            data = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-            data |= content.get("data") or {}
-            tokens = "sequence_length" in data and data.get("kind", "tokens") == "tokens"
-            of = "language" if tokens else "vision"
-            one = {"recipe": recipe.name, "kind": of, "mode": mode, "threshold": float(threshold)}
-            found.append({**one, "source": recipe.source})
-    alike = [one for one in found if one["kind"] == kind] or found
-    if start is not None:
-        alike.sort(key=lambda one: abs(math.log(one["threshold"] / start)))
-    return alike[:NEAREST]
 
 
 def commands(words: Sequence[str], mode: str, start: float | None) -> dict[str, str]:

@@ -33,13 +33,6 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     for threshold, share in found["would_clip"].items():
         own = f"   {percent(parts[threshold]):>12}" if parts else ""
         yield f"{threshold:>9}   {percent(share):>12}{own}"
-    if found["published"]:
-        yield f"\nPublished with clip={found['mode']} (other losses and batches: see each recipe)"
-        width = max(len(one["recipe"]) for one in found["published"])
-        for one in found["published"]:
-            share = percent(one.get("would_clip_parts", one["would_clip"]))
-            name = f"{one['recipe']:<{width}}"
-            yield f"{one['threshold']:>9g}   {name}  here {share:>12}  {one['source']}"
     if found["next"]:
         yield "\nNext"
         yield from (f"  {command}" for command in found["next"].values())

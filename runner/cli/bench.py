@@ -17,7 +17,7 @@ DESCRIPTION = """\
 Measure this project against plain PyTorch, and print medians of paired ratios with quartiles.
 This takes about ten minutes on two cores. Leave the machine alone meanwhile.
 
-  clip       what clipping and telemetry add to an optimizer step, and the error of the norm
+  clip       what clipping and telemetry add to an optimizer step
   parallel   clipping under fsdp, tensor and a 2-D mesh on 2 and 4 ranks
   loop       a training loop with its record against a bare one, in one process and under ddp
   start      the time until a command answers, and a run's time besides its training"""
@@ -42,8 +42,7 @@ def main(words: Sequence[str]) -> int:
     announce("clip-runner: importing torch")
     import torch
 
-    from runner.bench.record import FILE, record
-    from runner.bench.timing import Setting
+    from runner.bench.timing import FILE, Setting, record
     from runner.launch import signals
     from runner.launch.failure import Failure, attempt
     from runner.train import stop

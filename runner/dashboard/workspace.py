@@ -59,23 +59,12 @@ def build(project: str, entity: str, group: str | None, name: str = "") -> ws.Wo
 
 
 def _sections() -> list[ws.Section]:
-    column, summary = wr.ParallelCoordinatesPlotColumn, wr.SummaryMetric
+    summary = wr.SummaryMetric
     percentiles: list[Any] = [f"{keys.GRAD_NORM}/{name}" for name in ("p50", "p90", "p99", "max")]
     panels: dict[str, list[wr.PanelTypes]] = {
         "Metric": [
             wr.ScatterPlot(title="Best loss", x=THRESHOLD, y=summary(BEST_LOSS), log_x=True),
             wr.ScatterPlot(title="Accuracy", x=THRESHOLD, y=summary(BEST_ACCURACY), log_x=True),
-            wr.ParallelCoordinatesPlot(
-                title="Mode, threshold, learning rate, accumulation and the best loss",
-                columns=[
-                    column(MODE, display_name="mode"),
-                    column(THRESHOLD, display_name="threshold", log=True),
-                    column(RATE, display_name="learning rate", log=True),
-                    column(ACCUMULATION, display_name="accumulation"),
-                    column(summary(CLIPPED), display_name="clip ratio"),
-                    column(summary(BEST_LOSS), display_name="best loss"),
-                ],
-            ),
             wr.ParameterImportancePlot(with_respect_to=BEST_LOSS),
             wr.RunComparer(diff_only=True),
         ],

@@ -9,20 +9,14 @@ a notebook, `figures` returns the charts of the page and `frame` a table of the 
     figures("outputs/sweeps/mine")["eval-loss"]
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner.report.export import frame
 from runner.report.page import write
 from runner.report.run import NoRunError, Run, read_run
 from runner.report.sweep import SweepRuns, read, read_sweep
 
-if TYPE_CHECKING:
-    from runner.report.charts import figures
-
-__all__ = ["NoRunError", "Run", "SweepRuns", "figures", "frame"]
-__all__ += ["read", "read_run", "read_sweep", "write"]
+__all__ = ["NoRunError", "Run", "SweepRuns", "frame", "read", "read_run", "read_sweep", "write"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,20 +1,23 @@
-"""Sentences on the keys that a sweep varied, and the remarks of its runs.
+"""What stands below the verdict: what to try next, remarks of runs, seeds, and lost runs.
 
-Only results judge a key that the sweep varied: remarks that are rules of thumb about it are left
-out. A remark that several settings share is shown once, with their names. Each sentence comes with
-the rows of the table that it rests on.
+A remark on the same topic of several settings is shown once.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 from runner.config.notation import first_few
+from runner.config.notation import rounded as typed
 from runner.report.findings import Findings, Group, choice
-from runner.report.look import rounded, typed
-from runner.report.run import drawn
+from runner.report.look import plural, rounded
+from runner.report.run import DIVERGED, drawn
+from runner.report.statistics import MOST_SEEDS
+from runner.report.verdict import undecided
 
 THRESHOLD, RATE = "clip.threshold", "optimizer.lr"
 
@@ -22,41 +25,76 @@ ALIKE = 0.05
 """Relative difference up to which the results of single runs count as equal."""
 
 
-@dataclass(frozen=True)
-class Advice:
-    """One sentence and what it rests on."""
+class Remark(NamedTuple):
+    """A sentence, and a command that it ends with."""
 
     text: str
-    because: tuple[tuple[str, Group], ...]
+    command: str = ""
 
 
-def row(found: Findings, *groups: Group) -> tuple[tuple[str, Group], ...]:
-    """Return what the rows of settings say, of three at most."""
-    facts = []
-    for group in groups[:3]:
-        mean = found.mean(group)[0]
-        parts = [f"{found.metric} {rounded(mean)}"] if found.scores(group) else []
-        clipped = found.clipped(group)
-        parts += [f"clipped {clipped}"] if clipped else []
-        facts.append((f"{group.label}: {', '.join(parts) or 'no result'}", group))
-    return tuple(facts)
+def remarks(found: Findings) -> list[Remark]:
+    """Return what the sweep shows, the remarks of its runs, and what is missing."""
+    topics = topics_of(found)
+    swept = () if "few" in topics else (THRESHOLD, RATE)
+    edges = [one for key in swept if (one := edge(found, key))]
+    own = []
+    for texts in topics.values():
+        (label, text), *more = texts.items()
+        who = f"{label} and {plural(len(more), 'more setting')}" if more else label
+        own.append(text if len(found.groups) == 1 else f"{who}: {text}")
+    return [*map(Remark, edges), *map(Remark, own), *_seeds(found), *_states(found)]
 
 
-def varied(found: Findings, key: str) -> bool:
-    """Return whether settings that are otherwise equal differ in ``key``."""
-    return any(len(along(found, group, key)) > 1 for group in found.groups)
+def topics_of(found: Findings) -> dict[str, dict[str, str]]:
+    """Return the remarks of runs by topic, each with the settings that have it and their texts.
+
+    The guidance of a run of a sweep has none on the keys that the sweep varied.
+    """
+    topics: dict[str, dict[str, str]] = {}
+    for group in found.groups:
+        for run in group.runs:
+            made, given = (run.summary.get(key) for key in ("remarks", "guidance"))
+            if isinstance(made, list) and isinstance(given, list):
+                for one in made:
+                    if isinstance(one, Mapping) and one.get("text") in given:
+                        texts = topics.setdefault(str(one.get("topic")), {})
+                        texts.setdefault(group.label, str(one["text"]))
+    return topics
 
 
-def apart(found: Findings, groups: Sequence[Group]) -> bool:
-    """Return whether the results of some of ``groups`` clearly differ."""
-    if all(len(found.seeds(group)) > 1 for group in groups):
-        return found.differ(groups)
-    means = [found.mean(group)[0] for group in groups]
-    if not all(map(math.isfinite, means)):
-        return True
-    if found.higher_is_better and all(0 <= mean <= 1 for mean in means):
-        means = [1 - mean for mean in means]  # of accuracies, the shares of errors
-    return max(means) - min(means) > ALIKE * max(abs(min(means)), abs(max(means)))
+def edge(found: Findings, key: str) -> str | None:
+    """Return a sentence if the best value of ``key`` is the lowest or the highest tried."""
+    best = found.best
+    value = None if best is None else value_of(best, key)
+    if best is None or value is None:
+        return None
+    tried = along(found, best, key)
+    # A value that diverged limits the range, as one with a worse result does.
+    judged = {value: group for value, group in tried.items() if found.seeds(group)}
+    if len(judged) < 2 or not apart(found, [*judged.values()]):
+        return None
+    if value not in (min(judged), max(judged)):
+        return None
+    lowest = value == min(judged)
+    end, beyond, factors = (
+        ("lowest", "lower", (0.5, 0.25)) if lowest else ("highest", "higher", (2, 4))
+    )
+    tries = " and ".join(typed(value * factor) for factor in factors)
+    if key == THRESHOLD and not lowest:
+        # Nothing is left to try if the sweep tried no clipping, or if this threshold clips nothing.
+        if any(not g.clips and found.seeds(g) for g in found.groups) or not found.ratio(best):
+            return None
+        tries = f"{typed(value * 2)} and clip=none"
+    name = "threshold" if key == THRESHOLD else key
+    if key == THRESHOLD and len({group.mode for group in found.groups if group.clips}) > 1:
+        name = f"threshold of clip={best.mode}"
+    others = [c for c in found.columns if c not in ("seed", "clip.mode", key)]
+    where = ", ".join(f"{column}={choice(best.runs[0], column)}" for column in others)
+    among = "tried" if len(judged) == len(tried) else "with a result"
+    return (
+        f"{f'With {where} the' if where else 'The'} best {name}, {rounded(value)}, is the {end} "
+        f"{among}: a {beyond} one may do better (try {tries})."
+    )
 
 
 def along(found: Findings, group: Group, key: str) -> dict[float, Group]:
@@ -80,182 +118,76 @@ def value_of(group: Group, key: str) -> float | None:
     return value if value is not None and 0 < value < math.inf else None
 
 
-def topics_of(group: Group) -> dict[str, str]:
-    """Return the topics of the remarks of most runs of a setting, and the optimizer they name."""
-    optimizers: dict[str, list[str]] = {}
-    for run in group.runs:
-        for remark in remarks_of(run.summary):
-            named = optimizers.setdefault(str(remark["topic"]), [])
-            named.append(str(remark.get("optimizer", "")))
-    return {
-        topic: named[0] for topic, named in optimizers.items() if 2 * len(named) > len(group.runs)
-    }
+def apart(found: Findings, groups: Sequence[Group]) -> bool:
+    """Return whether the results of some of ``groups`` clearly differ."""
+    if all(len(found.seeds(group)) > 1 for group in groups):
+        return found.differ(groups)
+    means = [found.mean(group)[0] for group in groups]
+    if not all(map(math.isfinite, means)):
+        return True
+    return max(means) - min(means) > ALIKE * max(map(abs, means))
 
 
-def remarks_of(summary: Mapping[str, object]) -> list[Mapping[str, object]]:
-    """Return the remarks in the summary of a run."""
-    found = summary.get("remarks")
-    listed = found if isinstance(found, list) else []
-    return [one for one in listed if isinstance(one, dict) and "topic" in one]
-
-
-FULLY = 0.95
-"""Share of clipped steps from which a lower threshold clips hardly any further steps."""
-
-_SHARED = {
-    "nonfinite": "some gradients were NaN or inf, which no threshold fixes: check the loss and the "
-    "precision.",
-    "spikes": "some steps were skipped as spikes; if they are many, raise clip.skip.k, or lower "
-    "the learning rate.",
-    "never": "no step was clipped, so the threshold changed nothing.",
-    "nothing": "clipping has no effect with {optimizer}, which uses the sign of each gradient "
-    "element alone.",
-    "limits": "clipping acts on ordinary gradients rather than on spikes; raise clip.threshold, "
-    "and lower optimizer.lr if training then becomes unstable.",
-    "weighs": "{optimizer} steps by the sign of a mean of gradients: clipping most gradients does "
-    "not make its steps smaller.",
-    "cancels": "clipping most gradients does not make the steps of {optimizer} smaller.",
-}
-"""Sentence for each topic on a page of several settings, in the order of the page."""
-
-_ABOUT = {"limits": (RATE, THRESHOLD), "cancels": (THRESHOLD,)}
-"""Keys that a topic is about: its sentence is left out if the sweep varied one of them."""
-
-
-def advice(found: Findings) -> list[Advice]:
-    """Return what the sweep shows, and the remarks of its runs."""
-    if few := _few(found):
-        return [*_own(found, ("nonfinite", "spikes")), few]
-    edges = [one for key in (THRESHOLD, RATE) if (one := edge(found, key))]
-    return [*edges, *_best_rates(found), *_alike(found), *_own(found, tuple(_SHARED))]
-
-
-def edge(found: Findings, key: str) -> Advice | None:
-    """Return a sentence if the best value of ``key`` is the lowest or the highest tried."""
-    best = found.best
-    if best is None or value_of(best, key) is None:
-        return None
-    tried = along(found, best, key)
-    # A value that diverged limits the range, as one with a worse result does.
-    judged = {value: group for value, group in tried.items() if found.scores(group)}
-    values, groups = list(judged), list(judged.values())
-    if len(groups) < 2 or not apart(found, groups):
-        return None
-    top = [value for value in values if found.mean(judged[value])[0] == found.mean(best)[0]]
-    if (values[0] in top) == (values[-1] in top):
-        return None
-    if values[0] in top:
-        end, value, beyond = "lowest", values[0], "a lower one"
-        tries = f"{typed(value / 2)} and {typed(value / 4)}"
-    elif key == THRESHOLD:
-        # Nothing is left to try if the sweep tried no clipping, or if this threshold clips nothing.
-        unclipped = any(not group.clips and found.scores(group) for group in found.groups)
-        if unclipped or not found.ratio(best):
-            return None
-        end, value, beyond = "highest", values[-1], "a higher one, or none,"
-        tries = f"{typed(value * 2)} and clip=none"
-    else:
-        end, value, beyond = "highest", values[-1], "a higher one"
-        tries = f"{typed(value * 2)} and {typed(value * 4)}"
-    among = "tried" if len(judged) == len(tried) else "with a result"
-    return Advice(
-        f"{_named(found, best, key)}, {rounded(value)}, is the {end} {among}: {beyond} may do "
-        f"better (try {tries}).",
-        row(found, *sorted(groups, key=lambda group: group is not best)[:2]),
-    )
-
-
-def _best_rates(found: Findings) -> list[Advice]:
-    """Return a sentence if the best learning rate depends on the threshold."""
-    best: dict[float, Group] = {}
-    for threshold, group in along(found, found.best, THRESHOLD).items() if found.best else ():
-        known = list(along(found, group, RATE).values())
-        ranked = [one for one in found.ranked if one in known]
-        if len(known) > 1 and ranked and apart(found, ranked):
-            best[threshold] = ranked[0]
-    rates = {threshold: rounded(value_of(one, RATE)) for threshold, one in best.items()}
-    if len(set(rates.values())) < 2 or len(rates) > 6:
-        return []
-    each = ", ".join(f"{rate} at {rounded(threshold)}" for threshold, rate in rates.items())
-    text = f"The best {RATE} depends on the threshold: {each}."
-    return [Advice(text, row(found, *best.values()))]
-
-
-def _alike(found: Findings) -> list[Advice]:
-    """Return a sentence if thresholds train alike because the optimizer normalizes gradients."""
-
-    def cancels(group: Group) -> bool:
-        clips_whole = group.info.parts is None and (found.ratio(group) or 0.0) > FULLY
-        return clips_whole and "cancels" in topics_of(group)
-
-    for group in found.groups:
-        members = [one for one in along(found, group, THRESHOLD).values() if cancels(one)]
-        if group in members[:1] and len(members) > 1 and not apart(found, members):
-            text = (
-                f"{_who(found, members)}: nearly every step was clipped, and "
-                f"{topics_of(group)['cancels']} divides by the size of the gradients, so these "
-                "thresholds train nearly alike."
-            )
-            return [Advice(text, row(found, *members))]
-    return []
-
-
-def _few(found: Findings) -> Advice | None:
-    """Return a sentence if the runs are too short to judge a threshold."""
-    short = [group for group in found.groups if group.threshold and "few" in topics_of(group)]
-    if not short or any(group.threshold and group not in short for group in found.groups):
-        return None
-    facts = tuple((f"{group.label}: {group.runs[0].steps} steps", group) for group in short[:3])
-    if len(found.groups) == 1:
-        text = _texts(short[0]).get("few")
-        return Advice(text, facts) if text else None
-    who = _who(found, short)
-    text = "fewer than 50 steps were taken, too few to tell what a threshold does"
-    return Advice(f"{who}: {text}.", facts)
-
-
-def _own(found: Findings, topics: Sequence[str]) -> Iterator[Advice]:
-    """Yield the remarks of runs; one that several settings share is given once."""
-    if len(found.groups) == 1:
-        texts, facts = _texts(found.groups[0]), row(found, found.groups[0])
-        yield from (Advice(texts[topic], facts) for topic in topics if topic in texts)
+def _seeds(found: Findings) -> Iterator[Remark]:
+    """Yield how many seeds would decide, with the command that runs them."""
+    known = [(group.label, found.rivals.get(group.index)) for group in found.ranked[1:]]
+    single = [label for label, one in known if one and one.low is None]
+    rivals = undecided(found)
+    # The sweeper of a search would take the seed for one more thing to choose.
+    if found.sweep.searches or not (single or rivals):
         return
-    for topic in topics:
-        if any(varied(found, key) for key in _ABOUT.get(topic, ())):
-            continue
-        members: dict[str, list[Group]] = {}
-        for group in found.groups:
-            if (optimizer := topics_of(group).get(topic)) is not None:
-                members.setdefault(optimizer, []).append(group)
-        for optimizer, groups in members.items():
-            text = f"{_who(found, groups)}: {_SHARED[topic].format(optimizer=optimizer)}"
-            yield Advice(text, row(found, *groups))
+    if single:
+        who = "the others" if len(single) == len(known) else first_few(single, 3)
+        text = f"Undecided: {who} and {found.ranked[0].label} have at most one seed in common, so "
+        text += "small differences may be chance. Five seeds tell more:"
+        yield Remark(text, _with_seeds(found, 5))
+        return
+    rival, one = rivals[0]
+    pair = f"{found.ranked[0].label} and {rival.label}"
+    size = f"if they differ by {rounded(abs(one.value), 2)}, as it looks now"
+    if one.needed is None:
+        yield Remark(f"{pair}: more than {MOST_SEEDS} seeds would be needed to decide, {size}.")
+    else:
+        more = plural(one.needed - one.seeds, "more seed")
+        text = f"{pair}: about {more} would decide, {size}:"
+        yield Remark(text, _with_seeds(found, one.needed))
 
 
-def _texts(group: Group) -> dict[str, str]:
-    """Return the text of each topic, from the first run of a setting that has it."""
-    texts: dict[str, str] = {}
-    for run in group.runs:
-        given = run.summary.get("guidance")
-        for remark in remarks_of(run.summary):
-            if isinstance(given, list) and remark.get("text") in given:
-                texts.setdefault(str(remark["topic"]), str(remark["text"]))
-    return texts
+def _with_seeds(found: Findings, count: int) -> str:
+    """Return the command for so many seeds, those of the sweep included."""
+    kept = sorted({int(run.seed) for run in found.sweep.runs if run.seed.isdecimal()})
+    free = (seed for seed in range(count + len(kept)) if seed not in kept)
+    return found.sweep.command_with(sorted([*kept, *islice(free, max(0, count - len(kept)))]))
 
 
-def _named(found: Findings, best: Group, key: str) -> str:
-    """Return the subject of a sentence on the best value of ``key``, and its other keys."""
-    modes = {group.mode for group in found.groups if group.clips}
-    name = "threshold" if key == THRESHOLD else key
-    if key == THRESHOLD and len(modes) > 1:
-        name = f"threshold of clip={best.mode}"
-    others = [c for c in found.columns if c not in ("seed", "clip.mode", key)]
-    where = [f"{column}={choice(best.runs[0], column)}" for column in others]
-    return f"With {', '.join(where)} the best {name}" if where else f"The best {name}"
-
-
-def _who(found: Findings, groups: Sequence[Group]) -> str:
-    if len(groups) == len(found.groups):
-        return "All settings"
-    labels = [group.label for group in groups]
-    return ", ".join(labels) if len(labels) <= 4 else f"{first_few(labels, 3)} settings"
+def _states(found: Findings) -> Iterator[Remark]:
+    """Yield remarks on an unknown baseline, and on runs that were lost or have not ended."""
+    runs = found.sweep.runs
+    if found.unknown is not None:
+        labels = first_few([group.label for group in found.groups], 8)
+        text = f"report.baseline={found.unknown} names no setting of this page, which has {labels}."
+        yield Remark(text)
+    lost = [
+        f"{group.label} (run {run.number}) at step {at:,.0f}"
+        for group in found.groups
+        for run in group.runs
+        if (at := found.measured[run.number][DIVERGED]) is not None
+    ]
+    if lost:
+        total = plural(len(runs), "run")
+        yield Remark(f"The loss diverged in {len(lost)} of {total}: {first_few(lost)}.")
+    ended = [
+        run for run in runs if run.state in ("failed", "killed") or (run.error and len(runs) == 1)
+    ]
+    for run in ended[:5]:
+        cause = (run.error or "").strip().rpartition("\n")[2][:300]
+        was = "was " if run.state == "killed" else ""
+        what = f"Run {run.number} {was}{run.state} at step {run.steps:,}"
+        yield Remark(f"{what}: {cause}" if cause else what)
+    if len(ended) > 5:
+        yield Remark(f"{len(ended) - 5} more runs failed or were killed; see the table.")
+    done = ("finished", "failed", "killed", "unknown")
+    others = Counter(run.state for run in runs if run.state not in done)
+    if others and len(runs) > 1:
+        counts = ", ".join(f"{count} {state}" for state, count in others.items())
+        yield Remark(f"Not all runs have finished: {counts}.")

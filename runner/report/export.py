@@ -15,35 +15,19 @@ from typing import Any
 
 from runner.report.findings import Findings, choice, find
 from runner.report.look import rounded
-from runner.report.run import PERCENTILES, Run
+from runner.report.run import Run
 from runner.report.sweep import read
 from runner.report.table import difference
 from runner.report.verdict import verdict
-from runner.run_folder import files, keys
+from runner.run_folder import files
 from runner.run_folder.strict_json import encode
 
 _SPECIAL = str.maketrans(
-    {
-        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "\\": r"\textbackslash{}",
-        "<": r"\textless{}",
-        ">": r"\textgreater{}",
-        "|": r"\textbar{}",
-        "[": "{[}",
-        '"': r"\textquotedbl{}",
-        "−": "$-$",
-        "±": r"$\pm$",
-        "–": "--",
-        "∞": r"$\infty$",
-        "Δ": r"$\Delta$",
-        "…": r"\ldots{}",
-        "λ": r"$\lambda$",
-        "‖": r"$\Vert$",
-        "\n": " ",
-        "\u00a0": "~",
-    }
+    {sign: f"\\{sign}" for sign in "&%$#_{}"}
+    | {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
+    | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}"}
+    | {"[": "{[}", "−": "$-$", "±": r"$\pm$", "–": "--", "∞": r"$\infty$", "Δ": r"$\Delta$"}
+    | {"…": r"\ldots{}", "λ": r"$\lambda$", "‖": r"$\Vert$", "\n": " ", "\u00a0": "~"}
 )
 """Texts of LaTeX for single signs."""
 
@@ -52,22 +36,19 @@ def records(
     found: Findings, otherwise: Callable[[Run, str], str | None] = choice
 ) -> list[dict[str, Any]]:
     """Return one row a run, in the order of the settings; None where a run recorded nothing."""
-    columns, rows = found.columns, []
-    for group, run in ((of, run) for of in found.groups for run in of.runs):
-        of = found.measured[run.number]
-        row: dict[str, Any] = {"run": run.number, "setting": group.label, "state": run.state}
-        row |= {key: run.config.get(key, otherwise(run, key)) for key in columns}
-        row |= {"steps": run.steps, "seconds": run.seconds}
-        row |= {f"best/{key}": of.best.get(key) for key in found.metrics}
-        row |= {f"final/{key}": of.final.get(key) for key in found.metrics}
-        row |= {keys.CLIP_RATIO_TOTAL: of.ratio, "diverged_at": of.diverged_at}
-        rows.append(row | {f"{keys.GRAD_NORM}/{name}": of.norm.get(name) for name in PERCENTILES})
-    return rows
+    return [
+        {"run": run.number, "setting": group.label, "state": run.state}
+        | {key: run.config.get(key, otherwise(run, key)) for key in found.columns}
+        | found.measured[run.number]
+        for group in found.groups
+        for run in group.runs
+    ]
 
 
 def frame(folder: Path | str) -> Any:
-    """Return `records` of a run's or a sweep's folder as a ``pandas.DataFrame`` indexed by
-    ``run``.
+    """Return `records` of a run's or a sweep's folder as a ``pandas.DataFrame`` indexed by ``run``.
+
+    Without pandas it is a list of dicts.
     """
     rows = records(find(read(Path(folder))), lambda run, key: None)
     try:
@@ -99,7 +80,7 @@ def as_json(found: Findings) -> str:
                 "setting": group.label,
                 "runs": [run.number for run in group.runs],
                 "seeds": len(found.seeds(group)),
-                "mean": mean if found.scores(group) else None,
+                "mean": mean if found.seeds(group) else None,
                 "sd": deviation,
                 "difference": None if one is None else asdict(one),
             }
@@ -120,26 +101,21 @@ def as_json(found: Findings) -> str:
 def as_latex(found: Findings) -> str:
     """Return a table for LaTeX with the package booktabs: one row a setting."""
     columns = [key for key in found.columns if key != "seed"]
-    other = found.compared_with
+    other = found.compared_with if found.comparisons else None
     names = [*columns, "seeds", f"best {found.metric or 'metric'}"]
-    names += [f"Δ to {other.label}", "p"] if other and found.comparisons else []
-    rows = []
+    rows = [[*names, f"Δ to {other.label}", "p"] if other else names]
     for group in found.groups:
         mean, deviation = found.mean(group)
-        score = rounded(mean if found.scores(group) else None)
+        score = rounded(mean if found.seeds(group) else None)
         score += f" ± {rounded(deviation, 2)}" if deviation is not None else ""
-        chosen = [choice(group.runs[0], key) for key in columns]
-        cells = [*chosen, str(len(found.seeds(group))), score]
-        one = found.comparisons.get(group.index)
-        if other and found.comparisons:
-            cells += [
-                "–" if one is None else difference(one),
-                rounded(one.corrected if one else None, 2),
-            ]
+        cells = [choice(group.runs[0], key) for key in columns]
+        cells += [str(len(found.seeds(group))), score]
+        if other:
+            one = found.comparisons.get(group.index)
+            cells += [difference(one) if one else "–", rounded(one.corrected if one else None, 2)]
         rows.append(cells)
-    written = [[cell.translate(_SPECIAL) for cell in cells] for cells in [names, *rows]]
-    head, *body = (" & ".join(cells) + r" \\" for cells in written)
-    alignment = "l" * len(columns) + "r" * (len(names) - len(columns))
+    head, *body = (" & ".join(cell.translate(_SPECIAL) for cell in row) + r" \\" for row in rows)
+    alignment = "l" * len(columns) + "r" * (len(rows[0]) - len(columns))
     lines = [
         r"% \usepackage{booktabs}",
         rf"\begin{{tabular}}{{{alignment}}}",

@@ -9,17 +9,15 @@ import json
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, stdev
-
-import numpy as np
 
 from runner.config.modes import NAMES, ModeInfo
 from runner.config.notation import higher_is_better
 from runner.config.problem import shown
 from runner.report.look import DASHES, NEUTRAL, OTHER_DASH, ordered, percent, rounded
-from runner.report.run import Floats, Run, RunMetrics, measure
+from runner.report.run import DIVERGED, Metrics, Run, measure
 from runner.report.statistics import Difference, compare
 from runner.report.sweep import SweepRuns
 from runner.run_folder import keys
@@ -30,6 +28,7 @@ CLIP = ("clip.mode", "clip.threshold")
 _ASIDE = ("hydra.", "tracker.", "sweep.", "report.", "log.", "launch.", "checkpoint.")
 # Most columns of configuration keys; the others are named below the table.
 _COLUMNS = 8
+_METRICS = (keys.EVAL_LOSS, keys.EVAL_ACCURACY, keys.TRAIN_LOSS)
 
 
 @dataclass(frozen=True)
@@ -44,17 +43,14 @@ class Group:
 
     @property
     def mode(self) -> str:
-        """Clipping mode."""
         return self.runs[0].mode
 
     @property
     def info(self) -> ModeInfo:
-        """Facts about the clipping mode."""
         return self.runs[0].info
 
     @property
     def clips(self) -> bool:
-        """Whether the mode clips anything."""
         return self.info.clips is not None
 
     @property
@@ -63,36 +59,30 @@ class Group:
         return self.runs[0].threshold
 
 
-def clipping_modes(groups: Iterable[Group]) -> list[str]:
-    """Return the names of the modes that clip anything, sorted."""
-    return sorted({group.mode for group in groups if group.mode and group.clips})
-
-
 def differences(runs: Sequence[Run]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the configuration keys in which runs differ: those with a column, and the others."""
     if len(runs) == 1:
         return CLIP, ()
-    keys = dict.fromkeys(key for run in runs for key in run.config)
+    every = dict.fromkeys(key for run in runs for key in run.config)
     differing = [
         key
-        for key in keys
+        for key in every
         if not key.startswith(_ASIDE)
         and len({_value(run.config.get(key)) for run in runs if run.config}) > 1
     ]
     typed = {key for run in runs for key in run.typed}
-    sections = {key.split(".")[0] for key in keys if "." in key}
-    options = sorted(typed & sections - {"clip"})
+    # A group whose option was chosen has one column, instead of one for each key of the option.
+    options = sorted(typed & {key.split(".")[0] for key in every if "." in key} - {"clip"})
     chosen = [key for key in options if len({choice(run, key) for run in runs}) > 1]
-    derived = {key for key in differing if key.split(".")[0] in (*chosen, "clip")}
-    implied = derived - typed - set(CLIP)
-    shown = sorted(
+    implied = {key for key in differing if key.split(".")[0] in (*chosen, "clip")}
+    implied -= {*typed, *CLIP}
+    listed = sorted(
         (*chosen, *(key for key in differing if key not in implied)),
         # The sort is stable: mode, threshold, then overridden keys in the order they were found.
         key=lambda key: (key != "clip.mode", key not in CLIP, key == "seed", key not in typed),
     )
-    left = [key for key in shown[_COLUMNS:] if key != "seed"]
-    columns = [key for key in shown if key not in left]
-    return tuple(columns), (*left, *sorted(implied))
+    left = [key for key in listed[_COLUMNS:] if key != "seed"]
+    return tuple(key for key in listed if key not in left), (*left, *sorted(implied))
 
 
 def choice(run: Run, key: str) -> str:
@@ -100,7 +90,8 @@ def choice(run: Run, key: str) -> str:
     if key == "clip.threshold" and run.info.clips is None:
         return "none"
     if key in run.config:
-        return shown(run.config[key])
+        value = run.config[key]
+        return f"{value:.12g}" if type(value) is float else shown(value)
     if key in run.typed:
         return run.typed[key]
     for inner in ("name", "mode", "_target_"):
@@ -161,7 +152,7 @@ def natural(text: str) -> tuple[float, str]:
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
     """Return mean and sample standard deviation (n - 1); the latter is None for one value."""
-    if not all(math.isfinite(value) for value in values):
+    if not values or not all(map(math.isfinite, values)):
         return math.nan, None
     return fmean(values), stdev(values) if len(values) > 1 else None
 
@@ -190,9 +181,6 @@ def _order(run: Run, columns: Sequence[str]) -> tuple[object, ...]:
     return (not run.config, run.info.clips is None, run.mode, threshold, rest)
 
 
-_METRICS = (keys.EVAL_LOSS, keys.EVAL_ACCURACY, keys.TRAIN_LOSS)
-
-
 @dataclass(frozen=True)
 class Findings:
     """A sweep, grouped and measured."""
@@ -203,17 +191,16 @@ class Findings:
     groups: tuple[Group, ...]
     metric: str | None
     metrics: tuple[str, ...]
-    measured: Mapping[str, RunMetrics]
+    measured: Mapping[str, Metrics]
     higher_is_better: bool = False
     baseline: Group | None = None
     unknown: str | None = None
-    _against: dict[int, dict[int, Difference]] = field(default_factory=dict)
 
     def score(self, run: Run) -> float | None:
         """Return the best value of the metric in a run; None if it recorded none."""
         measured = self.measured[run.number]
-        score = measured.best.get(self.metric or "")
-        return math.nan if score is not None and measured.diverged_at is not None else score
+        score = measured.get(f"best/{self.metric}")
+        return math.nan if score is not None and measured[DIVERGED] is not None else score
 
     def counts(self, run: Run) -> bool:
         """Return whether a run is compared: it finished, or no run of the sweep did."""
@@ -222,10 +209,6 @@ class Findings:
     def judged(self, group: Group) -> list[Run]:
         """Return the runs of a setting that are compared."""
         return [run for run in group.runs if self.counts(run)]
-
-    def scores(self, group: Group) -> list[float]:
-        """Return the score of each seed of a setting, see :meth:`seeds`."""
-        return list(self.seeds(group).values())
 
     def seeds(self, group: Group) -> dict[Hashable, float]:
         """Return the scores of a setting's compared runs by seed; the mean if a seed ran twice."""
@@ -237,8 +220,7 @@ class Findings:
 
     def mean(self, group: Group) -> tuple[float, float | None]:
         """Return mean and standard deviation over a setting's seeds; NaN if a run diverged."""
-        scores = self.scores(group)
-        return mean_and_spread(scores) if scores else (math.nan, None)
+        return mean_and_spread(list(self.seeds(group).values()))
 
     @cached_property
     def ranked(self) -> list[Group]:
@@ -252,21 +234,22 @@ class Findings:
         """Setting with the best mean score; None if no setting has a finite one."""
         return self.ranked[0] if self.ranked else None
 
+    def average(self, group: Group, key: str) -> float | None:
+        """Return the mean of a metric over the runs of a setting that are compared."""
+        values = [self.measured[run.number][key] for run in self.judged(group) or group.runs]
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        return fmean(known) if known else None
+
     def ratio(self, group: Group) -> float | None:
-        """Return the mean share of steps that clipping changed, over runs that are compared."""
-        runs = self.judged(group) or group.runs
-        return _mean(self.measured[run.number].ratio for run in runs)
+        """Return the mean share of steps that clipping changed."""
+        return self.average(group, keys.CLIP_RATIO_TOTAL)
 
     def clipped(self, group: Group) -> str | None:
         """Return how much a setting clipped, such as ``31 % of its steps``."""
-        if not group.clips:
-            return None
-        runs = self.judged(group) or group.runs
-        share = _mean(self.measured[run.number].fraction for run in runs)
-        if group.info.parts is not None and share is not None:
+        ratio, share = self.ratio(group), self.average(group, keys.CLIP_FRACTION)
+        if group.clips and group.info.parts is not None and share is not None:
             return f"{percent(share)} of the {group.info.parts} on average"
-        ratio = self.ratio(group)
-        return None if ratio is None else f"{percent(ratio)} of its steps"
+        return f"{percent(ratio)} of its steps" if group.clips and ratio is not None else None
 
     @property
     def compared_with(self) -> Group | None:
@@ -276,22 +259,12 @@ class Findings:
     @cached_property
     def comparisons(self) -> dict[int, Difference]:
         """Difference of each setting to `compared_with`, by the index of the setting."""
-        if self.baseline is None:
-            return self.rivals
-        return self._compare(self.groups, self.baseline, False)
+        return self._compare(self.groups, self.baseline, False) if self.baseline else self.rivals
 
     @cached_property
     def rivals(self) -> dict[int, Difference]:
         """Difference of each setting to the best one, by the index of the setting."""
         return self._compare(self.groups, self.best, True) if self.best else {}
-
-    def against(self, group: Group) -> dict[int, Difference]:
-        """Return differences to a setting: the baseline, or one chosen after its runs were seen."""
-        if group is self.compared_with:
-            return self.comparisons
-        if group.index not in self._against:
-            self._against[group.index] = self._compare(self.groups, group, True)
-        return self._against[group.index]
 
     @property
     def winner(self) -> Group | None:
@@ -317,53 +290,24 @@ class Findings:
         found = compare(scores, groups.index(reference), chosen)
         return {groups[position].index: one for position, one in found.items()}
 
-    def reference(self) -> Group | None:
-        """Return the setting that clipping changed least: without clipping, else fewest steps."""
-        return min(
-            (group for group in self.groups if len(norms(group))),
-            key=lambda group: (group.clips, self.ratio(group) or 0.0),
-            default=None,
-        )
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    return fmean(known) if known else None
-
-
-def scaled_note(groups: Iterable[Group]) -> str:
-    """Return a sentence on :attr:`Run.limited` where some runs do not scale all gradients."""
-    runs = [run for group in groups for run in group.runs]
-    if not any(len(run.of(keys.GRAD_NORM_SCALED)) for run in runs):
-        return ""
-    return (
-        " Where Muon steps matrices, this is the norm of all other gradients, which the threshold "
-        "limits; those of the matrices are not scaled (clip.scales=auto)."
-    )
-
-
-def norms(group: Group) -> Floats:
-    """Return all finite ‖G‖ > 0 of a setting's runs, before clipping; see :attr:`Run.limited`."""
-    found = np.concatenate([run.limited.finite for run in group.runs])
-    return np.asarray(found[found > 0])
-
 
 def find(sweep: SweepRuns) -> Findings:
     """Group the runs of a sweep and measure each."""
     runs = sweep.runs
     columns, others = differences(runs)
-    metric = _objective(runs)
+    asked = [run.config.get("sweep.objective") for run in runs]
+    candidates = [*(key for key in asked if isinstance(key, str)), keys.EVAL_LOSS, keys.TRAIN_LOSS]
+    metric = next((key for key in candidates if any(run.recorded(key) for run in runs)), None)
     recorded = [key for key in _METRICS if any(run.recorded(key) for run in runs)]
     metrics = tuple(dict.fromkeys(filter(None, (metric, *recorded))))
-    asked = {run.config.get("sweep.direction") for run in runs} - {None}
+    directions = {run.config.get("sweep.direction") for run in runs} - {None}
     maximizes = higher_is_better(metric or "")
-    if metric in {run.config.get("sweep.objective") for run in runs} and len(asked) == 1:
-        maximizes = asked == {"maximize"}
+    if metric in asked and len(directions) == 1:
+        maximizes = directions == {"maximize"}
     groups = tuple(grouped(runs, columns))
     configured = (run.config.get("report.baseline") for run in (() if sweep.single else runs))
-    recorded_baseline = next((str(one) for one in configured if one is not None), None)
-    asked_for = recorded_baseline if sweep.baseline is None else sweep.baseline
-    baseline = None if asked_for is None else named(groups, asked_for)
+    baseline = sweep.baseline or next((str(one) for one in configured if one is not None), None)
+    found = None if baseline is None else named(groups, baseline)
     return Findings(
         sweep=sweep,
         columns=columns,
@@ -373,13 +317,6 @@ def find(sweep: SweepRuns) -> Findings:
         metrics=metrics,
         measured={run.number: measure(run, metrics, {metric: maximizes}) for run in runs},
         higher_is_better=maximizes,
-        baseline=baseline,
-        unknown=None if baseline else asked_for,
+        baseline=found,
+        unknown=None if found else baseline,
     )
-
-
-def _objective(runs: Sequence[Run]) -> str | None:
-    """Return the configured objective if runs recorded it, else the first loss they recorded."""
-    asked = [run.config.get("sweep.objective") for run in runs]
-    candidates = [*(key for key in asked if isinstance(key, str)), keys.EVAL_LOSS, keys.TRAIN_LOSS]
-    return next((key for key in candidates if any(run.recorded(key) for run in runs)), None)

@@ -1,7 +1,4 @@
-"""How things look on the page: numbers as text, HTML in which text stays text, and colours.
-
-A plain string is escaped; only the `Markup` that `tag` returns is inserted as it is. A name such as
-``<script>`` in a configuration therefore never becomes an element.
+"""How things look on the page: numbers as text, and colours.
 
 Colours have an order that every reader sees: viridis, dark to bright as thresholds rise (Smith and
 van der Walt, matplotlib, CC0). Its bright end is left out on white paper, its dark end on a dark
@@ -10,77 +7,11 @@ screen.
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Iterable
 
 import numpy as np
 
 from runner.config import notation
-
-Attribute = str | float | bool | None
-
-
-class Markup(str):
-    """A string of HTML."""
-
-    __slots__ = ()
-
-
-Child = str | float | Markup | None
-
-# HTML's elements that are never closed.
-_VOID = frozenset({"br", "col", "hr", "img", "input", "link", "meta"})
-
-
-def join(children: Iterable[Child]) -> Markup:
-    """Join children; plain strings are escaped, None is left out."""
-    known = (child for child in children if child is not None)
-    return Markup("".join(c if isinstance(c, Markup) else html.escape(str(c)) for c in known))
-
-
-def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
-    """Return one element."""
-    written = name
-    for key, value in attributes.items():
-        if value is None or value is False:
-            continue
-        written += f" {key.rstrip('_').replace('_', '-')}"
-        if value is not True:
-            text = round(value, 2) if isinstance(value, float) else value
-            written += f'="{html.escape(str(text))}"'
-    return Markup(f"<{written}>" if name in _VOID else f"<{written}>{join(children)}</{name}>")
-
-
-def rounded(value: float | None, digits: int = 4) -> str:
-    """Format ``value`` with so many significant digits; ``–`` for None, ``NaN``, ``∞``."""
-    if value is None:
-        return "–"
-    text = notation.rounded(value, digits)
-    return text.replace("nan", "NaN").replace("inf", "∞").replace("-", "−")
-
-
-def typed(value: float, digits: int = 4) -> str:
-    """Format a value of an override, which is copied into a command: with a plain minus sign."""
-    return notation.rounded(value, digits)
-
-
-def signed(value: float) -> str:
-    """Format a difference with its sign and three significant digits."""
-    return f"{'+' if value > 0 else ''}{rounded(value, 3)}"
-
-
-def percent(share: float | None) -> str:
-    """Format a share in 0..1 as a percentage, with a space that does not break."""
-    if share is None or not math.isfinite(share):
-        return rounded(share)
-    return notation.percent(share).replace(" ", "\u00a0")
-
-
-def plural(count: int, noun: str) -> str:
-    """Format a count of things: ``1 run``, ``1,234 runs``."""
-    return notation.plural(count, noun, ",")
-
 
 SMOOTHING = 0.05
 """Curves are means over this share of a run until a reader chooses another one."""
@@ -98,6 +29,31 @@ INK, NEUTRAL, RULE, PAPER = "#1c2430", "#5b6470", "#e3e7ec", "#ffffff"
 # Dashes of the curves of a mode, by what it clips, for charts of several modes.
 DASHES = {None: "solid", "steps": "solid", "elements": "dash", "units": "dot"}
 OTHER_DASH = "dashdot"
+
+
+def rounded(value: float | None, digits: int = 4) -> str:
+    """Format ``value`` with so many significant digits; ``–`` for None, ``NaN``, ``∞``."""
+    if value is None:
+        return "–"
+    text = notation.rounded(value, digits)
+    return text.replace("nan", "NaN").replace("inf", "∞").replace("-", "−")
+
+
+def signed(value: float) -> str:
+    """Format a difference with its sign and three significant digits."""
+    return f"{'+' if value > 0 else ''}{rounded(value, 3)}"
+
+
+def percent(share: float | None) -> str:
+    """Format a share in 0..1 as a percentage, with a space that does not break."""
+    if share is None or not math.isfinite(share):
+        return rounded(share)
+    return notation.percent(share).replace(" ", "\u00a0")
+
+
+def plural(count: int, noun: str) -> str:
+    """Format a count of things: ``1 run``, ``1,234 runs``."""
+    return notation.plural(count, noun, ",")
 
 
 def viridis(at: float) -> str:

@@ -32,31 +32,6 @@
     button.addEventListener("click", () => sort(heading, heading.ariaSort === "ascending"));
   }
 
-  // ---- The baseline: Δ in a row compares all others with its setting, again: with the best. ---
-  const baselines = JSON.parse(one("baselines").textContent);
-  const compareWith = ({ heading, rows }) => {
-    const [th] = all("th[data-key=difference]", table);
-    [th.firstChild.textContent, th.firstChild.title] = [heading[0], `${heading[1]}; press to sort`];
-    for (const row of all("tbody tr", table)) {
-      rows[row.dataset.run ?? row.parentElement.id].forEach(([value, text, hint], i) => {
-        const cell = row.cells[th.cellIndex + i];
-        [cell.dataset.value, cell.textContent, cell.title] = [value, text, hint ?? ""];
-      });
-    }
-    const sorted = table.querySelector("th:is([aria-sort=ascending], [aria-sort=descending])");
-    if (sorted) sort(sorted, sorted.ariaSort === "descending");
-  };
-  for (const button of all("#runs .baseline")) {
-    button.addEventListener("click", () => {
-      const pressed = button.ariaPressed !== "true";
-      for (const other of all("#runs .baseline")) other.ariaPressed = "false";
-      button.ariaPressed = String(pressed);
-      const chosen = pressed ? button : table.querySelector("tr.best");
-      compareWith(baselines[chosen.closest("tbody").dataset.group]);
-      button.focus(); // sorting moves it
-    });
-  }
-
   // ---- Figures: colours of the screen, and arrays, which travel as bytes. ----------------------
   const colors = JSON.parse(one("dark").textContent);
   const scheme = matchMedia("(prefers-color-scheme: dark)");
@@ -71,7 +46,7 @@
   const parsed = (text, dark) => JSON.parse(text, (_, value) =>
     value?.bdata ? unpacked(value) : (dark && colors[value]) || value);
 
-  // The rolling mean of runner.report.thin.rolling_mean.
+  // The rolling mean of runner.report.draw.smoothed.
   const rolled = (values, share, log) => {
     const width = Math.max(1, Math.round(share * values.length));
     const of = Array.from(values, (value) => (log ? Math.log(value) : value));
@@ -128,7 +103,7 @@
     for (const trace of data) {
       trace.visible = shown(trace);
       if (meta.smooth && trace.customdata && state.smoothing !== null) {
-        trace.y = rolled(trace.customdata.map((row) => row[0]), state.smoothing, meta.smooth === "log");
+        trace.y = rolled(trace.customdata, state.smoothing, meta.smooth === "log");
       }
     }
     if (chart.log !== null && meta.scales) {
@@ -140,7 +115,7 @@
     chart.log = layout.yaxis.type === "log";
     chart.button?.setAttribute("aria-pressed", String(chart.log));
     delete layout.title;
-    layout.showlegend = Boolean(meta.legend);
+    layout.showlegend = false;
     layout.margin.t = state.paper ? 8 : 30;
     layout.modebar = { bgcolor: "rgba(0,0,0,0)" };
     layout.uirevision = "kept";

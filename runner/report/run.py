@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,18 +21,11 @@ from runner.run_folder.status import elapsed, state_of
 from runner.run_folder.strict_json import number, read_object
 
 Floats = NDArray[np.float64]
+Metrics = dict[str, float | None]
+"""Metrics of a run by the names of their columns; None where the run recorded nothing."""
 
-# Keys that the page shows, besides those with a prefix; the others are not kept.
-KEYS = frozenset(
-    {
-        *(keys.TRAIN_LOSS, keys.EVAL_LOSS, keys.EVAL_ACCURACY),
-        *(keys.GRAD_NORM, keys.GRAD_NORM_MAX, keys.GRAD_NORM_SCALED, keys.GRAD_NONFINITE),
-        *(keys.CLIP_SKIPPED, keys.CLIP_THRESHOLD, keys.CLIP_COEF, keys.CLIP_CLIPPED),
-        *(keys.CLIP_FRACTION, keys.CLIP_RATIO, keys.CLIP_RATIO_TOTAL),
-        keys.NOISE_SCALE,
-    }
-)
 PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
+DIVERGED = "diverged_at"
 
 
 class NoRunError(Exception):
@@ -51,7 +44,6 @@ class Series:
 
     @property
     def finite(self) -> Floats:
-        """Finite values."""
         return self.values[np.isfinite(self.values)]
 
 
@@ -99,13 +91,12 @@ class Run:
     @property
     def threshold(self) -> float | None:
         """Configured λ, or the override if there is no configuration; None without clipping."""
-        if self.info.clips is None:
-            return None
         try:
             threshold = drawn(float((self.config or self.typed).get("clip.threshold")))  # type: ignore[arg-type]
         except (TypeError, ValueError):
             return None
-        return threshold if threshold and 0 < threshold < math.inf else None
+        known = self.info.clips is not None and threshold and 0 < threshold < math.inf
+        return threshold if known else None
 
     def of(self, key: str) -> Series:
         """Return the series of a metric, which is empty if the run did not record it."""
@@ -131,21 +122,15 @@ class Run:
         """Last recorded share of steps that each threshold would have clipped, rising."""
         found = self._by_suffix(keys.WHAT_IF).items()
         return dict(
-            sorted((float(key), float(one.finite[-1])) for key, one in found if len(one.finite))
+            sorted((float(k), float(one.finite[-1])) for k, one in found if len(one.finite))
         )
 
     @cached_property
     def steps(self) -> int:
         """Optimizer steps taken, as far as they were recorded."""
         known = [drawn(self.summary.get("steps")), drawn(self.status.get("step"))]
-        known += [float(one.steps[-1]) for one in self.series.values()][:1]
+        known += [*map(float, self.of(keys.TRAIN_STEP).steps[-1:])]
         return int(max((value for value in known if value and math.isfinite(value)), default=0))
-
-    @cached_property
-    def seconds(self) -> float | None:
-        """Wall time from the summary, or else between the recorded start and end."""
-        wall = drawn(self.summary.get(keys.WALL_SECONDS))
-        return elapsed(self.status) if wall is None else wall
 
     @cached_property
     def diverged_at(self) -> int | None:
@@ -168,83 +153,57 @@ class Run:
         return {k[len(prefix) :]: one for k, one in self.series.items() if k.startswith(prefix)}
 
 
-@dataclass(frozen=True)
-class RunMetrics:
-    """Metrics of one run; None where the run recorded nothing.
+def measure(run: Run, metrics: Sequence[str], maximized: Mapping[str | None, bool]) -> Metrics:
+    """Return the metrics of a run; ``maximized`` has those with a direction of their own.
 
     ``summary.json`` covers every step and is used if it is there. A run that was killed never wrote
     it; its metrics are computed from its rows.
     """
-
-    final: dict[str, float]
-    best: dict[str, float]
-    ratio: float | None
-    norm: dict[str, float]
-    coef: float | None
-    skipped: int | None
-    diverged_at: int | None
-    fraction: float | None = None
-    spikes: int | None = None
-
-
-def measure(
-    run: Run, metrics: Sequence[str], maximized: Mapping[str | None, bool] | None = None
-) -> RunMetrics:
-    """Return the metrics of a run."""
-    ratio = _recorded(run, run.summary, keys.CLIP_RATIO_TOTAL)
-    coef, clipped = run.of(keys.CLIP_COEF).finite, run.of(keys.CLIP_CLIPPED).finite
-    if ratio is None and len(clipped):
-        ratio = float(clipped.mean())
-    higher = {key: higher_is_better(key) for key in metrics} | dict(maximized or {})
-    final = {key: _recorded(run, run.summary.get("final"), key) for key in metrics}
-    best = {key: _best(run, key, higher[key], final[key]) for key in metrics}
-    return RunMetrics(
-        final={key: value for key, value in final.items() if value is not None},
-        best={key: value for key, value in best.items() if value is not None},
-        ratio=ratio,
-        fraction=drawn(run.summary.get(keys.CLIP_FRACTION)),
-        norm=_norm(run),
-        coef=float(coef.mean()) if len(coef) else None,
-        skipped=_count(run, keys.GRAD_NONFINITE),
-        diverged_at=run.diverged_at,
-        spikes=_count(run, keys.CLIP_SKIPPED),
-    )
+    summary, coef = run.summary, run.of(keys.CLIP_COEF).finite
+    found: Metrics = {}
+    for key in metrics:
+        final = _last(run, summary.get("final"), key)
+        found[f"best/{key}"] = _best(run, key, maximized.get(key, higher_is_better(key)), final)
+        found[f"final/{key}"] = final
+    for key in (keys.CLIP_RATIO_TOTAL, keys.GRAD_NONFINITE, keys.CLIP_SKIPPED):
+        found[key] = _last(run, summary, key)
+    wall = drawn(summary.get(keys.WALL_SECONDS))
+    return found | {
+        keys.CLIP_FRACTION: drawn(summary.get(keys.CLIP_FRACTION)),
+        **_norm(run),
+        keys.CLIP_COEF: float(coef.mean()) if len(coef) else None,
+        DIVERGED: run.diverged_at,
+        "steps": run.steps or None,
+        "seconds": elapsed(run.status) if wall is None else wall,
+    }
 
 
 def _best(run: Run, key: str, higher: bool, final: float | None) -> float | None:
     # The summary keeps the best value of the metric's usual direction.
     recorded = run.summary.get("best") if higher == higher_is_better(key) else None
     best = drawn(recorded.get(key)) if isinstance(recorded, dict) else None
-    if best is not None:
-        return best
     finite = run.of(key).finite
-    if len(finite):
-        return float(finite.max() if higher else finite.min())
-    return math.nan if len(run.of(key)) or (final is not None and math.isnan(final)) else None
+    if best is None and len(finite):
+        best = float(finite.max() if higher else finite.min())
+    lost = len(run.of(key)) or (final is not None and math.isnan(final))
+    return math.nan if best is None and lost else best
 
 
-def _count(run: Run, key: str) -> int | None:
-    total = _recorded(run, run.summary, key)
-    return None if total is None or not math.isfinite(total) else int(total)
-
-
-def _recorded(run: Run, record: object, key: str) -> float | None:
+def _last(run: Run, record: object, key: str) -> float | None:
     """Return the number of a record if it has one, else the last one of the rows."""
     value = drawn(record.get(key)) if isinstance(record, Mapping) else None
     rows = run.of(key).values
     return float(rows[-1]) if value is None and len(rows) else value
 
 
-def _norm(run: Run) -> dict[str, float]:
-    recorded = run.summary.get(keys.GRAD_NORM)
+def _norm(run: Run) -> Metrics:
+    recorded, norms = run.summary.get(keys.GRAD_NORM), run.of(keys.GRAD_NORM).finite
     if isinstance(recorded, dict) and recorded:
-        spread = {key: drawn(recorded.get(key)) for key in PERCENTILES}
-        return {key: value for key, value in spread.items() if value is not None}
-    norms = run.of(keys.GRAD_NORM).finite
-    if not len(norms):
-        return {}
-    points = np.percentile(norms, list(PERCENTILES.values()))
-    return dict(zip(PERCENTILES, map(float, points), strict=True))
+        return {f"{keys.GRAD_NORM}/{name}": drawn(recorded.get(name)) for name in PERCENTILES}
+    return {
+        f"{keys.GRAD_NORM}/{name}": float(np.percentile(norms, point)) if len(norms) else None
+        for name, point in PERCENTILES.items()
+    }
 
 
 def drawn(value: object) -> float | None:
@@ -253,10 +212,13 @@ def drawn(value: object) -> float | None:
     return None if found is None else float(_drawn([found])[0])
 
 
-def unreadable(folder: Path | None, name: str, error: Exception) -> Run:
-    """Return what is shown in place of a run whose files hold something that nobody foresaw."""
-    cause = f"its files cannot be read: {type(error).__name__}: {error}"
-    return Run(folder=folder, number=name, state="unreadable", error=cause)
+def _drawn(values: list[float]) -> Floats:
+    """Return numbers without those whose square or ratio leaves the range of a float."""
+    array = np.asarray(values, dtype=np.float64)
+    size = np.abs(array)
+    array[size > 1e150] *= np.inf
+    array[size < 1e-150] *= 0.0
+    return array
 
 
 def is_run(folder: Path) -> bool:
@@ -270,16 +232,15 @@ def read_run(folder: Path) -> Run:
         raise NoRunError(f"{folder}: no such folder")
     status = read_object(folder / files.STATUS)
     composed = folder / files.HYDRA / files.CONFIG
-    config = flat(read_yaml(folder / files.CONFIG)) or flat(read_yaml(composed))
     overrides = read_yaml(folder / files.OVERRIDES)
     return Run(
         folder=folder,
         number=folder.name,
         state=state_of(status),
         error=str(status["error"]) if status.get("error") else None,
-        config=config,
+        config=flat(read_yaml(folder / files.CONFIG)) or flat(read_yaml(composed)),
         overrides=tuple(map(str, overrides)) if isinstance(overrides, list) else (),
-        series=read_series(folder / files.ROWS, [str(config.get("sweep.objective"))]),
+        series=read_series(folder / files.ROWS),
         summary=read_object(folder / files.SUMMARY),
         status=status,
     )
@@ -308,27 +269,19 @@ def flat(record: object, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def read_series(path: Path, extra: Iterable[str] = ()) -> dict[str, Series]:
+def read_series(path: Path) -> dict[str, Series]:
     """Read all series of a file of rows; empty if the file is missing."""
-    wanted = KEYS.union(extra)
-    columns: dict[str, tuple[list[float], list[float]] | None] = {}
+    columns: dict[str, tuple[list[float], list[float]]] = {}
     for row in read_rows(path):
         step = row.get(keys.TRAIN_STEP, math.nan)
-        if not _is_number(step) or not math.isfinite(step):
+        if type(step) not in (int, float) or not math.isfinite(step):
             continue
         for key, value in row.items():
-            if key not in columns:
-                shown = key in wanted or key.startswith((keys.WHAT_IF, keys.LAYER_NORM))
-                columns[key] = ([], []) if shown else None
-            column = columns[key]
-            if column is not None and _is_number(value):
-                column[0].append(step)
-                column[1].append(value)
-    return {key: _series(*column) for key, column in columns.items() if column and column[0]}
-
-
-def _is_number(value: object) -> bool:
-    return type(value) is float or type(value) is int
+            if type(value) is float or type(value) is int:
+                steps, values = columns.setdefault(key, ([], []))
+                steps.append(step)
+                values.append(value)
+    return {key: _series(*column) for key, column in columns.items()}
 
 
 def _series(steps: list[float], values: list[float]) -> Series:
@@ -338,12 +291,3 @@ def _series(steps: list[float], values: list[float]) -> Series:
     # np.unique keeps the first of equal steps: in reversed order, the row written last.
     unique, first = np.unique(at[::-1], return_index=True)
     return Series(unique, of[::-1][first])
-
-
-def _drawn(values: list[float]) -> Floats:
-    """Return numbers without those whose square or ratio leaves the range of a float."""
-    array = np.asarray(values, dtype=np.float64)
-    size = np.abs(array)
-    array[size > 1e150] *= np.inf
-    array[size < 1e-150] *= 0.0
-    return array

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.folders import CONFIG_NAME, find
-from runner.report.run import NoRunError, Run, is_run, read_run, read_yaml, unreadable
+from runner.report.run import NoRunError, Run, is_run, read_run, read_yaml
 from runner.run_folder import files
 from runner.run_folder.sweep_record import Entry, SweepRecord
 
@@ -33,13 +33,13 @@ class SweepRuns:
         """Whether a sweeper chose the runs one after another, such as Optuna's."""
         return any(word.lstrip("+").startswith("hydra/sweeper=") for word in self.words)
 
-    def command_with(self, seeds: Iterable[object]) -> str | None:
+    def command_with(self, seeds: Iterable[object]) -> str:
         """Return the command that runs the sweep with these seeds and keeps the runs it has."""
         kept = [word for word in self.words if not word.startswith(("seed=", "sweep.name="))]
-        if not kept:
-            return None
-        swept = [] if "-m" in kept or "--multirun" in kept else ["-m"]
         seeded = f"seed={','.join(map(str, seeds))}"
+        if not kept:
+            return seeded
+        swept = [] if "-m" in kept or "--multirun" in kept else ["-m"]
         return command_of([*swept, *kept, seeded, f"sweep.name={self.name}"])
 
     def command_of(self, run: Run) -> str:
@@ -102,7 +102,8 @@ def _read(folder: Path, entry: Entry | None) -> Run:
     try:
         run = read_run(folder)
     except Exception as error:  # it must not take the page of the others
-        return unreadable(folder, folder.name, error)
+        cause = f"its files cannot be read: {type(error).__name__}: {error}"
+        return Run(folder, folder.name, "unreadable", cause)
     if entry is not None and not run.overrides:
         run = replace(run, overrides=tuple(entry.words))
     if entry is not None and run.state == "unknown":

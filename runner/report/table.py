@@ -1,29 +1,22 @@
 """The table: one row a run, the runs of one setting together under their mean.
 
-It is complete without scripts; with them, each heading sorts, and a press on a setting's Δ compares
-all others with it. A cell carries its value at full precision (``data-value``), and its heading
-carries the key of the metric (``data-key``). All texts are computed here; the script only puts them
-in place. A reader has seen the results before pressing, so the intervals and p are those of a
-reference that was chosen by them; see :mod:`runner.report.statistics`.
+It is complete without scripts; with them, each heading sorts. A cell carries its value at full
+precision, and its heading carries the key of the metric. `page.html` lays it out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from runner.config.notation import higher_is_better
 from runner.report.findings import Findings, Group, choice, mean_and_spread, natural
-from runner.report.look import Child, Markup, percent, plural, rounded, signed, tag
-from runner.report.run import PERCENTILES, Run, RunMetrics
+from runner.report.look import percent, plural, rounded, signed
+from runner.report.run import DIVERGED, PERCENTILES, Run
 from runner.report.statistics import Difference
 from runner.run_folder import keys
-
-MOST_BASELINES = 32
-"""Most settings with a button each; the texts grow with the square of their number."""
 
 # Longer texts may be broken over lines.
 _LONG = 32
@@ -36,245 +29,153 @@ _STATES = {
     "not started": "○",
     "unreadable": "✕",
 }
-_DIVERGED = "diverged_at"
-
-Value = Callable[[Run, RunMetrics], float | None]
-Text = Callable[[float | None], str]
-Cell = tuple[float | None, str, str | None]
-"""Value, text, and what the pointer shows."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of metrics: key, heading, meaning, value of each run, and how it is formatted."""
+class Column(NamedTuple):
+    """One column: key, heading, meaning, and how a value is formatted."""
 
     key: str
     title: str
     hint: str
-    values: Mapping[str, float | None]
-    text: Text
+    text: Callable[[float], str] | None = None
 
 
-def table(found: Findings) -> Markup:
-    """Return the table of all runs, with each column that any run has a value for."""
-    columns = list(_columns(found))
-    best = found.best if len(found.groups) > 1 else None
-    caption = "One row a run. A heading sorts."
-    if can_choose(found):
-        caption += " Δ in a row compares the other settings with it."
-    elif found.comparisons:
-        caption += " report.baseline=NAME compares all settings with that one."
-    inner = tag(
-        "table",
-        tag("caption", tag("span", caption), class_="aside"),
-        tag("thead", _headings(found, columns)),
-        *(_body(found, group, columns, group is best) for group in found.groups),
-        id="runs",
-    )
-    about: dict[str, Any] = {"role": "region", "aria_label": "Table of runs", "tabindex": 0}
-    return tag("div", inner, class_="wide", **about)
+class Cell(NamedTuple):
+    """Text, the value that it is sorted by, style, and what the pointer shows."""
+
+    text: str
+    value: str = ""
+    style: str = ""
+    hint: str = ""
 
 
-def omitted(found: Findings) -> Markup | None:
-    """Return the names of the keys that differ and have no column."""
-    if not found.others:
-        return None
-    title = tag("summary", f"{len(found.others)} more keys differ")
-    return tag("details", title, tag("p", ", ".join(found.others), class_="keys"), class_="aside")
+class Row(NamedTuple):
+    """One row: of a run, or the mean of a setting."""
+
+    name: str
+    run: Run | None
+    cells: list[Cell]
 
 
-def _columns(found: Findings) -> Iterator[Column]:
-    """Yield each column that any run has a value for."""
-    for key, title, hint, value, text in _known(found):
-        values = {run.number: value(run, found.measured[run.number]) for run in found.sweep.runs}
-        if any(one is not None for one in values.values()):
-            yield Column(key, title, hint, values, text)
-
-
-def _known(found: Findings) -> Iterator[tuple[str, str, str, Value, Text]]:
+def columns_of(found: Findings) -> list[Column]:
+    """Return each column of metrics that any run has a value for."""
+    known: list[Column] = []
     for key in found.metrics:
         # One column for metrics that settings are not compared by: the lowest loss of a single
         # training step says little, and so does the last of an accuracy that rose and fell.
-        both = key == found.metric
-        if both or higher_is_better(key):
-            best = partial(lambda key, _, of: of.best.get(key), key)
-            yield f"best {key}", f"{key} best", f"best {key} of the run", best, rounded
-        if both or not higher_is_better(key):
-            final = partial(lambda key, _, of: of.final.get(key), key)
-            yield f"final {key}", f"{key} final", f"last {key} of the run", final, rounded
-    changed = "share of steps that clipping changed"
-    yield keys.CLIP_RATIO_TOTAL, "clip ratio", changed, lambda _, of: of.ratio, percent
-    if any(group.info.parts for group in found.groups):
-        share = "mean share clipped of what the mode clips: the steps, the elements or the units"
-        yield keys.CLIP_FRACTION, "clip fraction", share, lambda _, of: of.fraction, percent
-    for name in PERCENTILES:
-        hint = f"{name} of the gradient norm before clipping"
-        norm = partial(lambda name, _, of: of.norm.get(name), name)
-        yield f"{keys.GRAD_NORM} {name}", f"‖G‖ {name}", hint, norm, rounded
-    coef = "mean of ‖G‖ after clipping ÷ before"
-    yield keys.CLIP_COEF, "coefficient", coef, lambda _, of: of.coef, rounded
-    skipped = "steps whose gradient was not finite"
-    yield keys.GRAD_NONFINITE, "skipped", skipped, lambda _, of: of.skipped, rounded
-    spikes = "steps skipped as spikes (clip.skip)"
-    yield keys.CLIP_SKIPPED, "spikes", spikes, lambda _, of: of.spikes, rounded
+        both, higher = key == found.metric, higher_is_better(key)
+        shown = {"best": both or higher, "final": both or not higher}
+        known += [
+            Column(f"{which}/{key}", f"{key} {which}", f"{which} {key} of the run", rounded)
+            for which in shown
+            if shown[which]
+        ]
+    by_part = any(group.info.parts for group in found.groups)
+    norm = "of the gradient norm before clipping"
     lost = "step from which the loss was not finite, or over twice its start, to the end"
-    yield _DIVERGED, "diverged at", lost, lambda _, of: of.diverged_at, rounded
-    plain = partial(_plain, 0)
-    yield "steps", "steps", "optimizer steps taken", lambda run, _: run.steps or None, plain
-    yield "seconds", "seconds", "wall time", lambda run, _: run.seconds, partial(_plain, 1)
+    known += [
+        Column(
+            keys.CLIP_RATIO_TOTAL, "clip ratio", "share of steps that clipping changed", percent
+        ),
+        *[
+            Column(
+                keys.CLIP_FRACTION,
+                "clip fraction",
+                "mean share clipped of what the mode clips",
+                percent,
+            )
+        ]
+        * by_part,
+        *(Column(f"{keys.GRAD_NORM}/{p}", f"‖G‖ {p}", f"{p} {norm}", rounded) for p in PERCENTILES),
+        Column(keys.CLIP_COEF, "coefficient", "mean of ‖G‖ after clipping ÷ before", rounded),
+        Column(keys.GRAD_NONFINITE, "skipped", "steps whose gradient was not finite", rounded),
+        Column(keys.CLIP_SKIPPED, "spikes", "steps skipped as spikes (clip.skip)", rounded),
+        Column(DIVERGED, "diverged at", lost, "{:,.0f}".format),
+        Column("steps", "steps", "optimizer steps taken", "{:,.0f}".format),
+        Column("seconds", "seconds", "wall time", "{:,.1f}".format),
+    ]
+    measured = found.measured.values()
+    return [column for column in known if any(of.get(column.key) is not None for of in measured)]
 
 
-def _headings(found: Findings, columns: Sequence[Column]) -> Markup:
-    def heading(key: str, title: str, hint: str, class_: str | None = None) -> Markup:
-        button = tag("button", title, type="button", title=f"{hint}; press to sort")
-        return tag("th", button, scope="col", data_key=key, class_=class_, aria_sort="none")
+def headings(found: Findings) -> list[Column]:
+    """Return the headings of all columns; those of metrics have a format."""
+    compared = []
+    if found.comparisons and (other := found.compared_with):
+        which = "baseline" if found.baseline else "best setting"
+        hint = f"best {found.metric} minus that of the {which}, {other.label}, seed by seed where "
+        p = "p of the t test, corrected by Holm's method for the number of settings"
+        title = f"Δ to {other.label}"
+        compared = [
+            Column("difference", title, f"{hint}both have them, with its interval", signed),
+            Column("p", "p", p, rounded),
+        ]
+    return [
+        Column("run", "run", "number in the sweep"),
+        *(Column(key, key, f"configuration key {key}") for key in found.columns),
+        Column("state", "state", "how the run ended"),
+        *compared,
+        *columns_of(found),
+    ]
 
-    other = found.compared_with if found.comparisons else None
-    texts = zip(("difference", "p"), headings(found, other), strict=True) if other else ()
-    return tag(
-        "tr",
-        heading("run", "run", "number in the sweep"),
-        *(heading(key, key, f"configuration key {key}") for key in found.columns),
-        heading("state", "state", "how the run ended"),
-        *(heading(key, *text, "figure") for key, text in texts),
-        *(heading(column.key, column.title, column.hint, "figure") for column in columns),
-    )
 
-
-def _body(found: Findings, group: Group, columns: Sequence[Column], best: bool) -> Markup:
+def rows_of(found: Findings, group: Group) -> list[Row]:
+    """Return the rows of a setting: the mean, if it has several runs, and each run."""
     alone = len(group.runs) == 1
-    rows = [_row(found, group, run, columns, best and alone) for run in group.runs]
-    if not alone:
-        rows.insert(0, _mean_row(found, group, columns, best))
-    return tag("tbody", *rows, id=f"setting-{group.index}", data_group=group.index)
+    columns, rows = columns_of(found), []
+    for run in group.runs:
+        mark = f"{_STATES.get(run.state, '?')} {run.state}"
+        cells = [_key(choice(run, key)) for key in found.columns]
+        cells.append(Cell(mark, run.state, "state", (run.error or "")[:500]))
+        cells += _compared(found, group, None if alone else run)
+        measured = found.measured[run.number]
+        cells += [_cell(measured.get(one.key), one.text) for one in columns]
+        rows.append(Row(run.number, run, cells))
+    return rows if alone else [_mean(found, group, columns), *rows]
 
 
-def _row(found: Findings, group: Group, run: Run, columns: Sequence[Column], best: bool) -> Markup:
-    number: Child = run.number
-    if run.folder is not None and not found.sweep.single:
-        title = "show this run alone; again: all runs"
-        number = tag("a", run.number, href=f"#run-{run.number}", title=title)
-    error = run.error[:500] if run.error else None
-    mark = tag("span", _STATES.get(run.state, "?"), aria_hidden="true")
-    values = [(column, column.values[run.number]) for column in columns]
-    button = None if len(group.runs) > 1 else _button(found, group)
-    return tag(
-        "tr",
-        _name_cell(group, number, best, run.number, button),
-        *(_key_cell(choice(run, key)) for key in found.columns),
-        tag("td", mark, " ", run.state, class_="state", data_value=run.state, title=error),
-        *_difference(found, group, run),
-        *(_cell(value, column.text(value)) for column, value in values),
-        class_="best" if best else None,
-        data_run=run.number,
-        data_state=run.state,
-    )
-
-
-def _mean_row(found: Findings, group: Group, columns: Sequence[Column], best: bool) -> Markup:
+def _mean(found: Findings, group: Group, columns: list[Column]) -> Row:
     judged = found.judged(group)
-    cells = []
-    for column in columns:
-        values = [v for run in judged if (v := column.values[run.number]) is not None]
-        if not values or column.key == _DIVERGED:
-            cells.append(_cell(None, column.text(None)))
-            continue
-        compared = column.key == f"best {found.metric}"  # by seed, and lost where a run is lost
-        mean, spread = found.mean(group) if compared else mean_and_spread(values)
-        text = column.text(mean)
-        if spread:
-            text += f" ± {percent(spread) if column.text is percent else rounded(spread, 2)}"
-        cells.append(_cell(mean, text))
-    ran, counted = ({run.seed for run in runs} for runs in (group.runs, judged))
-    name = f"{'' if ran == counted else f'{len(counted)} of '}{plural(len(ran), 'seed')}"
     chosen = ("–" if key == "seed" else choice(group.runs[0], key) for key in found.columns)
-    return tag(
-        "tr",
-        _name_cell(group, name, best, group.runs[0].number, _button(found, group)),
-        *map(_key_cell, chosen),
-        tag("td", "mean ± sd", data_value=""),
-        *_difference(found, group, None),
-        *cells,
-        class_="mean best" if best else "mean",
-    )
+    cells = [*map(_key, chosen), Cell("mean ± sd"), *_compared(found, group, None)]
+    for column in columns:
+        known = (found.measured[run.number].get(column.key) for run in judged)
+        values = [value for value in known if value is not None]
+        if not values or column.key == DIVERGED:
+            cells.append(_cell(None, column.text))
+            continue
+        compared = column.key == f"best/{found.metric}"  # by seed, and lost where a run is lost
+        mean, spread = found.mean(group) if compared else mean_and_spread(values)
+        cell = _cell(mean, column.text)
+        if spread:
+            sd = percent(spread) if column.text is percent else rounded(spread, 2)
+            cell = cell._replace(text=f"{cell.text} ± {sd}")
+        cells.append(cell)
+    ran, counted = ({run.seed for run in runs} for runs in (group.runs, judged))
+    some = "" if ran == counted else f"{len(counted)} of "
+    return Row(f"{some}{plural(len(ran), 'seed')}", None, cells)
 
 
-def _name_cell(group: Group, name: Child, best: bool, value: str, button: Markup | None) -> Markup:
-    color = f"background:var(--g{group.index})"
-    swatch = tag("span", class_="swatch", style=color, aria_hidden="true")
-    star = tag("span", " ★", title="best setting", class_="star") if best else None
-    return tag("th", swatch, name, star, button, scope="row", data_value=value)
-
-
-def _button(found: Findings, group: Group) -> Markup | None:
-    """Return what makes a setting the baseline."""
-    if not can_choose(found) or group not in found.ranked:
-        return None
-    return tag(
-        "button",
-        "Δ",
-        type="button",
-        class_="baseline",
-        title="compare the other settings with this one; again: with the best",
-        aria_label=f"Compare with {group.label}",
-        aria_pressed="true" if group is found.baseline else "false",
-    )
-
-
-def _key_cell(text: str) -> Markup:
-    size, _ = natural(text)
-    class_ = "long" if len(text) > _LONG else None
-    return tag("td", text, class_=class_, data_value=text if math.isinf(size) else repr(size))
-
-
-def _cell(value: float | None, text: str, hint: str | None = None) -> Markup:
-    lost = value is not None and not math.isfinite(value)
-    written = "" if value is None else repr(value)
-    return tag(
-        "td", text, title=hint, class_="figure lost" if lost else "figure", data_value=written
-    )
-
-
-def _plain(digits: int, value: float | None) -> str:
-    return rounded(None) if value is None else f"{value:,.{digits}f}"
-
-
-def _difference(found: Findings, group: Group, run: Run | None) -> list[Markup]:
-    """Return the cells of a row that compare it with another setting."""
-    other = found.compared_with if found.comparisons else None
-    return [_cell(*one) for one in _compared(found, group, run, other)] if other else []
-
-
-def can_choose(found: Findings) -> bool:
-    """Return whether settings have buttons."""
-    return bool(found.comparisons) and len(found.groups) <= MOST_BASELINES
-
-
-def headings(found: Findings, other: Group) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Return heading and meaning of both columns, which compare with ``other``."""
-    which = "best setting" if other is found.best and not found.baseline else "baseline"
-    hint = f"best {found.metric} minus that of the {which}, {other.label}, seed by seed where both "
-    p = "p of the t test, corrected by Holm's method for the number of settings"
-    return (f"Δ to {other.label}", f"{hint}have them, with its interval"), ("p", p)
-
-
-def _compared(found: Findings, group: Group, run: Run | None, other: Group) -> list[Cell]:
-    """Return both columns of a row: of a setting, or of one of its runs, compared by its seed."""
-    one = found.against(other).get(group.index)
-    if run is not None and len(group.runs) > 1:
+def _compared(found: Findings, group: Group, run: Run | None) -> list[Cell]:
+    """Return difference and p of a setting, or the difference of one of its runs by its seed."""
+    other = found.compared_with
+    if not found.comparisons or other is None:
+        return []
+    one = found.comparisons.get(group.index)
+    if run is not None:
         pair = [found.seeds(of).get(run.seed) for of in (group, other)]
         known = one is not None and found.counts(run) and None not in pair
-        value = pair[0] - pair[1] if known else None  # type: ignore[operator]
-        return [(value, "–" if value is None else signed(value), None), (None, "", None)]
+        return [_cell(pair[0] - pair[1] if known else None, signed), Cell("")]  # type: ignore[operator]
     if one is None:
-        return [(None, "–", None)] * 2
+        return [Cell("–", style="figure")] * 2
+    value = Cell(difference(one), repr(one.value), "figure")
     if one.low is None:
-        return [(one.value, difference(one), None), (None, "–", None)]
-    how = f"{'paired' if one.paired else 'Welch'} t test of {plural(one.seeds, 'seed')}"
-    flips = f"; sign-flip test p {rounded(one.exact, 2)}" if one.exact is not None else ""
-    hint = f"{how}: p {rounded(one.p, 2)} before correction{flips}; these seeds show a "
-    hint += f"true difference of {rounded(one.visible, 2)} four times in five"
-    return [(one.value, difference(one), hint), (one.corrected, rounded(one.corrected, 2), None)]
+        return [value, Cell("–", style="figure")]
+    hint = (
+        f"paired t test of {plural(one.seeds, 'seed')}: p {rounded(one.p, 2)} before correction; "
+    )
+    hint += f"these seeds show a true difference of {rounded(one.visible, 2)} four times in five"
+    return [value._replace(hint=hint), _cell(one.corrected, partial(rounded, digits=2))]
 
 
 def difference(one: Difference) -> str:
@@ -284,18 +185,12 @@ def difference(one: Difference) -> str:
     return f"{signed(one.value)} [{signed(one.low)}, {signed(one.high)}]"
 
 
-def baselines(found: Findings) -> dict[int, dict[str, Any]]:
-    """Return both columns for each setting as the baseline, by its index; empty without buttons."""
+def _key(text: str) -> Cell:
+    size, _ = natural(text)
+    return Cell(text, text if math.isinf(size) else repr(size), "long" * (len(text) > _LONG))
 
-    def rows(other: Group) -> dict[str, Any]:
-        return {
-            run.number if run else f"setting-{group.index}": [
-                ("" if value is None else repr(value), *texts)
-                for value, *texts in _compared(found, group, run, other)
-            ]
-            for group in found.groups
-            for run in (None, *group.runs)
-        }
 
-    chosen = found.ranked if can_choose(found) else []
-    return {one.index: {"heading": headings(found, one)[0], "rows": rows(one)} for one in chosen}
+def _cell(value: float | None, text: Callable[[float], str] | None) -> Cell:
+    lost = value is not None and not math.isfinite(value)
+    shown = "–" if value is None or text is None else text(value)
+    return Cell(shown, "" if value is None else repr(value), "figure lost" if lost else "figure")

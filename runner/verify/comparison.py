@@ -23,6 +23,12 @@ because some gradients, such as that of a key's bias, are zero up to rounding.""
 WORST = 5
 """Number of parameters that a message names."""
 
+_COMPARED = {
+    "norm_error": "‖G‖",
+    "norm_clipped_error": "‖G‖ after clipping",
+    "gradient_error": "the clipped gradient",
+}
+
 
 @dataclass(frozen=True)
 class SideMetrics:
@@ -67,16 +73,22 @@ def compare_step(
         "norm_clipped_error": relative(ours.norm_clipped, reference.norm_clipped),
         "gradient_error": max(errors.values(), default=0.0),
     }
-    whats = ("‖G‖", "‖G‖ after clipping", "the clipped gradient")
     failures = [
-        f"{what} of step {step} is off by {error:.2g}"
-        for what, error in zip(whats, found.values(), strict=True)
+        f"{_COMPARED[key]} of step {step} is off by {error:.2g}"
+        for key, error in found.items()
         if not error <= bound
     ]
     if ours.fraction != reference.fraction:
         counts = f"{ours.fraction!r} instead of {reference.fraction!r}: the counts differ"
         failures.append(f"{keys.CLIP_FRACTION} of step {step} is {counts}")
-    failures += [*disagreements(step, ranks), *presence(step, gradients, wanted)]
+    failures += disagreements(step, ranks)
+    for names, where in (
+        (gradients.keys() - wanted.keys(), "under the plugin, but none in one process"),
+        (wanted.keys() - gradients.keys(), "in one process, but none under the plugin"),
+    ):
+        if names:
+            who = first_few(sorted(names), WORST)
+            failures.append(f"in step {step}, {who}: a gradient {where}")
     sides = {"plugin": asdict(ours), "reference": asdict(reference)}
     return {"step": step, **found, **sides, "failures": failures, "errors": errors}
 
@@ -111,8 +123,7 @@ def compare_mode(
 
 
 def _largest(step: Mapping[str, Any]) -> float:
-    errors = ("norm_error", "norm_clipped_error", "gradient_error")
-    return max(float(step[name]) for name in errors)
+    return max(float(step[name]) for name in _COMPARED)
 
 
 def outcome(
@@ -150,7 +161,7 @@ def relative(ours: float, reference: float) -> float:
 
 def tensor_errors(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
     """Return max|a - b| ÷ max(max|b|, 1e-3 · max over all b) for each tensor b of ``reference``."""
-    largest = max((_size(tensor) for tensor in reference.values()), default=0.0)
+    largest = max(map(_size, reference.values()), default=0.0)
     errors = {}
     for name in {**reference, **ours}:
         a, b = ours.get(name), reference.get(name)
@@ -166,22 +177,7 @@ def tensor_errors(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -
 
 def _size(tensor: Tensor | None) -> float:
     """Return max|t|: NaN if any element is NaN, 0 for an empty tensor or None."""
-    if tensor is None or tensor.numel() == 0:
-        return 0.0
-    return float(tensor.detach().abs().amax())
-
-
-def presence(step: int, ours: Iterable[str], reference: Iterable[str]) -> list[str]:
-    """Return messages about parameters that have a gradient on one side only."""
-    sides = (
-        (set(ours) - set(reference), "under the plugin, but none in one process"),
-        (set(reference) - set(ours), "in one process, but none under the plugin"),
-    )
-    return [
-        f"in step {step}, {first_few(sorted(names), WORST)}: a gradient {where}"
-        for names, where in sides
-        if names
-    ]
+    return 0.0 if tensor is None or not tensor.numel() else float(tensor.detach().abs().amax())
 
 
 def disagreements(step: int, ranks: Sequence[SideMetrics]) -> list[str]:
@@ -218,8 +214,7 @@ def naive_norm(layout: Layout, norm_type: float) -> Naive | None:
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        return Naive(None, type(error).__name__, lines[0] if lines else "", rank=rank)
+        return Naive(None, type(error).__name__, str(error).strip().partition("\n")[0], rank=rank)
     return Naive(float(whole), rank=rank)
 
 

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -19,11 +20,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from runner.booster import Booster, NonFiniteGradient, Plugin
+from runner.booster.batch import mapped
 from runner.booster.joint import CRITERION
+from runner.booster.loss import Criterion
 from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard
+from runner.clip import build as build_mode
+from runner.clip.mode import NEVER
 from runner.config.duration import Duration
 from runner.config.modes import built_in
 from runner.config.schema import RunConfig
+from runner.data.dataset import collate_pairs, length_of
+from runner.parallel.collectives import on_first
 from runner.parallel.full_state_dict import gathered
 from runner.run_folder import keys
 from runner.telemetry.sinks.sink import Sink
@@ -41,16 +48,7 @@ from runner.verify.comparison import (
     tensor_errors,
     worst_naive,
 )
-from runner.verify.reference import (
-    Reference,
-    collate_for,
-    make_criterion,
-    make_mode,
-    make_model,
-    make_optimizer,
-    make_samples,
-    windows,
-)
+from runner.verify.reference import Reference, windows
 
 T = TypeVar("T")
 
@@ -71,38 +69,27 @@ def execute(config: RunConfig, sinks: Sequence[Sink] = ()) -> dict[str, Any]:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     plugin = config.plugin.model_copy(update={"param_dtype": None})
     comparable = config.model_copy(update={"plugin": plugin})
+    modes = config.verify.modes or [config.clip.mode]
+    causes: list[str] = []
     try:
-        modes = config.verify.modes or [config.clip.mode]
-        causes: list[str] = []
         compared = [_compare(comparable, name, causes) for name in modes]
     except NonFiniteGradient as error:
         error.advice = ""  # clip.nonfinite=skip does not help here
-        error.add_note(
-            "a verification compares every step and leaves none out, whatever clip.nonfinite is"
-        )
+        error.add_note("a verification compares every step, whatever clip.nonfinite is")
         raise
     except RuntimeError as error:
         if config.verify.dtype == "float64" and "dtype" in str(error):
             error.add_note("if the model computes in float32 only, use verify.dtype=float32")
         raise
     here = [one for one in compared if one is not None]
-    return outcome(here, _notes(config), causes, config.verify.bound) if here else {}
-
-
-def _notes(config: RunConfig) -> Iterator[str]:
-    """Yield how both sides differ from a run of ``config``."""
-    verify, modes = config.verify, config.verify.modes or [config.clip.mode]
-    optimizer = config.optimizer.target.rpartition(".")[2]
-    steps = f"plain SGD at a constant rate of {verify.lr:g}"
-    infos = [
-        config.clip.info if name == config.clip.mode else built_in(name).info for name in modes
-    ]
-    if any(info.needs_optimizer for info in infos):
-        steps += f" (by AdamW at {verify.lr / 10:g} where the mode needs the optimizer)"
-    yield (
-        f"both sides step by {steps} instead of {optimizer} and its schedule, in {verify.dtype} "
-        "and without dropout: adaptive steps hide a gradient of the wrong scale"
+    verify = config.verify
+    note = (
+        f"both sides step by plain SGD at a constant rate of {verify.lr:g} instead of "
+        f"{config.optimizer.target.rpartition('.')[2]} and its schedule (modes that need the "
+        f"optimizer: AdamW at {verify.lr / 10:g}), in {verify.dtype} and without dropout: adaptive "
+        "steps hide a gradient of the wrong scale"
     )
+    return outcome(here, [note], causes, config.verify.bound) if here else {}
 
 
 def _compare(config: RunConfig, name: str, causes: list[str]) -> dict[str, Any] | None:
@@ -119,7 +106,7 @@ def _compare(config: RunConfig, name: str, causes: list[str]) -> dict[str, Any] 
     def one_process() -> Reference:
         again, _ = make_mode(config, name)  # a mode is bound to one layout
         again.threshold = mode.threshold
-        return Reference(config, windows(config, plugin.data_size, chunks, data), again)
+        return make_reference(config, again, plugin.data_size, data, chunks)
 
     if derived:
         peak = math.nan if plugin.rank else one_process().peak()
@@ -152,30 +139,113 @@ def _compare(config: RunConfig, name: str, causes: list[str]) -> dict[str, Any] 
     return {**about, **compare_mode(steps, errors, drifted, bound)}
 
 
+def make_reference(
+    config: RunConfig, mode: ClipMode, parts: int, data: Dataset[Any], chunks: int = 1
+) -> Reference:
+    """Make the training in one process that reads the samples of ``parts`` ranks."""
+    batches = windows(config, parts, data, _collate_for(config), chunks)
+    return Reference(*_parts(config, mode), mode, batches)
+
+
 def _trainer(
     config: RunConfig, plugin: Plugin, data: Dataset[Any], mode: ClipMode, sinks: Sequence[Sink]
 ) -> Trainer:
     """Make a trainer of ``verify.steps`` steps under ``plugin``, as the reference trains."""
-    model, criterion = make_model(config), make_criterion(config)
+    model, criterion, optimizer = _parts(config, mode)
     loader = plugin.prepare_dataloader(
         data,
         batch_size=config.data.batch_size,
         shuffle=True,
         drop_last=config.data.drop_last,
         seed=config.seed,
-        collate_fn=collate_for(config),
+        collate_fn=_collate_for(config),
     )
     return Trainer(
         model,
         loader,
         Duration(config.verify.steps, "ba"),
         algorithms=mode,
-        optimizers=make_optimizer(config, model, criterion, mode),
+        optimizers=optimizer,
         criterion=criterion,
         booster=Booster(plugin=plugin, nonfinite="error"),
         accumulation_steps=config.accumulation.steps,
         log=Log(sinks),
     )
+
+
+def _dtype_of(config: RunConfig) -> torch.dtype:
+    return torch.float64 if config.verify.dtype == "float64" else torch.float32
+
+
+def _collate_for(config: RunConfig) -> Callable[[Any], Any]:
+    """Return what collates samples to a batch with floating-point tensors of ``verify.dtype``."""
+    dtype = _dtype_of(config)
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return lambda samples: mapped(collate_pairs(samples), convert)
+
+
+def make_samples(config: RunConfig, parts: int) -> Dataset[Any]:
+    """Return the training data of both sides, the first samples of a stream; a collective."""
+    data: Any = build.make_data(config.data).train
+    if length_of(data) is None:
+        microbatches = config.verify.steps * config.accumulation.steps * parts
+        stream, samples = data, microbatches * config.data.batch_size
+        data = on_first(lambda: list(islice(stream, samples)))
+    return data  # type: ignore[no-any-return]
+
+
+def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
+    """Make a clipping mode; also return True if its threshold is still to be derived."""
+    chosen = config.clip
+    if name == chosen.mode:
+        return build_mode(chosen.kind, **chosen.options), False
+    described = built_in(name)
+    info = described.info
+    # A mode that needs the optimizer has nothing to compare with in the first step.
+    known = info.needs_optimizer or "threshold" in described.at_once
+    derived = info.takes_threshold and not known
+    threshold = NEVER if derived else info.published[0][0] if info.needs_optimizer else None
+    options = {"threshold": threshold, "norm_type": chosen.norm_type}
+    return build_mode(name, **{**options, **described.at_once}), derived
+
+
+def _parts(
+    config: RunConfig, mode: ClipMode
+) -> tuple[nn.Module, Criterion | None, torch.optim.Optimizer]:
+    """Make a model without dropout and with the same weights on every rank, criterion, optimizer.
+
+    That is plain SGD, because the steps of Adam and similar optimizers hide a wrong scale.
+    """
+    torch.manual_seed(config.seed)
+    device, dtype = build.device_of(config.device), _dtype_of(config)
+    model = build.maker(config.model)().to(device, dtype)
+    assert isinstance(model, nn.Module)
+    switch_off_dropout(model)
+    parameters = dict.fromkeys(model.parameters())
+    criterion = build.make_criterion(config.loss)
+    if isinstance(criterion, nn.Module):
+        parameters |= dict.fromkeys(criterion.to(device, dtype).parameters())
+    if mode.info.needs_optimizer:
+        return model, criterion, torch.optim.AdamW(parameters, lr=config.verify.lr / 10, eps=1e-3)
+    return model, criterion, torch.optim.SGD(parameters, lr=config.verify.lr)
+
+
+def switch_off_dropout(model: nn.Module) -> int:
+    """Set all dropout probabilities to 0, because ranks draw other elements than one process."""
+    found = 0
+    for module in model.modules():
+        kind = type(module).__name__.lower()
+        drops = "drop" in kind or "stochasticdepth" in kind
+        for name, value in list(vars(module).items()):
+            is_chance = isinstance(value, int | float) and not isinstance(value, bool)
+            named = "drop" in name.lower() or (drops and name in ("p", "prob"))
+            if is_chance and named and 0 < value <= 1:
+                setattr(module, name, 0.0)
+                found += 1
+    return found
 
 
 def _watch(mode: ClipMode, trainer: Trainer, seen: Seen) -> None:
@@ -261,15 +331,12 @@ def _causes(
     config: RunConfig, one_process: Reference, reference: float, plugin: float
 ) -> Iterator[str]:
     """Yield reasons other than a fault of the plugin why the sides may differ."""
-    yield (
-        "random numbers that are drawn in the forward pass (functional dropout) or when samples "
-        "are read: ranks draw other ones than one process"
-    )
+    yield "random numbers drawn in the forward pass, or as samples are read: ranks draw other ones"
     if any("BatchNorm" in type(module).__name__ for module in one_process.model.modules()):
         yield (
             "batch norm: SyncBatchNorm couples the samples of all ranks, and a pipeline fills a "
-            "short microbatch up with copies (choose a data.batch_size that "
-            "plugin.num_microbatches divides, and data.drop_last=true)"
+            "short microbatch up with copies (data.drop_last=true, and a data.batch_size that "
+            "plugin.num_microbatches divides)"
         )
     if not relative(plugin, reference) <= config.verify.bound:
         yield (

@@ -28,7 +28,6 @@ def test_tables_are_printed_and_recorded(tables, tmp_path):
         assert f"\n{name}: " in text
         for row in table["rows"]:
             assert math.isfinite(row["median"]), row
-            assert row["unit"] != "error" or row["median"] <= (row["limit"] or 1), row
     assert "cores" in found["machine"]
     assert f"torch {torch.__version__.partition('+')[0]}" in found["versions"]
     assert set(found["peers"]) == {"timm", "lightning", "accelerate"}

@@ -13,7 +13,6 @@ from runner.calibrate.distribution import (
     suggest_by_parts,
     would_clip,
 )
-from runner.calibrate.measure import published
 from runner.config.modes import info_of
 
 NORMAL = NormalDist(0.5, 0.7)
@@ -63,17 +62,3 @@ def test_the_start_clips_the_same_share_of_units_whatever_the_largest_is(mode):
     )
     spoiled = suggest_by_parts(shares, histogram(np.append(VALUES, [1560.0])))
     assert spoiled["start"] == pytest.approx(suggested["start"], rel=0.03)
-
-
-def test_thresholds_of_recipes_of_the_same_mode_come_nearest_first():
-    near = published("norm", "vision", 3.0)
-    assert near[0]["recipe"] == "inception"
-    assert near[0]["source"]
-    assert {one["kind"] for one in near} == {"vision"}
-    language = {one["recipe"]: one["threshold"] for one in published("norm", "language", 0.25)}
-    assert language["awd_lstm"] == 0.25
-    assert not any(name.startswith("sweep") for name in language)
-    # There is none of language: then those of other data.
-    units = {one["recipe"]: one["threshold"] for one in published("adaptive", "language", 0.01)}
-    assert units["nf_resnet_brock"] == 0.01
-    assert published("norm", "other", None)

@@ -3,7 +3,6 @@
 Also a command: ``python tests/report/examples.py FOLDER`` writes one of each kind to look at.
 """
 
-import itertools
 import json
 import math
 import re
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+
+from runner.run_folder.strict_json import encode
 
 # A process that cannot be: beyond any machine's highest number.
 NO_SUCH_PROCESS = 2**22 + 12345
@@ -130,13 +131,13 @@ def write_run(
     (folder / ".hydra").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(of, sort_keys=False))
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(list(overrides)))
-    lines = "".join(json.dumps(strict(row)) + "\n" for row in made)
+    lines = "".join(encode(row) + "\n" for row in made)
     if torn:
         lines += '{"train/step": 99999, "train/lo'
     (folder / "metrics.jsonl").write_text(lines)
     whole = state in ("finished", "interrupted")
     if whole and made:
-        (folder / "summary.json").write_text(json.dumps(strict(summary(made, remarks)), indent=2))
+        (folder / "summary.json").write_text(encode(summary(made, remarks)))
     codes = {"finished": 0, "failed": 1, "interrupted": 130}
     status = {"state": state, "exit_code": codes.get(state), "error": error, "step": len(made)}
     status |= {"rank": 0 if error else None, "config_hash": HASH, "wandb_run_id": "k3v9x0ab"}
@@ -144,19 +145,6 @@ def write_run(
     status |= {"wall_s": 12.5, "pid": NO_SUCH_PROCESS, "host": socket.gethostname()}
     (folder / "status.json").write_text(json.dumps(status))
     return folder
-
-
-def strict(value):
-    """A record as strict JSON has it: numbers that are not finite as strings."""
-    match value:
-        case dict():
-            return {key: strict(inner) for key, inner in value.items()}
-        case list():
-            return [strict(inner) for inner in value]
-        case float() if not math.isfinite(value):
-            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-        case _:
-            return value
 
 
 REQUEST = {"request": "fedcba9876543210", "objective": "eval/loss"}
@@ -185,27 +173,7 @@ def sweep(folder, settings, seeds=(0,), steps=400, **options):
     typed = ["-m", "clip=norm", "clip.threshold=0.1,0.25,1.0,2.0"]
     record = {"name": folder.name, "words": typed, **REQUEST, "total": len(entries)}
     record |= {"runs": entries, "started": BEGUN, "ended": "2026-11-21T04:02:00+00:00"}
-    (folder / "sweep.json").write_text(json.dumps(strict(record | {"state": "finished"})))
-    return folder
-
-
-def rates(folder, seeds=(0, 1), momenta=()):
-    """A sweep over learning rate and threshold, and over momentum if there are several.
-
-    The loss is best at a rate of 0.1. At 0.8, runs diverge that do not clip at 0.25.
-    """
-    clips = (("norm", 0.25), ("norm", 1.0), ("none", None))
-    each = itertools.product((0.02, 0.1, 0.4, 0.8), clips, momenta or (0.9,), seeds)
-    for number, (rate, (mode, threshold), momentum, seed) in enumerate(each):
-        lost = 60 if rate == 0.8 and threshold != 0.25 else None
-        made = rows(mode, threshold, 120, seed=100 * seed + number, diverges_at=lost)
-        for row in made:
-            for key in {"train/loss", "eval/loss"} & row.keys():
-                row[key] += abs(math.log(rate / 0.1)) * (0.06 + 0.1 * (1 - momentum))
-        words = (f"clip={mode}", f"optimizer.lr={rate}", f"seed={seed}")
-        of = config(clip__mode=mode, clip__threshold=threshold, seed=seed)
-        of["optimizer"] |= {"lr": rate, "momentum": momentum}
-        write_run(folder / str(number), made, of, overrides=words)
+    (folder / "sweep.json").write_text(encode(record | {"state": "finished"}))
     return folder
 
 
@@ -248,7 +216,7 @@ def cells(page, key):
     place = re.findall(r'<th [^>]*data-key="([^"]*)"', page).index(key)
     found = {}
     for setting, body in re.findall(
-        r'<tbody id="(setting-\d+)".*?>(<tr.*?)</tbody>', page, re.DOTALL
+        r'<tbody id="(setting-\d+)"[^>]*>(.*?)</tbody>', page, re.DOTALL
     ):
         for row in reversed(re.findall(r"<tr.*?</tr>", body, re.DOTALL)):
             each = re.findall(r'<t[hd][^>]*data-value="([^"]*)"[^>]*>(.*?)</t[hd]>', row, re.DOTALL)
@@ -264,8 +232,6 @@ def main(folder):
     sweep(folder / "norm", [*NORM, ("none", None)], seeds=(0, 1, 2), layers=LAYERS)
     sweep(folder / "mixed", MIXED, steps=600, what_if=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5))
     troubled(folder / "troubled")
-    rates(folder / "rates")
-    rates(folder / "keys", seeds=(0,), momenta=(0.0, 0.9))
     remarks = (remark("limits", "The threshold 1 clipped 62 % of the steps.", "SGD"),)
     words = ("clip=norm", "clip.threshold=1.0")
     made = rows("norm", 1.0, 500, layers=LAYERS)

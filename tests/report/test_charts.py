@@ -6,10 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from runner.report import figures, read, write
-from runner.report.findings import find
-from runner.report.norms import predict
-from tests.report.examples import LAYERS, MIXED, config, rates, rows, sweep, troubled, write_run
+from runner.report import figures, frame, write
+from tests.report.examples import LAYERS, MIXED, config, rows, sweep, troubled, write_run
 
 
 def threshold_of(figure):
@@ -24,11 +22,8 @@ def test_each_mode_has_its_own_axis_and_the_page_has_the_figures(tmp_path):
         assert f'data-chart="{key}"' in page
         assert figure.to_json().replace("<", "\\u003c") in page
     modes = ("norm", "value", "adaptive")
-    each = {
-        f"{chart}-{mode}" for chart in ("metric", "norm", "coef", "predicted") for mode in modes
-    }
-    # Of value and adaptive, nearly every step is clipped somewhere: what counts is how much of it.
-    each |= {"ratio-norm", "fraction-value", "fraction-adaptive", "loss", "eval-loss", "histogram"}
+    each = {f"{chart}-{mode}" for chart in ("metric", "norm", "coef", "what-if") for mode in modes}
+    each |= {f"clipped-{mode}" for mode in modes} | {"loss", "eval-loss", "histogram"}
     heats = {key for key in made if key.startswith("heat-")}
     assert heats
     assert set(made) == each | {"eval-accuracy"} | heats
@@ -38,6 +33,7 @@ def test_each_mode_has_its_own_axis_and_the_page_has_the_figures(tmp_path):
     for chart in ("metric", "norm", "coef"):
         one, *others = (made[f"{chart}-{mode}"].layout.yaxis.range for mode in modes)
         assert others == [one, one]
+    assert len(frame(folder)) == len(MIXED)
 
 
 def test_every_value_of_a_short_run_and_every_spike_of_a_long_one_is_in_the_figure(tmp_path):
@@ -56,6 +52,14 @@ def test_every_value_of_a_short_run_and_every_spike_of_a_long_one_is_in_the_figu
     assert one["eval-loss"].data[0].y == pytest.approx(losses, rel=1e-6)
 
 
+def test_accuracies_of_trained_runs_fill_their_chart(tmp_path):
+    made = rows(steps=100)
+    for row, accuracy in zip(made[9::10], (0.1, 0.5, *np.linspace(0.9, 0.93, 8)), strict=True):
+        row["eval/accuracy"] = float(accuracy)
+    axis = figures(write_run(tmp_path / "run", made, config()))["eval-accuracy"].layout.yaxis
+    assert (axis.type, axis.range) == ("linear", pytest.approx((0.9, 0.93), abs=0.01))
+
+
 def test_a_run_that_is_lost_from_its_first_row_is_drawn_and_flattens_no_other(tmp_path):
     one = figures(troubled(tmp_path / "s"))
     for key, highest in (("loss", 12), ("norm-norm", 100)):
@@ -69,36 +73,30 @@ def test_a_run_that_is_lost_from_its_first_row_is_drawn_and_flattens_no_other(tm
         assert figures(folder)
 
 
-def test_the_map_has_the_mean_of_the_seeds_and_marks_the_highest_stable_rate(tmp_path):
-    folder = rates(tmp_path / "s")
-    made = figures(folder)
-    heat = made["map-norm"].data[0]
-    assert list(heat.x) == ["0.25", "1.0", "none"]
-    assert list(heat.y) == ["0.02", "0.1", "0.4", "0.8"]
-    summaries = [json.loads((folder / str(n) / "summary.json").read_text()) for n in range(24)]
-    each = np.asarray([one["best"]["eval/loss"] for one in summaries]).reshape(4, 3, 2)
-    # With a threshold of 0.25 alone, a rate of 0.8 is stable.
-    expected = each.mean(2)
-    expected[3, 1:] = np.nan
-    assert np.asarray(heat.z, dtype=float) == pytest.approx(expected, rel=1e-6, nan_ok=True)
-    assert list(heat.text[3][1:]) == ["diverged", "diverged"]
-    marked = {(round(s.x0 + 0.49), round(s.y0 + 0.49)) for s in made["map-norm"].layout.shapes}
-    assert marked == {(0, 3), (1, 2), (2, 2)}
-    # A band spans the seeds, and lines say what differs.
-    bands = {trace.name: trace for trace in made["metric-norm"].data if trace.fill == "toself"}
-    assert set(bands) == {f"lr={rate}" for rate in heat.y}
-    assert {each[0, 0].min(), each[0, 0].max()} <= set(bands["lr=0.02"].y)
+def test_the_metric_has_a_band_over_the_seeds_and_a_line_for_each_other_key(tmp_path):
+    scores = {}
+    settings = ((t, lr, seed) for lr in (0.1, 0.4) for t in (0.25, 1.0) for seed in (0, 1))
+    for number, (threshold, rate, seed) in enumerate(settings):
+        lost = 60 if (rate, threshold) == (0.4, 1.0) else None
+        made = rows("norm", threshold, 120, seed=number, diverges_at=lost)
+        of = config(clip__threshold=threshold, seed=seed)
+        of["optimizer"]["lr"] = rate
+        folder = write_run(tmp_path / str(number), made, of)
+        best = json.loads((folder / "summary.json").read_text())["best"]["eval/loss"]
+        scores.setdefault((rate, threshold), []).append(best)
+    data = figures(tmp_path)["metric-norm"].data
+    bands = {trace.name: trace for trace in data if trace.fill == "toself"}
+    assert set(bands) == {"lr=0.1", "lr=0.4"}
+    assert set(scores[0.1, 0.25] + scores[0.1, 1.0]) == set(bands["lr=0.1"].y)
+    assert set(bands["lr=0.4"].y) == set(scores[0.4, 0.25])
+    # What diverged has a mark at the upper edge instead of a value.
+    assert [trace.x[0] for trace in data if trace.yaxis == "y2" and trace.legendgroup] == [1.0, 1.0]
 
 
-def test_the_share_that_a_threshold_would_clip_is_predicted(tmp_path):
-    """Without clipping it is the share of norms above; other modes recorded it."""
-    made = rows("none", None, 1000, seed=1)
-    for row, norm in zip(made, (1.0, 2.0, 2.0, 3.0), strict=False):
-        row["grad/norm"] = norm
-    none = config(clip__mode="none", clip__threshold=None)
-    write_run(tmp_path / "a" / "0", made, none)
-    write_run(tmp_path / "a" / "1", rows("norm", 0.5, 1000, seed=1), config(clip__threshold=0.5))
-    predicted = predict(find(read(tmp_path / "a")), "norm")
-    for threshold in (0.5, 2.0):  # a norm at the threshold is not clipped
-        share = np.mean([row["grad/norm"] > threshold for row in made])
-        assert predicted.at(threshold) == pytest.approx(share, abs=1e-12)
+def test_what_if_shows_what_each_run_recorded(tmp_path):
+    folder = write_run(tmp_path / "a", rows("norm", 0.5, 200, what_if=(0.2, 1.0)), config())
+    recorded = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    line, own = figures(folder)["what-if-norm"].data
+    shares = [recorded[-1][f"clip/what_if/{threshold}"] for threshold in (0.2, 1.0)]
+    assert (list(line.x), list(line.y)) == ([0.2, 1.0], shares)
+    assert list(own.y) == [recorded[-1]["clip/ratio_total"]]

@@ -27,9 +27,9 @@ def test_the_table_agrees_with_every_runs_summary_and_the_sweeps_record(tmp_path
     assert "still running when this page was written, with 1 run left." in page
     for entry in json.loads((folder / "sweep.json").read_text())["runs"]:
         summary = json.loads((folder / entry["folder"] / "summary.json").read_text())
-        expected = {"best eval/loss": entry["objective"], "seconds": summary["wall_s"]}
-        expected |= {"final eval/loss": summary["final"]["eval/loss"]}
-        expected |= {f"grad/norm {name}": summary["grad/norm"][name] for name in ("p50", "max")}
+        expected = {"best/eval/loss": entry["objective"], "seconds": summary["wall_s"]}
+        expected |= {"final/eval/loss": summary["final"]["eval/loss"]}
+        expected |= {f"grad/norm/{name}": summary["grad/norm"][name] for name in ("p50", "max")}
         for key, value in expected.items():
             assert float(cells(page, key)[entry["folder"]][0]) == value
         assert cells(page, "state")[entry["folder"]][0] == entry["state"]
@@ -40,7 +40,7 @@ def test_lost_killed_and_planned_runs_show_as_such_and_links_lead_to_files(tmp_p
     page = write(folder).read_text()
     shown = {run: value for run, (value, _) in cells(page, "state").items()}
     assert [shown[run] for run in "6789"] == ["finished", "failed", "killed", "not started"]
-    assert cells(page, "final eval/loss")["6"][1] == "NaN"
+    assert cells(page, "final/eval/loss")["6"][1] == "NaN"
     # The loss doubles from step 181 on, and is over twice its start a few steps later.
     assert 181 <= float(cells(page, "diverged_at")["6"][0]) <= 193
     assert cells(page, "steps")["8"][0] == "77"
@@ -164,7 +164,7 @@ def test_latex_has_one_row_a_setting(folder):
     names, *table = [[cell.strip() for cell in cells] for cells in split]
     delta = r"$\Delta$ to none"
     assert names == ["clip.mode", "clip.threshold", "seeds", "best eval/loss", delta, "p"]
-    assert [row[1] for row in table] == ["0.1", "0.25", "1.0", "2.0", "none"]
+    assert [row[1] for row in table] == ["0.1", "0.25", "1", "2", "none"]
     assert r"\begin{tabular}{llrrrr}" in lines
     settings = json.loads((folder / "report.json").read_text())["settings"]
     for row, one in zip(table, settings, strict=True):

@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-from html import unescape
 from typing import Any
 
 import numpy as np
@@ -12,9 +10,10 @@ from scipy import stats
 
 from runner.compose.request import request
 from runner.report import read, write
+from runner.report.advice import remarks
 from runner.report.findings import find
-from runner.report.statistics import LEVEL, Difference, compare, holm, sign_flips
-from runner.report.verdict import remarks, verdict
+from runner.report.statistics import LEVEL, Difference, compare, holm
+from runner.report.verdict import verdict
 from tests.report.examples import NORM, config, rows, sweep, write_run
 
 NAN = math.nan
@@ -53,10 +52,10 @@ def case(losses, *said, winner=None, **changes):
     ("losses", "said", "winner", "changes"),
     [
         case(CLEAR, "wins with", "0.2 ± 0.1 over 3", "95 % interval +0", winner="norm 0.5"),
-        case(OPEN, "gave the lowest", "No winner: no difference to norm 1 could be", "more seed"),
-        # Other seeds are not paired.
-        case(UNPAIRED, "0.31 ± 0.014 over 2", "show a true difference of 0.08 four times in five"),
-        case({0.1: [0.5], 1.0: [0.3]}, "lowest eval/loss: 0.3", "one seed"),
+        case(OPEN, "gave the lowest", "Undecided: no difference to norm 1 could be", "more seed"),
+        # Other seeds are no pairs.
+        case(UNPAIRED, "0.31 ± 0.014 over 2", "at most one seed in common"),
+        case({0.1: [0.5], 1.0: [0.3]}, "lowest eval/loss: 0.3", "at most one seed"),
         case({0.1: [0.5], 1.0: [0.3], None: [0.4]}, "clip=norm 1", "against 0.4 without"),
         case({0.1: [0.5], None: [0.4]}, "No clipping gave the lowest", "0.4, against 0.5 with"),
         case({0.5: [0.2, 0.3], 1.0: [0.2, 0.3]}, "norm 0.5 and clip=norm 1 share the lowest"),
@@ -64,9 +63,9 @@ def case(losses, *said, winner=None, **changes):
         case({1.0: [0.5], 2.0: [0.9]}, "clip=norm 2 gave the highest", sweep=ACCURACY),
         # The first setting lacks the seed on which both are bad.
         case({0.5: [0.2, 0.3, 0.4], 1.0: [0.1, 0.201, 0.299, 9.0]}),
-        case(CLEAR | {None: [0.5]}, "none has a result of one seed"),
+        case(CLEAR | {None: [0.5]}, "none and norm 0.5 have at most one seed"),
         case({1.0: [1.9, 1.0, 1.1], 2.0: [2.0]}),
-        case({1.0: [0.30, 0.31, 0.20], 2.0: [0.4, 0.42]}, "on the 2 seeds", winner="norm 1"),
+        case({1.0: [0.30, 0.31, 0.20], 2.0: [0.4, 0.42]}, winner="norm 1"),
         case({1.0: [(0, 1.0), (0, 1.0), (1, 2.0)], 2.0: [(0, 1.2), (1, 1.7)]}, "1.45", "2 seeds"),
         case({1.0: [0.3], 2.0: [0.4], 4.0: [NAN]}, "clip=norm 1 gave", "diverged in 1 of 3"),
         case(CLEAR | {8.0: [0.1, NAN, 0.1]}, winner="norm 0.5"),
@@ -78,9 +77,9 @@ def case(losses, *said, winner=None, **changes):
 def test_the_verdict(losses, said, winner, changes, tmp_path):
     found = made(tmp_path, losses, **changes)
     assert (found.winner.label if found.winner else None) == winner
-    text = " ".join([verdict(found), *remarks(found)])
+    text = " ".join([verdict(found), *(part for one in remarks(found) for part in one)])
     assert [part for part in said if part not in text] == [], text
-    assert not (winner and "No winner" in text)
+    assert not (winner and "Undecided" in text)
 
 
 def test_a_run_cut_short_is_not_judged_beside_whole_ones(tmp_path):
@@ -99,8 +98,6 @@ def test_a_run_cut_short_is_not_judged_beside_whole_ones(tmp_path):
     write_run(tmp_path / "edge" / "2", ended, config(clip__threshold=4.0), state="interrupted")
     page = write(tmp_path / "edge").read_text()
     assert "highest with a result" in page
-    links = set(re.findall(r'href="#(setting-\d+)"', page))  # to what a sentence rests on
-    assert set() < links <= set(re.findall(r'id="([^"]+)"', page))
 
 
 def test_no_runs_and_runs_without_rows_have_a_page(tmp_path):
@@ -116,8 +113,8 @@ def test_no_runs_and_runs_without_rows_have_a_page(tmp_path):
 def test_the_command_for_more_seeds_keeps_the_runs_that_are_there(tmp_path):
     folder = sweep(tmp_path / "sweep", NORM[1:3], seeds=(0, 1), steps=40)
     found = find(read(folder))
-    [note] = [note for note in remarks(found) if "would decide" in note or "needed" in note]
-    command = unescape(re.findall("<code>(.*)</code>", note)[0]).split()
+    [note] = [one for one in remarks(found) if one.command]
+    command = note.command.split()
     assert command[:4] == ["python", "-m", "runner", "-m"]
     asked = request(command[4:], multirun=True, writes=False)
     assert asked.sweep is not None
@@ -152,30 +149,15 @@ def test_pairs_agree_with_scipy(seeds, chosen):
         expected: Any = stats.ttest_rel(*pair)
         low, high = expected.confidence_interval(1 - 0.05 * 2 / 4 if chosen else LEVEL)
         assert (one.low, one.high) == pytest.approx((low, high), rel=1e-9)
-        assert (one.paired, one.seeds) == (True, seeds)
+        assert one.seeds == seeds
         if not chosen:
             assert one.p == pytest.approx(expected.pvalue, rel=1e-9)
-        flipped = stats.permutation_test(
-            (np.subtract(*pair),), np.mean, permutation_type="samples", n_resamples=np.inf
-        )
-        assert one.exact == pytest.approx(flipped.pvalue, rel=1e-12)
     # A textbook's example: 0.005 x 4, 0.01 x 3, 0.03 x 2, and no value below one before it.
     values = {0: 0.01, 1: 0.04, 2: 0.03, 3: 0.005}
     assert holm(values, 4) == pytest.approx({3: 0.02, 0: 0.03, 2: 0.06, 1: 0.06})
     if not chosen:
         corrected = holm({i: one.p for i, one in found.items() if one.p is not None}, 3)
         assert {i: one.corrected for i, one in found.items()} == corrected
-
-
-def test_other_seeds_agree_with_welchs_test_of_scipy():
-    random = np.random.default_rng(0)
-    one = {seed: float(x) for seed, x in enumerate(random.normal(0, 1, 4))}
-    other = {seed + 10: float(x) for seed, x in enumerate(random.normal(1, 3, 7))}
-    found = compare([other, one], 0, chosen=False)[1]
-    expected: Any = stats.ttest_ind(list(one.values()), list(other.values()), equal_var=False)
-    low, high = expected.confidence_interval(LEVEL)
-    assert (found.low, found.high, found.p) == pytest.approx((low, high, expected.pvalue))
-    assert (found.paired, found.seeds, found.exact) == (False, 4, None)
 
 
 def test_the_seeds_that_are_needed_are_the_fewest_with_a_power_of_four_in_five():
@@ -199,17 +181,14 @@ def test_missing_seeds_ties_and_certain_differences():
     for lost in (A | {"3": math.nan}, {"0": math.inf}, {}):
         assert compare([A, lost], 0, chosen=False) == compare([lost, A], 0, chosen=False) == {}
     one = compare([{"0": 1.0}, {"0": 2.0}], 0, chosen=False)
-    assert one == {1: Difference(1.0, 1, paired=True)}
+    assert one == {1: Difference(1.0, 1)}
     whole = compare([A, B], 0, chosen=False)[1]
     assert compare([A | {"3": 9.0}, B | {"4": -9.0}], 0, chosen=False)[1] == whole
     two = compare([{"0": 0.0, "1": 0.0}, {"0": 1.0, "1": 1.2}], 0, chosen=False)[1]
-    assert (two.exact, two.needed) == (0.5, 3)
+    assert two.needed == 3
     same = compare([A, dict(A)], 0, chosen=False)[1]
-    assert (same.value, same.p, same.exact, same.corrected) == (0.0, 1.0, 1.0, 1.0)
+    assert (same.value, same.p, same.corrected) == (0.0, 1.0, 1.0)
     assert (same.seen, same.visible, same.needed) == (False, 0.0, None)
     shifted = compare([A, {seed: score + 1 for seed, score in A.items()}], 0, chosen=False)[1]
     assert (shifted.value, shifted.low, shifted.high, shifted.p) == (1.0, 1.0, 1.0, 0.0)
     assert shifted.seen
-    # Sums that rounding alone tells apart are equal.
-    assert sign_flips(np.array([0.1, 0.2, 0.3])) == 0.25
-    assert sign_flips(np.array([0.1, 0.2, -0.3])) == 1.0

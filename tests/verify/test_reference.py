@@ -11,7 +11,12 @@ from torch import nn
 from runner.booster.plugin import SinglePlugin
 from runner.config.check import parse
 from runner.train import build
-from runner.verify.reference import Reference, make_mode, switch_off_dropout, windows
+from runner.verify.side_by_side import (
+    make_mode,
+    make_reference,
+    make_samples,
+    switch_off_dropout,
+)
 from tests.verify.requests import IMAGES, net, plain_of
 
 
@@ -19,9 +24,14 @@ def config_of(*words):
     return parse(plain_of(*IMAGES, *words))
 
 
+def reference_of(config, parts, mode="norm", **options):
+    samples = make_samples(config, parts)
+    return make_reference(config, make_mode(config, mode)[0], parts, samples, **options)
+
+
 def test_it_is_a_plain_training_of_one_process():
     config = config_of("clip=norm", "clip.threshold=0.5", "verify.lr=0.3")
-    reference = Reference(config, windows(config, 2), make_mode(config, "norm")[0])
+    reference = reference_of(config, 2)
     torch.manual_seed(config.seed)
     model = build.maker(config.model)().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -45,11 +55,11 @@ def test_it_is_a_plain_training_of_one_process():
 def test_what_it_raises_says_where_that_was():
     config = config_of(*net("Chain"), "data.batch_size=7", "data.samples=60")
     with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
-        Reference(config, windows(config, 1, 3), make_mode(config, "norm")[0]).step()
+        reference_of(config, 1, chunks=3).step()
     assert "one process" in raised.value.__notes__[0]
     config = config_of("clip=none", *net("Constant"))
     with pytest.raises(ValueError, match="no threshold can be derived"):
-        Reference(config, windows(config, 1), make_mode(config, "value")[0]).peak()
+        reference_of(config, 1, "value").peak()
 
 
 def test_every_kind_of_dropout_is_switched_off_and_nothing_else():

@@ -1,0 +1,238 @@
+"""What all charts have in common: frame, axes, traces, and curves with fewer points.
+
+A curve of 10,000 steps that is 500 pixels wide shows the range of about 20 steps in each column of
+pixels. Buckets that keep their lowest and highest value draw the same range with two points each; a
+mean, or every n-th point, would lose the single steps at which a norm spikes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import ArrayLike, NDArray
+
+from runner.config.modes import ModeInfo
+from runner.report.findings import Group
+from runner.report.look import INK, NEUTRAL, PAPER, RULE, SMOOTHING
+from runner.report.run import Floats, Series
+
+Trace = dict[str, Any]
+
+FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
+FRAME = {"l": 60, "r": 16, "t": 40, "b": 40}
+"""Margins of a chart in pixels."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart of the page."""
+
+    key: str
+    title: str
+    note: str
+    figure: go.Figure
+
+
+@dataclass(frozen=True)
+class Facet:
+    """Settings that one chart compares: those of a mode, and those that clip nothing."""
+
+    mode: str
+    groups: tuple[Group, ...]
+    suffix: str
+
+    @property
+    def own(self) -> list[Group]:
+        return [group for group in self.groups if group.mode == self.mode]
+
+    @property
+    def info(self) -> ModeInfo:
+        return next((group.info for group in self.own), ModeInfo())
+
+
+def facets(groups: Sequence[Group]) -> list[Facet]:
+    """Return the settings by mode, because thresholds of two modes do not compare."""
+    modes = sorted({group.mode for group in groups if group.mode and group.clips}) or ["none"]
+    compared = {m: tuple(g for g in groups if g.mode == m or not g.clips) for m in modes}
+    return [Facet(m, of, f" · clip={m}" if len(modes) > 1 else "") for m, of in compared.items()]
+
+
+def chart(
+    key: str,
+    title: str,
+    note: str,
+    traces: Sequence[Trace],
+    x: dict[str, Any],
+    y: dict[str, Any],
+    **layout: Any,
+) -> Chart:
+    """Return a chart of ``traces``; ``meta`` of its layout is for the script of the page."""
+    hover = {"bgcolor": PAPER, "bordercolor": NEUTRAL, "font": {"color": INK, "size": 11}}
+    common = {
+        "template": go.layout.Template(),
+        "title": {"text": title},
+        "meta": {},
+        "font": {"family": FONT, "size": 12, "color": INK},
+        "paper_bgcolor": PAPER,
+        "plot_bgcolor": PAPER,
+        "margin": FRAME,
+        "height": 330,
+        "hoverlabel": hover,
+        "legend": {"tracegroupgap": 0},
+        "hoversort": "value descending",
+        "hovermode": "closest",
+        "xaxis": x,
+        "yaxis": y,
+        # Marks that have no place on the vertical axis.
+        "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
+    }
+    return Chart(key, title, note, go.Figure(list(traces), common | layout))
+
+
+def axis(
+    title: str, ends: tuple[float, float], *, log: bool = False, percent: bool = False, **more: Any
+) -> dict[str, Any]:
+    """Return an axis of plotly from ``ends[0]`` to ``ends[1]``, both above 0 if ``log``."""
+    return {
+        "title": {"text": title, "standoff": 8},
+        "automargin": True,
+        "type": "log" if log else "linear",
+        "range": list(map(math.log10, ends)) if log else list(ends),
+        "tickformat": ".3~%" if percent else ".6~g",
+        "gridcolor": RULE,
+        "linecolor": NEUTRAL,
+        "zeroline": False,
+        "nticks": 4 if log and ends[1] < 1e3 * ends[0] else 7,
+        **more,
+    }
+
+
+def _every(values: Iterable[ArrayLike]) -> Floats:
+    arrays = [np.empty(0), *(np.asarray(one, dtype=np.float64).ravel() for one in values)]
+    every = np.concatenate(arrays)
+    return np.asarray(every[np.isfinite(every)])
+
+
+def limits(values: Iterable[ArrayLike], log: bool) -> tuple[float, float]:
+    """Return ends with a margin that enclose all finite values, or the positive ones if ``log``."""
+    every = _every(values)
+    every = every[every > 0] if log else every
+    if not every.size:
+        return (0.1, 10.0) if log else (0.0, 1.0)
+    low, high = float(every.min()), float(every.max())
+    if log:
+        span = max(high / low, 1.5) ** 0.05
+        return low / span, high * span
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin
+
+
+def scales(values: Sequence[Floats | Sequence[float]], log: bool) -> tuple[dict[str, Any], str]:
+    """Return the ends of a linear and of a logarithmic axis, if one is possible, and which to use.
+
+    The page offers both.
+    """
+    ends = {"linear": limits(values, False)}
+    if log or (_every(values) > 0).any():
+        ends["log"] = limits(values, True)
+    return ends, "log" if log else "linear"
+
+
+def spans(values: Iterable[ArrayLike], factor: float) -> bool:
+    """Return whether all finite values are positive and most of them span more than ``factor``."""
+    every = _every(values)
+    if not every.size or every.min() <= 0:
+        return False
+    low, high = np.percentile(every, (2, 98))
+    return bool(high / low > factor)
+
+
+def floats(values: ArrayLike) -> NDArray[np.float32]:
+    """Return values as they travel in the page: 4 bytes each, NaN where not finite."""
+    array = np.asarray(values, dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.where(np.abs(array) < 3e38, array, np.nan).astype(np.float32)
+
+
+def whole(steps: Floats) -> NDArray[Any]:
+    """Return steps as they travel in the page: 4 bytes each unless they need more."""
+    return steps.astype(np.int32) if not len(steps) or steps[-1] < 2**31 else steps
+
+
+def trace(group: Group | None, run: str | None, x: Any, y: Any, **more: Any) -> Trace:
+    """Return a trace that the page hides with its setting and its run."""
+    of: Trace = {}
+    if group is not None:
+        of = {"legendgroup": str(group.index), "meta": {"group": group.index, "run": run}}
+    return {"type": "scatter", "x": x, "y": y, "showlegend": False, **of, **more}
+
+
+def line(group: Group | None, x: Any, y: Any, name: str, **more: Any) -> Trace:
+    """Return a curve in the colour of a setting."""
+    stroke = {"color": group.color if group else NEUTRAL, "width": 1.7} | more.pop("line", {})
+    # With a template, plotly would show what is to be skipped.
+    hover = {} if "hoverinfo" in more else {"hovertemplate": "%{y:.4~g}"}
+    style = {"mode": "lines", "name": name, "line": stroke, **hover}
+    return trace(group, more.pop("run", None), x, y, **(style | more))
+
+
+def point(group: Group, run: str, x: float, y: float, text: str, **marker: Any) -> Trace:
+    """Return a point of a run with the text under the pointer."""
+    style = {"color": group.color, "size": 9, "line": {"width": 1, "color": PAPER}} | marker
+    about = {"name": group.label, "hovertext": [text], "hoverinfo": "text"}
+    return trace(group, run, [x], [y], mode="markers", marker=style, **about)
+
+
+def cross(group: Group, run: str, x: float, text: str) -> Trace:
+    """Return a mark at the upper edge for a value that has no place on the vertical axis."""
+    style = {"symbol": "x-thin", "line": {"width": 2, "color": group.color}}
+    return point(group, run, x, 0.965, text, **style) | {"yaxis": "y2"}
+
+
+def labels(x: Sequence[Any], y: Sequence[Any], texts: Sequence[str], **more: Any) -> Trace:
+    """Return texts inside a chart."""
+    style = {"mode": "text", "textfont": {"size": 11}, "cliponaxis": False, "hoverinfo": "skip"}
+    return trace(None, None, [*x], [*y], text=[*texts], **(style | more))
+
+
+def thinned(one: Series, buckets: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return steps and values of a series, of each bucket the lowest, the highest and gaps."""
+    values, n = one.values, len(one)
+    if n <= 2 * buckets:
+        return whole(one.steps), floats(values)
+    chosen, finite = {0, n - 1}, np.isfinite(values)
+    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
+    for start, end in pairwise(np.linspace(0, n, buckets + 1).astype(int)):
+        at = slice(start, end)
+        chosen |= {start + low[at].argmin(), start + high[at].argmax()}
+        if not finite[at].all():
+            chosen.add(start + finite[at].argmin())
+    kept = np.asarray(sorted(chosen), dtype=np.intp)
+    return whole(one.steps[kept]), floats(values[kept])
+
+
+def smoothed(one: Series, buckets: int, log: bool) -> tuple[Floats, Floats, Floats]:
+    """Return the middle steps of at most ``buckets`` ranges, their means, and these smoothed.
+
+    Means are geometric if ``log``. A range without a finite value stays a gap.
+    """
+    n = len(one)
+    starts = np.linspace(0, n, min(n, buckets), endpoint=False).astype(np.intp)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        of = np.log(one.values) if log else one.values
+        finite = np.isfinite(of)
+        counts = np.add.reduceat(finite.astype(float), starts)
+        means = np.add.reduceat(np.where(finite, of, 0.0), starts) / counts
+    known, width = np.isfinite(means), max(1, round(SMOOTHING * len(means)))
+    middle = slice(width // 2, width // 2 + len(means))  # windows around the middle of each value
+    sums = np.convolve(np.where(known, means, 0.0), np.ones(width))[middle]
+    near = np.convolve(known, np.ones(width))[middle]
+    rolled = np.where(known, sums / np.maximum(near, 1), np.nan)
+    steps = one.steps[(starts + np.append(starts[1:], n) - 1) // 2]
+    return (steps, np.exp(means), np.exp(rolled)) if log else (steps, means, rolled)

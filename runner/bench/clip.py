@@ -58,7 +58,6 @@ class Subject:
 
     @property
     def norm(self) -> float:
-        """Norm of the saved gradients, summed in float64."""
         norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in self._saved]
         return float(torch.stack(norms).norm())
 
@@ -82,7 +81,6 @@ class Subject:
         return timed
 
     def clipping(self, name: str, **options: Any) -> Side:
-        """Return a side that clips by the mode ``name`` and records its decisions."""
         mode, layout = build(name, **options), Layout.of_model(self.model)
         mode.bind(layout)
         push = telemetry(self.setting.folder)
@@ -104,14 +102,11 @@ def telemetry(folder: Path) -> Callable[[Decision], None]:
 
 
 class Small(nn.ParameterList):
-    """As many small tensors as ``number``."""
-
     def __init__(self, number: int) -> None:
         super().__init__(torch.randn(64) for _ in range(number))
 
 
 def of_torchvision(name: str, **options: Any) -> nn.Module:
-    """Make a model of torchvision by its name."""
     import torchvision
 
     model: nn.Module = getattr(torchvision.models, name)(**options)
@@ -119,13 +114,11 @@ def of_torchvision(name: str, **options: Any) -> nn.Module:
 
 
 def gpt(layers: int = 12, width: int = 384, heads: int = 6) -> nn.Module:
-    """Make a decoder-only transformer over bytes."""
     return GPT(256, 128, layers, heads, width, tied=True, bias=True, dropout=0.0)
 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Context in which torch uses ``number`` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -152,7 +145,6 @@ def clock_of(device: str) -> Callable[[Callable[[], object]], float]:
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """Measure the table; rows for each model, optimizer and threshold."""
     models: dict[str, Callable[[], nn.Module]] = {
         "resnet34": partial(of_torchvision, "resnet34"),
         "vit_b_16": partial(of_torchvision, "vit_b_16"),

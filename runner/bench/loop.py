@@ -73,7 +73,6 @@ def mlp() -> nn.Module:
 
 
 def tiny(setting: Setting) -> Task:
-    """Return the small task, with fewer steps where only a quick look is asked for."""
     return Task("tiny MLP", mlp, (64,), 64, 50 if setting.quick else 200)
 
 
@@ -81,7 +80,6 @@ LARGE = Task("resnet18", partial(of_torchvision, "resnet18", num_classes=10), (3
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """Measure the table."""
     small = tiny(setting)
     tasks = [(small, 41, 1.00), *([] if setting.quick else [(LARGE, 15, 1.01)])]
     with threads(1), recorded(setting) as sinks:
@@ -123,7 +121,6 @@ def bare(task: Task, plugin: Plugin | None = None) -> float:
 
 
 def trained(task: Task, sinks: Sequence[Sink], plugin: Plugin | None = None) -> float:
-    """Train by :class:`runner.Trainer`; return the seconds."""
     model, loader, optimizer = task.parts(plugin)
     trainer = Trainer(
         model,

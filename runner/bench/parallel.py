@@ -88,7 +88,6 @@ def _each(make: Make, names: Sequence[str], setting: Setting) -> list[Row]:
 
 
 def _rows(name: str, make: Make, setting: Setting) -> list[Row]:
-    """Measure a threshold that binds, and one that does not, under one plugin."""
     torch.manual_seed(0)
     model = make()
     sizes = [parameter.numel() for parameter in model.parameters()]

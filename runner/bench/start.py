@@ -24,7 +24,6 @@ ANSWERS = {"--help": 0, "--cfg job": 0, "clip.treshold=1 accumulation.steps=0": 
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """Measure the table."""
     sides: dict[str, Side] = {"import": partial(clocked, partial(_run, setting, "-c import torch"))}
     answers = list(ANSWERS)[: 1 if setting.quick else None]
     for words in answers:
@@ -48,7 +47,6 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 
 def _run(setting: Setting, words: str, code: int = 0) -> None:
-    """Run Python to its end, with its outputs in the folder of ``setting``."""
     arguments = words.split(" ", 1) if words.startswith("-c") else words.split()
     outputs = {"WANDB_MODE": "offline", "RUNNER_OUTPUTS": str(setting.folder / "outputs")}
     root = {"PYTHONPATH": str(Path(__file__).parents[2])}

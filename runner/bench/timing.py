@@ -69,7 +69,6 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Return the spread of at least one value."""
         listed = sorted(values)
         if len(listed) == 1:
             return cls(listed[0], listed[0], listed[0], 1)
@@ -79,8 +78,6 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table."""
-
     what: str
     value: Spread
     limit: float | None = None
@@ -88,13 +85,11 @@ class Row:
     ms: Mapping[str, float] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """Return the row as JSON-like containers."""
         unit = self.unit or "ratio"
         own = {"what": self.what, "unit": unit, "limit": self.limit, "ms": dict(self.ms)}
         return own | self.value._asdict()
 
     def line(self) -> str:
-        """Return the row as one line, below :data:`HEADER`."""
         value, limit = self.value, ""
         if self.limit is not None:
             missed = value.median > self.limit
@@ -111,7 +106,6 @@ def _shown(value: float) -> str:
 
 
 def clocked(work: Callable[[], object]) -> float:
-    """Return the seconds that ``work`` takes on the host."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started

@@ -28,7 +28,6 @@ class Histogram:
 
     @property
     def nonzero(self) -> float:
-        """Number of elements or units that are not zero."""
         return math.fsum(self.counts)
 
     def share_above(self, threshold: float) -> float:
@@ -45,13 +44,11 @@ class Histogram:
         return float(10 ** np.interp(-share * above[0], -above, edges))
 
     def _above(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the edges of the bins, and the number of elements or units above each edge."""
         edges = np.linspace(self.lowest, self.highest, len(self.counts) + 1)
         return edges, np.append(np.cumsum(np.asarray(self.counts)[::-1])[::-1], 0.0)
 
 
 def warm_up(steps: int, asked: int | None) -> int:
-    """Return the number of warm-up steps: ``asked``, or a tenth of the steps."""
     return steps // 10 if asked is None else min(asked, steps - 1)
 
 
@@ -84,5 +81,4 @@ def _suggestion(start: float, low: float, high: float) -> dict[str, float] | Non
 
 
 def would_clip(peaks: Sequence[float], threshold: float) -> float:
-    """Return the share of the steps that ``threshold`` would have clipped."""
     return sum(peak > threshold for peak in peaks) / max(len(peaks), 1)

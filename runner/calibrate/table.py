@@ -15,7 +15,6 @@ COLUMNS = ("mean", *(f"p{point}" for point in POINTS), "max")
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines to print for the content of ``calibrate.json``."""
     info = info_of(found["mode"], found["mode_info"])
     steps, first = found["steps"], found["warmup_steps"]
     yield f"{plural(steps, 'step')} without clipping, the first {first} as warm-up"

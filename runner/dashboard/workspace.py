@@ -46,7 +46,6 @@ def save(project: str, entity: str, group: str, name: str) -> str:
 
 
 def build(project: str, entity: str, group: str | None, name: str = "") -> ws.Workspace:
-    """Return the workspace, without asking a server."""
     title = name or ("Clipping" if group is None else f"Clipping, {group}")
     return ws.Workspace(
         entity=entity,

@@ -111,7 +111,6 @@ def along(found: Findings, group: Group, key: str) -> dict[float, Group]:
 
 
 def value_of(group: Group, key: str) -> float | None:
-    """Return the value of ``key`` in a setting if it is a number above 0."""
     if key == THRESHOLD:
         return group.threshold
     value = drawn(group.runs[0].config.get(key))
@@ -154,7 +153,6 @@ def _seeds(found: Findings) -> Iterator[Remark]:
 
 
 def _with_seeds(found: Findings, count: int) -> str:
-    """Return the command for so many seeds, those of the sweep included."""
     kept = sorted({int(run.seed) for run in found.sweep.runs if run.seed.isdecimal()})
     free = (seed for seed in range(count + len(kept)) if seed not in kept)
     return found.sweep.command_with(sorted([*kept, *islice(free, max(0, count - len(kept)))]))

@@ -76,7 +76,6 @@ def sections(found: Findings) -> Sections:
 
 
 def _loss(groups: Sequence[Group]) -> Iterator[Chart]:
-    """Yield charts of the evaluations and of the training loss that runs recorded."""
     key, name = keys.EVAL_LOSS, "evaluation loss"
     held, low = "Measured on held-out data.", _below_ceiling
     yield from _draw(Curves("eval-loss", "Evaluation loss", name, key, held, cut=low), groups)
@@ -89,7 +88,6 @@ def _loss(groups: Sequence[Group]) -> Iterator[Chart]:
 
 
 def _clipping(groups: Sequence[Group]) -> Iterator[Chart]:
-    """Yield, for each mode, charts of ‖G‖, of how much clipping changed, and of the coefficient."""
     for facet in draw.facets(groups):
         mode, of, parts = facet.mode, facet.suffix, facet.info.parts or "steps"
         note = f"Before clipping; bold: geometric mean. {facet.info.note}"
@@ -176,7 +174,6 @@ def _draw(
 
 
 def _named(group: Group, run: Run) -> str:
-    """Return the name of a run in a chart: its setting, and its number if there are several."""
     return group.label if len(group.runs) == 1 else f"{group.label} · run {run.number}"
 
 
@@ -211,7 +208,6 @@ def _levels(group: Group, last: float) -> Iterator[Trace]:
 
 
 def _lost(group: Group, run: Run, one: Series) -> Iterator[Trace]:
-    """Yield a mark at the first value that is not finite."""
     gone = np.flatnonzero(~np.isfinite(one.values))
     if len(gone):
         step, value = one.steps[gone[0]], rounded(float(one.values[gone[0]]))

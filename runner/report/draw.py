@@ -174,7 +174,6 @@ def trace(group: Group | None, run: str | None, x: Any, y: Any, **more: Any) -> 
 
 
 def line(group: Group | None, x: Any, y: Any, name: str, **more: Any) -> Trace:
-    """Return a curve in the colour of a setting."""
     stroke = {"color": group.color if group else NEUTRAL, "width": 1.7} | more.pop("line", {})
     # With a template, plotly would show what is to be skipped.
     hover = {} if "hoverinfo" in more else {"hovertemplate": "%{y:.4~g}"}
@@ -183,7 +182,6 @@ def line(group: Group | None, x: Any, y: Any, name: str, **more: Any) -> Trace:
 
 
 def point(group: Group, run: str, x: float, y: float, text: str, **marker: Any) -> Trace:
-    """Return a point of a run with the text under the pointer."""
     style = {"color": group.color, "size": 9, "line": {"width": 1, "color": PAPER}} | marker
     about = {"name": group.label, "hovertext": [text], "hoverinfo": "text"}
     return trace(group, run, [x], [y], mode="markers", marker=style, **about)
@@ -196,7 +194,6 @@ def cross(group: Group, run: str, x: float, text: str) -> Trace:
 
 
 def labels(x: Sequence[Any], y: Sequence[Any], texts: Sequence[str], **more: Any) -> Trace:
-    """Return texts inside a chart."""
     style = {"mode": "text", "textfont": {"size": 11}, "cliponaxis": False, "hoverinfo": "skip"}
     return trace(None, None, [*x], [*y], text=[*texts], **(style | more))
 

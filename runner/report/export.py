@@ -99,7 +99,6 @@ def as_json(found: Findings) -> str:
 
 
 def as_latex(found: Findings) -> str:
-    """Return a table for LaTeX with the package booktabs: one row a setting."""
     columns = [key for key in found.columns if key != "seed"]
     other = found.compared_with if found.comparisons else None
     names = [*columns, "seeds", f"best {found.metric or 'metric'}"]

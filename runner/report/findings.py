@@ -55,7 +55,6 @@ class Group:
 
     @property
     def threshold(self) -> float | None:
-        """λ; None for ``clip=none``."""
         return self.runs[0].threshold
 
 
@@ -123,7 +122,6 @@ def grouped(runs: Sequence[Run], columns: Sequence[str]) -> list[Group]:
 
 
 def label(run: Run, columns: Iterable[str]) -> str:
-    """Return a short name of a setting: its clipping, and the other keys in which it differs."""
     if not run.config and not run.mode:
         return _brief(_words(run)) or "?"
     clip = run.mode if run.threshold is None else f"{run.mode} {rounded(run.threshold)}"
@@ -143,7 +141,6 @@ def named(groups: Iterable[Group], text: str) -> Group | None:
 
 
 def natural(text: str) -> tuple[float, str]:
-    """Return a sort key that orders numbers by size and before other text."""
     try:
         return float(text), ""
     except ValueError:
@@ -166,7 +163,6 @@ def _value(value: object) -> str:
 
 
 def _words(run: Run) -> str:
-    """Return the overrides of a run but for its seed."""
     return " ".join(word for word in run.overrides if not word.startswith("seed="))
 
 
@@ -197,7 +193,6 @@ class Findings:
     unknown: str | None = None
 
     def score(self, run: Run) -> float | None:
-        """Return the best value of the metric in a run; None if it recorded none."""
         measured = self.measured[run.number]
         score = measured.get(f"best/{self.metric}")
         return math.nan if score is not None and measured[DIVERGED] is not None else score
@@ -207,7 +202,6 @@ class Findings:
         return run.state == "finished" or all(r.state != "finished" for r in self.sweep.runs)
 
     def judged(self, group: Group) -> list[Run]:
-        """Return the runs of a setting that are compared."""
         return [run for run in group.runs if self.counts(run)]
 
     def seeds(self, group: Group) -> dict[Hashable, float]:
@@ -224,24 +218,20 @@ class Findings:
 
     @cached_property
     def ranked(self) -> list[Group]:
-        """Settings with a finite mean score, the best first."""
         scored = [group for group in self.groups if math.isfinite(self.mean(group)[0])]
         sign = -1.0 if self.higher_is_better else 1.0
         return sorted(scored, key=lambda group: sign * self.mean(group)[0])
 
     @property
     def best(self) -> Group | None:
-        """Setting with the best mean score; None if no setting has a finite one."""
         return self.ranked[0] if self.ranked else None
 
     def average(self, group: Group, key: str) -> float | None:
-        """Return the mean of a metric over the runs of a setting that are compared."""
         values = [self.measured[run.number][key] for run in self.judged(group) or group.runs]
         known = [value for value in values if value is not None and math.isfinite(value)]
         return fmean(known) if known else None
 
     def ratio(self, group: Group) -> float | None:
-        """Return the mean share of steps that clipping changed."""
         return self.average(group, keys.CLIP_RATIO_TOTAL)
 
     def clipped(self, group: Group) -> str | None:
@@ -263,7 +253,6 @@ class Findings:
 
     @cached_property
     def rivals(self) -> dict[int, Difference]:
-        """Difference of each setting to the best one, by the index of the setting."""
         return self._compare(self.groups, self.best, True) if self.best else {}
 
     @property
@@ -292,7 +281,6 @@ class Findings:
 
 
 def find(sweep: SweepRuns) -> Findings:
-    """Group the runs of a sweep and measure each."""
     runs = sweep.runs
     columns, others = differences(runs)
     asked = [run.config.get("sweep.objective") for run in runs]

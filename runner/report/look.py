@@ -40,7 +40,6 @@ def rounded(value: float | None, digits: int = 4) -> str:
 
 
 def signed(value: float) -> str:
-    """Format a difference with its sign and three significant digits."""
     return f"{'+' if value > 0 else ''}{rounded(value, 3)}"
 
 
@@ -52,12 +51,10 @@ def percent(share: float | None) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Format a count of things: ``1 run``, ``1,234 runs``."""
     return notation.plural(count, noun, ",")
 
 
 def viridis(at: float) -> str:
-    """Return the colour at a place in 0..1 as ``#rrggbb``."""
     places = np.linspace(0, 1, len(_VIRIDIS))
     return f"#{bytes(round(np.interp(at, places, channel)) for channel in _VIRIDIS.T).hex()}"
 

@@ -66,7 +66,6 @@ def threshold_charts(found: Findings) -> Iterator[Chart]:
 
 
 def _histogram(found: Findings, reference: Group) -> Chart:
-    """Return a histogram of the norms of a setting, with the thresholds of all settings."""
     values = np.sort(norms(reference))
     marked = {
         group.threshold: group

@@ -32,7 +32,6 @@ def write(folder: Path, left: int = 0) -> Path:
 
 
 def write_page(sweep: SweepRuns, left: int = 0) -> Path:
-    """Write the page of runs that were read before, see :func:`write`."""
     target = sweep.folder / files.PAGE
     # An override may hold bytes that are no UTF-8; the page shows a question mark for each.
     write_text(target, html(sweep, left).encode("utf-8", "replace").decode("utf-8"))
@@ -96,7 +95,6 @@ def _asset(name: str) -> str:
 
 
 def _facts(runs: Sequence[Run]) -> dict[str, str]:
-    """Return each fact with all values that runs recorded; usually there is one."""
     facts = {}
     for key in (*_FACTS, "started", "ended") if len(runs) == 1 else _FACTS:
         values = (run.status.get(key, run.summary.get(key)) for run in runs)
@@ -107,7 +105,6 @@ def _facts(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _shared(runs: Sequence[Run]) -> list[str]:
-    """Return the configuration keys with the same value in all runs."""
     known = [run for run in runs if run.config]
     return [
         f"{key}={choice(known[0], key)}"

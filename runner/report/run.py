@@ -66,7 +66,6 @@ class Run:
 
     @cached_property
     def typed(self) -> dict[str, str]:
-        """Value of each override by its key."""
         pairs = (word.lstrip("+~").split("=", 1) for word in self.overrides if "=" in word)
         return {key.partition("@")[0]: value for key, value in pairs}
 
@@ -78,7 +77,6 @@ class Run:
 
     @property
     def mode(self) -> str:
-        """Clipping mode; empty if neither configuration nor overrides give it."""
         given = self.config.get("clip.mode") if self.config else self.typed.get("clip")
         return str(given or "")
 
@@ -99,11 +97,9 @@ class Run:
         return threshold if known else None
 
     def of(self, key: str) -> Series:
-        """Return the series of a metric, which is empty if the run did not record it."""
         return self.series.get(key, EMPTY)
 
     def recorded(self, key: str) -> bool:
-        """Return whether rows or summary hold a metric."""
         final = self.summary.get("final")
         return key in self.series or (isinstance(final, dict) and key in final)
 
@@ -114,7 +110,6 @@ class Run:
 
     @cached_property
     def layers(self) -> dict[str, Series]:
-        """Gradient norm of each parameter, in recorded order."""
         return self._by_suffix(keys.LAYER_NORM)
 
     @cached_property
@@ -127,7 +122,6 @@ class Run:
 
     @cached_property
     def steps(self) -> int:
-        """Optimizer steps taken, as far as they were recorded."""
         known = [drawn(self.summary.get("steps")), drawn(self.status.get("step"))]
         known += [*map(float, self.of(keys.TRAIN_STEP).steps[-1:])]
         return int(max((value for value in known if value and math.isfinite(value)), default=0))
@@ -222,7 +216,6 @@ def _drawn(values: list[float]) -> Floats:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder holds the record of one run."""
     return any((folder / name).exists() for name in (files.STATUS, files.ROWS))
 
 
@@ -251,7 +244,6 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_yaml(path: Path) -> object:
-    """Return the content of a YAML file; None if it is missing or damaged."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
     except (OSError, ValueError, yaml.YAMLError):

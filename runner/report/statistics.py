@@ -52,7 +52,6 @@ class Difference:
 
     @property
     def seen(self) -> bool:
-        """Whether the interval leaves 0 out."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
@@ -71,7 +70,6 @@ def compare(settings: Sequence[Scores], reference: int, chosen: bool) -> dict[in
 
 
 def holm(values: Mapping[int, float], tests: int) -> dict[int, float]:
-    """Return p by position, corrected by Holm's method."""
     order = sorted(values, key=values.__getitem__)
     steps = (min(1.0, values[position] * (tests - rank)) for rank, position in enumerate(order))
     return dict(zip(order, accumulate(steps, max), strict=True))
@@ -89,14 +87,12 @@ def _difference(one: Scores, other: Scores, level: float) -> Difference:
 
 
 def _tested(one: Difference, error: float, level: float) -> Difference:
-    """Add the paired t test to a difference with this standard error."""
     from scipy import special  # imported only for a page that compares several seeds
 
     def limit(freedom: float) -> float:
         return float(special.stdtrit(freedom, (1 + level) / 2))
 
     def smallest(seeds: int) -> float:
-        """Return the smallest true difference that so many seeds show."""
         errors = special.nctdtrinc(seeds - 1, 1 - POWER, limit(seeds - 1))
         return float(errors) * error * math.sqrt(one.seeds / seeds)
 

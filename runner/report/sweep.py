@@ -43,7 +43,6 @@ class SweepRuns:
         return command_of([*swept, *kept, seeded, f"sweep.name={self.name}"])
 
     def command_of(self, run: Run) -> str:
-        """Return the command that runs one of the runs."""
         return command_of([*self.flags, *run.overrides])
 
 
@@ -87,7 +86,6 @@ def read_sweep(folder: Path) -> SweepRuns:
 
 
 def command_of(overrides: Iterable[object]) -> str:
-    """Return the command that runs ``overrides``."""
     return shlex.join(["python", "-m", "runner", *map(str, overrides)])
 
 

@@ -43,7 +43,6 @@ class SideMetrics:
 
     @classmethod
     def of(cls, decision: Decision) -> SideMetrics:
-        """Convert ``decision``; synchronises with the device."""
         return cls(*(float(metric) for metric in decision.metrics[:6]))
 
 

@@ -120,7 +120,6 @@ class Reference:
         return peak
 
     def weights(self) -> dict[str, Tensor]:
-        """Return all parameters by name, on the host."""
         parameters = dict(self.model.named_parameters())
         if isinstance(self._criterion, nn.Module):
             own = self._criterion.named_parameters()

@@ -294,7 +294,6 @@ def _whole(trainer: Trainer, value: Callable[[nn.Parameter], Tensor | None]) -> 
 
 
 def _from_all(mine: T) -> list[T]:
-    """Return the values of all ranks; a collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
     every: list[Any] = [None] * dist.get_world_size()
@@ -348,8 +347,6 @@ def _causes(
 
 
 class _Losses(list[float]):
-    """A sink that keeps the loss of each step."""
-
     def write(self, row: dict[str, Any]) -> None:
         self.append(float(row[keys.TRAIN_LOSS]))
 

@@ -15,7 +15,6 @@ HEAD = (
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines to print for the content of ``verify.json``."""
     for mode in found["modes"]:
         yield ""
         threshold = mode["threshold"]
@@ -42,7 +41,6 @@ def last_line(found: Mapping[str, Any]) -> str:
 
 
 def _step(step: Mapping[str, Any]) -> str:
-    """Return the line of one compared step."""
     plugin, reference, naive = step["plugin"], step["reference"], step["naive"]
     ours, theirs = plugin["fraction"], reference["fraction"]
     fraction = f"{ours:.6g}" if ours == theirs else f"{ours:.6g} not {theirs:.6g}"

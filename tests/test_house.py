@@ -14,9 +14,9 @@ from tests.process import ROOT
 HOUSE = Path(runner.__file__).parent
 LINES = {
     ("config", "compose"): 4780,
-    ("cli",): 1080,
+    ("cli",): 945,
     ("launch",): 1345,
-    ("sweep",): 785,
+    ("sweep",): 690,
     ("telemetry",): 1495,
     ("train",): 2525,
     ("booster",): 3780,
@@ -26,7 +26,7 @@ LINES = {
     ("optim",): 400,
     ("data", "models"): 2145,
     ("report",): 2490,
-    ("run_folder",): 740,
+    ("run_folder",): 715,
     ("verify", "calibrate", "dashboard"): 1235,
     ("bench",): 885,
 }

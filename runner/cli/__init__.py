@@ -38,5 +38,4 @@ def new_folder(kind: str, file: str, key: str, given: Path | None) -> Path:
         message = f"holds an earlier {kind} ({file}); choose another name or remove it"
     if message is None:
         return chosen
-    key, value = (key, given) if given else ("RUNNER_OUTPUTS", outputs())
-    raise RequestError([Problem(key, str(value), message)])
+    raise RequestError([Problem(key if given else "RUNNER_OUTPUTS", str(chosen), message)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +35,9 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
     """Read overrides and Hydra's flags, which may stand in any order."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add = parser.add_argument
-    for name in ("path", "name", "dir"):
-        add(f"--config-{name}", f"-c{name[0]}", type=str if name == "name" else folder)
+    add("--config-path", "-cp", type=folder)
+    add("--config-name", "-cn", default=CONFIG_NAME)
+    add("--config-dir", "-cd", type=folder)
     if purpose in ("a run", "a plan"):
         modes = parser.add_mutually_exclusive_group()
         modes.add_argument("--multirun", "-m", action="store_true")
@@ -44,51 +45,36 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
         modes.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
         modes.add_argument("--info", "-i", nargs="?", const="all")
         add("--package", "-p")
-        add("--help", "-h", action="store_true")
+        for name, short in {"help": "h", "shell-completion": "sc"}.items():
+            add(f"--{name}", f"-{short}", action="store_true")
         add("--hydra-help", action="store_true")
         add("--resolve", action="store_true")
-        add("--shell-completion", "-sc", action="store_true")
     try:
         args, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
-        problems = [Problem(error.argument_name or "flags", NOTHING, error.message)]
-        args, rest = parser.parse_known_args([])[0], [w for w in words if "=" in w and w[:1] != "-"]
-    else:
-        message = f"unknown flag of {purpose}; --help and --hydra-help list the flags"
-        problems = [Problem(word, NOTHING, message) for word in rest if word.startswith("-")]
-    args.overrides = spelled_out([w for w in rest if not w.startswith("-")])
-    if problems:
-        try:
-            checked(args)
-        except RequestError as error:  # one message names wrong overrides too
-            problems += error.problems
-        raise RequestError(problems)
+        name = error.argument_name or "flags"
+        raise RequestError([Problem(name, NOTHING, error.message)]) from None
+    message = f"unknown flag of {purpose}; --help and --hydra-help list the flags"
+    if unknown := [Problem(word, NOTHING, message) for word in rest if word.startswith("-")]:
+        raise RequestError(unknown)
+    args.overrides = spelled_out(rest)
+    args.source = Source(args.config_path, args.config_name, args.config_dir)
     return args
-
-
-def source_of(args: argparse.Namespace) -> Source:
-    """Return where the flags say that the configuration is read."""
-    return Source(args.config_path, args.config_name or CONFIG_NAME, args.config_dir)
 
 
 def checked(args: argparse.Namespace) -> Request:
     """Return the request of a run or a sweep, checked as far as that goes without torch."""
-    return request(
-        args.overrides,
-        multirun=getattr(args, "multirun", False),
-        source=source_of(args),
-        earlier=None if joins() else earlier_record,  # the first rank may have begun the record
-    )
+    earlier = None if joins() else earlier_record  # the first rank may have begun the record
+    return request(args.overrides, multirun=args.multirun, source=args.source, earlier=earlier)
 
 
 def single(words: Sequence[str], purpose: str) -> Request:
     """Read and check a request for one run; nothing is created."""
     args = read(words, purpose)
-    wanted = request(args.overrides, source=source_of(args), writes=False)
+    wanted = request(args.overrides, source=args.source, writes=False)
     if wanted.sweep is not None:
         message = f"{purpose} is of one run: leave out what makes a sweep of it"
         raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
-    note(wanted.notes)
     elastic.require_one_machine(wanted.jobs[0].config)
     check_jobs(wanted.jobs)
     return wanted
@@ -96,8 +82,6 @@ def single(words: Sequence[str], purpose: str) -> Request:
 
 def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
     """Check what needs torch: targets, data, device and clipping mode of each distinct job."""
-    if not jobs:
-        return
     here, started = where != "elsewhere", started_rank()
     if "torch" not in sys.modules:
         announce("clip-runner: importing torch, then checking model and data")
@@ -121,17 +105,12 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
         raise RequestError(problems)
     configs = [job.config for job in jobs if here and started is None]
     growing = [one for one in configs if may_grow(one.plugin) and build.ranks_of(one) == 1]
-    note(
-        f"plugin={name} runs on one rank: plugin.nproc is not given, and this run uses at most one "
-        "GPU. plugin.nproc=2 starts two ranks."
-        for name in sorted({one.plugin.name for one in growing})
-    )
-
-
-def note(sentences: Iterable[str]) -> None:
-    """Print ``sentences`` to standard error, on the first rank alone."""
-    for sentence in () if joins() else sentences:
-        print_line(f"clip-runner: note: {sentence}", sys.stderr)
+    for name in sorted({one.plugin.name for one in growing}):
+        text = (
+            f"clip-runner: note: plugin={name} runs on one rank: plugin.nproc is not given, and "
+            "this run uses at most one GPU. plugin.nproc=2 starts two ranks."
+        )
+        print_line(text, sys.stderr)
 
 
 def on_ranks(

@@ -12,8 +12,6 @@ Exit codes: 0 measured   1 training failed   2 the request was wrong   129, 130,
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +21,8 @@ from runner.cli.arguments import on_ranks, single
 from runner.config.environment import joins
 from runner.config.identity import masked_words
 from runner.config.problem import Problem, RequestError
-from runner.telemetry.sinks.console import print_line
+from runner.run_folder.strict_json import write_object
+from runner.telemetry.sinks.console import TerminalSink, print_line
 
 FILE = "calibrate.json"
 USAGE = __doc__
@@ -31,31 +30,19 @@ USAGE = __doc__
 
 def main(words: Sequence[str]) -> int:
     """Calibrate as the arguments ``words`` ask."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may have no ‖
     [job] = single(words, "a calibration").jobs
     config = job.config
-    message = ""
-    if config.clip.info.nested:
-        message = "has several thresholds: calibrate one of its modes, such as clip=norm"
-    elif config.clip.info.derived:
-        message = (
-            "derives its limit from earlier steps, so there is no threshold to "
-            "calibrate; python -m runner calibrate clip=norm shows how large they are"
-        )
-    if message:
+    if config.clip.info.nested or config.clip.info.derived:
+        message = "has no one threshold to calibrate; clip=norm shows how large gradients are"
         raise RequestError([Problem("clip", config.clip.mode, message)])
     output = config.calibrate.output
     given = Path(output) if output else None
     folder = new_folder("calibration", FILE, "calibrate.output", given)
     from runner.calibrate.measure import describe, end_of, execute
     from runner.launch.failure import Failure
-    from runner.run_folder.strict_json import write_object
-    from runner.telemetry.sinks.console import TerminalSink
 
-    sinks = []
-    if not joins():
-        sinks = [TerminalSink(end_of(config).value, config.log.flush, title="calibration")]
+    steps = end_of(config).value
+    sinks = [] if joins() else [TerminalSink(steps, config.log.flush, title="calibration")]
     measured = on_ranks(config, folder, execute, sinks)
     if isinstance(measured, Failure):
         return measured.exit_code

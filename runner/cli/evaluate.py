@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from runner.cli import FAILED, command_parser, folder
 from runner.cli.arguments import check_jobs, on_ranks
@@ -20,6 +19,7 @@ from runner.config.notation import plural
 from runner.config.problem import Problem, RequestError
 from runner.launch.elastic import require_one_machine
 from runner.run_folder import files
+from runner.run_folder.strict_json import write_object
 from runner.telemetry.sinks.console import print_line
 
 DESCRIPTION = """\
@@ -49,35 +49,27 @@ def main(words: Sequence[str]) -> int:
     job = recorded(run / files.CONFIG, asked.overrides, Source(extra=asked.config_dir))
     require_one_machine(job.config)
     check_jobs([job])
-    from runner.checkpoint.folder import DamagedCheckpoint
     from runner.launch.failure import Failure
-    from runner.run_folder.strict_json import write_object
     from runner.train.job import evaluate
 
-    try:
-        checkpoint: Path | None = None
-        manifest: dict[str, Any] = {}
-        if not joins():  # the first rank tells which
-            checkpoint, manifest = chosen(run, asked.checkpoint)
-        # Local ranks log to the folder of a run; nothing of it is kept.
-        with tempfile.TemporaryDirectory(prefix="clip-runner-") as home:
-            found = on_ranks(job.config, Path(home), partial(evaluate, checkpoint=checkpoint))
-        if isinstance(found, Failure):
-            return found.exit_code
-        if not found["metrics"]:
-            print_line("clip-runner: there is no held-out data to evaluate on", sys.stderr)
-            return FAILED
-        step, ranks = manifest.get("step"), plural(found["world_size"], "rank")
-        at = "" if step is None else f", step {step}"
-        print_line(f"{checkpoint}{at}; plugin={job.config.plugin.name} on {ranks}")
-        for key, value in found["metrics"].items():
-            print_line(f"{key:<14} {value}")
-        if asked.output is not None:
-            about = {"run": str(run), "checkpoint": str(checkpoint), "step": step}
-            about["overrides"] = masked_words(asked.overrides)
-            write_object(asked.output, {**about, **found["metrics"]})
-            print_line(str(asked.output))
-    except (DamagedCheckpoint, OSError) as error:
-        print_line(f"clip-runner: {error}", sys.stderr)
+    # The first rank tells the others which checkpoint.
+    checkpoint, manifest = (None, {}) if joins() else chosen(run, asked.checkpoint)
+    # Local ranks log to the folder of a run; nothing of it is kept.
+    with tempfile.TemporaryDirectory(prefix="clip-runner-") as home:
+        found = on_ranks(job.config, Path(home), partial(evaluate, checkpoint=checkpoint))
+    if isinstance(found, Failure):
+        return found.exit_code
+    if not found["metrics"]:
+        print_line("clip-runner: there is no held-out data to evaluate on", sys.stderr)
         return FAILED
+    step, ranks = manifest.get("step"), plural(found["world_size"], "rank")
+    at = "" if step is None else f", step {step}"
+    print_line(f"{checkpoint}{at}; plugin={job.config.plugin.name} on {ranks}")
+    for key, value in found["metrics"].items():
+        print_line(f"{key:<14} {value}")
+    if asked.output is not None:
+        about = {"run": str(run), "checkpoint": str(checkpoint), "step": step}
+        about["overrides"] = masked_words(asked.overrides)
+        write_object(asked.output, {**about, **found["metrics"]})
+        print_line(str(asked.output))
     return 0

@@ -7,14 +7,15 @@ Ctrl-C in that time ends in one line as it does later.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from importlib import import_module
 
+from runner.checkpoint.folder import DamagedCheckpoint
 from runner.cli import FAILED, INTERRUPTED, WRONG_REQUEST
 from runner.config import disk
 from runner.config.environment import joins, started_rank
@@ -54,6 +55,8 @@ def start() -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command, and return its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may have no ‖
     # Read when torch is imported: threads that wait for work spin for microseconds, then sleep. By
     # default they spin for milliseconds, and a small net's step takes three to ten times as long as
     # soon as anything else wants a core.
@@ -71,7 +74,6 @@ def main(arguments: Sequence[str]) -> int:
             if isinstance(end, signals.Terminated) and not joins():
                 print_line(ending(code), sys.stderr)
         sys.stdout.flush()  # at the end of the interpreter a broken pipe could not be caught
-        return code
     except RequestError as error:
         started = started_rank()
         if started is None or started.rank == 0 or started.local_rank == 0:
@@ -79,30 +81,22 @@ def main(arguments: Sequence[str]) -> int:
         else:
             # torchrun ends all ranks with the first that fails: not before the message is printed.
             time.sleep(LISTENING)
-        return WRONG_REQUEST
+        code = WRONG_REQUEST
     except KeyboardInterrupt as interrupt:
         if not isinstance(interrupt, Interrupted) and not joins():
             print_line("interrupted", sys.stderr)
-        return INTERRUPTED
+        code = INTERRUPTED
     except BrokenPipeError:
         leave_unread(sys.stdout)
-        return code
-    except OSError as error:
-        message = disk.told(error)
-        if message is None:
-            raise
-        print_line(f"clip-runner: {message}", sys.stderr)
-        return FAILED
+    except (DamagedCheckpoint, OSError) as error:  # such as a file that cannot be written
+        print_line(f"clip-runner: {disk.told(error) or error}", sys.stderr)
+        code = FAILED
+    return code
 
 
 def _command(arguments: list[str]) -> int:
     """Find the command that ``arguments`` begin with, and run it."""
-    command, first = "run", arguments[0] if arguments else ""
-    if first in COMMANDS:
-        command, *arguments = arguments
-    elif "=" not in first and (meant := get_close_matches(first, COMMANDS, 1)):
-        print_line(f"clip-runner: {first} is no command: did you mean {meant[0]}?", sys.stderr)
-        return WRONG_REQUEST
+    command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "run"
     if "--version" in arguments:
         from importlib.metadata import version
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import keyword
 import os
-import re
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +22,9 @@ options model=NAME and data=NAME and the recipe NAME in conf, and a test. It tra
   python -m runner --config-dir conf recipe=demo
   python -m pytest"""
 
+VALUES = ("true", "false", "null", "none", "nan", "inf")
+"""What an override reads as a value, not as a name."""
+
 TEMPLATE = Path(__file__).parent / "template"
 """The files to write, with ``NAME`` for the name of the folder, as package data."""
 
@@ -34,7 +35,15 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("name", metavar="NAME", help="folder, module and options to write")
     name = parser.parse_args(words).name
     folder = Path(name).absolute()
-    if message := _refused(name) or obstacle(folder):
+    recipes = [file.stem for file in find("recipes").glob("*.yaml")]
+    message = obstacle(folder)
+    if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name):
+        message = "must be a Python identifier in ASCII, such as my_model"
+    elif name.lower() in (*VALUES, *options("model"), *options("data"), *recipes):
+        message = "is an option or a recipe already; choose another name"
+    elif os.path.lexists(name) or find_spec(name) is not None:
+        message = "exists already, or is a module that Python finds; choose another name"
+    if message:
         raise RequestError([Problem("NAME", name, message)])
     for source in sorted(TEMPLATE.rglob("*.txt")):
         file = str(source.relative_to(TEMPLATE)).removesuffix(".txt").replace("NAME", name)
@@ -44,19 +53,3 @@ def main(words: Sequence[str]) -> int:
         print_line(f"{name}/{file}")
     print_line(f"\ncd {name}\npython -m runner --config-dir conf recipe={name}\npython -m pytest")
     return 0
-
-
-def _refused(name: str) -> str | None:
-    """Return why ``name`` cannot be that of a module, of options and of a new folder."""
-    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or keyword.iskeyword(name):
-        return "must be a Python identifier in ASCII, such as my_model"
-    recipes = [file.stem for file in find("recipes").glob("*.yaml")]
-    # The first six are values in an override, not names.
-    taken = ("true", "false", "null", "none", "nan", "inf", *options("model"), *options("data"))
-    if name.lower() in taken or name in recipes:
-        return "is an option or a recipe already; choose another name"
-    if os.path.lexists(name):
-        return "exists already; choose another name or remove it"
-    if name in sys.stdlib_module_names or find_spec(name) is not None:
-        return "is a module that Python finds already; choose another name"
-    return None

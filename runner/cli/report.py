@@ -12,7 +12,7 @@ from runner.cli import WRONG_REQUEST, command_parser
 from runner.config.notation import first_few
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
 from runner.report import NoRunError, export, read
-from runner.report.findings import Findings, find
+from runner.report.findings import find
 from runner.report.page import write_page
 from runner.run_folder import files
 from runner.run_folder.strict_json import write_text
@@ -31,48 +31,29 @@ def main(words: Sequence[str]) -> int:
     for kind, (name, _) in export.FORMATS.items():
         add(f"--{kind}", action="store_true", help=f"also write {name}")
     asked = parser.parse_intermixed_args(words)
-    baseline = _baseline(asked.overrides)
+    baseline = None
+    for word in asked.overrides:
+        key, _, baseline = word.partition("=")
+        if key != _BASELINE or not baseline:
+            message = f"the page takes {_BASELINE}=NAME alone{did_you_mean(key, [_BASELINE])}"
+            raise RequestError([Problem(key, baseline or NOTHING, message)])
     try:
         sweep = replace(read(asked.folder), baseline=baseline)
-        kinds = [kind for kind in export.FORMATS if getattr(asked, kind)]
-        found = find(sweep)
-        if baseline is not None:
-            _require_known(found, baseline)
-        page = write_page(sweep)
-        print(page)
-        for kind in kinds:
-            name, text = export.FORMATS[kind]
-            write_text(sweep.folder / name, text(found).encode("utf-8", "replace").decode())
-            print(sweep.folder / name)
     except NoRunError as error:
         print(error, file=sys.stderr)
         return WRONG_REQUEST
-    except OSError as error:
-        print(f"{asked.folder}: the page cannot be written: {error}", file=sys.stderr)
-        return WRONG_REQUEST
-    if asked.open and not webbrowser.open(page.as_uri()):
-        print("no browser here; open the file above in one", file=sys.stderr)
-    return 0
-
-
-def _baseline(overrides: Sequence[str]) -> str | None:
-    """Return the value of ``report.baseline``; None without one."""
-    wrong = []
-    for word in overrides:
-        key, _, value = word.partition("=")
-        if key != _BASELINE or not value:
-            message = f"the page takes {_BASELINE}=NAME alone{did_you_mean(key, [_BASELINE])}"
-            wrong.append(Problem(key, value or NOTHING, message))
-    if wrong:
-        raise RequestError(wrong)
-    return overrides[-1].partition("=")[2] if overrides else None
-
-
-def _require_known(found: Findings, baseline: str) -> None:
-    """Check that the baseline names a setting."""
-    if found.unknown is not None:
+    found = find(sweep)
+    if baseline and found.unknown is not None:
         labels = [group.label for group in found.groups]
-        message = f"names no setting of {found.sweep.name}{did_you_mean(baseline, labels)}"
+        message = f"names no setting of {sweep.name}{did_you_mean(baseline, labels)}"
         raise RequestError(
             [Problem(_BASELINE, baseline, f"{message}  (settings: {first_few(labels, 8)})")]
         )
+    page = write_page(sweep)
+    print(page)
+    for name, text in (one for kind, one in export.FORMATS.items() if getattr(asked, kind)):
+        write_text(sweep.folder / name, text(found).encode("utf-8", "replace").decode())
+        print(sweep.folder / name)
+    if asked.open and not webbrowser.open(page.as_uri()):
+        print("no browser here; open the file above in one", file=sys.stderr)
+    return 0

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import hydra
-
 from runner.cli import WRONG_REQUEST
-from runner.cli.arguments import check_jobs, checked, note, read, source_of
+from runner.cli.arguments import check_jobs, checked, read
 from runner.compose.answers import answer, help_text
-from runner.compose.composer import Composer
 from runner.compose.record import write_composition
 from runner.compose.request import Request, request
 from runner.config.environment import joins, started_rank
-from runner.config.folders import CONFIG_NAME, find
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.launch import elastic
 from runner.run_folder import files
@@ -27,17 +22,21 @@ def main(words: Sequence[str]) -> int:
     """Run the request of the arguments ``words``, or print what their flags ask for."""
     args = read(words)
     if args.help:
-        print(help_text(args.overrides, source_of(args)))
+        print(help_text(args.overrides, args.source))
         return 0
-    if args.shell_completion:
-        return _complete(args.overrides)
-    if args.hydra_help:
-        return answer(args, Composer(source_of(args)))
-    if args.cfg is not None or args.info is not None:
-        wanted = request(args.overrides, source=source_of(args), writes=False)
-        return WRONG_REQUEST if answer(args, wanted.composer) else 0
+    asked = vars(args)
+    flags = [f"--{name}={asked[name]}" for name in ("cfg", "info", "package") if asked[name]]
+    flags += ["--hydra-help"] * args.hydra_help + ["-sc"] * args.shell_completion
+    if flags:
+        words = args.overrides
+        if args.cfg or args.info:
+            wanted = request(words, source=args.source, writes=False)
+            words = (wanted.sweep or wanted.jobs[0]).words
+        flags += ["--resolve"] * args.resolve
+        return WRONG_REQUEST if answer(flags, words, args.source) else 0
     wanted = checked(args)
-    note(wanted.notes)
+    for job in wanted.jobs:
+        elastic.require_one_machine(job.config)
     if wanted.sweep is not None:
         from runner.sweep.control import run_sweep
 
@@ -45,16 +44,12 @@ def main(words: Sequence[str]) -> int:
         if started is not None and started.world_size > 1:
             message = "a sweep starts its own ranks (plugin.nproc): run it without torchrun"
             raise RequestError([Problem("-m", NOTHING, message)])
-        for job in wanted.jobs:
-            elastic.require_one_machine(job.config)
         return run_sweep(wanted, words, check_jobs)
-    config = wanted.jobs[0].config
-    elastic.require_one_machine(config)
     check_jobs(wanted.jobs)
     if joins():
         from runner.launch.rank import join
 
-        return join(timeout=config.launch.timeout)
+        return join(timeout=wanted.jobs[0].config.launch.timeout)
     return _run(wanted)
 
 
@@ -77,15 +72,3 @@ def _run(wanted: Request) -> int:
             return supervise.run(job.config, job.plain, folder, wanted.overrides, start=start)
 
         return wanted.run(work, folder).exit_code
-
-
-def _complete(words: Sequence[str]) -> int:
-    """Let Hydra complete overrides in a shell."""
-    home, argv = str(find("conf")), sys.argv
-    answer = hydra.main(version_base="1.3", config_path=home, config_name=CONFIG_NAME)(print)
-    sys.argv = ["clip-runner", "-sc", *words]
-    try:
-        answer()
-    finally:
-        sys.argv = argv
-    return 0

@@ -14,8 +14,6 @@ Exit codes: 0 equal   1 not equal, or a rank failed   2 the request was wrong
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Sequence
 
 from runner.cli import new_folder
@@ -23,6 +21,8 @@ from runner.cli.arguments import on_ranks, single
 from runner.compose.jobs import key_of
 from runner.config.environment import joins
 from runner.config.identity import masked_words
+from runner.run_folder.status import provenance
+from runner.run_folder.strict_json import write_object
 from runner.telemetry.sinks.console import print_line
 
 FILE = "verify.json"
@@ -31,16 +31,12 @@ USAGE = __doc__
 
 def main(words: Sequence[str]) -> int:
     """Compare the plugin that the arguments ``words`` choose with one process."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may have no ‖
     wanted = single(words, "a verification")
     [job] = wanted.jobs
     config = job.config
     typed = wanted.folder if "hydra.run.dir" in map(key_of, words) else None
     folder = new_folder("verification", FILE, "hydra.run.dir", typed)
     from runner.launch.failure import Failure
-    from runner.run_folder.status import provenance
-    from runner.run_folder.strict_json import write_object
     from runner.verify.side_by_side import execute
     from runner.verify.table import last_line, lines
 

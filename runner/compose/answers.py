@@ -1,8 +1,7 @@
-"""Answers to the flags that print and run nothing: ``--help``, ``--cfg``, ``--info``."""
+"""Answers to the flags that print and run nothing: ``--help``, and those of Hydra."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,6 @@ from runner.compose import recipes
 from runner.compose.composer import Composer, Source
 from runner.compose.request import logging_restored, request
 from runner.config.check import owned_keys
-from runner.config.folders import find
 from runner.config.problem import MISSING, shown
 from runner.config.schema import SHORT
 
@@ -29,18 +27,13 @@ _CHOSEN = {"plugin.name", "clip.mode", "precision.name", "tracker.name", "recipe
 
 def help_text(given: Sequence[str], source: Source | None = None) -> str:
     """Return the text of ``--help``, with the values that the overrides ``given`` give."""
-    if given:
-        wanted = request(given, source=source, writes=False)
-        composer, config = wanted.composer, wanted.composed
-    else:
-        composer, config = Composer(source or Source()), None
+    wanted = request(given, source=source, writes=False)
+    composer, config = wanted.composer, wanted.composed
     with composer.active():
-        config = config or composer.compose([]).config
+        config = config or composer.compose([]).config  # a sweep has no single values
         assert config is not None
         groups = sorted(set(composer.loader.list_groups("")) - {"hydra", "recipe"})
-        homes = (composer.source.path, composer.source.extra)
-        folders = [find("recipes"), *(home / "recipe" for home in homes if home)]
-        found = recipes.read_all(folders)
+        found = recipes.read_all(composer.source.recipes)
         parts = {
             "GROUPS": _table((group, ", ".join(composer.options(group))) for group in groups),
             "RECIPES": _table((recipe.name, recipe.error or recipe.purpose) for recipe in found),
@@ -49,23 +42,13 @@ def help_text(given: Sequence[str], source: Source | None = None) -> str:
         return Template(config.hydra.help.template).safe_substitute(parts)
 
 
-def answer(args: argparse.Namespace, composer: Composer) -> int:
-    """Print Hydra's answer to ``--cfg``, ``--info`` or ``--hydra-help``."""
-    with composer.active():
-        words = composer.compose(composer.read(args.overrides)[0]).words
-    flags = [
-        f"--{name}={value}"
-        for name, value in vars(args).items()
-        if name in ("cfg", "info", "package") and value
-    ]
-    flags += ["--resolve"] if args.resolve else []
-    flags += ["--hydra-help"] if args.hydra_help else []
-    printed, code, argv = io.StringIO(), 0, sys.argv
-    folder, name = str(composer.source.folder), composer.source.name
-    main = hydra.main(version_base="1.3", config_path=folder, config_name=name)(lambda _: None)
-    with composer.active(), logging_restored(), redirect_stdout(printed):
+def answer(flags: Sequence[str], words: Sequence[str], source: Source) -> int:
+    """Print what Hydra answers to flags of its own, such as ``--cfg``; return its exit code."""
+    folder, printed, code, argv = str(source.folder), io.StringIO(), 0, sys.argv
+    main = hydra.main(version_base="1.3", config_path=folder, config_name=source.name)(print)
+    with Composer(source).active(), logging_restored(), redirect_stdout(printed):
         GlobalHydra.instance().clear()
-        sys.argv = ["runner", *flags, *words]
+        sys.argv = ["clip-runner", *flags, *words]
         try:
             main()
         except SystemExit as end:
@@ -80,19 +63,17 @@ def _keys(config: DictConfig) -> str:
     """Return the owned keys with their values in this composition."""
     rows = []
     short = {key: section for section, key in SHORT.items()}
-    for key in owned_keys({"clip": _plain(config.clip)}).values():
+    clip: Any = OmegaConf.to_container(config.clip)
+    for key in owned_keys({"clip": clip}).values():
         if key.name in _CHOSEN or key.name.endswith("._target_"):
             continue
         try:
-            value = _plain(OmegaConf.select(config, key.name, default=key.default))
+            value = OmegaConf.select(config, key.name, default=key.default)
         except OmegaConfBaseException:
             value = MISSING
-        rows.append((f"{short.get(key.name, key.name)}={shown(value)}", key.meaning))
+        plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        rows.append((f"{short.get(key.name, key.name)}={shown(plain)}", key.meaning))
     return _table(rows)
-
-
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:

@@ -12,24 +12,22 @@ from importlib.util import find_spec
 from itertools import chain, islice, product
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.compose.composer import Composer
-from runner.compose.values import has, plain_word, reason
+from runner.compose.composer import Composed, Composer
+from runner.compose.values import exists, reason
 from runner.config.folders import obstacle, outputs
 from runner.config.identity import config_hash, masked_words, request_hash, sweep_name
-from runner.config.problem import NOTHING, Problem
+from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.schema import SHORT, RunConfig
 
-Check: TypeAlias = Callable[
-    [Composer, Sequence[Override], int | None], tuple["Job | None", list[Problem]]
-]
-"""Checks one job, given its overrides and its number in the sweep."""
+Check: TypeAlias = Callable[[Composed, int], "Job"]
+"""Returns one job, given its composition and its number in the sweep; raises RequestError."""
 
 Earlier: TypeAlias = Callable[[Path, str | None, Sequence[str]], str | None]
 """Returns why a folder must not be written by a run (None), or by a sweep with the given hash."""
@@ -38,16 +36,12 @@ Where: TypeAlias = Literal["here", "beside", "elsewhere"]
 """Where runs run: in the process of the command, in others of its machine, or anywhere."""
 
 LAUNCHERS: Mapping[str, tuple[Where, str]] = {
+    "BasicLauncher": ("here", ""),
     "JoblibLauncher": ("beside", "joblib"),
     "LocalLauncher": ("beside", "submitit"),
     "SlurmLauncher": ("elsewhere", "submitit"),
 }
 """Launchers by the last part of their ``_target_``: where runs run, and the extra they need."""
-
-SWEEP_WITHOUT_FLAG = (
-    "a list of values is a sweep: add -m; a list as one value goes in brackets, [a,b], and text "
-    "with a comma in quotes"
-)
 
 _MOST_WRONG = 10
 """Wrong jobs after which no further one is checked: most of their problems are the same."""
@@ -85,13 +79,9 @@ class Sweep:
     identity: str
     trials: int | None  # runs that a sweeper chooses as it goes; None if the jobs are listed
     keys: tuple[str, ...]
-    words: tuple[str, ...]  # for Hydra, with the lists of values
+    words: tuple[str, ...]  # overrides that all runs share, for Hydra
+    lists: tuple[str, ...]  # overrides that list values, for a sweeper
     where: Where = "here"
-
-
-class _Chosen(NamedTuple):
-    words: list[str]
-    apart: list[str]
 
 
 def key_of(word: str) -> str:
@@ -101,76 +91,72 @@ def key_of(word: str) -> str:
 
 def spelled_out(given: Iterable[str]) -> list[str]:
     """Return overrides with ``resume.from=...`` for each ``resume=...``; see ``SHORT``."""
-    spelled = []
-    for word in given:
-        key, equals, value = word.partition("=")
-        plain = key.lstrip("+")
-        short = plain in SHORT and equals and not value.startswith("{")
-        spelled.append(f"{key.replace(plain, SHORT[plain])}={value}" if short else word)
-    return spelled
+    short = re.compile(rf"^(\+*)({'|'.join(SHORT)})=(?!{{)")
+    return [short.sub(lambda found: f"{found[1]}{SHORT[found[2]]}=", word) for word in given]
 
 
 def where(target: object) -> Where:
     """Return where the runs of a launcher run, by its ``_target_``."""
-    return LAUNCHERS.get(str(target).rpartition(".")[2], ("here", ""))[0]
+    return LAUNCHERS[str(target).rpartition(".")[2]][0]
 
 
-def only_for_sweeps(overrides: Iterable[Override]) -> list[Problem]:
-    """Return a problem for each override that only a sweep accepts, since none is asked for."""
+def only_for_sweeps(overrides: Iterable[Override], writes: bool) -> Iterator[Problem]:
+    """Yield a problem for each override that only a sweep accepts, since none is asked for."""
     homes = re.compile(r"(sweep|hydra\.sweep|hydra[./]sweeper|hydra[./]launcher)(\.|$)")
-    message = "goes with a sweep, and this is one run: add -m"
-    return [
-        Problem(one.get_key_element(), NOTHING if one.is_delete() else one.value(), message)
-        for one in overrides
-        # A list is refused as such: one run takes none.
-        if not one.is_sweep_override() and homes.match(one.key_or_group)
-    ]
+    listed = (
+        "a list of values is a sweep: add -m; a list as one value goes in brackets, [a,b], and "
+        "text with a comma in quotes"
+    )
+    for one in overrides:
+        if one.is_sweep_override() or (writes and homes.match(one.key_or_group)):
+            text = listed if one.is_sweep_override() else "goes with a sweep: add -m"
+            yield Problem(one.get_key_element(), one.get_value_string(), text)
 
 
 def sweep(
     composer: Composer,
+    made: Composed,
     overrides: Sequence[Override],
     check: Check,
     earlier: Earlier | None,
-    writes: bool,
 ) -> tuple[list[Job], Sweep | None, list[Problem]]:
-    """Return the jobs of a sweep, the sweep, and everything that is wrong with them."""
-    fixed = [one for one in overrides if not one.is_sweep_override()]
-    made = composer.compose(fixed)
+    """Return the jobs of a sweep, the sweep, and everything that is wrong with them.
+
+    ``made`` is composed of the overrides that list no values.
+    """
     master = made.config
-    if master is None:
-        return [], None, made.problems
     HydraConfig.instance().set_config(master)
-    search = _setting(master, "hydra.sweeper._target_", "").rpartition(".")[2]
-    searches = search not in ("BasicSweeper", "RecordSweeper")
-    params = [
-        f"{key}={value}" for key, value in (_setting(master, "hydra.sweeper.params") or {}).items()
-    ]
-    listed, problems = composer.read(params)
+    searches = not str(_setting(master, "hydra.sweeper._target_")).endswith(".BasicSweeper")
+    params = _setting(master, "hydra.sweeper.params") or {}
+    listed, problems = composer.read(f"{key}={value}" for key, value in params.items())
+    overrides = [*listed, *overrides]
     problems += _launcher_problems(master)
-    chosen, found = _expanded(composer, [*listed, *overrides], master, searches)
-    problems += found
-    jobs, by_job = [], []
-    for number, one in enumerate(chosen):
-        job, found = check(composer, composer.read(one.words)[0], number)
-        by_job.append([replace(problem, job=" ".join(one.apart)) for problem in found])
-        if job is not None:
-            jobs.append(replace(job, apart=tuple(one.apart)))
-        if sum(map(bool, by_job)) == _MOST_WRONG:
-            break
-    problems += _merged(by_job)
+    try:
+        combined = _combined(overrides, master, searches)
+    except RequestError as error:  # the other overrides are checked too
+        problems += error.problems
+        fixed = [one.input_line or "" for one in overrides if not one.is_sweep_override()]
+        combined = [dict.fromkeys(fixed, False)]
+    jobs: list[Job] = []
+    wrong = 0
+    for number, words in enumerate(combined):
+        try:
+            job = check(composer.compose(composer.read(words)[0]), number)
+            apart = [word for word, varies in words.items() if varies]
+            jobs.append(replace(job, apart=tuple(apart)))
+        except RequestError as error:
+            problems += error.problems
+            wrong += 1
+            if wrong == _MOST_WRONG:
+                break
+    problems += destination(master, "sweep", earlier and (lambda *_: None))[1]
     if problems or not jobs:
-        if writes:
-            problems += destination(master, "sweep", overrides, None)[1]
         return jobs, None, problems
-    placed, problems = _placed(master, made.words, [*listed, *overrides], jobs, searches)
-    if placed is None or not writes:
-        return jobs, placed, problems
-    problems += destination(master, "sweep", overrides, None)[1]
+    placed = _placed(master, made.words, overrides, jobs, searches)
     added = [] if searches else [job.hash for job in jobs]
-    if earlier and not problems and (text := earlier(placed.folder, placed.identity, added)):
+    if earlier and (text := earlier(placed.folder, placed.identity, added)):
         problems.append(Problem("sweep.name", placed.name, text))
-    if placed.where == "elsewhere" and not shutil.which("sbatch"):
+    if earlier and placed.where == "elsewhere" and not shutil.which("sbatch"):
         text = "there is no sbatch here: run this on a machine that submits jobs to Slurm"
         problems.append(Problem("hydra/launcher", "submitit_slurm", text))
     return jobs, placed, problems
@@ -185,167 +171,112 @@ def _setting(master: DictConfig, key: str, default: Any = None) -> Any:
 
 
 def destination(
-    config: DictConfig, kind: str, overrides: Sequence[Override] | None, earlier: Earlier | None
+    config: DictConfig, kind: str, earlier: Earlier | None = None
 ) -> tuple[Path | None, list[Problem]]:
-    """Resolve the folder that a run or a sweep will be written to; nothing is created."""
+    """Resolve the folder of a run or a sweep, and check that it can be written; nothing is created.
+
+    Nothing is checked without ``earlier``.
+    """
     HydraConfig.instance().set_config(config)
     key = f"hydra.{kind}.dir"
     try:
         folder = Path(str(OmegaConf.select(config, key, throw_on_missing=True))).absolute()
     except (OmegaConfBaseException, ValueError) as error:
         return None, [Problem(key, NOTHING, f"cannot be resolved: {reason(error)}")]
-    if overrides is None:
-        return folder, []
-    if message := obstacle(folder):
-        typed = any(override.key_or_group == key for override in overrides)
-        if typed or not folder.is_relative_to(outputs()):
-            return folder, [Problem(key, str(folder), message)]
-        return folder, [Problem("RUNNER_OUTPUTS", str(outputs()), message)]
-    if earlier is not None and (message := earlier(folder, None, ())):
+    if earlier and (message := obstacle(folder)):
+        if obstacle(outputs()) and folder.is_relative_to(outputs()):
+            return folder, [Problem("RUNNER_OUTPUTS", str(outputs()), message)]
+        return folder, [Problem(key, str(folder), message)]
+    if earlier and (message := earlier(folder, None, ())):
         return folder, [Problem(key, str(folder), message)]
     return folder, []
 
 
 def _launcher_problems(master: DictConfig) -> Iterator[Problem]:
-    """Yield what is wrong with the launcher and the sweeper of a sweep."""
-    settings = _setting(master, "hydra.launcher") or {}
+    """Yield what is wrong with the launcher of a sweep, and the names of its folders."""
+    name = str(_setting(master, "hydra.launcher._target_")).rpartition(".")[2]
     choice = _setting(master, "hydra.runtime.choices", {}).get("hydra/launcher")
-    name = str(settings.get("_target_")).rpartition(".")[2]
-    if settings and name != "BasicLauncher" and name not in LAUNCHERS:
-        options = "(options of hydra/launcher: basic, joblib, submitit_local, submitit_slurm)"
-        text = f"{name} is not known here, and could not continue a sweep  {options}"
+    if name not in LAUNCHERS:
+        text = f"{name} is not known here, and could not continue a sweep"
         yield Problem("hydra/launcher", choice, text)
     extra = LAUNCHERS.get(name, ("", ""))[1]
     if extra and find_spec(f"hydra_plugins.hydra_{extra}_launcher") is None:
         yield Problem("hydra/launcher", choice, f"needs pip install 'clip-runner[{extra}]'")
-    counts = {"n_jobs": -1, "array_parallelism": -1, "n_trials": 1, "max_batch_size": 1}
-    for section in ("launcher", "sweeper"):
-        given = _setting(master, f"hydra.{section}") or {}
-        for key in (key for key in counts if key in given):
-            value, least = given[key], counts[key]
-            fits = type(value) is int and value >= least and value != 0
-            if not fits and (key, value) != ("max_batch_size", None):
-                text = "must be an integer of at least 1" + (", or -1 for all" if least < 0 else "")
-                yield Problem(f"hydra.{section}.{key}", value, text)
     written: Any = OmegaConf.to_container(master.hydra.sweep, resolve=False)
-    subdir = str(written["subdir"])
-    if "/" in re.sub(r"\$\{[^{}]*\}", "", subdir):
-        text = "must name one folder, without slashes: the runs of a sweep lie in its folder"
-        yield Problem("hydra.sweep.subdir", subdir, text)
+    if written["subdir"] != "${hydra.job.num}":
+        text = "cannot be chosen: the runs of a sweep lie in its folder by their numbers"
+        yield Problem("hydra.sweep.subdir", written["subdir"], text)
 
 
-def _expanded(
-    composer: Composer, overrides: Sequence[Override], master: DictConfig, searches: bool
-) -> tuple[list[_Chosen], list[Problem]]:
-    """Return the overrides of each job: every combination of the listed values.
+def _combined(
+    overrides: Sequence[Override], master: DictConfig, searches: bool
+) -> Iterable[dict[str, bool]]:
+    """Return the overrides of each job, and whether each varies: every combination of the lists.
 
     Of a search, whose sweeper chooses as it goes, one job for each value stands for all.
     """
-    zipped = [] if searches else list(map(str, _setting(master, "sweep.zip") or []))
+    zipped = [] if searches else [str(key) for key in _setting(master, "sweep.zip") or []]
     given = _setting(master, "sweep.max_jobs")
     most = given if type(given) is int and given > 0 else 1
-    large = "this sweep is too large: {}; list fewer values, or raise the limit"
     values: dict[str, list[str]] = {}
-    problems: list[Problem] = []
+    problems = []
     for one in overrides:
         key = one.get_key_element()
         if not one.is_sweep_override():
-            values[key] = [plain_word(one)]
+            values[key] = [one.input_line or ""]
             continue
         try:
-            found = _listed(one, most)
+            values[key] = [f"{key}={value}" for value in _listed(one, most, searches)]
         except Exception as error:  # Hydra raises HydraException, ValueError, TypeError and more
-            problems.append(Problem(key, one.get_value_string(), f"cannot be read: {error}"))
-            continue
-        if len(found) > most:
-            text = large.format(f"{key} alone has more values")
-            return [], [*problems, Problem("sweep.max_jobs", most, text)]
-        options = composer.options(one.key_or_group)
-        if instead := _refused(one, found, options, searches):
-            problems.append(Problem(key, one.get_value_string(), f"must be {instead}"))
-            continue
-        words = [f"{key}={value}" for value in found]
-        right = [word for word in words if not options or key in zipped]
-        for word in words if options and key not in zipped else ():
-            wrong = composer.compose(composer.read([word])[0]).problems
-            problems += wrong
-            right += [] if wrong else [word]
-        values[key] = right or words[:1]  # so that the other overrides are checked too
-    if zipped and (problem := _not_together(values, zipped)):
-        return [], [*problems, problem]
-    apart = [len(words) for key, words in values.items() if key not in zipped]
-    count = prod(apart) * max((len(values[key]) for key in zipped), default=1)
-    count = sum(size - 1 for size in apart) + 1 if searches else count
+            problems.append(Problem(key, one.get_value_string(), str(error)))
+    together = [key for key in values if key in zipped and len(values[key]) > 1]
+    lengths = {len(values[key]) for key in together}
+    if len(lengths) > 1 or {*together} != {*zipped}:
+        told = ", ".join(f"{key} has {len(values.get(key, ['']))}" for key in zipped)
+        text = f"these lists must be equally long: {told}"
+        problems.append(Problem("sweep.zip", zipped, text))
+    if problems:
+        raise RequestError(problems)
+    axes = []
+    for key, words in values.items():
+        if key not in together:
+            axes.append([{word: len(words) > 1} for word in words])
+        elif key == together[0]:
+            rows = zip(*(values[one] for one in together), strict=True)
+            left_out = {f"{one}={_UNSET}" for one in together}
+            axes.append(
+                [dict.fromkeys([w for w in row if w not in left_out], True) for row in rows]
+            )
+    count = sum(len(axis) - 1 for axis in axes) + 1 if searches else prod(map(len, axes))
     if count > most:
         sizes = ", ".join(f"{key} {len(one):,}" for key, one in values.items() if len(one) > 1)
-        text = large.format(f"it has {count:,} runs (values: {sizes})")
-        return [], [*problems, Problem("sweep.max_jobs", most, text)]
+        text = f"this sweep has {count:,} runs or more (values: {sizes}); list fewer values, or "
+        raise RequestError([Problem("sweep.max_jobs", most, f"{text}raise the limit")])
+    chosen: Iterable[Sequence[dict[str, bool]]] = product(*axes)
     if searches:
-        first = {key: words[0] for key, words in values.items()}
-        others = ({**first, key: word} for key, words in values.items() for word in words[1:])
-        combined: Iterable[dict[str, str]] = [first, *others]
-    else:
-        combined = _combinations(values, zipped)
-    made = [
-        _Chosen([*one.values()], [one[key] for key in one if len(values[key]) > 1])
-        for one in combined
-    ]
-    return made, problems
+        first = [axis[0] for axis in axes]
+        others = ([*first[:n], one, *first[n + 1 :]] for n, a in enumerate(axes) for one in a[1:])
+        chosen = [first, *others]
+    return (dict(chain.from_iterable(part.items() for part in parts)) for parts in chosen)
 
 
-def _listed(override: Override, most: int) -> list[str]:
-    """Return the values of a list, or both ends of an interval."""
+def _listed(override: Override, most: int, searches: bool) -> Sequence[str]:
+    """Return the values of a list, at most one more than ``most``, or both ends of an interval."""
     listed = override.value()
+    if override.is_hydra_override() or override.key_or_group.partition(".")[0] == "sweep":
+        raise ValueError("must be one value: all runs of a sweep share it")
+    if isinstance(listed, IntervalSweep):
+        if not searches:
+            raise ValueError("must be a list of values, or range(start,stop,step)")
+        return [str(listed.start), str(listed.end)]
     if isinstance(listed, RangeSweep):  # a range may have billions of values
         first = [*islice(listed.range(), most + 1)]
         if len(first) > most:
             return [str(value) for value in first]
-    if isinstance(listed, IntervalSweep):
-        return [str(listed.start), str(listed.end)]
-    return list(override.sweep_string_iterator())
-
-
-def _refused(
-    override: Override, found: Sequence[str], options: Sequence[str], searches: bool
-) -> str | None:
-    """Return what is allowed instead of a list, to follow "must be"; None if the list is right."""
-    if override.is_hydra_override():
-        return "one value: Hydra's own keys cannot be swept over"
-    if override.key_or_group.partition(".")[0] == "sweep":
-        return "one value: all runs of a sweep share it"
-    if override.is_interval_sweep() and not searches:
-        return "a list of values, or range(start,stop,step)"
-    if found:
-        return None
-    if options:
-        return f"a pattern that matches one of {', '.join(options)}"
-    return "a list of at least one value"
-
-
-def _combinations(
-    values: Mapping[str, Sequence[str]], together: Sequence[str]
-) -> Iterator[dict[str, str]]:
-    """Yield every combination; the lists of ``together`` count as one."""
-    zipped = [key for key in values if key in together]
-    groups = [zipped if key in zipped else [key] for key in values if key not in zipped[1:]]
-    rows = [list(zip(*(values[key] for key in keys), strict=True)) for keys in groups]
-    keys = [*chain.from_iterable(groups)]
-    for chosen in product(*rows):
-        one = zip(keys, chain.from_iterable(chosen), strict=True)
-        yield {key: word for key, word in one if key not in zipped or word != f"{key}={_UNSET}"}
-
-
-def _not_together(values: Mapping[str, list[str]], zipped: Sequence[str]) -> Problem | None:
-    """Return why the lists of some keys cannot advance together."""
-    if missing := [key for key in zipped if len(values.get(key, ())) < 2]:
-        lists = ", ".join(key for key, choices in values.items() if len(choices) > 1) or "none"
-        text = f"no list is given for {', '.join(missing)}  (lists: {lists})"
-        return Problem("sweep.zip", list(zipped), text)
-    lengths = {key: len(values[key]) for key in zipped}
-    if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{key} has {length}" for key, length in lengths.items())
-        return Problem("sweep.zip", list(zipped), f"these lists must be equally long: {told}")
-    return None
+    found = [*override.sweep_string_iterator()]
+    if not found:
+        raise ValueError("must have at least one value")
+    return found
 
 
 def _placed(
@@ -354,7 +285,7 @@ def _placed(
     overrides: Sequence[Override],
     jobs: Sequence[Job],
     searches: bool,
-) -> tuple[Sweep | None, list[Problem]]:
+) -> Sweep:
     """Return the sweep of ``jobs``: its name follows from them, so that it is found again."""
     lists = [one for one in overrides if one.is_sweep_override()]
     settings = [word for word in fixed if word.startswith(("hydra.sweeper", "hydra/sweeper"))]
@@ -362,39 +293,25 @@ def _placed(
     identity = request_hash((job.hash for job in jobs), [*settings, *typed] if searches else [])
     recipes = {job.config.recipe for job in jobs}
     recipe = recipes.pop() if len(recipes) == 1 else "none"
-    name = jobs[0].config.sweep.name or sweep_name(
-        recipe, (one.key_or_group for one in lists), identity
-    )
+    section = jobs[0].config.sweep
+    name = section.name or sweep_name(recipe, (one.key_or_group for one in lists), identity)
     master = copy.deepcopy(master)
     master.sweep.name = name
-    folder, problems = destination(master, "sweep", None, None)
+    folder, problems = destination(master, "sweep")
     if folder is None:
-        return None, problems
+        raise RequestError(problems)
     path = str(folder).replace("${", "\\${").replace("'", "\\'")
-    skipped = ("hydra.sweep.dir", "hydra.output_subdir", *(() if searches else ("hydra/sweeper",)))
-    words = [word for word in fixed if key_of(word) not in skipped]
+    words = [one for one in fixed if key_of(one) not in ("hydra.sweep.dir", "hydra.output_subdir")]
     words += [f"hydra.sweep.dir='{path}'", "hydra.output_subdir=null"]  # its files hold secrets
-    if not searches:
-        words.append("hydra/sweeper=clip_runner")  # runs the jobs of the record
-    elif jobs[0].config.sweep.maximizes and "direction" in master.hydra.sweeper:
+    if searches and section.maximizes and "direction" in master.hydra.sweeper:
         key = "hydra.sweeper.direction"
         words += [] if key in map(key_of, fixed) else [f"{key}=maximize"]
+    listed = []
     for one, word in zip(lists, typed, strict=True):
         key = one.key_or_group
-        known = word.startswith("+") or key in master.hydra.runtime.choices or has(master, key)
-        words.append(word if known else f"++{word}")
+        known = word[0] == "+" or key in master.hydra.runtime.choices or exists(master, key)
+        listed.append(word if known else f"++{word}")
     trials = int(_setting(master, "hydra.sweeper.n_trials") or 0) if searches else None
     keys = tuple(dict.fromkeys(one.get_key_element() for one in lists))
     place = where(_setting(master, "hydra.launcher._target_"))
-    return Sweep(name, folder, identity, trials, keys, tuple(words), place), []
-
-
-def _merged(by_job: Sequence[Sequence[Problem]]) -> list[Problem]:
-    """Report a problem of every job once, and any other problem with its first job."""
-    alike: dict[tuple[str, str], list[Problem]] = {}
-    for problem in chain.from_iterable(by_job):
-        alike.setdefault((problem.word, problem.message), []).append(problem)
-    return [
-        replace(found[0], job="") if len(found) == len(by_job) else found[0]
-        for found in alike.values()
-    ]
+    return Sweep(name, folder, identity, trials, keys, tuple(words), tuple(listed), place)

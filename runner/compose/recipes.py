@@ -58,13 +58,9 @@ def _read(file: Path) -> Recipe:
 
 def choices(defaults: Any) -> dict[str, str]:
     """Return the options that a defaults list chooses, by group: ``- override /clip: norm``."""
-    chosen = {}
-    for entry in defaults if isinstance(defaults, list) else []:
-        for key, option in entry.items() if isinstance(entry, dict) else ():
-            word, _, group = str(key).partition(" ")
-            if word == "override" and isinstance(option, str):
-                chosen[group.strip().lstrip("/")] = option
-    return chosen
+    entries = [one for one in defaults or () if isinstance(one, dict)]
+    pairs = [(str(key).partition(" "), option) for one in entries for key, option in one.items()]
+    return {key[2].strip().lstrip("/"): one for key, one in pairs if key[0] == "override"}
 
 
 class RecipeSource(ConfigSource):  # type: ignore[misc, unused-ignore]
@@ -72,7 +68,8 @@ class RecipeSource(ConfigSource):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider, path)
-        self.folders = [Path(folder) for folder in self.path.split(os.pathsep)]
+        homes = [Path(home) for home in self.path.split(os.pathsep)]
+        self.files = {file.stem: file for home in homes for file in home.glob("*.yaml")}
 
     @staticmethod
     def scheme() -> str:
@@ -103,29 +100,25 @@ class RecipeSource(ConfigSource):  # type: ignore[misc, unused-ignore]
         """Return the names of recipes."""
         if config_path == "" and results_filter != ObjectType.CONFIG:
             return ["recipe"]
-        files = (file for home in self.folders for file in home.glob("*.yaml"))
-        return sorted({NONE, *(file.stem for file in files)}) if config_path == "recipe" else []
+        return sorted({NONE, *self.files}) if config_path == "recipe" else []
 
     def _parts(self, path: str) -> dict[str, Any] | None:
         """Return what Hydra reads at a path; None if there is nothing."""
-        group, *rest = path.removesuffix(".yaml").removeprefix("hydra/").split("/")
-        if group != "recipe" or not rest:
-            return None
-        homes = [home for home in self.folders if (home / f"{rest[0]}.yaml").is_file()]
-        if not homes:
-            return {"recipe": NONE} if path.startswith("recipe") and rest == [NONE] else None
-        recipe = _read(homes[-1] / f"{rest[0]}.yaml")
+        group, name, *rest = [*path.removesuffix(".yaml").removeprefix("hydra/").split("/"), ""]
+        if group != "recipe" or name not in self.files:
+            return {"recipe": NONE} if path.removesuffix(".yaml") == f"recipe/{NONE}" else None
+        recipe = _read(self.files[name])
         if recipe.error is not None:
             raise Refusal(recipe.error)
         chosen = choices(recipe.content.get("defaults"))
         sections = [one for one in chosen if isinstance(recipe.content.get(one), dict)]
         if path.startswith("recipe"):
             others = {key: one for key, one in recipe.content.items() if key not in sections}
-            return {**others, "recipe": recipe.name}
-        match rest[1:]:
+            return {**others, "recipe": name}
+        match rest[:-1]:
             case []:
-                home = f"/hydra/recipe/{recipe.name}"
-                parts = [{f"optional {home}/{one}@_global_": f"${{{one}}}"} for one in sections]
+                home = f"optional /hydra/recipe/{name}"
+                parts = [{f"{home}/{one}@_global_": f"${{{one}}}"} for one in sections]
                 return {"defaults": parts} if parts else None
             case [section, option] if section in sections and chosen[section] == option:
                 return {section: recipe.content[section]}

@@ -5,18 +5,19 @@ Training uses the resolved configuration. Files, pages and wandb get the form th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.compose.composer import Composer, Source
+from runner.compose.composer import Composed, Composer, Source
 from runner.compose.jobs import Job
-from runner.compose.values import apply, unresolved
+from runner.compose.values import unresolved
 from runner.config.check import examine
 from runner.config.folders import Refusal, read_yaml
 from runner.config.identity import MASK, NOT_HASHED, masked, masked_words
@@ -61,6 +62,25 @@ def _settle(plain: dict[str, Any]) -> None:
             return  # the check says why
 
 
+def checked(made: Composed) -> Job:
+    """Return the job of a composition; raise a RequestError that says what is wrong with it."""
+    config, problems = copy.deepcopy(made.config), [*made.problems]
+    with read_write(config), open_dict(config):
+        config.pop("hydra", None)
+    try:
+        resolved, plain = resolved_and_recorded(config)
+    except OmegaConfBaseException:
+        written: Any = OmegaConf.to_container(config)
+        resolved = plain = written
+        problems += unresolved(config)
+    typed, found = examine(resolved, made.unsettled)
+    known = {one.key for one in problems}
+    problems += (one for one in found if one.key not in known)
+    if typed is None or problems:
+        raise RequestError(problems)
+    return Job(typed, plain, tuple(made.words))
+
+
 def recorded_words(words: Any) -> list[str]:
     """Return ``hydra.overrides.task`` as it is recorded: references as typed, secrets masked."""
     typed: Any = OmegaConf.to_container(words, resolve=False)
@@ -69,8 +89,7 @@ def recorded_words(words: Any) -> list[str]:
 
 def write_composition(home: Path) -> None:
     """Write the files of the run that Hydra has just begun to ``home``, but without secrets."""
-    composed: Any = HydraConfig.instance().cfg
-    content = unresolved_composition(composed)
+    content = unresolved_composition(HydraConfig.instance().cfg)
     hydra = content.pop("hydra")
     home.mkdir(exist_ok=True)
     parts = {"config": content, "hydra": {"hydra": hydra}, "overrides": hydra["overrides"]["task"]}
@@ -78,7 +97,7 @@ def write_composition(home: Path) -> None:
         (home / f"{name}.yaml").write_text(as_yaml(part), encoding="utf-8")
 
 
-def unresolved_composition(config: DictConfig) -> dict[str, Any]:
+def unresolved_composition(config: Any) -> dict[str, Any]:
     """Return a composition in plain containers, references unresolved, without secrets."""
     content: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
     job, overrides = content["hydra"]["job"], content["hydra"]["overrides"]
@@ -104,41 +123,20 @@ def recorded(file: Path, given: Sequence[str], source: Source | None = None) -> 
             raise Refusal(f"{file} holds no configuration")
     except Refusal as error:
         raise RequestError([Problem("RUN", str(file.parent), str(error))]) from None
-    config = OmegaConf.create(content)
-    composer = Composer(source or Source())
+    composer = Composer(source)
     with composer.active():
         overrides, problems = composer.read(given)
+        right = []
         for one in overrides:
-            key = one.key_or_group
-            if one.is_sweep_override():
-                text = "must be one value: this is one run"
-                problems.append(Problem(key, one.get_value_string(), text))
-            elif one.is_hydra_override() or key == "recipe":
-                text = "goes with a run, and this one has been trained already"
-                problems.append(Problem(key, NOTHING if one.is_delete() else one.value(), text))
-        chosen = composer.compose([one for one in overrides if composer.chooses(one)])
-        problems += chosen.problems
-        for one in overrides:
-            if composer.chooses(one) and chosen.config is not None:
-                with open_dict(config):
-                    config[one.key_or_group] = chosen.config[one.key_or_group]
-            elif not problems:
-                problems += apply(one, config, overrides)[1]
-        try:
-            resolved, plain = resolved_and_recorded(config)
-        except OmegaConfBaseException:
-            raise RequestError([*problems, *unresolved(config)]) from None
-    problems += _masked(resolved)
-    typed, found = examine(resolved)
-    if problems := [*problems, *found]:
-        raise RequestError({one.key: one for one in problems}.values())
-    assert typed is not None
-    return Job(typed, plain, tuple(given))
-
-
-def _masked(plain: dict[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for each secret that is needed, and that the record does not have."""
-    for key, value in leaves("", plain):
-        if MASK in str(value) and key.partition(".")[0] not in NOT_HASHED:
-            message = f"is a secret, which is not recorded: give it again ({key}=VALUE)"
-            yield Problem(key, NOTHING, message)
+            if one.is_sweep_override() or one.is_hydra_override() or one.key_or_group == "recipe":
+                text = "must be one value of this run's configuration: the run is trained already"
+                problems.append(Problem(one.key_or_group, one.get_value_string(), text))
+            else:
+                right.append(one)
+        made = composer.compose(right, OmegaConf.create(content))
+        made.problems += problems
+        for key, value in leaves("", OmegaConf.to_container(made.config)):
+            if value == MASK and key.partition(".")[0] not in NOT_HASHED:
+                text = f"is a secret, which is not recorded: give it again ({key}=VALUE)"
+                made.problems.append(Problem(key, NOTHING, text))
+        return checked(made)

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import configure_log, run_job
 from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose.composer import Composed, Composer, Source
-from runner.compose.jobs import (
-    SWEEP_WITHOUT_FLAG,
-    Earlier,
-    Job,
-    Sweep,
-    destination,
-    only_for_sweeps,
-    sweep,
-)
-from runner.compose.record import recorded_words, resolved_and_recorded
-from runner.compose.values import unresolved
-from runner.config.check import examine
+from runner.compose.jobs import Earlier, Job, Sweep, destination, only_for_sweeps, sweep
+from runner.compose.record import as_yaml, checked, recorded_words, unresolved_composition
 from runner.config.folders import outputs
-from runner.config.problem import Problem, RequestError
+from runner.config.problem import RequestError
 
 T = TypeVar("T")
 
@@ -52,7 +39,6 @@ class Request:
     sweep: Sweep | None = None
     composed: DictConfig | None = None
     folder: Path | None = None
-    notes: tuple[str, ...] = ()
 
     @property
     def overrides(self) -> list[str]:
@@ -73,30 +59,40 @@ class Request:
                 composed,
                 "hydra.run.dir",
                 None,
-                HydraContext(self.composer.loader, Callback()),  # type: ignore[arg-type]
+                self._context(),
             )
             returned: T = ended.return_value
             return returned
 
-    def launch(self, work: Callable[[DictConfig], Any], waiting: Sequence[Waiting]) -> None:
-        """Let Hydra's sweeper and launcher call ``work`` for each job of the sweep."""
+    def launch(
+        self, work: Callable[[DictConfig], Any], waiting: Sequence[Waiting], file: Path
+    ) -> None:
+        """Let Hydra's launcher, or the sweeper of a search, call ``work`` for each job.
+
+        What Hydra composed the sweep from is written to ``file``.
+        """
         assert self.sweep is not None
-        import_module("hydra_plugins.clip_runner").RecordSweeper.waiting = waiting
         with self.composer.active(), logging_restored():
-            overrides, _ = self.composer.read(self.sweep.words)
-            words = {one.input_line or "": one.is_sweep_override() for one in overrides}
-            fixed = [word for word, lists in words.items() if not lists]
-            config = compose(self.composer.source.name, fixed, return_hydra_config=True)
+            config = compose(
+                self.composer.source.name, [*self.sweep.words], return_hydra_config=True
+            )
             HydraConfig.instance().set_config(config)
             configure_log(config.hydra.hydra_logging, config.hydra.verbose)
-            sweeper = Plugins.instance().instantiate_sweeper(
-                hydra_context=HydraContext(self.composer.loader, Callback()),  # type: ignore[arg-type]
-                task_function=work,
-                config=config,
-            )
-            listed = [word for word, lists in words.items() if lists]
-            typed: Any = OmegaConf.to_container(config.hydra.overrides.task)  # references as typed
-            sweeper.sweep([*typed, *listed])
+            file.write_text(as_yaml(unresolved_composition(config)), encoding="utf-8")
+            given: Any = {"hydra_context": self._context(), "task_function": work, "config": config}
+            if self.sweep.trials is not None:
+                typed: Any = OmegaConf.to_container(config.hydra.overrides.task)  # references too
+                Plugins.instance().instantiate_sweeper(**given).sweep([*typed, *self.sweep.lists])
+                return
+            launcher = Plugins.instance().instantiate_launcher(**given)
+            # Hydra numbers the runs of one launch without a gap.
+            for _, numbered in groupby(enumerate(waiting), lambda one: one[1][0] - one[0]):
+                batch = [one for _, one in numbered]
+                for ended in launcher.launch([words for _, words in batch], batch[0][0]):
+                    _ = ended.return_value  # raises what a job raised
+
+    def _context(self) -> HydraContext:
+        return HydraContext(self.composer.loader, Callback())  # type: ignore[arg-type]
 
 
 def request(
@@ -108,32 +104,28 @@ def request(
     earlier: Earlier | None = None,
 ) -> Request:
     """Compose and check every job that the overrides ``given`` ask for. Nothing is written."""
-    composer = Composer(source or Source())
-    placed = composed = folder = None
+    composer = Composer(source)
+    placed = folder = None
+    jobs: Sequence[Job] = ()
     with composer.active():
         overrides, problems = composer.read(given)
-        fixed = [one for one in overrides if not one.is_sweep_override()]
-        made = composer.compose(fixed)
-        if multirun or (made.config is not None and made.config.hydra.mode == RunMode.MULTIRUN):
-            jobs, placed, found = sweep(composer, overrides, _job, earlier, writes)
-        else:
-            job, found = _check(made, None)
-            jobs = [] if job is None else [job]
-            found += (
-                Problem(one.get_key_element(), one.get_value_string(), SWEEP_WITHOUT_FLAG)
-                for one in overrides
-                if one.is_sweep_override()
+        made = composer.compose([one for one in overrides if not one.is_sweep_override()])
+        config = made.config
+        if multirun or config.hydra.mode == RunMode.MULTIRUN:
+            jobs, placed, found = sweep(
+                composer, made, overrides, _job, earlier if writes else None
             )
-            found += only_for_sweeps(overrides) if writes else ()
-            composed = made.config
-            if composed is not None:
-                typed = overrides if writes else None
-                folder, wrong = destination(composed, "run", typed, earlier)
-                found += wrong
+        else:
+            folder, found = destination(config, "run", earlier if writes else None)
+            found += only_for_sweeps(overrides, writes)
+            try:
+                jobs = [_job(made, None)]
+            except RequestError as error:
+                problems += error.problems
     if problems := [*problems, *found]:
-        distinct = {(one.word, one.message, one.job): one for one in problems}
+        distinct = {(one.word, one.message): one for one in problems}
         raise RequestError(distinct.values())
-    return Request(composer, tuple(jobs), placed, composed, folder, tuple(_given_twice(overrides)))
+    return Request(composer, tuple(jobs), placed, None if placed else config, folder)
 
 
 @contextmanager
@@ -150,46 +142,13 @@ def logging_restored() -> Iterator[None]:
         root.setLevel(level)
 
 
-def _job(
-    composer: Composer, overrides: Sequence[Override], number: int | None
-) -> tuple[Job | None, list[Problem]]:
-    return _check(composer.compose(overrides), number)
-
-
-def _check(made: Composed, number: int | None) -> tuple[Job | None, list[Problem]]:
-    """Return the job of a composition, and what is wrong with it."""
+def _job(made: Composed, number: int | None) -> Job:
+    """Return the job of a composition, checked as it will be in its place."""
     config = made.config
-    if config is None:
-        return None, made.problems
-    folder = None if number is not None else destination(config, "run", None, None)[0]
+    folder = None if number is not None else destination(config, "run")[0]
     with read_write(config), open_dict(config), read_write(config.hydra):
         if number is not None:  # as the launcher of a sweep does
             config.hydra.job.num, config.hydra.job.id = number, number
         config.hydra.runtime.output_dir = str(folder or outputs())
     HydraConfig.instance().set_config(config)
-    job = copy.deepcopy(config)
-    with read_write(job), open_dict(job):
-        del job["hydra"]
-    try:
-        resolved, plain = resolved_and_recorded(job)
-        broken: list[Problem] = []
-    except OmegaConfBaseException:
-        written: Any = OmegaConf.to_container(job)
-        resolved = plain = written
-        broken = list(unresolved(job))
-    typed, found = examine(resolved, made.unsettled)
-    known = {one.key for one in (*made.problems, *broken)}
-    problems = [*made.problems, *broken, *(one for one in found if one.key not in known)]
-    if typed is None or problems:
-        return None, problems
-    return Job(typed, plain, tuple(made.words)), []
-
-
-def _given_twice(overrides: Sequence[Override]) -> Iterator[str]:
-    """Yield a sentence for each key or group that is given several values: only one holds."""
-    values: dict[str, list[str]] = {}
-    for one in overrides:
-        values.setdefault(one.key_or_group, []).append(one.input_line or "")
-    for key, given in values.items():
-        if len(set(given)) > 1:
-            yield f"{key} is given {len(given)} times: {given[-1]} holds, since it comes last"
+    return checked(made)

@@ -159,16 +159,15 @@ def is_unfinished(folder: Path) -> bool:
 
 def is_alive(pid: int) -> bool:
     """Return whether a process of this machine runs; a zombie does not."""
-    with suppress(PermissionError, OverflowError):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-    with suppress(OSError):
+    try:
+        os.kill(pid, 0)
         # The state follows the command name, which may itself hold blanks and parentheses.
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return stat.rpartition(")")[2].split()[:1] not in (["Z"], ["X"])
-    return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it belongs to another user, or there is no /proc
+        return True
 
 
 def objective_of(summary: Mapping[str, Any], key: str) -> float | None:

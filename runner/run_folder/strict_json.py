@@ -29,8 +29,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     A reader sees the old content or the new one, never a part of it.
     """
-    writer = f"{os.getpid()}-{threading.get_ident()}"
-    temporary = path.with_name(f".{path.name}.{writer}.part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         yield temporary
         temporary.replace(path)
@@ -50,10 +49,7 @@ def write_text(path: Path, text: str) -> None:
 
 def encode(value: Any, *, indent: int | None = None) -> str:
     """Return the JSON text of a JSON-like value. A finite float reads back bit for bit."""
-    try:
-        return json.dumps(value, allow_nan=False, indent=indent)
-    except ValueError:
-        return json.dumps(spelled(value), allow_nan=False, indent=indent)
+    return json.dumps(spelled(value), allow_nan=False, indent=indent)
 
 
 def fast_encoder() -> Callable[[Any], bytes]:
@@ -65,17 +61,14 @@ def fast_encoder() -> Callable[[Any], bytes]:
 
 def decode(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> dict[str, Any]:
     """Return the object of a JSON text, with numbers that are not finite as floats."""
-    try:
-        record = loads(text)
-        if not isinstance(record, dict):
-            raise ValueError(f"not a JSON object: {text[:80]!r}")
-        # Most values of a row are numbers: they are not passed to the function.
-        return {
-            key: value if isinstance(value, _NUMBERS) else _floats(value)
-            for key, value in record.items()
-        }
-    except RecursionError:
-        raise ValueError("a JSON object that is nested too deep") from None
+    record = loads(text)
+    if not isinstance(record, dict):
+        raise ValueError(f"not a JSON object: {text[:80]!r}")
+    # Most values of a row are numbers: they are not passed to the function.
+    return {
+        key: value if isinstance(value, _NUMBERS) else _floats(value)
+        for key, value in record.items()
+    }
 
 
 def spelled(value: Any) -> Any:
@@ -106,10 +99,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def number(value: object) -> float | None:
     """Return a number of a record, spelled as a string or not, as a float; None if it is none."""
     if isinstance(value, _NUMBERS) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf if value > 0 else -math.inf
+        return float(value)
     return _NONFINITE.get(value) if isinstance(value, str) else None
 
 

@@ -25,7 +25,7 @@ class Entry:
     """One run of a sweep."""
 
     number: Annotated[int, Field(ge=0)]
-    folder: str
+    folder: Annotated[str, Field(pattern=r"^\d+$")]  # it is moved away if the run starts again
     overrides: list[str]
     words: list[str]
     config_hash: str
@@ -73,26 +73,16 @@ class SweepRecord:
         """Return the record in the folder of a sweep."""
         path = folder / files.SWEEP
         try:
-            record = _reader().validate_json(path.read_bytes())
+            return _reader().validate_json(path.read_bytes())
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise ValueError(f"{path} is no record of a sweep: {why}") from None
-        for entry in record.entries:  # runs that start again are moved away by this name
-            if Path(entry.folder).name != entry.folder or entry.folder in ("", "..", files.EARLIER):
-                raise ValueError(
-                    f"{path} gives run {entry.number} the folder {entry.folder!r}, and the runs of "
-                    "a sweep lie directly in its own folder"
-                )
-        return record
 
     @classmethod
     def find(cls, folder: Path) -> SweepRecord | None:
         """Return the record in the folder of a sweep, or None if there is none."""
-        try:
-            return cls.read(folder)
-        except FileNotFoundError:
-            return None
+        return cls.read(folder) if (folder / files.SWEEP).exists() else None
 
     def write(self, folder: Path) -> None:
         """Replace the record in the folder of a sweep; secrets in overrides are masked."""
@@ -110,10 +100,7 @@ class SweepRecord:
 
     def of(self, number: int) -> Entry:
         """Return the run with a number."""
-        for entry in self.entries:
-            if entry.number == number:
-                return entry
-        raise KeyError(number)
+        return {entry.number: entry for entry in self.entries}[number]
 
 
 @cache
@@ -147,8 +134,6 @@ def earlier_record(
     folder: Path, request: str | None = None, jobs: Sequence[str] = ()
 ) -> str | None:
     """Return why a run or a sweep must not be written to ``folder``, or None if it may be."""
-    if folder.exists() and not folder.is_dir():
-        return f"{folder} is not a folder; remove it"
     if request is not None:
         return _other_sweep(folder, request, jobs)
     if is_unfinished(folder):
@@ -175,5 +160,4 @@ def _other_sweep(folder: Path, request: str, jobs: Sequence[str]) -> str | None:
     extended = 0 < record.total == len(record.entries) and known <= Counter(jobs)
     if record.request == request or extended:
         return None
-    command = " ".join(record.words) or "of an unknown command"
-    return f"{folder} holds another request ({command}); choose another sweep.name"
+    return f"{folder} holds another request ({' '.join(record.words)}); choose another sweep.name"

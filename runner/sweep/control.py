@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from signal import SIGINT
 from typing import Any
@@ -28,6 +29,7 @@ from runner.config.problem import Interrupted, Problem, RequestError
 from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.launch.supervise import write_page
+from runner.run_folder import files
 from runner.run_folder.status import now
 from runner.run_folder.sweep_record import Entry, SweepRecord, changed
 from runner.sweep import live
@@ -67,7 +69,7 @@ def run_sweep(
         if not _left(request, sweep, entries):
             return _show(sweep.folder, SweepRecord.read(sweep.folder))
         _begin(request, sweep, entries, typed)
-        code, interrupted = 1, True
+        code, interrupted = 1, False
 
         def write_last(code: int, why: str) -> None:
             _end(sweep.folder, code, True, search)
@@ -75,18 +77,15 @@ def run_sweep(
         try:
             with signals.last_words(write_last):
                 _launch(request, sweep, entries)
-            code, interrupted = 0, False
+            code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
             interrupted = code in (129, 130, 143)
         except KeyboardInterrupt:
+            interrupted = True
             raise Interrupted from None
-        except RequestError:
-            interrupted = False
-            raise
         except Exception:  # of Hydra's sweeper or launcher
             traceback.print_exc()
-            interrupted = False
         finally:
             stop.requested()  # a signal is noted from here on: the record is written whole
             record = _end(sweep.folder, code, interrupted, search)
@@ -169,17 +168,18 @@ def _launch(request: Request, sweep: Sweep, entries: Sequence[Entry]) -> None:
     """Let Hydra's sweeper and launcher run what waits."""
     waiting = [(one.number, one.words) for one in entries if one.state == "waiting"]
     limit = request.jobs[0].config.shutdown.timeout
+    launch = partial(request.launch, run_job, waiting, sweep.folder / files.MULTIRUN)
     if sweep.where == "here":
-        request.launch(run_job, waiting)
+        launch()
     elif sweep.where == "beside":
         with _followed(sweep.folder, limit, passes_on=True):
-            request.launch(run_job, waiting)
+            launch()
     else:
         os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # submitit reads it here and in jobs
         before = _submitted(sweep.folder)
         try:
             with _followed(sweep.folder, limit, passes_on=False):
-                request.launch(run_job, waiting)
+                launch()
         finally:
             jobs = [one for one in _submitted(sweep.folder) if one not in before]
             with changed(sweep.folder) as record:  # they go on if this command was interrupted
@@ -283,7 +283,7 @@ def _draw(folder: Path, config: RunConfig) -> None:
 
     found, record = find(report.read(folder)), SweepRecord.read(folder)
     figures = {
-        f"sweep/{one.key}": _readable(json.loads(one.figure.to_json()))
+        f"sweep/{one.key}": json.loads(one.figure.to_json(), object_hook=_readable)
         for _, charts, _ in sections(found)
         for one in charts
     }
@@ -307,20 +307,14 @@ def _draw(folder: Path, config: RunConfig) -> None:
     sink.close(summary, int(record.state != "finished"))
 
 
-def _readable(value: Any) -> Any:
-    """Return a figure with lists for plotly's bytes, which only its latest versions read."""
+def _readable(node: dict[str, Any]) -> Any:
+    """Return numbers in plotly's bytes, which only its latest versions read, as a list."""
     import numpy as np
 
-    match value:
-        case {"dtype": dtype, "bdata": data}:
-            flat = np.frombuffer(base64.b64decode(data), dtype)
-            numbers = flat.astype(object)
-            numbers[~np.isfinite(flat)] = None
-            sizes = value.get("shape", str(len(flat))).split(",")
-            return numbers.reshape([int(size) for size in sizes]).tolist()
-        case dict():
-            return {key: _readable(inner) for key, inner in value.items()}
-        case list():
-            return [_readable(inner) for inner in value]
-        case _:
-            return value
+    if not node.keys() >= {"dtype", "bdata"}:
+        return node
+    flat = np.frombuffer(base64.b64decode(node["bdata"]), node["dtype"])
+    sizes = str(node.get("shape", len(flat))).split(",")
+    numbers = flat.astype(object)
+    numbers[~np.isfinite(flat)] = None
+    return numbers.reshape([int(size) for size in sizes]).tolist()

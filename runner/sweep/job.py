@@ -23,7 +23,6 @@ from runner.config import disk
 from runner.config.check import parse
 from runner.config.environment import slurm_job
 from runner.config.identity import config_hash
-from runner.config.problem import Problem, RequestError
 from runner.launch import signals
 from runner.launch.supervise import write_page
 from runner.run_folder import files
@@ -88,9 +87,6 @@ def _run(config: DictConfig, place: str) -> float | None:
     sweep, folder = Path(settings.sweep.dir), Path(settings.runtime.output_dir)
     words = recorded_words(settings.overrides.task)
     resolved, plain = resolved_and_recorded(config)
-    if folder.parent != sweep:
-        message = "the runs of a sweep lie directly in its folder: name one folder, without slashes"
-        raise RequestError([Problem("hydra.sweep.subdir", settings.sweep.subdir, message)])
     with changed(sweep) as record:
         # A job in Slurm goes on if only the command that waits for it was interrupted.
         if record.gives_up or (record.state == "interrupted" and place != "elsewhere"):

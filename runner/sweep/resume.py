@@ -23,8 +23,7 @@ _STATES = ("running", "finished", "failed", "interrupted")
 def plan_runs(request: Request) -> list[Entry]:
     """Return the runs of a sweep, each with the state in its folder; nothing is written."""
     sweep = request.sweep
-    assert sweep is not None
-    if sweep.trials is not None:
+    if sweep is None or sweep.trials is not None:
         return []
     record = SweepRecord.find(sweep.folder)
     before: dict[str, list[Entry]] = defaultdict(list)
@@ -33,17 +32,15 @@ def plan_runs(request: Request) -> list[Entry]:
     known = [before[job.hash].pop(0) if before[job.hash] else None for job in request.jobs]
     taken = {entry.number for entry in known if entry}
     free = (number for number in count() if number not in taken)
-    objective = request.jobs[0].config.sweep.objective
     planned = []
     for job, old in zip(request.jobs, known, strict=True):
         number = old.number if old else next(free)
         # Keys of Hydra are the same for all jobs.
         words = [one for one in job.words if not one.lstrip("+~").startswith(("hydra.", "hydra/"))]
-        folder = old.folder if old else str(number)
-        waiting = Entry(number, folder, list(job.apart), words, job.hash)
+        waiting = Entry(number, str(number), list(job.apart), words, job.hash)
         waiting.job = old.job if old else None
         entry = replace(waiting)
-        load_status(entry, sweep.folder, objective)
+        load_status(entry, sweep.folder, job.config.sweep.objective)
         planned.append(entry if entry.state == "finished" else waiting)
     return sorted(planned, key=lambda entry: entry.number)
 

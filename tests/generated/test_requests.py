@@ -19,7 +19,7 @@ def asked(words):
     """What the command does before it imports torch."""
     try:
         flags = arguments.read(words)
-        given = {"multirun": flags.multirun, "source": arguments.source_of(flags)}
+        given = {"multirun": flags.multirun, "source": flags.source}
         return request(flags.overrides, earlier=earlier_record, **given)
     except RequestError as error:
         return error

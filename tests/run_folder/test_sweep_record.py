@@ -34,7 +34,7 @@ def test_a_record_reads_back_and_is_changed_as_a_whole(record, tmp_path):
     [
         ('"runs": [', '"runs": [1, ', "runs.0"),
         ('"number": 0', '"number": -1', "runs.0.number"),
-        ('"folder": "0"', '"folder": "../0"', "lie directly in its own folder"),
+        ('"folder": "0"', '"folder": "../0"', "runs.0.folder"),
         ('"objective": "Infinity"', '"objective": "low"', "runs.0.objective"),
         ('"number"', '"colour"', "runs.0.number"),
         ("{", "", "sweep.json"),

@@ -180,11 +180,12 @@ class Composer:
             with open_dict(onto):
                 onto.update({one.key_or_group: made.config[one.key_or_group] for one in by_hydra})
             made.config = onto
-        made.words[:0] = drop_arguments(values, made.config)
+        dropped = drop_arguments(values, made.config)
+        made.words[:0] = dropped
         for one in values:
             section = one.key_or_group.partition(".")[0]
-            if section in made.unsettled and section in OPEN:
-                continue  # its keys depend on an option that does not exist
+            if one.get_key_element() in dropped or section in made.unsettled & {*OPEN}:
+                continue  # it is gone, or its key depends on an option that does not exist
             try:
                 made.words.append(set_value(one, made.config, values))
             except RequestError as error:

@@ -243,10 +243,8 @@ def _combined(
             axes.append([{word: len(words) > 1} for word in words])
         elif key == together[0]:
             rows = zip(*(values[one] for one in together), strict=True)
-            left_out = {f"{one}={_UNSET}" for one in together}
-            axes.append(
-                [dict.fromkeys([w for w in row if w not in left_out], True) for row in rows]
-            )
+            absent = {f"{one}={_UNSET}" for one in together}
+            axes.append([{word: True for word in row if word not in absent} for row in rows])
     count = sum(len(axis) - 1 for axis in axes) + 1 if searches else prod(map(len, axes))
     if count > most:
         sizes = ", ".join(f"{key} {len(one):,}" for key, one in values.items() if len(one) > 1)

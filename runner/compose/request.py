@@ -105,6 +105,7 @@ def request(
 ) -> Request:
     """Compose and check every job that the overrides ``given`` ask for. Nothing is written."""
     composer = Composer(source)
+    earlier = earlier if writes else None
     placed = folder = None
     jobs: Sequence[Job] = ()
     with composer.active():
@@ -112,11 +113,9 @@ def request(
         made = composer.compose([one for one in overrides if not one.is_sweep_override()])
         config = made.config
         if multirun or config.hydra.mode == RunMode.MULTIRUN:
-            jobs, placed, found = sweep(
-                composer, made, overrides, _job, earlier if writes else None
-            )
+            jobs, placed, found = sweep(composer, made, overrides, _job, earlier)
         else:
-            folder, found = destination(config, "run", earlier if writes else None)
+            folder, found = destination(config, "run", earlier)
             found += only_for_sweeps(overrides, writes)
             try:
                 jobs = [_job(made, None)]

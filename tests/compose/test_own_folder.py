@@ -98,7 +98,7 @@ def test_recipes_are_swept_over_and_may_be_sweeps(own):
         ("clip=gentel", r"did you mean gentle\?"),
         ("recipe=mien", r"recipe=mien  there is no recipe/mien; did you mean mine\?"),
         ("recipe=wrong", r"recipe=wrong  there is no model/mien.*did you mean mine\? .*awd_lstm"),
-        ("recipe=torn seed=-1", r"(?s)recipe=torn .*torn\.yaml cannot be read: line.*seed=-1 "),
+        ("recipe=torn seed=-1", r"(?s)recipe=torn .*torn\.yaml cannot be read: .*seed=-1 "),
         ("recipe=listed", r"listed\.yaml cannot be read"),
         ("recipe=odd", r"did you mean clip\.threshold"),
         ("model=torn", r"model=torn .*torn\.yaml"),

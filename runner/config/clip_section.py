@@ -20,7 +20,6 @@ from runner.config.section import (
     NormOrder,
     OneOf,
     Positive,
-    Positives,
     Section,
     Text,
     conflicts_of,
@@ -35,21 +34,14 @@ class Skip(Section):
     """Whole optimizer steps that are left out because their loss or gradient norm is a spike."""
 
     rule: Literal["sigma", "ema"] | None = key(
-        "skip steps above mean + k sigma of the last kept ones, or k times their average (ema)",
-        None,
+        "skip a step above mean + k sigma, or k times the average (ema)", None
     )
-    of: Literal["norm", "loss", "either"] = key(
-        "judge the gradient norm, the loss, or both", "norm"
-    )
+    of: Literal["norm", "loss", "either"] = key("judge the norm, the loss, or both", "norm")
     k: Positive | None = key("lower it to skip more; null: 6 (sigma), 20 (ema)", None)
     window: int | None = key("compare with so many kept steps (sigma); null: 128", None, ge=2)
     decay: float | None = key("weigh the past (ema); null: 0.99", None, gt=0, lt=1)
-    min_steps: Count | None = key(
-        "skip none before; null: window/2 (sigma), 1/(1 - decay) (ema)", None
-    )
-    accept_after: Count | None = key(
-        "accept a higher level after so many skips in a row; null: never", 20
-    )
+    min_steps: Count | None = key("skip none before; null: window/2, 1/(1 - decay)", None)
+    accept_after: Count | None = key("accept a level after so many skips; null: never", 20)
 
     @model_validator(mode="before")
     @classmethod
@@ -98,16 +90,10 @@ def skip_options(**given: Any) -> Skip:
 class Clip(ModeOptions):
     """How the gradient of each optimizer step is clipped."""
 
-    mode: Annotated[str, OneOf(NAMES)] = key(
-        "choose what is clipped: the whole gradient, each element, ..."
-    )
+    mode: Annotated[str, OneOf(NAMES)] = key("choose what is clipped, and how")
     norm_type: NormOrder = key("measure this norm of the gradient: 1, 2 or inf, as a paper does")
-    nonfinite: Literal["skip", "error", "ignore"] = key(
-        "leave out a step whose gradient is not finite, end the run, or take it"
-    )
-    max_skips: Count | None = key(
-        "end the run after so many steps in a row that are skipped; null: never"
-    )
+    nonfinite: Literal["skip", "error", "ignore"] = key("what to do with a step of NaN or inf")
+    max_skips: Count | None = key("end the run after so many skips in a row; null: never")
     # With a default, unlike other keys: files of users, and runs recorded earlier, lack them.
     scales: Literal["auto", "all"] = key(
         "multiply and compare all gradients, or (auto) all but the matrices of Muon", "auto"
@@ -119,7 +105,7 @@ class Clip(ModeOptions):
         "step each parameter in the backward pass too, to save memory", False
     )
     skip: Skip = key("leave out whole steps whose loss or gradient norm is a spike", Skip())
-    what_if: Positives = key("log the share of steps that these thresholds would have clipped")
+    what_if: list[Positive] = key("log the share of steps that these thresholds would have clipped")
 
     @property
     def own_target(self) -> str | None:
@@ -146,19 +132,16 @@ class Clip(ModeOptions):
         return read_clip, (self.model_dump(by_alias=True),)
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yield keys that are not used, a threshold that is missing, and conflicts of the mode."""
+        """Yield conflicts of the mode, and thresholds that cannot be tried beside it."""
         found = list(super().conflicts())
         yield from found
-        info, name = self.described.info, name_of(self.described)
-        if self.scales == "all" and info.parts is not None:
-            message = f"clip={name} multiplies no gradients by one coefficient; use auto"
-            yield Conflict("scales", message)
-        if self.what_if and info.nested:
-            message = f"clip={name} has several thresholds, so that no single one can be tried"
-            yield Conflict("what_if", message)
-        elif self.what_if and not found and self.info.derived:
-            message = f"clip={name} derives its limit from earlier steps, so none can be tried"
-            yield Conflict("what_if", message)
+        if self.scales == "all" and self.described.info.parts is not None:
+            yield Conflict(
+                "scales", "this mode multiplies no gradients by one coefficient: use auto"
+            )
+        if self.what_if and not found and (self.info.nested or self.info.derived):
+            name = name_of(self.described)
+            yield Conflict("what_if", f"clip={name} has no fixed threshold: leave it empty")
 
 
 def _loaded(target: str) -> str:

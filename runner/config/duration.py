@@ -26,27 +26,22 @@ class Duration:
     unit: Unit
 
     def __post_init__(self) -> None:
-        counts = isinstance(self.value, int) and not isinstance(self.value, bool)
-        if not counts or self.value < 1 or self.unit not in (*UNITS, MINUTES):
+        if type(self.value) is not int or self.value < 1 or self.unit not in (*UNITS, MINUTES):
             raise ValueError(f"{self} {_form(UNITS)}")
 
     @classmethod
-    def parse(cls, text: Any) -> Duration:
+    def parse(cls, text: Any, units: dict[Unit, str] = UNITS) -> Duration:
         """Read ``3ep``, ``500ba``, ``100_000sp`` or ``1000000tok``."""
-        return cls._read(text, UNITS)
-
-    @classmethod
-    def parse_interval(cls, text: Any) -> Duration:
-        """Read a duration, or minutes such as ``10min``."""
-        return cls._read(text, {**UNITS, MINUTES: "minutes"})
-
-    @classmethod
-    def _read(cls, text: Any, units: dict[Unit, str]) -> Duration:
         pattern = rf"([0-9]+(?:_[0-9]+)*)({'|'.join(units)})"
         match = re.fullmatch(pattern, text) if isinstance(text, str) else None
         if match is None or not int(match[1]):
             raise ValueError(f"{text!r} {_form(units)}")
         return cls(int(match[1]), cast(Unit, match[2]))
+
+    @classmethod
+    def parse_interval(cls, text: Any) -> Duration:
+        """Read a duration, or minutes such as ``10min``."""
+        return cls.parse(text, {**UNITS, MINUTES: "minutes"})
 
     def __str__(self) -> str:
         return f"{self.value}{self.unit}"

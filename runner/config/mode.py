@@ -28,7 +28,6 @@ class ModeInfo:
         shares: a usual share of parts that is clipped, and the bounds of a usual one.
         follows: what λ in force follows; None if it is the same in each step.
         tenth: λ that clips about one step in ten, where it is no norm.
-        sources: papers and code.
         nested: option that holds further modes, if there is one.
         by_tensor: whether a tensor is clipped without the gradients of others.
         needs_optimizer: whether the state of the optimizer is read, or its update limited.
@@ -43,7 +42,6 @@ class ModeInfo:
     shares: tuple[float, float, float] = (0.1, 0.5, 0.01)
     follows: Literal["steps", "norms"] | None = None
     tenth: float | None = None
-    sources: tuple[str, ...] = ()
     nested: str = ""
     by_tensor: bool = False
     needs_optimizer: bool = False
@@ -144,11 +142,8 @@ def load(target: str) -> type[Mode]:
     try:
         holder = import_module(module)
     except Exception as error:
-        absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        if absent and f"{module}.".startswith(f"{absent}."):
-            raise ModeError(f"there is no module {absent}: is its folder on PYTHONPATH?") from None
-        first = str(error).partition("\n")[0]
-        raise ModeError(f"importing {module} raised {type(error).__name__}: {first}") from error
+        text = str(error).partition("\n")[0]
+        raise ModeError(f"importing {module} raised {type(error).__name__}: {text}") from error
     kind = getattr(holder, name, None)
     if kind is None:
         modes = [f"{module}.{key}" for key, one in vars(holder).items() if _is_mode(one)]

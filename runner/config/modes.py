@@ -25,20 +25,12 @@ from runner.config.section import (
 
 __all__ = ["MODES", "NAMES", "Mode", "ModeError", "ModeInfo", "info_of", "load", "options_of"]
 
-_OF_THE_WHOLE = ("norm_type", "nonfinite", "max_skips", "scales", "skip", "what_if", "when")
-
 
 @dataclass(eq=False)
 class Schedule(Mode):
-    """Another mode clips, with a λ that depends on the number of the optimizer step."""
+    """Another mode clips, with a λ that depends on the number of the step (OLMo's warm-up)."""
 
-    info = ModeInfo(
-        stat="‖G‖",
-        unit="‖G‖",
-        note="Dashed: the threshold of each step; norms above it are clipped.",
-        follows="steps",
-        sources=("https://github.com/allenai/OLMo, grad_clip_warmup_factor",),
-    )
+    info = ModeInfo("steps", "‖G‖", "‖G‖", "Dashed: the threshold of each step.", follows="steps")
     at_once: ClassVar = {"warmup_steps": 0}
 
     of: Any = option("norm", "clip by this mode; with options: {mode:adaptive,eps:1e-3}")
@@ -85,10 +77,7 @@ Inner = Annotated[Any, PlainValidator(lambda given: inner_mode(given))]
 class Chain(Mode):
     """Several modes in order: each clips what the one before has left."""
 
-    info = ModeInfo(
-        stat="value that each link compares with its threshold",
-        nested="links",
-    )
+    info = ModeInfo(stat="value that each link compares with its threshold", nested="links")
 
     links: list[Inner] = option(
         list,
@@ -101,11 +90,7 @@ class Chain(Mode):
 class ByGroups(Mode):
     """Each group of parameters is measured and clipped by itself, by a mode of its own."""
 
-    info = ModeInfo(
-        clips="groups",
-        stat="value that each group compares with its threshold",
-        nested="groups",
-    )
+    info = ModeInfo("groups", "value that each group compares with its λ", nested="groups")
 
     groups: dict[str, Inner] = option(
         dict,
@@ -221,8 +206,7 @@ def kind_and_options(given: Any) -> tuple[str | type[Mode], dict[str, Any]]:
     if given is None or isinstance(given, str):
         given = {"mode": given or "none"}
     elif not isinstance(given, Mapping):
-        text = "must be a mode, such as {mode:norm,threshold:1.0}, or a number or none"
-        raise ValueError(text)
+        raise ValueError("must be a mode, such as {mode:norm,threshold:1.0}, or a number or none")
     own = {name: value for name, value in given.items() if name not in ("mode", "_target_")}
     mode, target = given.get("mode", MISSING), given.get("_target_")
     if target is not None:
@@ -240,27 +224,21 @@ def inner_mode(given: Any, **outer: Any) -> Any:
     """Return a mode inside of another one, which sets the options ``outer``, if it is right."""
     kind, own = kind_and_options(given)
     described = described_by(kind)
+    known = {"threshold", *options_of(described)} - outer.keys()
+    found = [
+        Conflict(name, unknown_key(name, known).message, value)
+        for name, value in own.items()
+        if name not in known
+    ]
     model = model_of(described, _InnerOptions, True)  # type: ignore[arg-type]
-    known = {"threshold", *options_of(described)}
-    found = []
-    for name, value in own.items():
-        if name in outer:
-            found.append(Conflict(name, f"is that of the mode around it: set clip.{name}", value))
-        elif name not in known and name in _OF_THE_WHOLE:
-            text = f"is the same for all modes inside of one: set clip.{name}"
-            found.append(Conflict(name, text, value))
-        elif name not in known:
-            found.append(Conflict(name, unknown_key(name, known).message, value))
-    if found:
-        raise refusal(found)
     try:
         model.model_validate({"threshold": described.threshold, **own, **outer})
     except ValidationError as error:
-        wrong = conflicts_of(error.errors(), known)
-        raise refusal(
-            one if one.value is not NOTHING else one._replace(value=own.get(one.key, MISSING))
-            for one in wrong
-        ) from None
+        for one in conflicts_of(error.errors(), known):
+            value = own.get(one.key, MISSING) if one.value is NOTHING else one.value
+            found.append(one._replace(value=value))
+    if found:
+        raise refusal(found)
     return given
 
 

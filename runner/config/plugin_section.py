@@ -104,14 +104,12 @@ class PluginSection(Sizes):
     reshard_after_forward: bool = key("fsdp, zero_stage 3: false takes memory, saves traffic")
     dp_replicate: Count = key("fsdp: number of replicas, each sharded over its share of the ranks")
     zero_stage: int = key("partition 1 optimizer state, 2 gradients, 3 parameters too", ge=0, le=3)
-    sequence_parallel: bool = key(
-        "tensor: split norms and dropout along the sequence, to save memory"
-    )
+    sequence_parallel: bool = key("tensor: split norms and dropout along the sequence")
     schedule: Annotated[str, OneOf(SCHEDULES)] = key("pipeline: order of passes")
     num_microbatches: Count | None = key("pipeline: parts of a batch; null: one for each stage")
     split: Texts | None = key("pipeline: begin stages at these modules; null: the model's cuts")
     tp_plan: Annotated[dict[str, str], PlainValidator(read_plan)] | None = key(
-        "tensor: modules to split, as patterns with styles or a file; null: the model's"
+        "tensor: patterns of modules with styles, or a file; null: the model's"
     )
     param_dtype: Literal["bf16", "fp16"] | None = key("fsdp, zero 2, 3: compute in this type")
     cpu_offload: bool = key("fsdp, zero_stage 2, 3: keep shards in host memory")
@@ -158,12 +156,8 @@ class PluginSection(Sizes):
             elif value != neutral and (name, value, self.name) != ("dp_size", 1, "single"):
                 users = or_list(f"plugin={plugin}" for plugin in plugins)
                 message = f"has no meaning under plugin={self.name}; {users} uses it"
-                if name == "dp_size" and self.name != "single":
-                    message += "; here all ranks are data-parallel: give plugin.nproc"
                 yield Conflict(name, message)
         stage = self.zero_stage
-        if self.name == "zero" and stage == 0:
-            yield Conflict("zero_stage", "must be 1, 2 or 3 under plugin=zero; plugin=ddp is 0")
         least = {"reshard_after_forward": 3, "param_dtype": 2, "cpu_offload": 2}
         for name, least_stage in least.items() if self.name in ("zero", "hybrid") else ():
             if stage < least_stage and getattr(self, name) != uses()[name][0]:

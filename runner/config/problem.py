@@ -103,25 +103,19 @@ class Stopped(Exception):
 
 # Names of other programs, whose spelling is not near ours, or is nearer to a wrong one (gpu: cpu).
 _ELSEWHERE = {
-    "agc": "adaptive",
     "bfloat16": "bf16",
     "float16": "fp16",
-    "float32": "fp32",
-    "fp64": "float64",
     "gpu": "cuda",
+    "fp64": "float64",
     "half": "fp16",
     "row": "rowwise",
     "epochs": "train.max_duration",
     "gradient_accumulation_steps": "accumulation.steps",
     "gradient_clip_val": "clip.threshold",
     "learning_rate": "optimizer.lr",
-    "lr": "optimizer.lr",
     "max_grad_norm": "clip.threshold",
-    "max_norm": "clip.threshold",
-    "max_steps": "train.max_duration",
     "nproc_per_node": "plugin.nproc",
     "tensor_parallel_size": "plugin.tp_size",
-    "world_size": "plugin.nproc",
 }
 
 

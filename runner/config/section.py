@@ -64,56 +64,39 @@ def text_like(pattern: str, meaning: str) -> PlainValidator:
     return that(meaning, lambda value: isinstance(value, str) and bool(re.search(pattern, value)))
 
 
-def _norm_order(value: Any) -> float:
-    # YAML writes infinity as .inf; a plain ``inf`` in a file is text, on the command line a number.
-    order = math.inf if value == "inf" else value
-    if isinstance(order, bool) or order not in (1, 2, math.inf):
-        raise ValueError("must be 1, 2 or inf")
-    return float(order)
-
-
-def _target_of(value: Any) -> Any:
-    return value.get("_target_") if isinstance(value, Mapping) else value
+def _names_target(value: Any) -> bool:
+    return isinstance(value, dict) and "." in str(value.get("_target_")).strip(".")
 
 
 def _distinct(value: dict[str, int | list[int]]) -> dict[str, int | list[int]]:
-    for dims in value.values():
-        if isinstance(dims, list) and len(set(dims)) < len(dims):
-            raise ValueError("must name each dimension once")
+    if any(isinstance(dims, list) and len({*dims}) < len(dims) for dims in value.values()):
+        raise ValueError("must name each dimension once")
     return value
 
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-Positives = list[Positive]
 Text = Annotated[str, text_like(r"\S", "text")]
 Texts = list[Text]
-NormOrder = Annotated[float, PlainValidator(_norm_order)]
-OutputDims = Annotated[dict[str, int | list[int]], Field(min_length=1), AfterValidator(_distinct)]
-Metrics = list[
-    Annotated[
-        str | dict[str, Any],
-        that(
-            "the name of a metric of torchmetrics or a mapping with a _target_",
-            lambda value: isinstance(_target_of(value), str) and bool(_target_of(value).strip()),
-        ),
-    ]
+TargetMapping = Annotated[dict[str, Any], that("a mapping with a _target_", _names_target)]
+Metrics = list[Text | TargetMapping]
+# YAML writes infinity as .inf; a plain ``inf`` in a file is text, on the command line a number.
+NormOrder = Annotated[
+    float,
+    that("1, 2 or inf", lambda value: value in (1, 2, math.inf, "inf") and value is not True),
+    AfterValidator(float),
 ]
+OutputDims = Annotated[dict[str, int | list[int]], Field(min_length=1), AfterValidator(_distinct)]
 FolderName = Annotated[
     str,
     text_like(
         r"^[A-Za-z0-9][\w.\-]{0,99}$",
-        "the name of a folder: letters, digits, '_', '-' and '.', the first a letter or a digit, "
-        "at most 100 of them",
+        "the name of a folder: letters, digits, '_', '-', '.', the first a letter or a digit",
     ),
 ]
 DottedName = Annotated[
-    str,
-    text_like(
-        r"^[^\W\d]\w*(\.[^\W\d]\w*)+$",
-        "the full name of a class or function, such as torch.optim.SGD",
-    ),
+    str, text_like(r"^[^\W\d]\w*(\.[^\W\d]\w*)+$", "a full name, such as torch.optim.SGD")
 ]
 DurationText = Annotated[Duration, PlainValidator(Duration.parse)]
 IntervalText = Annotated[Duration, PlainValidator(Duration.parse_interval)]
@@ -211,19 +194,6 @@ def section_of(field: FieldInfo) -> type[Keys] | None:
     return hint if isinstance(hint, type) and issubclass(hint, Keys) else None
 
 
-_KINDS = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "list_type": "a list, such as [a,b]",
-    "dict_type": "a mapping, such as {a:1}",
-}
-"""What pydantic's errors ask for."""
-
-
 def conflicts_of(errors: Iterable[ErrorDetails], known: Collection[str]) -> Iterator[Conflict]:
     """Yield what pydantic's errors say of each of the keys ``known``; unknown keys are left out."""
     found: dict[str, dict[str, Any]] = {}
@@ -252,8 +222,6 @@ def _sentence(error: ErrorDetails, name: str, known: Collection[str]) -> str:
         names = re.findall(r"'([^']*)'", context["expected"])
         one_of = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         return f"must be {one_of}{did_you_mean(error['input'], names)}"
-    if kind in _KINDS:
-        return f"must be {_KINDS[kind]}"
-    text = re.sub(r"^\w+ should ", "must ", error["msg"])
-    text = text.replace("be greater than or equal to", "be at least")
+    text = re.sub(r"^\w+ should ", "must ", error["msg"]).replace("a valid i", "an i")
+    text = text.replace("a valid ", "a ").replace("be greater than or equal to", "be at least")
     return text.replace("be less than or equal to", "be at most")

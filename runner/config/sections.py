@@ -10,34 +10,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from runner.config import section as types
+from runner.config import section as t
 from runner.config.modes import NAMES
 from runner.config.notation import higher_is_better
-from runner.config.section import (
-    Conflict,
-    Count,
-    Natural,
-    OneOf,
-    Positive,
-    Section,
-    Target,
-    Text,
-    Texts,
-    key,
-    option_of,
-)
+from runner.config.section import Conflict, OneOf, Section, Target, key, option_of
 
 Direction = Literal["minimize", "maximize"] | None
 
 
 class Accumulation(Section):
-    steps: Count = key("microbatches of one optimizer step; raise it if a batch does not fit")
+    steps: t.Count = key("microbatches of one optimizer step; raise it if a batch does not fit")
 
 
 class Precision(Section):
     name: Literal["fp32", "bf16", "fp16"] = key("choose the data type of the forward pass")
-    initial_scale: Positive = key("fp16: first loss scale; lower it if first steps are skipped")
-    growth_interval: Count = key("fp16: double the loss scale after so many finite steps in a row")
+    initial_scale: t.Positive = key("fp16: first loss scale; lower it if first steps are skipped")
+    growth_interval: t.Count = key("fp16: double the scale after so many finite steps")
 
 
 OWN_DATA = "runner.data.dataset.own"
@@ -45,8 +33,8 @@ OWN_DATA = "runner.data.dataset.own"
 
 
 class DataSection(Target):
-    batch_size: Count = key("samples in a rank's microbatch; lower it if out of memory")
-    num_workers: Natural = key("processes that read ahead; raise it if training waits for data")
+    batch_size: t.Count = key("samples in a rank's microbatch; lower it if out of memory")
+    num_workers: t.Natural = key("processes that read ahead; raise it if training waits for data")
     drop_last: bool = key("leave out the last microbatch of an epoch if it is shorter")
 
     @property
@@ -73,7 +61,7 @@ class DataSection(Target):
 
 
 class LossSection(Target):
-    target: types.DottedName | None = key(  # type: ignore[assignment]
+    target: t.DottedName | None = key(  # type: ignore[assignment]
         "import this criterion of (outputs, targets); null: the model's own loss, or cross entropy",
         None,
         alias="_target_",
@@ -83,14 +71,12 @@ class LossSection(Target):
 class Tracker(Section):
     name: Annotated[str, option_of("tracker")] = key("choose the tracker")
     also: list[Literal["tensorboard", "wandb"]] = key("record with these too, as [tensorboard]")
-    mode: Literal["auto", "online", "offline", "disabled"] = key(
-        "auto: online where a key is configured, else offline for `wandb sync`"
-    )
-    project: Text = key("file runs under this project")
-    group: Text | None = key("group runs by this name; null: by their sweep")
-    tags: Texts = key("tag runs, to find them again")
-    job_type: Text = key("say what kind of run this is, such as train")
-    timeout: Positive = key("wait at most so many seconds at the end until wandb has the run")
+    mode: Literal["auto", "online", "offline", "disabled"] = key("auto: online with a key")
+    project: t.Text = key("file runs under this project")
+    group: t.Text | None = key("group runs by this name; null: by their sweep")
+    tags: t.Texts = key("tag runs, to find them again")
+    job_type: t.Text = key("say what kind of run this is, such as train")
+    timeout: t.Positive = key("wait at most so many seconds at the end until wandb has the run")
 
     def uses(self, tracker: str) -> bool:
         """Return whether the run is recorded with ``tracker``."""
@@ -98,37 +84,33 @@ class Tracker(Section):
 
 
 class Train(Section):
-    max_duration: types.DurationText = key("train this long, such as 3ep or 500ba")
+    max_duration: t.DurationText = key("train this long, such as 3ep or 500ba")
 
 
 class Eval(Section):
-    interval: types.DurationText = key("evaluate this often; raise it if evaluation takes long")
+    interval: t.DurationText = key("evaluate this often; raise it if evaluation takes long")
     # With a default: files of users, and runs recorded earlier, lack it.
-    metrics: types.Metrics = key("log metrics of torchmetrics too, or a _target_: [f1,auroc]", [])
+    metrics: t.Metrics = key("log metrics of torchmetrics too, or a _target_: [f1,auroc]", [])
 
 
 class EarlyStop(Section):
-    patience: Count | None = key("end after so many evaluations without a better one; null: never")
-    metric: Text = key("watch this metric of evaluations")
+    patience: t.Count | None = key("end after so many evaluations without a better one")
+    metric: t.Text = key("watch this metric of evaluations")
     min_delta: float = key("count as an improvement only what is better by this much", ge=0)
     direction: Direction = key("which is better; null: the lower, of an accuracy the higher")
 
 
 class Log(Section):
-    interval: Count = key("log a row of metrics every so many optimizer steps")
-    flush: Count = key("copy metrics from the device every so many optimizer steps")
+    interval: t.Count = key("log a row of metrics every so many optimizer steps")
+    flush: t.Count = key("copy metrics from the device every so many optimizer steps")
 
 
 class Checkpoint(Section):
-    interval: types.IntervalText | None = key(
-        "save a checkpoint this often, such as 500ba or 10min; null: only when asked to stop"
-    )
-    keep: Natural = key("keep so many newest checkpoints; lower it if the disk is small; 0: none")
+    interval: t.IntervalText | None = key("save this often, as 10min; null: when asked to stop")
+    keep: t.Natural = key("keep so many newest checkpoints; lower it if the disk is small; 0: none")
     keep_best: bool = key("keep one more, that with the best sweep.objective so far")
     save_final: bool = key("save the weights of the end in checkpoints/final")
-    asynchronous: Literal["auto"] | bool = key(
-        "train on while files are written, from a copy in host memory; auto: on accelerators"
-    )
+    asynchronous: Literal["auto"] | bool = key("train on while files are written")
 
 
 class Telemetry(Section):
@@ -136,38 +118,33 @@ class Telemetry(Section):
     # With defaults: runs that were recorded earlier lack them.
     update_ratio: bool = key("log the norm of each update over that of the weights", False)
     noise_scale: bool = key("estimate the gradient noise scale from parts of the batch", False)
-    probe: Natural = key("print so many elements of the first parameter after each microbatch")
+    probe: t.Natural = key("print so many elements of the first parameter after each microbatch")
 
 
 class Launch(Section):
-    timeout: Positive = key("end the run if a collective takes more seconds")
-    max_restarts: Natural = key(
-        "if a rank fails, start all again from the last checkpoint so often"
-    )
+    timeout: t.Positive = key("end the run if a collective takes more seconds")
+    max_restarts: t.Natural = key("if a rank fails, go on from the last checkpoint so often")
 
 
 class Shutdown(Section):
-    timeout: Positive = key("end a run that was asked to stop after so many seconds")
+    timeout: t.Positive = key("end a run that was asked to stop after so many seconds")
 
 
 class Resume(Section):
-    source: Text = key(
-        "continue from a checkpoint: auto for what the folder of this run holds, never, or the "
-        "path of a run or a checkpoint",
+    source: t.Text = key(
+        "continue from what the run's folder holds (auto), never, or a path",
         alias="from",
     )
     force: bool = key("continue though the checkpoint is that of another configuration")
 
 
 class SweepSection(Section):
-    name: types.FolderName | None = key("name the folder; null: named after what varies")
-    objective: Text = key("compare runs by the best value of this metric")
+    name: t.FolderName | None = key("name the folder; null: named after what varies")
+    objective: t.Text = key("compare runs by the best value of this metric")
     direction: Direction = key("which is better; null: the lower, of an accuracy the higher")
-    max_failures: Natural | None = key("stop after more failed runs than this; null: never")
-    max_jobs: Count = key("refuse a sweep of more runs, such as that of range(0,1e9)")
-    zip: Texts = key(
-        "advance the lists of these keys together; unset in such a list leaves its key out"
-    )
+    max_failures: t.Natural | None = key("stop after more failed runs than this; null: never")
+    max_jobs: t.Count = key("refuse a sweep of more runs, such as that of range(0,1e9)")
+    zip: t.Texts = key("advance the lists of these keys together, not as a product")
 
     @property
     def maximizes(self) -> bool:
@@ -178,16 +155,15 @@ class SweepSection(Section):
 
 
 class Report(Section):
-    baseline: Text | Natural | None = key(
-        "compare the settings of a sweep with this one: its name in the table, such as none, or "
-        "the number of one of its runs; null: with the best one"
+    baseline: t.Text | t.Natural | None = key(
+        "compare settings with this one: its name, or the number of a run; null: the best"
     )
 
 
 class Calibrate(Section):
     steps: int = key("measure this many optimizer steps without clipping", ge=2)
-    warmup_steps: Natural | None = key("describe so many first steps separately; null: a tenth")
-    output: Text | None = key("write to this folder; null: a new one in outputs/calibrations")
+    warmup_steps: t.Natural | None = key("describe so many first steps separately; null: a tenth")
+    output: t.Text | None = key("write to this folder; null: a new one in outputs/calibrations")
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
@@ -195,12 +171,12 @@ class Calibrate(Section):
 
 
 class Verify(Section):
-    steps: Count = key("compare this many optimizer steps")
+    steps: t.Count = key("compare this many optimizer steps")
     dtype: Literal["float64", "float32"] = key("compute in this type; float64 errs least")
-    tolerance: Positive | None = key("accept this relative error; null: 1e-9, in float32 1e-5")
-    lr: Positive = key("take the steps of both sides by plain SGD at this rate")
+    tolerance: t.Positive | None = key("accept this relative error; null: 1e-9, in float32 1e-5")
+    lr: t.Positive = key("take the steps of both sides by plain SGD at this rate")
     modes: Annotated[list[Annotated[str, OneOf(NAMES)]], Field(min_length=1)] | None = key(
-        "compare these clipping modes, such as [norm,value]; null: the chosen one"
+        "modes, as [norm,value]; null: clip.mode"
     )
 
     @property

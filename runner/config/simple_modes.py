@@ -1,6 +1,6 @@
 """The clipping modes that hold no other mode: their options and facts, without torch.
 
-``runner/clip/<name>.py`` implements the mode ``<name>``.
+``runner/clip/<name>.py`` implements the mode ``<name>``, and names its sources in full.
 """
 
 from __future__ import annotations
@@ -17,60 +17,56 @@ from runner.config.section import Count, Natural, OutputDims, Positive, Texts
 class Unclipped(Mode):
     """The gradient is measured, but not clipped."""
 
-    info = ModeInfo(None, by_tensor=True, stat="‖G‖", unit="‖G‖", note="These runs clip nothing.")
+    info = ModeInfo(None, "‖G‖", "‖G‖", "These runs clip nothing.", by_tensor=True)
 
 
 @dataclass(eq=False)
 class Norm(Mode):
-    """The whole gradient is scaled down to a norm of at most the threshold."""
+    """The whole gradient is scaled down to a norm of at most the threshold (Pascanu 2013)."""
 
     info = ModeInfo(
-        stat="‖G‖",
-        unit="‖G‖",
-        note="Dashed: the threshold of the same colour; norms above it are scaled down to it.",
+        "steps",
+        "‖G‖",
+        "‖G‖",
+        "Dashed: the threshold; norms above it are scaled down to it.",
         published=(
             (0.1, "Compressive Transformer (Rae 2019), gated convolutional LM (Dauphin 2016)"),
             (0.25, "AWD-LSTM (Merity 2017), CTRL (Keskar 2019)"),
             (1.0, "GPT-3 (Brown 2020), LLaMA (Touvron 2023), TaBERT (Yin 2020)"),
             (2.0, "Inception v3 (Szegedy 2015)"),
         ),
-        sources=("Pascanu, Mikolov and Bengio 2013, arXiv 1211.5063, algorithm 1",),
     )
 
 
 @dataclass(eq=False)
 class Value(Mode):
-    """Every element of the gradient is clamped to [-threshold, threshold]."""
+    """Every element of the gradient is clamped to [-threshold, threshold] (Mikolov 2012)."""
 
     info = ModeInfo(
-        clips="elements",
+        "elements",
+        "gradient element",
+        "|g|",
         by_tensor=True,
-        stat="gradient element",
-        unit="|g|",
         grid=(0.1, 0.25, 1.0, 2.0),
         shares=(0.01, 0.1, 0.001),
-        sources=("Mikolov 2012, Statistical Language Models Based on Neural Networks",),
     )
 
 
 @dataclass(eq=False)
 class Adaptive(Mode):
-    """Each unit's gradient is limited to threshold times the norm of the unit's weight."""
+    """Each unit's gradient is limited to threshold x the norm of its weight (Brock 2021)."""
 
     info = ModeInfo(
-        clips="units",
-        by_tensor=True,
-        stat="‖G_u‖/‖W_u‖ of a unit",
-        unit="‖W_u‖",
+        "units",
+        "‖G_u‖/‖W_u‖ of a unit",
+        "‖W_u‖",
         published=(
             (0.01, "NFNet at batch 4096 (Brock 2021)"),
-            (0.02, "NF-ResNet ablation (Brock 2021)"),
-            (0.04, "NF-ResNet ablation (Brock 2021)"),
-            (0.08, "NF-ResNet ablation (Brock 2021)"),
+            *((value, "NF-ResNet ablation (Brock 2021)") for value in (0.02, 0.04, 0.08)),
             (0.16, "NF-ResNet ablation (Brock 2021); batch 128 to 256 (Thakur)"),
         ),
         shares=(0.2, 0.5, 0.05),
-        sources=("Brock, De, Smith and Simonyan 2021, arXiv 2102.06171, section 4",),
+        by_tensor=True,
     )
 
     exclude: Literal["auto"] | Texts = option(
@@ -87,12 +83,7 @@ class PerParameter(Mode):
     """Each tensor's gradient is scaled down to a norm of at most the threshold."""
 
     info = ModeInfo(
-        clips="tensors",
-        by_tensor=True,
-        stat="‖g_p‖ of a tensor",
-        unit="‖g_p‖",
-        grid=(0.03, 0.1, 0.3, 1.0),
-        sources=("optax.clip_by_block_rms (tensor by tensor, of the root mean square)",),
+        "tensors", "‖g_p‖ of a tensor", "‖g_p‖", by_tensor=True, grid=(0.03, 0.1, 0.3, 1.0)
     )
 
     by: Literal["tensor", "block"] = option(
@@ -108,16 +99,15 @@ class PerParameter(Mode):
 
 @dataclass(eq=False)
 class AdaGC(Mode):
-    """Each tensor's gradient norm is limited to threshold times its own running mean."""
+    """Each tensor's norm is limited to threshold x its own running mean (Wang 2025)."""
 
     info = ModeInfo(
-        clips="tensors",
-        by_tensor=True,
-        stat="‖g_p‖/γ_p of a tensor",
-        unit="γ_p",
+        "tensors",
+        "‖g_p‖/γ_p of a tensor",
+        "γ_p",
         published=((1.05, "AdaGC (Wang 2025): GPT-2, LLaMA-2 and CLIP"),),
         grid=(1.02, 1.2, 1.5, 2.0),
-        sources=("Wang et al. 2025, AdaGC, arXiv 2502.11034, algorithm 1",),
+        by_tensor=True,
     )
     at_once: ClassVar = {"threshold": 1.05, "warmup_steps": 1}
     unclipped: ClassVar = {"absolute": 1e30}
@@ -132,16 +122,16 @@ class AdaGC(Mode):
 
 @dataclass(eq=False)
 class Percentile(Mode):
-    """The whole gradient is scaled down to a percentile of the norms of all steps so far."""
+    """The gradient is scaled down to a percentile of all norms so far (Seetharaman 2020)."""
 
     info = ModeInfo(
-        stat="‖G‖",
-        unit="%",
-        note="Dashed: the percentile of the norms so far; norms above it are scaled down to it.",
+        "steps",
+        "‖G‖",
+        "%",
+        "Dashed: the percentile of the norms so far; norms above it are scaled down to it.",
         published=((10.0, "AutoClip (Seetharaman 2020)"),),
         follows="norms",
         tenth=90.0,
-        sources=("Seetharaman 2020, arXiv 2007.14469", "https://github.com/pseeth/autoclip"),
     )
     at_once: ClassVar = {"threshold": 10.0, "min_steps": 1}
 
@@ -164,17 +154,17 @@ class Percentile(Mode):
 
 @dataclass(eq=False)
 class ZScore(Mode):
-    """A gradient whose norm lies far above a running mean of the norms is scaled down."""
+    """A gradient far above a running mean of the norms is scaled down (ZClip, Kumar 2025)."""
 
     info = ModeInfo(
-        stat="‖G‖",
-        unit="σ",
-        note="Dashed: mean + threshold · σ of the norms so far; norms above it are clipped.",
+        "steps",
+        "‖G‖",
+        "σ",
+        "Dashed: mean + threshold · σ of the norms so far; norms above it are clipped.",
         published=((2.5, "ZClip (Kumar 2025)"),),
         grid=(2.0, 3.0, 4.0),
         follows="norms",
         tenth=1.3,
-        sources=("Kumar 2025, arXiv 2504.02507", "https://github.com/bluorion-com/ZClip"),
     )
     at_once: ClassVar = {"threshold": 0.01, "warmup_steps": 2}
 
@@ -193,17 +183,16 @@ class ZScore(Mode):
 
 @dataclass(eq=False)
 class Spike(Mode):
-    """Elements whose square is above threshold x their second moment are clamped to that."""
+    """Elements are clamped where g² > threshold x their second moment (SPAM, Huang 2025)."""
 
     info = ModeInfo(
-        clips="elements",
-        by_tensor=True,
-        stat="g²/v of an element",
-        unit="g²/v",
+        "elements",
+        "g²/v of an element",
+        "g²/v",
         published=((5000.0, "SPAM (Huang 2025)"),),
         grid=(50.0, 500.0),
         shares=(0.0001, 0.01, 0.00001),
-        sources=("Huang, Zhu, Jin, Liu, Wang and Liu 2025, arXiv 2501.06842, section 3",),
+        by_tensor=True,
         needs_optimizer=True,
     )
     at_once: ClassVar = {"min_steps": 0}
@@ -213,17 +202,16 @@ class Spike(Mode):
 
 @dataclass(eq=False)
 class Update(Mode):
-    """The optimizer's update is limited; the gradient is measured, but not changed."""
+    """The optimizer's update is limited, and no gradient changed (StableAdamW, Levanter)."""
 
     info = ModeInfo(
-        clips="updates",
-        by_tensor=True,
-        stat="RMS of g/√v of a tensor",
-        unit="RMS of g/√v",
+        "updates",
+        "RMS of g/√v of a tensor",
+        "RMS of g/√v",
         published=((1.0, "StableAdamW (Wortsman 2023)"),),
         grid=(1.5, 2.0, 4.0),
         shares=(0.02, 0.1, 0.005),
-        sources=("Wortsman 2023, arXiv 2304.13013, algorithm 2",),
+        by_tensor=True,
         needs_optimizer=True,
     )
 

@@ -29,7 +29,7 @@ OPTIONS = [
     ),
     ("~clip", ["clip.mode=", "no value given"]),
     ("recipe=cifar10_resnet43", ["cifar10_resnet34?", "accumulate_4"]),
-    (f"clip._target_={'n' * 300}.N", ["clip._target_=nnn", "there is no module"]),
+    (f"clip._target_={'n' * 300}.N", ["clip._target_=nnn", "No module named"]),
 ]
 VALUES = [
     (
@@ -40,12 +40,12 @@ VALUES = [
         [
             *("(19 problems)", "1, 2 or inf", "skip, error, ignore"),
             *("accumulation.steps=1.5", "an integer", "data.num_workers=-1", "at least 0"),
-            *("true or false", "tok (tokens)", "eval.interval=-1ep"),
-            *("did you mean cuda?", "auto, online, offline, disabled", "a list, such as [a,b]"),
+            *("a boolean", "tok (tokens)", "eval.interval=-1ep"),
+            *("did you mean cuda?", "auto, online, offline, disabled", "a list"),
             *("name of a folder", "float64?", "model._target_=resnet", "full name"),
         ],
     ),
-    ("clip=adaptive clip.exclude=head", ["clip.exclude=head", "auto", "[a,b]"]),
+    ("clip=adaptive clip.exclude=head", ["clip.exclude=head", "auto", "a list"]),
     ("train=5", ["train=5", "max_duration"]),
     (
         "model.width=??? train.max_duration=???",

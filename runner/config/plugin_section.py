@@ -158,6 +158,8 @@ class PluginSection(Sizes):
                 message = f"has no meaning under plugin={self.name}; {users} uses it"
                 yield Conflict(name, message)
         stage = self.zero_stage
+        if self.name == "zero" and stage == 0:
+            yield Conflict("zero_stage", "must be 1, 2 or 3 under plugin=zero")
         least = {"reshard_after_forward": 3, "param_dtype": 2, "cpu_offload": 2}
         for name, least_stage in least.items() if self.name in ("zero", "hybrid") else ():
             if stage < least_stage and getattr(self, name) != uses()[name][0]:

@@ -44,6 +44,7 @@ NO_RESHARD = {"reshard_after_forward": False}
 @pytest.mark.parametrize(
     ("name", "given", "key", "said"),
     [
+        ("zero", {"zero_stage": 0}, "zero_stage", "1, 2 or 3"),
         ("zero", NO_RESHARD, "reshard_after_forward", "zero_stage=1"),
         ("zero", {"zero_stage": 2, **NO_RESHARD}, "reshard_after_forward", "zero_stage=2: give 3"),
         ("zero", {"param_dtype": "fp16"}, "param_dtype", "give 2 or more"),

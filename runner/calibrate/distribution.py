@@ -8,7 +8,7 @@ says nothing about the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,17 +63,8 @@ def distribution(values: Iterable[float]) -> dict[str, float]:
     return {**found, "mean": float(finite.mean()), **points, "max": float(finite.max())}
 
 
-def suggest(measured: Mapping[str, float]) -> dict[str, float] | None:
-    """Suggest thresholds for a mode that clips steps; None if no norm was finite and above 0."""
-    return _suggestion(measured["p90"], measured["mean"] / 2, measured["mean"] * 10)
-
-
-def suggest_by_parts(shares: Sequence[float], parts: Histogram) -> dict[str, float] | None:
-    """Suggest thresholds for a mode that clips elements, units or tensors, by their ``shares``."""
-    return _suggestion(*map(parts.largest, shares))
-
-
-def _suggestion(start: float, low: float, high: float) -> dict[str, float] | None:
+def suggest(start: float, low: float, high: float) -> dict[str, float] | None:
+    """Return thresholds with three digits; None if no gradient was finite and above 0."""
     found = {"start": start, "low": low, "high": high}
     if not all(math.isfinite(x) and x > 0 for x in found.values()):
         return None

@@ -12,7 +12,6 @@ from runner.calibrate.distribution import (
     Histogram,
     distribution,
     suggest,
-    suggest_by_parts,
     warm_up,
     would_clip,
 )
@@ -65,9 +64,11 @@ def describe(
     first = warm_up(len(norms), config.calibrate.warmup_steps)
     parts = None if info.parts is None else Histogram(**measured["parts"])
     if parts is None:
-        suggested = suggest(distribution(peaks[first:]))
+        measured_norms = distribution(peaks[first:])
+        mean = measured_norms["mean"]
+        suggested = suggest(measured_norms["p90"], mean / 2, mean * 10)
     else:
-        suggested = suggest_by_parts(info.shares, parts)
+        suggested = suggest(*map(parts.largest, info.shares))
     start = suggested["start"] if suggested else None
     own = () if clip.threshold is None else (clip.threshold,)
     studied = {*(value for value, _ in info.published), *info.grid}

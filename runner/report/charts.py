@@ -99,7 +99,8 @@ def _clipping(groups: Sequence[Group]) -> Iterator[Chart]:
         key = keys.CLIP_FRACTION if facet.info.parts else keys.CLIP_RATIO
         note = f"Share of the {parts} that clipping changed, mean over the steps around."
         title = f"Share of {parts} clipped{of}"
-        what = Curves(f"clipped-{mode}", title, title, key, note, percent=True, **_SHARE)
+        name = f"{parts} clipped"
+        what = Curves(f"clipped-{mode}", title, name, key, note, percent=True, **_SHARE)
         yield from _draw(what, facet.own)
         note = "‖G‖ after clipping ÷ before, mean over the steps around: 1 leaves the gradient as "
         note += "it is, 0.1 takes nine tenths of its length."

@@ -15,7 +15,6 @@ from typing import Any
 
 from runner.report.findings import Findings, choice, find
 from runner.report.look import rounded
-from runner.report.run import Run
 from runner.report.sweep import read
 from runner.report.table import difference
 from runner.report.verdict import verdict
@@ -32,13 +31,11 @@ _SPECIAL = str.maketrans(
 """Texts of LaTeX for single signs."""
 
 
-def records(
-    found: Findings, otherwise: Callable[[Run, str], str | None] = choice
-) -> list[dict[str, Any]]:
+def records(found: Findings) -> list[dict[str, Any]]:
     """Return one row a run, in the order of the settings; None where a run recorded nothing."""
     return [
         {"run": run.number, "setting": group.label, "state": run.state}
-        | {key: run.config.get(key, otherwise(run, key)) for key in found.columns}
+        | {key: run.config.get(key, choice(run, key)) for key in found.columns}
         | found.measured[run.number]
         for group in found.groups
         for run in group.runs
@@ -50,7 +47,7 @@ def frame(folder: Path | str) -> Any:
 
     Without pandas it is a list of dicts.
     """
-    rows = records(find(read(Path(folder))), lambda run, key: None)
+    rows = records(find(read(Path(folder))))
     try:
         import pandas
     except ImportError:

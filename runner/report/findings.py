@@ -237,7 +237,7 @@ class Findings:
     def clipped(self, group: Group) -> str | None:
         """Return how much a setting clipped, such as ``31 % of its steps``."""
         ratio, share = self.ratio(group), self.average(group, keys.CLIP_FRACTION)
-        if group.clips and group.info.parts is not None and share is not None:
+        if group.clips and share is not None:
             return f"{percent(share)} of the {group.info.parts} on average"
         return f"{percent(ratio)} of its steps" if group.clips and ratio is not None else None
 

@@ -163,7 +163,7 @@ def measure(run: Run, metrics: Sequence[str], maximized: Mapping[str | None, boo
         found[key] = _last(run, summary, key)
     wall = drawn(summary.get(keys.WALL_SECONDS))
     return found | {
-        keys.CLIP_FRACTION: drawn(summary.get(keys.CLIP_FRACTION)),
+        keys.CLIP_FRACTION: drawn(summary.get(keys.CLIP_FRACTION)) if run.info.parts else None,
         **_norm(run),
         keys.CLIP_COEF: float(coef.mean()) if len(coef) else None,
         DIVERGED: run.diverged_at,

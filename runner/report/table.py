@@ -63,29 +63,16 @@ def columns_of(found: Findings) -> list[Column]:
     for key in found.metrics:
         # One column for metrics that settings are not compared by: the lowest loss of a single
         # training step says little, and so does the last of an accuracy that rose and fell.
-        both, higher = key == found.metric, higher_is_better(key)
-        shown = {"best": both or higher, "final": both or not higher}
-        known += [
-            Column(f"{which}/{key}", f"{key} {which}", f"{which} {key} of the run", rounded)
-            for which in shown
-            if shown[which]
-        ]
-    by_part = any(group.info.parts for group in found.groups)
-    norm = "of the gradient norm before clipping"
+        own = "best" if higher_is_better(key) else "final"
+        for which in ("best", "final") if key == found.metric else (own,):
+            hint = f"{which} {key} of the run"
+            known.append(Column(f"{which}/{key}", f"{key} {which}", hint, rounded))
+    norm, clips = "of the gradient norm before clipping", "share of steps that clipping changed"
+    part = "mean share clipped of what the mode clips: the elements or the units"
     lost = "step from which the loss was not finite, or over twice its start, to the end"
     known += [
-        Column(
-            keys.CLIP_RATIO_TOTAL, "clip ratio", "share of steps that clipping changed", percent
-        ),
-        *[
-            Column(
-                keys.CLIP_FRACTION,
-                "clip fraction",
-                "mean share clipped of what the mode clips",
-                percent,
-            )
-        ]
-        * by_part,
+        Column(keys.CLIP_RATIO_TOTAL, "clip ratio", clips, percent),
+        Column(keys.CLIP_FRACTION, "clip fraction", part, percent),
         *(Column(f"{keys.GRAD_NORM}/{p}", f"‖G‖ {p}", f"{p} {norm}", rounded) for p in PERCENTILES),
         Column(keys.CLIP_COEF, "coefficient", "mean of ‖G‖ after clipping ÷ before", rounded),
         Column(keys.GRAD_NONFINITE, "skipped", "steps whose gradient was not finite", rounded),

@@ -10,7 +10,6 @@ from runner.calibrate.distribution import (
     Histogram,
     distribution,
     suggest,
-    suggest_by_parts,
     would_clip,
 )
 from runner.config.modes import info_of
@@ -37,7 +36,7 @@ def test_known_quantiles_come_back_within_two_per_cent():
         assert parts.share_above(value) == pytest.approx(share / 2, abs=0.005), point
     assert (parts.share_above(1e9), parts.share_above(1e-9)) == (0.0, 0.5)
     assert (found["mean"], found["max"]) == (pytest.approx(MEAN, rel=0.02), max(NORMS))
-    suggested = suggest(found)
+    suggested = suggest(found["p90"], found["mean"] / 2, found["mean"] * 10)
     assert tuple(suggested.values()) == pytest.approx((EXACT[90], MEAN / 2, MEAN * 10), rel=0.02)
     assert would_clip(NORMS, suggested["start"]) == pytest.approx(0.1, abs=0.003)
 
@@ -49,16 +48,16 @@ def test_steps_that_are_not_finite_count_as_steps_and_as_nothing_else():
     assert would_clip([1.0, 2.0, 3.0], 2.0) == pytest.approx(1 / 3), "at the threshold: not clipped"
     assert would_clip([], 1.0) == 0.0
     for norms in ([], [math.nan, math.inf], [0.0, 0.0]):
-        assert suggest(distribution(norms)) is None
-    assert suggest_by_parts((0.2, 0.5, 0.05), Histogram([0.0] * 400, 30.0, -6, 4)) is None
+        assert suggest(distribution(norms)["p90"], 1.0, 1.0) is None
+    assert math.isnan(Histogram([0.0] * 400, 30.0, -6, 4).largest(0.2))
 
 
 @pytest.mark.parametrize("mode", ["adaptive", "value"])
 def test_the_start_clips_the_same_share_of_units_whatever_the_largest_is(mode):
     shares = info_of(mode).shares
-    suggested = suggest_by_parts(shares, histogram(VALUES))
+    suggested = suggest(*map(histogram(VALUES).largest, shares))
     assert [np.mean(end < VALUES) for end in suggested.values()] == pytest.approx(
         list(shares), abs=0.02
     )
-    spoiled = suggest_by_parts(shares, histogram(np.append(VALUES, [1560.0])))
+    spoiled = suggest(*map(histogram(np.append(VALUES, [1560.0])).largest, shares))
     assert spoiled["start"] == pytest.approx(suggested["start"], rel=0.03)

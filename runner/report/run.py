@@ -161,10 +161,15 @@ def measure(run: Run, metrics: Sequence[str], maximized: Mapping[str | None, boo
         found[f"final/{key}"] = final
     for key in (keys.CLIP_RATIO_TOTAL, keys.GRAD_NONFINITE, keys.CLIP_SKIPPED):
         found[key] = _last(run, summary, key)
+    norms, recorded = run.of(keys.GRAD_NORM).finite, summary.get(keys.GRAD_NORM)
+    for name, point in PERCENTILES.items():
+        norm = drawn(recorded.get(name)) if isinstance(recorded, dict) else None
+        if norm is None and len(norms):
+            norm = float(np.percentile(norms, point))
+        found[f"{keys.GRAD_NORM}/{name}"] = norm
     wall = drawn(summary.get(keys.WALL_SECONDS))
     return found | {
         keys.CLIP_FRACTION: drawn(summary.get(keys.CLIP_FRACTION)) if run.info.parts else None,
-        **_norm(run),
         keys.CLIP_COEF: float(coef.mean()) if len(coef) else None,
         DIVERGED: run.diverged_at,
         "steps": run.steps or None,
@@ -188,16 +193,6 @@ def _last(run: Run, record: object, key: str) -> float | None:
     value = drawn(record.get(key)) if isinstance(record, Mapping) else None
     rows = run.of(key).values
     return float(rows[-1]) if value is None and len(rows) else value
-
-
-def _norm(run: Run) -> Metrics:
-    recorded, norms = run.summary.get(keys.GRAD_NORM), run.of(keys.GRAD_NORM).finite
-    if isinstance(recorded, dict) and recorded:
-        return {f"{keys.GRAD_NORM}/{name}": drawn(recorded.get(name)) for name in PERCENTILES}
-    return {
-        f"{keys.GRAD_NORM}/{name}": float(np.percentile(norms, point)) if len(norms) else None
-        for name, point in PERCENTILES.items()
-    }
 
 
 def drawn(value: object) -> float | None:

@@ -7,7 +7,6 @@ clipping, changes them; they are restored outside of the measured time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -117,16 +116,6 @@ def gpt(layers: int = 12, width: int = 384, heads: int = 6) -> nn.Module:
     return GPT(256, 128, layers, heads, width, tied=True, bias=True, dropout=0.0)
 
 
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def clock_of(device: str) -> Callable[[Callable[[], object]], float]:
     """Return a function that times work on ``device``: by its events on a GPU."""
     if device == "cpu":
@@ -153,13 +142,12 @@ def rows(setting: Setting) -> Iterator[Row]:
     }
     if setting.quick:
         models = {"gpt 2x96": partial(gpt, 2, 96), "200 x 64": partial(Small, 200)}
-    with threads(1):
-        for name, make in models.items():
-            subject = Subject(name, make(), setting)
-            for of, optimizer in OPTIMIZERS.items():
-                yield from _steps(subject, of, optimizer(subject.parameters))
-            yield from _adaptive(subject)
-            yield from _value(subject)
+    for name, make in models.items():
+        subject = Subject(name, make(), setting)
+        for of, optimizer in OPTIMIZERS.items():
+            yield from _steps(subject, of, optimizer(subject.parameters))
+        yield from _adaptive(subject)
+        yield from _value(subject)
 
 
 def _steps(subject: Subject, name: str, optimizer: Optimizer) -> Iterator[Row]:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from runner.bench.clip import of_torchvision, threads
+from runner.bench.clip import of_torchvision
 from runner.bench.parallel import on_ranks, slowest
 from runner.bench.peers import loops, plain_loop
 from runner.bench.timing import Row, Setting, Side, clocked, compared, interleave
@@ -82,7 +82,7 @@ LARGE = Task("resnet18", partial(of_torchvision, "resnet18", num_classes=10), (3
 def rows(setting: Setting) -> Iterator[Row]:
     small = tiny(setting)
     tasks = [(small, 41, 1.00), *([] if setting.quick else [(LARGE, 15, 1.01)])]
-    with threads(1), recorded(setting) as sinks:
+    with recorded(setting) as sinks:
         for task, pairs, limit in tasks:
             sides: dict[str, Side] = {"bare": partial(bare, task)}
             sides["full"] = partial(trained, task, sinks)
@@ -135,17 +135,13 @@ def trained(task: Task, sinks: Sequence[Sink], plugin: Plugin | None = None) -> 
     return clocked(trainer.fit)
 
 
-class Continued:
-    """Passes the rows of many trainings to one sink, with steps that go on."""
+class Continued(WandbSink):
+    """wandb with the rows of many trainings, whose steps go on."""
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink, self._steps = sink, count(1)
+    _steps = count(1)
 
     def write(self, row: Metrics) -> None:
-        self._sink.write(row | {keys.TRAIN_STEP: next(self._steps)})
-
-    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        self._sink.close(summary, exit_code)
+        super().write(row | {keys.TRAIN_STEP: next(self._steps)})
 
 
 @contextmanager
@@ -153,7 +149,7 @@ def recorded(setting: Setting) -> Iterator[list[Sink]]:
     """Context with the sinks of a run: a file of rows, and wandb offline."""
     run: dict[str, Any] = {"project": "bench", "group": None, "tags": [], "job_type": "bench"}
     run |= {"name": "bench", "run_id": new_run_id(), "config": {}}
-    wandb = Continued(WandbSink(setting.folder, mode="offline", timeout=60.0, **run))
+    wandb = Continued(setting.folder, mode="offline", timeout=60.0, **run)
     try:
         with JsonlSink(setting.folder / "rows.jsonl") as file:
             yield [file, wandb]

@@ -152,6 +152,7 @@ def compared(
 def record(tables: Sequence[str], setting: Setting, folder: Path, command: str) -> dict[str, Any]:
     """Measure tables, and show each row at once."""
     lines: list[str] = []
+    torch.set_num_threads(1)
 
     def line(text: str) -> None:
         lines.append(text)

@@ -19,8 +19,8 @@ import wandb_workspaces.workspaces as ws
 from runner.run_folder import keys
 from runner.telemetry.sinks.wandb_sink import SWEEP_JOB_TYPE
 
+# Horizontal axis of every curve. It is set at each level: wandb's own step counts rows.
 STEP = keys.TRAIN_STEP
-"""Horizontal axis of every curve. It is set at each level: wandb's own step counts rows."""
 
 MODE, THRESHOLD, RATE, ACCUMULATION = map(
     wr.Config, ("clip.mode", "clip.threshold", "optimizer.lr", "accumulation.steps")
@@ -29,11 +29,10 @@ BEST_LOSS, BEST_ACCURACY = f"best/{keys.EVAL_LOSS}", f"best/{keys.EVAL_ACCURACY}
 CLIPPED = keys.CLIP_RATIO_TOTAL
 SHARE = (0.0, 1.0)
 
+# Unicode categories of characters that wandb refuses in a name as emoji, such as = and <.
 _REFUSED = {"So", "Sk", "Sm", "Sc", "Cs"}
-"""Unicode categories of characters that wandb refuses in a name as emoji, such as = and <."""
-
+# Most curves in a panel; wandb's default of ten would leave out most of a sweep.
 MOST_RUNS = 50
-"""Most curves in a panel; wandb's default of ten would leave out most of a sweep."""
 
 
 def save(project: str, entity: str, group: str, name: str) -> str:
@@ -41,20 +40,17 @@ def save(project: str, entity: str, group: str, name: str) -> str:
     owner = entity or wandb.Api().default_entity
     if not owner:
         raise ValueError("the server knows no entity for this key; name one by --entity")
-    url: str = build(project, owner, group or None, name).save().url  # type: ignore[no-untyped-call]
-    return url
-
-
-def build(project: str, entity: str, group: str | None, name: str = "") -> ws.Workspace:
-    title = name or ("Clipping" if group is None else f"Clipping, {group}")
-    return ws.Workspace(
-        entity=entity,
+    title = name or (f"Clipping, {group}" if group else "Clipping")
+    workspace = ws.Workspace(
+        entity=owner,
         project=project,
         name="".join("-" if unicodedata.category(c) in _REFUSED else c for c in title),
         sections=_sections(),
         settings=ws.WorkspaceSettings(x_axis=STEP, max_runs=MOST_RUNS),
         runset_settings=_runs(group),
     )
+    url: str = workspace.save().url  # type: ignore[no-untyped-call]
+    return url
 
 
 def _sections() -> list[ws.Section]:
@@ -93,7 +89,7 @@ def _sections() -> list[ws.Section]:
     ]
 
 
-def _runs(group: str | None) -> ws.RunsetSettings:
+def _runs(group: str) -> ws.RunsetSettings:
     """Show the runs that train, not those of sweeps, by sweep, mode and threshold."""
     order = [ws.Metric("Group"), *map(_stored, (MODE, THRESHOLD)), ws.Metric("CreatedTimestamp")]
     columns = [
@@ -103,7 +99,7 @@ def _runs(group: str | None) -> ws.RunsetSettings:
         *(f"summary:{key}" for key in (BEST_LOSS, BEST_ACCURACY, CLIPPED, f"{keys.GRAD_NORM}/p50")),
     ]
     shown = f"Metric('JobType') != {_quoted(SWEEP_JOB_TYPE)}"
-    if group is not None:
+    if group:
         shown += f" and Metric('Group') == {_quoted(group)}"
     return ws.RunsetSettings(
         filters=shown,

@@ -174,18 +174,12 @@ def _states(found: Findings) -> Iterator[Remark]:
     if lost:
         total = plural(len(runs), "run")
         yield Remark(f"The loss diverged in {len(lost)} of {total}: {first_few(lost)}.")
-    ended = [
-        run for run in runs if run.state in ("failed", "killed") or (run.error and len(runs) == 1)
-    ]
-    for run in ended[:5]:
+    for run in [run for run in runs if run.error or run.state in ("failed", "killed")][:5]:
         cause = (run.error or "").strip().rpartition("\n")[2][:300]
         was = "was " if run.state == "killed" else ""
         what = f"Run {run.number} {was}{run.state} at step {run.steps:,}"
         yield Remark(f"{what}: {cause}" if cause else what)
-    if len(ended) > 5:
-        yield Remark(f"{len(ended) - 5} more runs failed or were killed; see the table.")
-    done = ("finished", "failed", "killed", "unknown")
-    others = Counter(run.state for run in runs if run.state not in done)
+    others = Counter(run.state for run in runs if run.state not in ("finished", "unknown"))
     if others and len(runs) > 1:
         counts = ", ".join(f"{count} {state}" for state, count in others.items())
         yield Remark(f"Not all runs have finished: {counts}.")

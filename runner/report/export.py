@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.report.findings import Findings, choice, find
-from runner.report.look import rounded
 from runner.report.sweep import read
-from runner.report.table import difference
+from runner.report.table import headings, mean_row
 from runner.report.verdict import verdict
 from runner.run_folder import files
 from runner.run_folder.strict_json import encode
@@ -97,19 +96,12 @@ def as_json(found: Findings) -> str:
 
 def as_latex(found: Findings) -> str:
     columns = [key for key in found.columns if key != "seed"]
-    other = found.compared_with if found.comparisons else None
-    names = [*columns, "seeds", f"best {found.metric or 'metric'}"]
-    rows = [[*names, f"Δ to {other.label}", "p"] if other else names]
+    titles = {one.key: one.title for one in headings(found)[1:]}
+    wanted = [*columns, *(k for k in (f"best/{found.metric}", "difference", "p") if k in titles)]
+    rows = [[*map(titles.__getitem__, wanted), "seeds"]]
     for group in found.groups:
-        mean, deviation = found.mean(group)
-        score = rounded(mean if found.seeds(group) else None)
-        score += f" ± {rounded(deviation, 2)}" if deviation is not None else ""
-        cells = [choice(group.runs[0], key) for key in columns]
-        cells += [str(len(found.seeds(group))), score]
-        if other:
-            one = found.comparisons.get(group.index)
-            cells += [difference(one) if one else "–", rounded(one.corrected if one else None, 2)]
-        rows.append(cells)
+        cells = dict(zip(titles, mean_row(found, group).cells, strict=True))
+        rows.append([*(cells[key].text for key in wanted), str(len(found.seeds(group)))])
     head, *body = (" & ".join(cell.translate(_SPECIAL) for cell in row) + r" \\" for row in rows)
     alignment = "l" * len(columns) + "r" * (len(rows[0]) - len(columns))
     lines = [

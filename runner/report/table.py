@@ -118,14 +118,14 @@ def rows_of(found: Findings, group: Group) -> list[Row]:
         measured = found.measured[run.number]
         cells += [_cell(measured.get(one.key), one.text) for one in columns]
         rows.append(Row(run.number, run, cells))
-    return rows if alone else [_mean(found, group, columns), *rows]
+    return rows if alone else [mean_row(found, group), *rows]
 
 
-def _mean(found: Findings, group: Group, columns: list[Column]) -> Row:
+def mean_row(found: Findings, group: Group) -> Row:
     judged = found.judged(group)
     chosen = ("–" if key == "seed" else choice(group.runs[0], key) for key in found.columns)
     cells = [*map(_key, chosen), Cell("mean ± sd"), *_compared(found, group, None)]
-    for column in columns:
+    for column in columns_of(found):
         known = (found.measured[run.number].get(column.key) for run in judged)
         values = [value for value in known if value is not None]
         if not values or column.key == DIVERGED:

@@ -153,13 +153,13 @@ def test_latex_has_one_row_a_setting(folder):
     split = [re.split(r"(?<!\\)&", one.removesuffix(r"\\")) for one in lines if one.endswith(r"\\")]
     names, *table = [[cell.strip() for cell in cells] for cells in split]
     delta = r"$\Delta$ to none"
-    assert names == ["clip.mode", "clip.threshold", "seeds", "best eval/loss", delta, "p"]
+    assert names == ["clip.mode", "clip.threshold", "eval/loss best", delta, "p", "seeds"]
     assert [row[1] for row in table] == ["0.1", "0.25", "1", "2", "none"]
     assert r"\begin{tabular}{llrrrr}" in lines
     settings = json.loads((folder / "report.json").read_text())["settings"]
     for row, one in zip(table, settings, strict=True):
         assert len(row) == len(names)
-        mean, deviation = row[3].split(r" $\pm$ ")
+        mean, deviation = row[2].split(r" $\pm$ ")
         assert float(mean) == pytest.approx(one["mean"], rel=1e-3)
         assert float(deviation) == pytest.approx(one["sd"], rel=0.05)
 

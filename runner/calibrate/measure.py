@@ -41,8 +41,8 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     counts, total = tally.gather(trainer.optimizer.layout)
     return {
         "parts": {"counts": counts, "total": total, "lowest": LOWEST, "highest": HIGHEST},
-        "norms": meter.norms,
-        "peaks": meter.max_stats,
+        "norms": [*meter.norms],
+        "peaks": [*meter.max_stats],
         "loss": meter.last[keys.TRAIN_LOSS],
     }
 

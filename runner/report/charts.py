@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,10 @@ from runner.report import draw
 from runner.report.draw import Chart, Facet, Trace
 from runner.report.findings import Findings, Group, find
 from runner.report.look import rounded
-from runner.report.metric import metric_charts
-from runner.report.norms import heat_maps, scaled_note, threshold_charts
 from runner.report.run import EMPTY, Floats, Run, Series
 from runner.report.sweep import read
-from runner.run_folder import keys
+from runner.report.thresholds import metric_charts, scaled_note, threshold_charts
+from runner.run_folder import files, keys
 
 # A diverging run ends many decades above the others; the axis ends this factor above the start.
 _HEADROOM = 4.0
@@ -29,6 +28,9 @@ _DECADES = 5.0
 # A curve of at most so many points shows each as a dot; above so many curves, only the nearest
 # one is read off.
 _DOTS, _COMPARED = 30, 20
+
+# Most columns and rows of a map, and most maps.
+_COLUMNS, _ROWS, _RUNS = 160, 64, 6
 
 Sections = list[tuple[str, list[Chart], str | None]]
 """Heading, charts, and a note on what is left out."""
@@ -235,3 +237,68 @@ def _below_ceiling(values: list[Floats]) -> list[Floats]:
 def _late(values: list[Floats]) -> list[Floats]:
     """Return the values without the first quarter, whose low ones would flatten the others."""
     return [v[len(v) // 4 :] for v in values]
+
+
+def heat_maps(found: Findings) -> tuple[list[Chart], str | None]:
+    """Return maps of the first runs that recorded layers, and a note on the others."""
+    recorded = [
+        (position, group, run)
+        for group in found.groups
+        for position, run in enumerate(group.runs)
+        if run.layers
+    ]
+    # The first seed of each setting comes before the second of any.
+    recorded.sort(key=lambda entry: (entry[0], entry[1].index))
+    tables = [_table(run.layers) for *_, run in recorded[:_RUNS]]
+    ends = draw.limits([logs for *_, logs in tables], False)
+    maps = [
+        _map(group, run, *table, ends)
+        for (_, group, run), table in zip(recorded, tables, strict=False)
+    ]
+    left = len(recorded) - len(maps)
+    note = f"{left} more runs recorded layers; their norms are in {files.ROWS}."
+    return maps, note if left else None
+
+
+def _map(
+    group: Group, run: Run, names: list[str], steps: Floats, logs: Floats, ends: tuple[float, float]
+) -> Chart:
+    ticks = np.unique(np.linspace(*ends, 5).round(1))
+    texts = [f"{10**tick:.2g}" for tick in ticks]
+    heat = {
+        "type": "heatmap",
+        "x": draw.whole(steps),
+        "y": names,
+        "z": draw.floats(logs),
+        "meta": {"group": group.index, "run": run.number},
+        "zmin": ends[0],
+        "zmax": ends[1],
+        "colorscale": "Viridis",
+        "colorbar": {"thickness": 10, "tickvals": ticks, "ticktext": texts},
+        "hovertemplate": "%{y}, step %{x}: 10<sup>%{z:.2f}</sup><extra></extra>",
+    }
+    note = "Highest norm in each range of steps; one logarithmic scale for all runs. Empty where "
+    note += "it was not finite or not recorded."
+    left = len(run.layers) - len(names)
+    note += f" The {left} parameters with the smallest norms are left out." if left else ""
+    x = {"title": {"text": "optimizer step", "standoff": 8}, "tickformat": ",d", "showgrid": False}
+    short = [name if len(name) <= 30 else f"…{name[-29:]}" for name in names]
+    y: Trace = {"type": "category", "autorange": "reversed", "tickfont": {"size": 10}}
+    y |= {"tickvals": names, "ticktext": short}
+    size: Trace = {"height": max(240, 110 + 13 * len(names)), "margin": draw.FRAME | {"l": 190}}
+    title = f"Norm by parameter · {group.label} · run {run.number}"
+    return draw.chart(f"heat-{run.number}", title, note, [heat], x, y, **size)
+
+
+def _table(rows: Mapping[str, Series]) -> tuple[list[str], Floats, Floats]:
+    """Return names, the steps of each range, and log10 of the highest norm by row and range."""
+    size = {key: np.median(one.finite) if len(one.finite) else 0.0 for key, one in rows.items()}
+    largest = sorted(rows, key=size.__getitem__)[-_ROWS:]
+    names = [key for key in rows if key in largest]
+    steps = np.unique(np.concatenate([one.steps for one in rows.values()]))
+    table = np.full((len(names), len(steps)), np.nan)
+    for cells, one in zip(table, map(rows.__getitem__, names), strict=True):
+        known = np.isfinite(one.values) & (one.values > 0)
+        cells[np.searchsorted(steps, one.steps[known])] = one.values[known]
+    starts = np.linspace(0, len(steps), min(_COLUMNS, len(steps)), endpoint=False).astype(int)
+    return names, steps[starts], np.log10(np.fmax.reduceat(table, starts, axis=1))

@@ -11,13 +11,12 @@ from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from runner.report.advice import remarks
 from runner.report.findings import choice, find
 from runner.report.look import SMOOTHING, on_dark, plural
 from runner.report.run import Run
 from runner.report.sweep import SweepRuns, command_of, from_here, read
 from runner.report.table import headings, rows_of
-from runner.report.verdict import verdict
+from runner.report.verdict import remarks, verdict
 from runner.run_folder import files
 from runner.run_folder.strict_json import write_text
 

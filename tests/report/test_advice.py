@@ -9,8 +9,8 @@ import pytest
 from runner.config.modes import info_of
 from runner.optim.effects import PLAIN, Effect
 from runner.report import read
-from runner.report.advice import remarks
 from runner.report.findings import find
+from runner.report.verdict import remarks
 from runner.run_folder.strict_json import decode, encode
 from runner.telemetry import guidance
 from tests.report.examples import config, rows, write_run

@@ -10,10 +10,9 @@ from scipy import stats
 
 from runner.compose.request import request
 from runner.report import read, write
-from runner.report.advice import remarks
 from runner.report.findings import find
 from runner.report.statistics import LEVEL, Difference, compare, holm
-from runner.report.verdict import verdict
+from runner.report.verdict import remarks, verdict
 from tests.report.examples import NORM, config, rows, sweep, write_run
 
 NAN = math.nan

@@ -25,7 +25,7 @@ LINES = {
     ("clip",): 4160,
     ("optim",): 400,
     ("data", "models"): 2145,
-    ("report",): 2404,
+    ("report",): 2378,
     ("run_folder",): 715,
     ("verify", "calibrate", "dashboard"): 1206,
     ("bench",): 847,

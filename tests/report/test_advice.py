@@ -92,7 +92,7 @@ BOTH = [
     f"With clip.threshold=0.25 the {RATE}",
 ]
 FEW = "norm 0.1 and 2 more settings: 20 steps are too few"
-LOST = "steps had a gradient that was NaN or inf … look at the learning rate"
+LOST = "200 of 300 steps had a gradient that was NaN or inf … look at the learning rate"
 SIGN = "norm 0.1 and 2 more settings: Clipping has no effect with Rprop"
 SPIKES = "clipped 98 % … raise clip.threshold to about 1.25 … lower optimizer.lr if"
 UNITS = "best threshold of clip=adaptive, 0.1, is the lowest tried … try 0.05 and 0.025"
